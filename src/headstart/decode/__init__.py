@@ -1,0 +1,1 @@
+"""Draft, verify, commit: the decode loop, its verifiers, drafters and budgets."""

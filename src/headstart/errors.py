@@ -1,0 +1,35 @@
+"""Errors that a user can mend: one sentence that says what is wrong, one that says what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input, with its remedy.
+
+    The command line prints it without a traceback and exits with code 2.
+
+    Args:
+        problem: what is wrong, as one sentence, with the value that is wrong in it.
+        remedy: what to do about it, as one sentence.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem} {remedy}".strip())
+        self.problem = problem
+        self.remedy = remedy
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint naming the closest known word, or the list of known words when none is close.
+
+    >>> nearest("lrr", ["lr", "epochs"])
+    "Did you mean 'lr'?"
+    >>> nearest("zzz", ["b", "a"])
+    'Known: a, b.'
+    """
+    words = sorted(known)
+    close = difflib.get_close_matches(name, words, n=1, cutoff=0.6)
+    return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(words)}."

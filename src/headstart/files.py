@@ -1,0 +1,137 @@
+"""Writing files so that a half-written one is never taken for a whole one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from headstart.errors import UserError
+
+PARTIAL = ".partial"
+"""Suffix of a file or folder that is still being written."""
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a neighbour of `path`, then move it into place in one step.
+
+    A file replaces a file and a folder replaces a folder. When `write` raises, `path` is left as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + PARTIAL)
+    _remove(partial)
+    write(partial)
+    if partial.is_file():
+        with partial.open("rb+") as handle:
+            os.fsync(handle.fileno())
+    if partial.is_dir() and path.exists():
+        old = path.with_name(path.name + ".old")
+        _remove(old)
+        path.rename(old)
+        partial.rename(path)
+        _remove(old)
+    else:
+        os.replace(partial, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically, as UTF-8."""
+    write_atomic(path, lambda partial: _write_text(partial, text))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` atomically, as indented JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write one JSON object a line to `path`, atomically."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        UserError: when the file is missing or cut short; the message names it.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist.", "Check the path.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not whole JSON ({error}).", "Delete it and run the command again.") from None
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number counted from 1, object) for each line that is not blank.
+
+    Raises:
+        UserError: when the file is missing, or a line is not a JSON object; the message names file and line.
+    """
+    if not path.is_file():
+        raise UserError(f"No file at {path}.", "Check the path; questions and prompts are JSONL, one object a line.")
+    with path.open(encoding="utf-8") as handle:
+        try:
+            for number, line in enumerate(handle, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise UserError(
+                        f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno}).",
+                        "Write one JSON object a line.",
+                    ) from None
+                if not isinstance(row, dict):
+                    raise UserError(
+                        f"{path}, line {number}: a {type(row).__name__}, not an object.",
+                        "Write one JSON object a line.",
+                    )
+                yield number, row
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 text ({error.reason}).", "Convert it to UTF-8.") from None
+
+
+def need_disk(folder: Path, needed_bytes: int, what: str) -> None:
+    """Refuse to start work that the disk cannot hold.
+
+    Raises:
+        UserError: when fewer than `needed_bytes` (plus 5 %) are free at `folder` or its nearest existing parent.
+    """
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes * 1.05:
+        raise UserError(
+            f"{what} needs {format_bytes(needed_bytes)} at {folder}, and {format_bytes(free)} are free.",
+            "Free some space, choose another --run-dir, or lower the byte or token budget in the recipe.",
+        )
+
+
+def format_bytes(count: float) -> str:
+    """A byte count as people write it, in powers of 1000.
+
+    >>> format_bytes(98_000_000)
+    '98.0 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif path.exists() or path.is_symlink():
+        path.unlink()

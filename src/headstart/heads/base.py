@@ -1,0 +1,222 @@
+"""The contract of a draft head, and the registry that finds the families.
+
+A family is one file in this folder: a config class, a module class, `@register`. Everything else (training, tree
+decoding, tuning, export, reports, the test suite) follows from this contract and never names a family.
+
+Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, M predictions of one step, K draft steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from headstart.errors import UserError, nearest
+from headstart.target import FINAL, DraftTree, Target, TreeShape
+
+
+class HeadConfig(BaseModel):
+    """What every family's config has in common. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    family: str = Field(description="Registered name of the head family.")
+    hidden_size: int = Field(0, description="Hidden size of the target; filled in from the target.")
+    vocab_size: int = Field(0, description="Vocabulary of the target; filled in from the target.")
+    draft_vocab_size: int = Field(
+        0,
+        ge=0,
+        description="Tokens the heads can draft, the most frequent of the training data; 0 means the whole vocabulary.",
+    )
+
+    @property
+    def draft_width(self) -> int:
+        """Size D of the vocabulary the heads draft from."""
+        return self.draft_vocab_size or self.vocab_size
+
+
+@dataclass
+class HeadBatch:
+    """A batch of conversations with the target's hidden states, padded on the right.
+
+    Attributes:
+        tokens_BT: int64 token ids.
+        supervised_BT: bool, true where the token was written by the target (the loss mask); false on padding.
+        states: {tap: [B, T, E]}; state t was computed after reading token t.
+    """
+
+    tokens_BT: Tensor
+    supervised_BT: Tensor
+    states: dict[int, Tensor]
+
+
+@dataclass
+class StepPrediction:
+    """What one draft step (or one head) predicts over a batch.
+
+    Attributes:
+        logits_MD: draft logits over the draft vocabulary.
+        source_M: flat index b * T + t of the position whose FINAL state gives the target's own distribution for the
+            same token: the token predicted is number t + 1 of row b.
+        origin_M: flat index of the position the drafting started from, so that the steps of one draft can be lined
+            up: step k of origin t predicts token t + k + 2 (k from 0).
+    """
+
+    logits_MD: Tensor
+    source_M: Tensor
+    origin_M: Tensor
+
+
+class DraftHead(nn.Module, ABC):
+    """A head family. Training (`unroll`) and drafting (`open`, `propose`, `observe`, `select`) are separate methods.
+
+    Attributes:
+        family: registered name.
+        Config: its config class.
+        config: its config, with the target's sizes filled in.
+        draft_to_target_D: int64, the target's token id of each draft token (the identity without a draft vocabulary).
+    """
+
+    family: ClassVar[str]
+    Config: ClassVar[type[HeadConfig]]
+    config: HeadConfig
+    draft_to_target_D: Tensor
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("draft_to_target_D", torch.arange(config.draft_width))
+
+    # -- what it is ----------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """K: how deep it can draft."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states of the target that it reads, by tap."""
+        return (FINAL,)
+
+    @abstractmethod
+    def warm_start(self, target: Target) -> None:
+        """Initialise from the target's own weights, in place. `draft_to_target_D` is set already."""
+
+    def bind(self, target: Target) -> None:
+        """Take references to frozen weights of the target that are not saved with the heads; called after loading."""
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
+        """Predictions of each step in turn, at the positions where every token up to the predicted one is supervised.
+
+        Steps come one at a time so that the logits of all steps never exist at once.
+        """
+
+    # -- drafting ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
+        """Start drafting for a batch of prompts.
+
+        Args:
+            prompts: token ids of each row.
+            states: {tap: [B, T, E]} of the prefill, right-padded: row b is good up to len(prompts[b]).
+
+        Returns:
+            A state of the family's own that `propose`, `observe` and `select` take.
+        """
+
+    @abstractmethod
+    def propose(self, state: Any, root_B: Tensor, shape: TreeShape) -> DraftTree:
+        """Draft a tree of this shape behind each row's root token (int64 [B], decided, not yet read by the target)."""
+
+    @abstractmethod
+    def observe(self, state: Any, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+        """Learn what was accepted.
+
+        Args:
+            state: from `open`.
+            tokens_BP: the tokens now committed in this round, root first, padded on the right.
+            states: {tap: [B, P, E]} of those tokens.
+            counts: how many of them are real, for each row (at least 1).
+        """
+
+    @abstractmethod
+    def select(self, state: Any, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+
+    # -- shared --------------------------------------------------------------------------------------------------
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Number of parameters that training changes."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
+        """Draft only these tokens of the target (sorted int64 [D])."""
+        assert token_ids.shape == self.draft_to_target_D.shape, "the vocabulary has the configured size"
+        self.draft_to_target_D.copy_(token_ids)
+
+
+_FAMILIES: dict[str, type[DraftHead]] = {}
+
+H = TypeVar("H", bound=type[DraftHead])
+
+
+def register(head: H) -> H:
+    """Class decorator: make a family known under its `family` name."""
+    if _FAMILIES.get(head.family, head).__qualname__ != head.__qualname__:
+        raise ValueError(f"head family {head.family!r} is registered twice")
+    _FAMILIES[head.family] = head
+    return head
+
+
+def families() -> dict[str, type[DraftHead]]:
+    """All families by name: every module of this folder is imported once, so a new file is enough."""
+    package = importlib.import_module("headstart.heads")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"headstart.heads.{module.name}")
+    return dict(_FAMILIES)
+
+
+def family(name: str) -> type[DraftHead]:
+    """The family called `name`.
+
+    Raises:
+        UserError: when there is none; the message names the nearest.
+    """
+    known = families()
+    if name not in known:
+        raise UserError(f"Unknown head family {name!r}.", nearest(name, known))
+    return known[name]
+
+
+def make_config(settings: dict[str, Any], target: Target) -> HeadConfig:
+    """A family's config from recipe settings, with the target's sizes filled in.
+
+    Raises:
+        UserError: unknown family or key, or a draft vocabulary larger than the target's.
+    """
+    cls = family(str(settings.get("family", "")))
+    unknown = set(settings) - set(cls.Config.model_fields)
+    if unknown:
+        name = sorted(unknown)[0]
+        raise UserError(f"{cls.family} heads have no setting {name!r}.", nearest(name, cls.Config.model_fields))
+    config = cls.Config(**{**settings, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size})
+    if config.draft_vocab_size > target.vocab_size:
+        raise UserError(
+            f"A draft vocabulary of {config.draft_vocab_size} is larger than the target's {target.vocab_size}.",
+            "Lower heads.draft_vocab_size, or set it to 0 for the whole vocabulary.",
+        )
+    return config

@@ -1,0 +1,17 @@
+"""The frozen model: loading, tapped hidden states, static KV cache, forward over a token tree."""
+
+from headstart.target.cache import TreeCache
+from headstart.target.loading import load_target
+from headstart.target.model import FINAL, Identity, Target, TargetOutput
+from headstart.target.tree import DraftTree, TreeShape
+
+__all__ = [
+    "FINAL",
+    "DraftTree",
+    "Identity",
+    "Target",
+    "TargetOutput",
+    "TreeCache",
+    "TreeShape",
+    "load_target",
+]

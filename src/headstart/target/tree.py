@@ -1,0 +1,165 @@
+"""Token trees: their shape, and what one forward over them needs.
+
+Node 0 is the root: the last token that is already decided but not yet in the KV cache. Every other node is a
+draft. Nodes are listed parents first, so `parents[i] < i`.
+
+Shape suffixes: B rows, N nodes (root included), K depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+RankPath = tuple[int, ...]
+"""A node named by the rank of the draft chosen at each depth: (0, 2) is the third-best child of the best child."""
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """A static tree, without tokens.
+
+    Attributes:
+        parents: parent index of each node, -1 for the root.
+        ranks: rank of each node's token among the drafts of its depth (0 = most likely); 0 for the root.
+
+    >>> shape = TreeShape.from_paths([(0,), (1,), (0, 0)])
+    >>> shape.parents, shape.ranks, shape.depths
+    ((-1, 0, 0, 1), (0, 0, 1, 0), (0, 1, 1, 2))
+    >>> TreeShape.chain(2).paths
+    ((0,), (0, 0))
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.parents) == len(self.ranks) >= 1, "a tree has a root"
+        assert self.parents[0] == -1, "node 0 is the root"
+        assert all(0 <= parent < i for i, parent in enumerate(self.parents) if i), "parents come first"
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> TreeShape:
+        """Build a shape from rank paths; a path's missing parents are added. Nodes are ordered by depth, then rank."""
+        known: set[RankPath] = set()
+        for path in paths:
+            known.update(tuple(path[: depth + 1]) for depth in range(len(path)))
+        ordered: list[RankPath] = [(), *sorted(known, key=lambda path: (len(path), path))]
+        index = {path: i for i, path in enumerate(ordered)}
+        return cls(
+            parents=tuple(-1 if not path else index[path[:-1]] for path in ordered),
+            ranks=tuple(0 if not path else path[-1] for path in ordered),
+        )
+
+    @classmethod
+    def chain(cls, length: int) -> TreeShape:
+        """`length` drafts, each the best continuation of the one before; 0 is plain decoding."""
+        return cls.from_paths([(0,) * length] if length else [])
+
+    @property
+    def size(self) -> int:
+        """Number of nodes, root included: the width of the forward that verifies this tree."""
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of each node from the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node: how many heads (or draft steps) the tree uses."""
+        return max(self.depths)
+
+    @property
+    def width(self) -> int:
+        """How many ranks of a depth the tree uses at most."""
+        return max(self.ranks) + 1 if self.size > 1 else 0
+
+    @cached_property
+    def paths(self) -> tuple[RankPath, ...]:
+        """Rank path of each node but the root, in node order."""
+        paths: list[RankPath] = []
+        for i, parent in enumerate(self.parents):
+            paths.append(() if parent < 0 else (*paths[parent], self.ranks[i]))
+        return tuple(paths[1:])
+
+    @cached_property
+    def ancestors_NN(self) -> Tensor:
+        """Bool [N, N]: entry (i, j) is true when node i may see node j, that is j is i or an ancestor of i."""
+        return ancestors(torch.tensor([self.parents]))[0]
+
+    @cached_property
+    def depths_N(self) -> Tensor:
+        """Depths as an int64 tensor [N]."""
+        return torch.tensor(self.depths)
+
+
+@dataclass
+class DraftTree:
+    """Drafted tokens for every row of a batch, ready to be verified.
+
+    Attributes:
+        tokens_BN: int64 [B, N]; column 0 is each row's root token.
+        parents: for each row the parent of each node, -1 for the root. One tuple when all rows share a shape.
+        visible_BNN: bool [B or 1, N, N], which nodes each node may see (itself and its ancestors).
+        depths_BN: int64 [B or 1, N].
+    """
+
+    tokens_BN: Tensor
+    parents: tuple[tuple[int, ...], ...]
+    visible_BNN: Tensor
+    depths_BN: Tensor
+
+    @classmethod
+    def from_shape(cls, tokens_BN: Tensor, shape: TreeShape) -> DraftTree:
+        """Every row has the same shape."""
+        device = tokens_BN.device
+        return cls(
+            tokens_BN, (shape.parents,), shape.ancestors_NN[None].to(device), shape.depths_N[None].to(device)
+        )
+
+    @classmethod
+    def from_parents(cls, tokens_BN: Tensor, parents: Sequence[Sequence[int]]) -> DraftTree:
+        """Each row has its own shape; rows are padded to one width by repeating any node as a leaf."""
+        parents_BN = torch.tensor([list(row) for row in parents])
+        visible_BNN = ancestors(parents_BN)
+        depths_BN = visible_BNN.sum(-1) - 1
+        device = tokens_BN.device
+        return cls(tokens_BN, tuple(tuple(row) for row in parents), visible_BNN.to(device), depths_BN.to(device))
+
+    @property
+    def size(self) -> int:
+        """Number of nodes, root included."""
+        return self.tokens_BN.shape[1]
+
+    def parents_of(self, row: int) -> tuple[int, ...]:
+        """Parent of each node of one row."""
+        return self.parents[row] if len(self.parents) > 1 else self.parents[0]
+
+
+def ancestors(parents_BN: Tensor) -> Tensor:
+    """Which nodes each node may see: itself and its ancestors.
+
+    Args:
+        parents_BN: int64 [B, N], -1 for the root, parents before children.
+
+    Returns:
+        bool [B, N, N].
+
+    >>> ancestors(torch.tensor([[-1, 0, 0, 1]]))[0].int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    """
+    rows, size = parents_BN.shape
+    visible_BNN = torch.eye(size, dtype=torch.bool).repeat(rows, 1, 1)
+    row_index = torch.arange(rows)
+    for node in range(1, size):
+        visible_BNN[:, node] |= visible_BNN[row_index, parents_BN[:, node]]
+    return visible_BNN

@@ -1,0 +1,1 @@
+"""Recipes and the training loop; family names never appear here."""
