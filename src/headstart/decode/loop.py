@@ -113,7 +113,7 @@ class Engine:
         check(self.target, prompts, options)
         target, drafter = self.target, self.drafter
         verifier = _verifier(options, len(prompts), target.device)
-        stoppers = [Stopper(target.tokenizer, options, end_tokens(target)) for _ in prompts]
+        stoppers = [Stopper(target.tokenizer, options, target.end_tokens) for _ in prompts]
         outputs = [Generation() for _ in prompts]
         capacity = max(map(len, prompts)) + options.max_new_tokens + drafter.max_nodes
         cache = target.new_cache(len(prompts), capacity)
@@ -175,15 +175,6 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
                 f"{target.max_length} tokens that {target.name} can read.",
                 "Shorten the prompt, or lower --max-new-tokens.",
             )
-
-
-def end_tokens(target: Target) -> frozenset[int]:
-    """Tokens that end a turn: the generation config's, and the tokenizer's end-of-sequence token."""
-    configured = getattr(getattr(target.model, "generation_config", None), "eos_token_id", None)
-    ends = set(configured if isinstance(configured, list) else [configured])
-    ends.add(getattr(target.config, "eos_token_id", None) if not isinstance(configured, list) else None)
-    ends.add(getattr(target.tokenizer, "eos_token_id", None))
-    return frozenset(end for end in ends if isinstance(end, int))
 
 
 class _Greedy(GreedyVerifier):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from headstart.errors import UserError, nearest
+from headstart.files import need_disk, write_atomic
 from headstart.target.model import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,18 +48,14 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
     kind = pick_dtype(dtype, where)
     folder, gguf = _locate(spec)
     options: dict[str, Any] = {"revision": revision} if revision else {}
-    if gguf is not None:
-        if importlib.util.find_spec("gguf") is None:
-            raise UserError("Reading a GGUF file needs the package gguf.", "Run: pip install 'headstart[quickstart]'")
-        options["gguf_file"] = gguf
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         if gguf is not None:
-            options["quantization_config"] = GgufConfig(dequantize=True)
+            folder = str(_dequantised(Path(folder), gguf))
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **options)
     except UserError:
         raise
@@ -69,11 +68,37 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.logging.enable_progress_bar()
-    # A dequantised model is still flagged as quantised, which blocks .to() and save_pretrained.
-    if gguf is not None:
-        model.is_quantized = False
-        model.config.__dict__.pop("quantization_config", None)
     return Target(model.to(device=where, dtype=kind), tokenizer, spec)
+
+
+def _dequantised(folder: Path, gguf: str) -> Path:
+    """A GGUF file as an ordinary float32 model folder, converted once and kept in the user's cache.
+
+    Reading a GGUF file takes a transformers process a quarter of a minute; the converted folder takes a second.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("Reading a GGUF file needs the package gguf.", "Run: pip install 'headstart[quickstart]'")
+    file = folder / gguf
+    stamp = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {transformers.__version__}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "gguf"
+    place = cache / f"{file.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
+
+    def convert(partial: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=gguf, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
+        # A dequantised model is still flagged as quantised, which blocks save_pretrained.
+        model.is_quantized = False
+        model.hf_quantizer = None
+        model.config.__dict__.pop("quantization_config", None)
+        tokenizer.save_pretrained(partial)
+        model.save_pretrained(partial)
+
+    if not place.is_dir():
+        need_disk(cache, 8 * file.stat().st_size, f"Converting {gguf}")
+        write_atomic(place, convert)
+    return place
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -111,6 +112,16 @@ class Target:
         """Number of parameters, tied ones counted once."""
         return sum(p.numel() for p in self.model.parameters())
 
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a turn: those of the generation config, else of the config, and the tokenizer's own."""
+        configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        if configured is None:
+            configured = getattr(self.config, "eos_token_id", None)
+        ends = {*(configured if isinstance(configured, list) else [configured])}
+        ends.add(getattr(self.tokenizer, "eos_token_id", None))
+        return frozenset(end for end in ends if isinstance(end, int))
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token of one row takes."""
@@ -166,7 +177,7 @@ class Target:
         """
         return self._forward(cache, tree.tokens_BN, tree.visible_BNN, tree.depths_BN, taps, 0)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: heads train on these
     def hidden_states(self, rows: Sequence[Sequence[int]], taps: Sequence[int]) -> list[dict[int, Tensor]]:
         """Tapped states of whole sequences, each {tap: [its length, E]}; no logits are computed."""
         cache = self.new_cache(len(rows), max(len(row) for row in rows))

@@ -1,0 +1,294 @@
+"""On-policy conversations: prompts, answered by the target itself.
+
+Work goes in parts of one batch each, written atomically and seeded by their number, so that an interrupted run goes on
+with the next part and gives what an uninterrupted one would have given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from headstart.data.conversations import (
+    Conversation,
+    encode,
+    prompt_tokens,
+    read_conversations,
+    write_conversations,
+)
+from headstart.data.prompts import Prompt, deduplicate, load_prompts
+from headstart.data.sampling import sample_rows
+from headstart.data.selfprompt import normalise, write_prompts
+from headstart.errors import UserError
+from headstart.files import read_json, write_json
+from headstart.target import Target
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the data depends on; field meanings are those of the recipe's data section."""
+
+    prompts: str
+    split: str
+    openers: str
+    conversations: int
+    heldout: int
+    calibration: int
+    minutes: float | None
+    max_prompt_tokens: int
+    max_new_tokens: int
+    temperature: float
+    sampled_fraction: float
+    batch_size: int
+    regenerate: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Conversations for training, for validation and tuning, and prompts kept for reports (without answers)."""
+
+    train: list[Conversation]
+    calibration: list[Conversation]
+    heldout: list[Conversation]
+
+
+def build_conversations(target: Target, section: Any, folder: Path, console: Console | None = None) -> Splits:
+    """Write (or go on writing) the conversations of a run.
+
+    Held-out and calibration conversations come first, so that a time budget cuts the training ones only. A prompt
+    appears in one split only.
+
+    Args:
+        target: the model, with its tokenizer.
+        section: the recipe's data section.
+        folder: where `train.jsonl`, `calibration.jsonl`, `heldout.jsonl` and the parts go.
+        console: shows a progress bar with the time left; None is silent.
+
+    Raises:
+        UserError: no usable prompt, unreadable prompt file, or no chat template.
+    """
+    settings = Settings(**{name: getattr(section, name) for name in Settings.__dataclass_fields__})
+    parts = folder / "parts"
+    source = _PromptSource(target, settings)
+    splits: dict[str, list[Conversation]] = {"heldout": [], "calibration": [], "train": []}
+    wanted = {"heldout": settings.heldout, "calibration": settings.calibration, "train": settings.conversations}
+    seen: set[str] = set()
+    clock_file = folder / "clock.json"
+    spent = float(read_json(clock_file)["training_seconds"]) if clock_file.is_file() else 0.0
+    with _progress(console) as progress:
+        bar = progress.add_task("conversations", total=sum(wanted.values()), tokens="")
+        number, written_tokens, started = 0, 0, time.perf_counter()
+        for split, count in wanted.items():
+            while len(splits[split]) < count:
+                part = parts / f"{split}-{number:05d}.jsonl"
+                if part.is_file():
+                    batch = read_conversations(part)
+                else:
+                    if split == "train" and settings.minutes is not None and spent >= 60 * settings.minutes:
+                        break
+                    begun = time.perf_counter()
+                    prompts = [prompt for prompt in source.take(number) if normalise(_text(prompt)) not in seen]
+                    prompts = prompts[: count - len(splits[split])]
+                    batch = _answer(target, prompts, settings, number, answered=split != "heldout")
+                    write_conversations(part, batch)
+                    if split == "train":
+                        spent += time.perf_counter() - begun
+                        write_json(clock_file, {"training_seconds": spent})
+                    written_tokens += sum(sum(item.supervised) for item in batch)
+                number += 1
+                seen.update(normalise(item.messages[0]["content"]) for item in batch)
+                splits[split].extend(batch)
+                rate = written_tokens / max(1e-9, time.perf_counter() - started)
+                progress.update(bar, advance=len(batch), tokens=f"{rate:.0f} answer tokens/s" if rate else "")
+                if source.exhausted(number):
+                    break
+        progress.update(bar, total=progress.tasks[bar].completed)
+    if not splits["train"]:
+        raise UserError(
+            "No training conversation could be written.",
+            "Give more prompts or minutes, lower data.heldout and data.calibration, or raise data.max_prompt_tokens.",
+        )
+    for split, conversations in splits.items():
+        write_conversations(folder / f"{split}.jsonl", conversations)
+    return Splits(splits["train"], splits["calibration"], splits["heldout"])
+
+
+class _PromptSource:
+    """Batches of prompts by number: written by the target, or read once from a file or a dataset."""
+
+    def __init__(self, target: Target, settings: Settings) -> None:
+        self._target = target
+        self._settings = settings
+        self._given: list[Prompt] | None = None
+        if settings.prompts != "self":
+            given = deduplicate(load_prompts(settings.prompts, settings.split, target.tokenizer))
+            limit = settings.max_prompt_tokens
+            self._given = [
+                prompt for prompt in given if len(prompt_tokens(_first_turns(prompt), target.tokenizer)) <= limit
+            ]
+            if not self._given:
+                raise UserError(
+                    f"None of the {len(given)} prompts of {settings.prompts} fits in {limit} tokens.",
+                    "Raise data.max_prompt_tokens.",
+                )
+
+    def take(self, number: int) -> list[Prompt]:
+        """Batch `number`: the same for the same settings, whatever was taken before."""
+        size = self._settings.batch_size
+        if self._given is not None:
+            return self._given[number * size : (number + 1) * size]
+        seed = self._settings.seed * 1_000_003 + number
+        drafts = write_prompts(self._target, size, self._settings.openers, self._target.end_tokens, seed)
+        prompts = [
+            Prompt(messages=[{"role": "user", "content": draft.text}], category=draft.category, id=f"self-{number}-{i}")
+            for i, draft in enumerate(drafts)
+        ]
+        limit = self._settings.max_prompt_tokens
+        return deduplicate(
+            [prompt for prompt in prompts if len(prompt_tokens(prompt.messages, self._target.tokenizer)) <= limit]
+        )
+
+    def exhausted(self, number: int) -> bool:
+        """Whether there is no batch `number`; self-prompts end only after many batches that gave nothing new."""
+        if self._given is not None:
+            return number * self._settings.batch_size >= len(self._given)
+        asked = self._settings.conversations + self._settings.heldout + self._settings.calibration
+        return number > 20 + 10 * asked // self._settings.batch_size
+
+
+def _answer(
+    target: Target, prompts: Sequence[Prompt], settings: Settings, number: int, answered: bool
+) -> list[Conversation]:
+    """Answer every user turn of each prompt with the target, shortest prompts first."""
+    if not prompts:
+        return []
+    if not answered:
+        return [_unanswered(prompt, target.tokenizer) for prompt in prompts]
+    if not settings.regenerate and all(prompt.messages[-1]["role"] == "assistant" for prompt in prompts):
+        return [_given(prompt, target.tokenizer) for prompt in prompts]
+    ends = target.end_tokens
+    running = [
+        _Running(prompt, [turn for turn in prompt.messages if turn["role"] != "assistant"]) for prompt in prompts
+    ]
+    sampled = round(settings.sampled_fraction * len(running))
+    for place, row in enumerate(running):
+        row.temperature = 1.0 if place < sampled else settings.temperature
+    turn = 0
+    while any(row.left for row in running):
+        asking = [row for row in running if row.left]
+        for row in asking:
+            row.ask(target.tokenizer)
+        asking = [row for row in asking if len(row.tokens) + settings.max_new_tokens <= target.max_length]
+        asking.sort(key=lambda row: len(row.tokens))
+        if not asking:
+            break
+        answers = sample_rows(
+            target,
+            [row.tokens for row in asking],
+            max_new_tokens=settings.max_new_tokens,
+            temperatures=[row.temperature for row in asking],
+            top_p=1.0,
+            ends=ends,
+            seed=(settings.seed * 1_000_003 + number) * 31 + turn,
+        )
+        for row, answer in zip(asking, answers, strict=True):
+            row.answer(answer, target.tokenizer, ends)
+        turn += 1
+    sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": 64, "seed": settings.seed, "part": number}
+    return [
+        Conversation(
+            id=row.prompt.id,
+            tokens=row.tokens,
+            supervised=row.supervised,
+            messages=row.messages,
+            category=row.prompt.category,
+            sampling={**sampling, "temperature": row.temperature},
+        )
+        for row in running
+        if any(row.supervised)
+    ]
+
+
+class _Running:
+    """A conversation that is being written: the exact tokens that the target read and wrote."""
+
+    def __init__(self, prompt: Prompt, left: list[dict[str, str]]) -> None:
+        self.prompt = prompt
+        self.left = left
+        self.messages: list[dict[str, str]] = []
+        self.tokens: list[int] = []
+        self.supervised: list[bool] = []
+        self.temperature = 0.0
+
+    def ask(self, tokenizer: Any) -> None:
+        """Append the next user turn (with a system turn before it) and the generation prompt."""
+        asked: list[dict[str, str]] = []
+        while self.left:
+            asked.append(self.left.pop(0))
+            if asked[-1]["role"] == "user":
+                break
+        if not self.tokens:
+            fresh = prompt_tokens(asked, tokenizer)
+        else:
+            before = str(tokenizer.apply_chat_template(self.messages, tokenize=False))
+            after = str(
+                tokenizer.apply_chat_template([*self.messages, *asked], tokenize=False, add_generation_prompt=True)
+            )
+            # The end-of-turn token is written already; what the template puts behind it comes with the next turn.
+            end = tokenizer.decode([self.tokens[-1]])
+            tail = before[before.rindex(end) + len(end) :] if end in before else ""
+            fresh = tokenizer(tail + after[len(before) :], add_special_tokens=False)["input_ids"]
+        self.messages.extend(asked)
+        self.tokens = [*self.tokens, *fresh]
+        self.supervised = [*self.supervised, *[False] * len(fresh)]
+
+    def answer(self, tokens: list[int], tokenizer: Any, ends: frozenset[int]) -> None:
+        """Append the target's answer; one that was cut ends the conversation."""
+        self.tokens = [*self.tokens, *tokens]
+        self.supervised = [*self.supervised, *[True] * len(tokens)]
+        self.messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
+        if tokens[-1] not in ends:
+            self.left = []
+
+
+def _given(prompt: Prompt, tokenizer: Any) -> Conversation:
+    tokens, supervised = encode(prompt.messages, tokenizer)
+    return Conversation(prompt.id, tokens, supervised, prompt.messages, prompt.category, {"source": "given"})
+
+
+def _unanswered(prompt: Prompt, tokenizer: Any) -> Conversation:
+    turns = [turn for turn in prompt.messages if turn["role"] != "assistant"]
+    tokens = prompt_tokens(_first_turns(replace(prompt, messages=turns)), tokenizer)
+    return Conversation(prompt.id, tokens, [False] * len(tokens), turns, prompt.category, {})
+
+
+def _first_turns(prompt: Prompt) -> list[dict[str, str]]:
+    """Messages up to and including the first user turn."""
+    for place, turn in enumerate(prompt.messages):
+        if turn["role"] == "user":
+            return prompt.messages[: place + 1]
+    return prompt.messages
+
+
+def _text(prompt: Prompt) -> str:
+    return prompt.messages[0]["content"]
+
+
+def _progress(console: Console | None) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[tokens]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=console is None,
+    )

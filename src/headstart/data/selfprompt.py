@@ -1,0 +1,111 @@
+"""Self-prompting: the target writes the user's side itself, so that the first run needs no download.
+
+The chat template is rendered up to where the user's words begin, an opener may follow, and the target goes on until it
+ends the turn.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+from headstart.data.openers import TOPICS, opener_list
+from headstart.data.sampling import sample_rows
+from headstart.errors import UserError
+from headstart.target import Target
+
+_SENTINEL = "\u2603headstart\u2603"
+_MAX_PROMPT_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class SelfPrompt:
+    """A request that the target wrote, and the kind of opener it began with."""
+
+    text: str
+    category: str
+
+
+def user_prefix(tokenizer: object) -> str:
+    """What the chat template writes before the user's first words.
+
+    Raises:
+        UserError: when the target has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "The target has no chat template, so it cannot write its own prompts.",
+            "Give prompts as a file (data.prompts=FILE.jsonl), or use an instruction-tuned target.",
+        )
+    text = str(
+        tokenizer.apply_chat_template([{"role": "user", "content": _SENTINEL}], tokenize=False)  # type: ignore[attr-defined]
+    )
+    return text[: text.index(_SENTINEL)]
+
+
+def write_prompts(target: Target, count: int, breadth: str, ends: frozenset[int], seed: int) -> list[SelfPrompt]:
+    """Let the target write `count` requests, one batch; those of poor quality are left out.
+
+    Args:
+        target: the model, with its tokenizer.
+        count: rows of the batch.
+        breadth: "broad" draws openers over what people ask, "none" starts from nothing.
+        ends: tokens that end a turn.
+        seed: of openers and draws; the same seed gives the same requests.
+    """
+    chance = random.Random(seed)
+    openers = opener_list(breadth)
+    by_category: dict[str, list[str]] = {}
+    for category, opener in openers:
+        by_category.setdefault(category, []).append(opener)
+    categories = sorted(by_category)
+    starts = []
+    for _ in range(count):
+        category = chance.choice(categories)
+        starts.append((category, chance.choice(by_category[category]).replace("{topic}", chance.choice(TOPICS))))
+    prefix = user_prefix(target.tokenizer)
+    rows = [target.tokenizer(prefix + opener, add_special_tokens=False)["input_ids"] for _, opener in starts]
+    written = sample_rows(
+        target,
+        rows,
+        max_new_tokens=_MAX_PROMPT_TOKENS,
+        temperatures=[1.0] * count,
+        top_p=0.95,
+        ends=ends,
+        seed=seed,
+    )
+    prompts = []
+    for (category, opener), tokens in zip(starts, written, strict=True):
+        if tokens[-1] not in ends:
+            continue  # still talking when the budget ended
+        text = opener + target.tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+        if acceptable(text, target.tokenizer.all_special_tokens):
+            prompts.append(SelfPrompt(text.strip(), category))
+    return prompts
+
+
+def acceptable(text: str, special_tokens: list[str]) -> bool:
+    """Whether a self-written request is worth answering: a few words, readable, not a loop.
+
+    >>> acceptable("Write a poem about the sea", [])
+    True
+    >>> acceptable("the the the the the the the the the the the the the the the the the the the the", [])
+    False
+    """
+    words = text.split()
+    if not 3 <= len(words) <= 300 or any(token in text for token in special_tokens):
+        return False
+    if len(words) >= 20 and len(set(words)) < 0.35 * len(words):
+        return False
+    readable = sum(character.isprintable() or character in "\n\t" for character in text)
+    return readable >= 0.98 * len(text) and "\ufffd" not in text
+
+
+def normalise(text: str) -> str:
+    """A request without case, spacing and punctuation, to find duplicates.
+
+    >>> normalise("  Write a POEM, please! ")
+    'write a poem please'
+    """
+    return " ".join(re.findall(r"\w+", text.lower()))

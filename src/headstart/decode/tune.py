@@ -1,0 +1,305 @@
+"""Tuning: measured costs and measured acceptance give the tree with the most expected tokens per second.
+
+Acceptance alone always asks for a wider tree; only the cost of verifying it on this machine says where to stop, and
+"no speculation" is one of the choices (compare Sequoia, arXiv 2402.12374, and CaDDTree, arXiv 2606.01813).
+
+Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, K steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from headstart.decode.drafters import HeadDrafter
+from headstart.decode.verify import GreedyVerifier
+from headstart.errors import UserError
+from headstart.heads import DraftHead, HeadBatch
+from headstart.target import DraftTree, Target, TreeShape
+from headstart.target.tree import RankPath
+
+
+class Supervised(Protocol):
+    """What tuning needs of a conversation."""
+
+    tokens: list[int]
+    supervised: list[bool]
+
+
+@dataclass
+class Tuning:
+    """A tree and the measurements it follows from; saved with the heads.
+
+    Attributes:
+        paths: rank paths of the chosen tree's nodes, root left out; empty means plain decoding is fastest.
+        widths: tree widths (root included) whose verification was timed.
+        verify_ms: for each width, milliseconds of a tree forward, choosing and committing, at batch 1.
+        draft_ms: milliseconds of one draft with these heads, at the chosen width.
+        acceptance: for each depth and rank, how often that draft is right when the better choices above it were
+            right (rank 0 at every depth above).
+        predicted: `tokens_per_round` (τ), `speedup` over plain decoding, `tokens_per_second`.
+        curve: for each node count tried, the predicted speed-up.
+        settings: target, dtype, device, threads, context, positions measured.
+    """
+
+    paths: tuple[RankPath, ...]
+    widths: tuple[int, ...]
+    verify_ms: tuple[float, ...]
+    draft_ms: float
+    acceptance: list[list[float]]
+    predicted: dict[str, float]
+    curve: list[list[float]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> TreeShape:
+        """The chosen tree."""
+        return TreeShape.from_paths(self.paths)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Tuning:
+        """The inverse of `to_json`."""
+        return cls(
+            **{
+                **values,
+                "paths": tuple(tuple(path) for path in values["paths"]),
+                "widths": tuple(values["widths"]),
+                "verify_ms": tuple(values["verify_ms"]),
+            }
+        )
+
+
+def tune(
+    target: Target,
+    heads: DraftHead,
+    conversations: Sequence[Supervised],
+    *,
+    widths: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+    context: int = 256,
+    max_nodes: int = 64,
+    max_rank: int = 10,
+    console: Console | None = None,
+) -> Tuning:
+    """Measure costs and acceptance on this machine, and choose the tree.
+
+    Args:
+        target: the model.
+        heads: trained heads, in the target's dtype and on its device.
+        conversations: calibration conversations, kept out of training.
+        widths: tree widths to time; 1 is always among them.
+        context: committed tokens in the cache while timing.
+        max_nodes: widest tree considered, root included.
+        max_rank: drafts of a depth considered.
+        console: shows progress; None is silent.
+
+    Raises:
+        UserError: when the calibration conversations hold no position that reaches the last head.
+    """
+    context = min(context, target.max_length - max(widths) - 1)
+    widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
+    ranks_OK = measure_ranks(target, heads, conversations, max_rank, console)
+    values = path_values(ranks_OK, max_rank)
+    verify_ms = measure_verify(target, widths, context, heads.taps)
+    draft_ms = _draft_ms(target, heads, values, context)
+    ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
+    best, curve = choose(ordered, values, widths, verify_ms, draft_ms, max_nodes)
+    chosen = tuple(ordered[: best - 1])
+    gain = 1.0 + sum(values[path] for path in chosen)
+    round_ms = cost(best, widths, verify_ms) + (draft_ms if best > 1 else 0.0)
+    return Tuning(
+        paths=tuple(TreeShape.from_paths(chosen).paths),
+        widths=tuple(widths),
+        verify_ms=tuple(verify_ms),
+        draft_ms=draft_ms,
+        acceptance=_acceptance(ranks_OK, max_rank),
+        predicted={
+            "tokens_per_round": gain,
+            "speedup": gain * verify_ms[0] / round_ms,
+            "tokens_per_second": 1e3 * gain / round_ms,
+        },
+        curve=curve,
+        settings={
+            "target": target.name,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "device": str(target.device),
+            "threads": torch.get_num_threads(),
+            "context": context,
+            "positions": len(ranks_OK),
+        },
+    )
+
+
+def choose(
+    ordered: Sequence[RankPath],
+    values: dict[RankPath, float],
+    widths: Sequence[int],
+    verify_ms: Sequence[float],
+    draft_ms: float,
+    max_nodes: int,
+) -> tuple[int, list[list[float]]]:
+    """The node count (root included) with the most expected tokens per millisecond; 1 is plain decoding.
+
+    A parent is accepted at least as often as its child, so the first nodes in order of value are always a tree, and
+    no other tree of that size is accepted more.
+
+    Returns:
+        (best node count, [[node count, predicted speed-up], ...]).
+
+    >>> half = {(0,): 0.5, (0, 0): 0.25}
+    >>> choose([(0,), (0, 0)], half, (1, 4), (10.0, 10.0), 1.0, 8)[0]
+    3
+    >>> choose([(0,), (0, 0)], half, (1, 2), (10.0, 20.0), 1.0, 8)[0]
+    1
+    """
+    best, best_speedup, curve, gain = 1, 1.0, [[1.0, 1.0]], 1.0
+    for nodes in range(2, min(max_nodes, max(widths), len(ordered) + 1) + 1):
+        gain += values[ordered[nodes - 2]]
+        speedup = gain * verify_ms[0] / (cost(nodes, widths, verify_ms) + draft_ms)
+        curve.append([float(nodes), speedup])
+        if speedup > best_speedup:
+            best, best_speedup = nodes, speedup
+    return best, curve
+
+
+def cost(nodes: int, widths: Sequence[int], verify_ms: Sequence[float]) -> float:
+    """Milliseconds to verify `nodes`, interpolated between the measured widths."""
+    return float(np.interp(nodes, widths, verify_ms))
+
+
+def path_values(ranks_OK: Tensor, max_rank: int) -> dict[RankPath, float]:
+    """How often each rank path is the true continuation: the share of origins whose ranks begin with it.
+
+    Counting whole paths keeps the correlation between depths that a product of per-head accuracies loses.
+
+    >>> path_values(torch.tensor([[0, 1], [0, 0], [2, 0], [9, 9]]), max_rank=3)[(0,)]
+    0.5
+    """
+    counts: Counter[RankPath] = Counter()
+    for row in ranks_OK.tolist():
+        for depth in range(1, len(row) + 1):
+            if row[depth - 1] >= max_rank:
+                break
+            counts[tuple(row[:depth])] += 1
+    return {path: count / len(ranks_OK) for path, count in counts.items()}
+
+
+@torch.inference_mode()
+def measure_ranks(
+    target: Target,
+    heads: DraftHead,
+    conversations: Sequence[Supervised],
+    max_rank: int,
+    console: Console | None = None,
+) -> Tensor:
+    """Rank of the true token among each step's drafts, [O, K] int64; `max_rank` stands for anything worse.
+
+    Only origins from which every step is supervised count.
+
+    Raises:
+        UserError: when there is none.
+    """
+    to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
+    to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
+    rows = []
+    for conversation in track(
+        conversations, "measuring acceptance", console=console, disable=console is None, transient=True
+    ):
+        states = target.hidden_states([conversation.tokens], heads.taps)[0]
+        tokens_BT = torch.tensor([conversation.tokens], device=target.device)
+        batch = HeadBatch(
+            tokens_BT,
+            torch.tensor([conversation.supervised], device=target.device),
+            {tap: state[None] for tap, state in states.items()},
+        )
+        found: list[dict[int, int]] = []
+        for step in heads.unroll(batch):
+            truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
+            truth_M1 = step.logits_MD.gather(1, truth_M.clamp(min=0)[:, None])
+            rank_M = (step.logits_MD > truth_M1).sum(-1).clamp(max=max_rank)
+            rank_M = torch.where(truth_M < 0, max_rank, rank_M)
+            found.append(dict(zip(step.origin_M.tolist(), rank_M.tolist(), strict=True)))
+        rows.extend([step[origin] for step in found] for origin in found[-1] if all(origin in step for step in found))
+    if not rows:
+        raise UserError(
+            f"No calibration answer is longer than the {heads.steps + 1} tokens that the heads look ahead.",
+            "Write longer answers (data.max_new_tokens), or more of them (data.calibration).",
+        )
+    return torch.tensor(rows)
+
+
+@torch.inference_mode()
+def measure_verify(
+    target: Target, widths: Sequence[int], context: int, taps: Sequence[int], repeats: int = 9
+) -> list[float]:
+    """Median milliseconds of verifying each width at batch 1: tree forward, choice, commit.
+
+    Widths take turns so that a slow moment of the machine hits all of them; the result never falls with width.
+    """
+    verifier = GreedyVerifier()
+    prompt = [1 + i % (target.vocab_size - 1) for i in range(context)]
+    cache = target.new_cache(1, context + max(widths) + 1)
+    target.prefill(cache, [prompt])
+    trees = [
+        DraftTree.from_shape(
+            torch.arange(width, device=target.device)[None] % target.vocab_size,
+            TreeShape.from_paths([(i // 2,) + (0,) * (i % 2) for i in range(width - 1)]),
+        )
+        for width in widths
+    ]
+    times: list[list[float]] = [[] for _ in widths]
+    for _ in range(repeats + 2):
+        for spent, tree in zip(times, trees, strict=True):
+            start = perf_counter()
+            out = target.forward_tree(cache, tree, taps)
+            verifier.accept(tree, out.logits_BTV)
+            cache.commit([[0]])
+            spent.append(1e3 * (perf_counter() - start))
+            cache.lengths[0] = context
+    medians = [statistics.median(spent[2:]) for spent in times]
+    return [float(ms) for ms in np.maximum.accumulate(medians)]
+
+
+@torch.inference_mode()
+def _draft_ms(target: Target, heads: DraftHead, values: dict[RankPath, float], context: int) -> float:
+    """Median milliseconds of one draft and one observation, with a tree of up to 16 of the best nodes."""
+    paths = sorted(values, key=lambda path: (-values[path], len(path), path))[:15]
+    drafter = HeadDrafter(heads, TreeShape.from_paths(paths))
+    prompt = [1 + i % (target.vocab_size - 1) for i in range(min(context, 32))]
+    cache = target.new_cache(1, len(prompt) + 1)
+    states = target.prefill(cache, [prompt], drafter.taps).taps
+    session = drafter.open([prompt], states)
+    root_B = torch.tensor([1], device=target.device)
+    last = {tap: state[:, -1:] for tap, state in states.items()}
+    times = []
+    for _ in range(15):
+        start = perf_counter()
+        drafter.propose(session, root_B).tokens_BN.tolist()
+        drafter.observe(session, root_B[:, None], last, [1])
+        times.append(1e3 * (perf_counter() - start))
+    return statistics.median(times[3:])
+
+
+def _acceptance(ranks_OK: Tensor, max_rank: int) -> list[list[float]]:
+    """Per depth, the share of each rank among origins whose shallower drafts of rank 0 were all right."""
+    table = []
+    alive_O = torch.ones(len(ranks_OK), dtype=torch.bool)
+    for depth in range(ranks_OK.shape[1]):
+        ranks = ranks_OK[alive_O, depth]
+        counts = torch.bincount(ranks, minlength=max_rank + 1)[:max_rank]
+        table.append((counts / max(1, len(ranks))).tolist())
+        alive_O &= ranks_OK[:, depth] == 0
+    return table

