@@ -90,7 +90,9 @@ def test_drafting_equals_the_unrolled_training_forward(name: str, target: Target
     trained: dict[tuple[int, int], int] = {}
     for step, prediction in enumerate(heads.unroll(batch)):
         best = heads.draft_to_target_D[prediction.logits_MD.argmax(-1)].tolist()
-        trained.update({(origin, step): token for origin, token in zip(prediction.origin_M.tolist(), best, strict=True)})
+        trained.update(
+            {(origin, step): token for origin, token in zip(prediction.origin_M.tolist(), best, strict=True)}
+        )
     origins = sorted({origin for origin, _ in trained})
     for origin in origins:
         read = text[: origin + 1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,18 @@ from headstart.data.conversations import (
     encode,
     prompt_tokens,
     read_conversations,
+    render,
     write_conversations,
 )
-from headstart.data.prompts import Prompt, deduplicate, load_prompts
+from headstart.data.prompts import Prompt, deduplicate, load_prompts, normalise
 from headstart.data.sampling import sample_rows
-from headstart.data.selfprompt import normalise, write_prompts
+from headstart.data.selfprompt import write_prompts
 from headstart.errors import UserError
 from headstart.files import read_json, write_json
 from headstart.target import Target
+
+_COUNTS = {"heldout": "heldout", "calibration": "calibration", "train": "conversations"}
+SPLITS = tuple(_COUNTS)
 
 
 @dataclass(frozen=True)
@@ -77,16 +81,17 @@ def build_conversations(target: Target, section: Any, folder: Path, console: Con
     settings = Settings(**{name: getattr(section, name) for name in Settings.__dataclass_fields__})
     parts = folder / "parts"
     source = _PromptSource(target, settings)
-    splits: dict[str, list[Conversation]] = {"heldout": [], "calibration": [], "train": []}
-    wanted = {"heldout": settings.heldout, "calibration": settings.calibration, "train": settings.conversations}
+    splits: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
+    wanted = {split: int(getattr(settings, name)) for split, name in _COUNTS.items()}
     seen: set[str] = set()
     clock_file = folder / "clock.json"
     spent = float(read_json(clock_file)["training_seconds"]) if clock_file.is_file() else 0.0
     with _progress(console) as progress:
         bar = progress.add_task("conversations", total=sum(wanted.values()), tokens="")
-        number, written_tokens, started = 0, 0, time.perf_counter()
+        written_tokens, started = 0, time.perf_counter()
         for split, count in wanted.items():
-            while len(splits[split]) < count:
+            number = 0
+            while len(splits[split]) < count and not source.exhausted(split, number):
                 part = parts / f"{split}-{number:05d}.jsonl"
                 if part.is_file():
                     batch = read_conversations(part)
@@ -94,21 +99,21 @@ def build_conversations(target: Target, section: Any, folder: Path, console: Con
                     if split == "train" and settings.minutes is not None and spent >= 60 * settings.minutes:
                         break
                     begun = time.perf_counter()
-                    prompts = [prompt for prompt in source.take(number) if normalise(_text(prompt)) not in seen]
+                    prompts = [
+                        prompt for prompt in source.take(split, number) if normalise(prompt.turns[0]) not in seen
+                    ]
                     prompts = prompts[: count - len(splits[split])]
-                    batch = _answer(target, prompts, settings, number, answered=split != "heldout")
+                    batch = _answer(target, prompts, settings, source.seed(split, number), answered=split != "heldout")
                     write_conversations(part, batch)
                     if split == "train":
                         spent += time.perf_counter() - begun
                         write_json(clock_file, {"training_seconds": spent})
                     written_tokens += sum(sum(item.supervised) for item in batch)
                 number += 1
-                seen.update(normalise(item.messages[0]["content"]) for item in batch)
+                seen.update(normalise(_asked(item)) for item in batch)
                 splits[split].extend(batch)
                 rate = written_tokens / max(1e-9, time.perf_counter() - started)
                 progress.update(bar, advance=len(batch), tokens=f"{rate:.0f} answer tokens/s" if rate else "")
-                if source.exhausted(number):
-                    break
         progress.update(bar, total=progress.tasks[bar].completed)
     if not splits["train"]:
         raise UserError(
@@ -121,61 +126,66 @@ def build_conversations(target: Target, section: Any, folder: Path, console: Con
 
 
 class _PromptSource:
-    """Batches of prompts by number: written by the target, or read once from a file or a dataset."""
+    """Batches of prompts by split and number: written by the target, or read once from a file or a dataset."""
 
     def __init__(self, target: Target, settings: Settings) -> None:
         self._target = target
         self._settings = settings
-        self._given: list[Prompt] | None = None
+        self._given: dict[str, list[Prompt]] | None = None
         if settings.prompts != "self":
-            given = deduplicate(load_prompts(settings.prompts, settings.split, target.tokenizer))
-            limit = settings.max_prompt_tokens
-            self._given = [
-                prompt for prompt in given if len(prompt_tokens(_first_turns(prompt), target.tokenizer)) <= limit
-            ]
-            if not self._given:
-                raise UserError(
-                    f"None of the {len(given)} prompts of {settings.prompts} fits in {limit} tokens.",
-                    "Raise data.max_prompt_tokens.",
-                )
+            first, second = settings.heldout, settings.heldout + settings.calibration
+            given = load_prompts(
+                settings.prompts,
+                settings.split,
+                target.tokenizer,
+                max_tokens=settings.max_prompt_tokens,
+                limit=second + settings.conversations,
+            )
+            self._given = {"heldout": given[:first], "calibration": given[first:second], "train": given[second:]}
 
-    def take(self, number: int) -> list[Prompt]:
-        """Batch `number`: the same for the same settings, whatever was taken before."""
+    def seed(self, split: str, number: int) -> int:
+        """A seed of its own for each batch."""
+        return (self._settings.seed * 1_000_003 + number) * len(SPLITS) + SPLITS.index(split)
+
+    def take(self, split: str, number: int) -> list[Prompt]:
+        """Batch `number` of a split: the same for the same settings, whatever was taken before."""
         size = self._settings.batch_size
         if self._given is not None:
-            return self._given[number * size : (number + 1) * size]
-        seed = self._settings.seed * 1_000_003 + number
-        drafts = write_prompts(self._target, size, self._settings.openers, self._target.end_tokens, seed)
+            return self._given[split][number * size : (number + 1) * size]
+        target = self._target
+        drafts = write_prompts(target, size, self._settings.openers, target.end_tokens, self.seed(split, number))
         prompts = [
-            Prompt(messages=[{"role": "user", "content": draft.text}], category=draft.category, id=f"self-{number}-{i}")
+            Prompt([{"role": "user", "content": draft.text}], draft.category, f"{split}-{number}-{i}")
             for i, draft in enumerate(drafts)
         ]
         limit = self._settings.max_prompt_tokens
         return deduplicate(
-            [prompt for prompt in prompts if len(prompt_tokens(prompt.messages, self._target.tokenizer)) <= limit]
+            [prompt for prompt in prompts if len(prompt_tokens(prompt.messages, target.tokenizer)) <= limit]
         )
 
-    def exhausted(self, number: int) -> bool:
+    def exhausted(self, split: str, number: int) -> bool:
         """Whether there is no batch `number`; self-prompts end only after many batches that gave nothing new."""
+        size = self._settings.batch_size
         if self._given is not None:
-            return number * self._settings.batch_size >= len(self._given)
-        asked = self._settings.conversations + self._settings.heldout + self._settings.calibration
-        return number > 20 + 10 * asked // self._settings.batch_size
+            return number * size >= len(self._given[split])
+        return number > 20 + 10 * int(getattr(self._settings, _COUNTS[split])) // size
 
 
 def _answer(
-    target: Target, prompts: Sequence[Prompt], settings: Settings, number: int, answered: bool
+    target: Target, prompts: Sequence[Prompt], settings: Settings, seed: int, answered: bool
 ) -> list[Conversation]:
-    """Answer every user turn of each prompt with the target, shortest prompts first."""
-    if not prompts:
-        return []
+    """Answer every user turn of each prompt with the target, shortest prompts first.
+
+    Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same.
+    """
     if not answered:
         return [_unanswered(prompt, target.tokenizer) for prompt in prompts]
-    if not settings.regenerate and all(prompt.messages[-1]["role"] == "assistant" for prompt in prompts):
-        return [_given(prompt, target.tokenizer) for prompt in prompts]
+    kept = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
     ends = target.end_tokens
     running = [
-        _Running(prompt, [turn for turn in prompt.messages if turn["role"] != "assistant"]) for prompt in prompts
+        _Running(prompt, [turn for turn in prompt.messages if turn["role"] != "assistant"])
+        for prompt in prompts
+        if prompt not in kept
     ]
     sampled = round(settings.sampled_fraction * len(running))
     for place, row in enumerate(running):
@@ -185,7 +195,7 @@ def _answer(
         asking = [row for row in running if row.left]
         for row in asking:
             row.ask(target.tokenizer)
-        asking = [row for row in asking if len(row.tokens) + settings.max_new_tokens <= target.max_length]
+        asking = [row for row in asking if row.asked and len(row.tokens) + settings.max_new_tokens <= target.max_length]
         asking.sort(key=lambda row: len(row.tokens))
         if not asking:
             break
@@ -196,13 +206,13 @@ def _answer(
             temperatures=[row.temperature for row in asking],
             top_p=1.0,
             ends=ends,
-            seed=(settings.seed * 1_000_003 + number) * 31 + turn,
+            seed=seed * 31 + turn,
         )
         for row, answer in zip(asking, answers, strict=True):
             row.answer(answer, target.tokenizer, ends)
         turn += 1
-    sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": 64, "seed": settings.seed, "part": number}
-    return [
+    sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": 64, "seed": seed}
+    written = [
         Conversation(
             id=row.prompt.id,
             tokens=row.tokens,
@@ -214,6 +224,7 @@ def _answer(
         for row in running
         if any(row.supervised)
     ]
+    return [*(_given(prompt, target) for prompt in kept), *written]
 
 
 class _Running:
@@ -226,9 +237,14 @@ class _Running:
         self.tokens: list[int] = []
         self.supervised: list[bool] = []
         self.temperature = 0.0
+        self.asked = False
 
     def ask(self, tokenizer: Any) -> None:
-        """Append the next user turn (with a system turn before it) and the generation prompt."""
+        """Append the next user turn (with a system turn before it) and the generation prompt.
+
+        A template that rewrites earlier turns (dropped thinking, say) ends the conversation here: what the target read
+        and wrote would no longer be what the template shows.
+        """
         asked: list[dict[str, str]] = []
         while self.left:
             asked.append(self.left.pop(0))
@@ -237,14 +253,16 @@ class _Running:
         if not self.tokens:
             fresh = prompt_tokens(asked, tokenizer)
         else:
-            before = str(tokenizer.apply_chat_template(self.messages, tokenize=False))
-            after = str(
-                tokenizer.apply_chat_template([*self.messages, *asked], tokenize=False, add_generation_prompt=True)
-            )
+            before = render(self.messages, tokenizer, answer=False)
+            after = render([*self.messages, *asked], tokenizer, answer=True)
+            if not after.startswith(before):
+                self.left, self.asked = [], False
+                return
             # The end-of-turn token is written already; what the template puts behind it comes with the next turn.
             end = tokenizer.decode([self.tokens[-1]])
             tail = before[before.rindex(end) + len(end) :] if end in before else ""
             fresh = tokenizer(tail + after[len(before) :], add_special_tokens=False)["input_ids"]
+        self.asked = True
         self.messages.extend(asked)
         self.tokens = [*self.tokens, *fresh]
         self.supervised = [*self.supervised, *[False] * len(fresh)]
@@ -258,27 +276,22 @@ class _Running:
             self.left = []
 
 
-def _given(prompt: Prompt, tokenizer: Any) -> Conversation:
-    tokens, supervised = encode(prompt.messages, tokenizer)
+def _given(prompt: Prompt, target: Target) -> Conversation:
+    try:
+        tokens, supervised = encode(prompt.messages, target.tokenizer, max_tokens=target.max_length)
+    except UserError as error:
+        raise UserError(f"Conversation {prompt.id}: {error.problem}", error.remedy) from None
     return Conversation(prompt.id, tokens, supervised, prompt.messages, prompt.category, {"source": "given"})
 
 
 def _unanswered(prompt: Prompt, tokenizer: Any) -> Conversation:
-    turns = [turn for turn in prompt.messages if turn["role"] != "assistant"]
-    tokens = prompt_tokens(_first_turns(replace(prompt, messages=turns)), tokenizer)
-    return Conversation(prompt.id, tokens, [False] * len(tokens), turns, prompt.category, {})
+    asked = [turn for turn in prompt.messages if turn["role"] != "assistant"]
+    tokens = prompt_tokens(prompt.opening, tokenizer)
+    return Conversation(prompt.id, tokens, [False] * len(tokens), asked, prompt.category, {})
 
 
-def _first_turns(prompt: Prompt) -> list[dict[str, str]]:
-    """Messages up to and including the first user turn."""
-    for place, turn in enumerate(prompt.messages):
-        if turn["role"] == "user":
-            return prompt.messages[: place + 1]
-    return prompt.messages
-
-
-def _text(prompt: Prompt) -> str:
-    return prompt.messages[0]["content"]
+def _asked(conversation: Conversation) -> str:
+    return next(turn["content"] for turn in conversation.messages if turn["role"] == "user")
 
 
 def _progress(console: Console | None) -> Progress:

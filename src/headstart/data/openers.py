@@ -82,7 +82,7 @@ OPENERS: dict[str, tuple[str, ...]] = {
         "Write a function to",
         "Complete the following Python function:\n\ndef ",
         "Complete this code:\n\nfrom typing import List\n\n\ndef ",
-        'Finish the function below.\n\ndef is_',
+        "Finish the function below.\n\ndef is_",
         "Write a JavaScript function that",
         "Write a C++ program that",
         "Write an SQL query to",

@@ -7,7 +7,6 @@ ends the turn.
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import dataclass
 
 from headstart.data.openers import TOPICS, opener_list
@@ -100,12 +99,3 @@ def acceptable(text: str, special_tokens: list[str]) -> bool:
         return False
     readable = sum(character.isprintable() or character in "\n\t" for character in text)
     return readable >= 0.98 * len(text) and "\ufffd" not in text
-
-
-def normalise(text: str) -> str:
-    """A request without case, spacing and punctuation, to find duplicates.
-
-    >>> normalise("  Write a POEM, please! ")
-    'write a poem please'
-    """
-    return " ".join(re.findall(r"\w+", text.lower()))

@@ -114,9 +114,7 @@ class MedusaHead(DraftHead):
         drafts_BN = self.draft_to_target_D[top_BKR].flatten(1)[:, _flat_nodes(shape, width).to(root_B.device)]
         return DraftTree.from_shape(torch.cat([root_B[:, None], drafts_BN], dim=1), shape)
 
-    def observe(
-        self, state: MedusaState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]
-    ) -> None:
+    def observe(self, state: MedusaState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
         last_B = torch.tensor(counts, device=tokens_BP.device) - 1
         state.final_BE = states[FINAL][torch.arange(len(counts), device=last_B.device), last_B]
 

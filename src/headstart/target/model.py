@@ -384,5 +384,3 @@ def _cannot_tree(name: str, reason: str) -> UserError:
         f"{name} cannot verify a token tree: {reason}.",
         "Use a target whose attention takes a mask (Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX, most MoE models).",
     )
-
-

@@ -122,9 +122,7 @@ class DraftTree:
     def from_shape(cls, tokens_BN: Tensor, shape: TreeShape) -> DraftTree:
         """Every row has the same shape."""
         device = tokens_BN.device
-        return cls(
-            tokens_BN, (shape.parents,), shape.ancestors_NN[None].to(device), shape.depths_N[None].to(device)
-        )
+        return cls(tokens_BN, (shape.parents,), shape.ancestors_NN[None].to(device), shape.depths_N[None].to(device))
 
     @classmethod
     def from_parents(cls, tokens_BN: Tensor, parents: Sequence[Sequence[int]]) -> DraftTree:

@@ -1,0 +1,253 @@
+"""The mask: exactly what the assistant wrote, for templates of many styles."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.data.conversations import (
+    Conversation,
+    encode,
+    prompt_tokens,
+    read_conversations,
+    render,
+    write_conversations,
+)
+from headstart.errors import UserError
+from headstart.target import Target
+from tests.tiny import CHATML, tiny_tokenizer
+
+INST = (
+    "{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '<s>[INST] ' + (system if loop.first else '') + m['content'] | trim + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] | trim + ' </s>' }}{% endif %}{% endfor %}"
+)
+DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+DROPS_THINKING = (
+    "{% for m in messages %}{% set c = m['content'] %}"
+    "{% if m['role'] == 'assistant' and not loop.last and '</think>' in c %}{% set c = c.split('</think>')[-1] %}"
+    "{% endif %}{{ '<|im_start|>' + m['role'] + '\n' + c + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+OPENS_THINKING = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+EMPTY_THINKING_LAST = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] | upper + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
+)
+
+
+def inst_tokenizer() -> Any:
+    return tiny_tokenizer(INST, special=("<unk>", "<s>", "</s>"))
+
+
+def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    start = [] if system is None else [{"role": "system", "content": system}]
+    return [*start, *({"role": roles[i % 2], "content": text} for i, text in enumerate(texts))]
+
+
+def supervised_text(tokenizer: Any, tokens: list[int], supervised: list[bool]) -> list[str]:
+    conversation = Conversation("x", tokens, supervised, [])
+    return [tokenizer.decode(tokens[start:stop]) for start, stop in conversation.supervised_spans]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "messages", "spans"),
+    [
+        pytest.param(tiny_tokenizer(), turns("Hi", "Hello."), ["Hello.<|im_end|>"], id="chatml"),
+        pytest.param(
+            tiny_tokenizer(),
+            turns("Hi", "Hello.", "And é?", "日本 ☃\n\n", system="Be brief."),
+            ["Hello.<|im_end|>", "日本 ☃\n\n<|im_end|>"],
+            id="chatml with a system message, two turns",
+        ),
+        pytest.param(tiny_tokenizer(), turns("Hi", "\n Hello"), ["\n Hello<|im_end|>"], id="answer starts with blanks"),
+        pytest.param(tiny_tokenizer(), turns("Hi", ""), ["<|im_end|>"], id="an empty answer is its end of turn"),
+        pytest.param(
+            tiny_tokenizer(),
+            turns("Say user", "user", "user", "im_end"),
+            ["user<|im_end|>", "im_end<|im_end|>"],
+            id="answer that repeats markup",
+        ),
+        pytest.param(inst_tokenizer(), turns("Hi", "Hello."), [" Hello. </s>"], id="[INST]"),
+        pytest.param(
+            inst_tokenizer(), turns("a", " b ", "c", "d", system="s"), [" b </s>", " d </s>"], id="[INST], two turns"
+        ),
+        pytest.param(
+            tiny_tokenizer(DEFAULT_SYSTEM + CHATML),
+            turns("a", "b", "c", "d"),
+            ["b<|im_end|>", "d<|im_end|>"],
+            id="default system prompt",
+        ),
+        pytest.param(
+            tiny_tokenizer(DROPS_THINKING),
+            turns("a", "plain", "c", "<think>hm</think>d"),
+            ["plain<|im_end|>", "<think>hm</think>d<|im_end|>"],
+            id="thinking in the last turn only",
+        ),
+        pytest.param(
+            tiny_tokenizer(EMPTY_THINKING_LAST),
+            turns("a", "b", "c", "d"),
+            ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"],
+            id="the template writes an empty thinking block",
+        ),
+        pytest.param(
+            tiny_tokenizer(PLAIN), turns("a", "Hello.", "b", "Bye."), ["Hello.", "Bye."], id="no end-of-turn token"
+        ),
+    ],
+)
+def test_what_is_supervised(tokenizer: Any, messages: list[dict[str, str]], spans: list[str]) -> None:
+    tokens, supervised = encode(messages, tokenizer)
+    assert tokenizer.decode(tokens) == render(messages, tokenizer, answer=False)
+    assert supervised_text(tokenizer, tokens, supervised) == spans
+
+
+def test_mask_by_hand() -> None:
+    """<|im_start|> user Ċ H i <|im_end|> Ċ <|im_start|> assistant Ċ O k <|im_end|> Ċ"""
+    tokenizer = tiny_tokenizer()
+    tokens, supervised = encode(turns("Hi", "Ok"), tokenizer)
+    assert tokenizer.convert_ids_to_tokens(tokens) == [
+        *("<|im_start|>", "user", "Ċ", "H", "i", "<|im_end|>", "Ċ"),
+        *("<|im_start|>", "assistant", "Ċ", "O", "k", "<|im_end|>", "Ċ"),
+    ]
+    assert [int(flag) for flag in supervised] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0]
+
+
+def test_supervised_tokens_are_the_answers() -> None:
+    """Whatever the texts, the supervised tokens decode to each answer and its end of turn, in order."""
+    tokenizer = tiny_tokenizer()
+    chance = random.Random(0)
+    for _ in range(200):
+        texts = [
+            "".join(chance.choices("aeé日☃👋🏽 \n\t.<|", k=chance.randrange(9)))
+            for _ in range(chance.choice((2, 4, 6)))
+        ]
+        tokens, supervised = encode(turns(*texts), tokenizer)
+        written = tokenizer.decode([token for token, flag in zip(tokens, supervised, strict=True) if flag])
+        assert written == "".join(answer + "<|im_end|>" for answer in texts[1::2])
+
+
+def test_prompt_tokens_are_what_comes_before_the_answer() -> None:
+    tokenizer = tiny_tokenizer()
+    tokens, supervised = encode(turns("Hi", "Hello."), tokenizer)
+    assert prompt_tokens(turns("Hi"), tokenizer) == tokens[: supervised.index(True)]
+
+
+def test_offsets_without_leading_blanks_do_not_move_the_mask() -> None:
+    """Some byte-level tokenizers report a line break as an empty token behind itself."""
+    from tokenizers import processors
+
+    tokenizer = tiny_tokenizer()
+    plain = encode(turns("Hi", "Hello.", "b", " c"), tokenizer)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert encode(turns("Hi", "Hello.", "b", " c"), tokenizer) == plain
+
+
+def test_a_token_across_the_border_is_not_supervised() -> None:
+    """'ASSISTANT: ' + 'a cat' becomes ':', 'Ġa', ...; the target never writes 'Ġa' after this prompt."""
+    tokenizer = tiny_tokenizer(PLAIN)
+    tokens, supervised = encode(turns("a", "a cat"), tokenizer)
+    assert "Ġa" in tokenizer.convert_ids_to_tokens(tokens)
+    assert supervised_text(tokenizer, tokens, supervised) == [" cat"]
+
+
+def test_max_tokens_keeps_the_beginning() -> None:
+    tokenizer = tiny_tokenizer()
+    tokens, supervised = encode(turns("Hi", "Hello."), tokenizer)
+    assert encode(turns("Hi", "Hello."), tokenizer, max_tokens=12) == (tokens[:12], supervised[:12])
+    with pytest.raises(UserError, match="begins behind 5 tokens"):
+        encode(turns("Hi", "Hello."), tokenizer, max_tokens=5)
+
+
+class TestRefusals:
+    def test_no_template(self) -> None:
+        for tokenizer in (tiny_tokenizer(None), None):
+            with pytest.raises(UserError, match="no chat template"):
+                encode(turns("a", "b"), tokenizer)
+
+    def test_nothing_supervised(self) -> None:
+        with pytest.raises(UserError, match="Nothing is supervised in a conversation of 1 messages"):
+            encode(turns("Hi"), tiny_tokenizer())
+        with pytest.raises(UserError, match="Nothing is supervised"):
+            encode(turns("Hi", ""), tiny_tokenizer(PLAIN))
+
+    def test_reasoning_dropped_from_earlier_turns(self) -> None:
+        messages = turns("a", "<think>hm</think>b", "c", "d")
+        tokenizer = tiny_tokenizer(DROPS_THINKING)
+        with pytest.raises(UserError, match=r"message 2 of 4 once another turn follows.*single-turn"):
+            encode(messages, tokenizer)
+        tokens, supervised = encode(messages, tokenizer, strict=False)
+        assert supervised_text(tokenizer, tokens, supervised) == ["d<|im_end|>"]
+
+    def test_generation_prompt_that_is_not_in_the_conversation(self) -> None:
+        tokenizer = tiny_tokenizer(OPENS_THINKING)
+        with pytest.raises(UserError, match=r"message 2 of 2.*data.regenerate=true"):
+            encode(turns("a", "b"), tokenizer)
+        with pytest.raises(UserError, match="Nothing is supervised"):
+            encode(turns("a", "b"), tokenizer, strict=False)
+
+    def test_roles_that_the_template_refuses(self) -> None:
+        messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+        with pytest.raises(UserError, match="roles user, user: Roles must alternate"):
+            prompt_tokens(messages, inst_tokenizer())
+
+    def test_assistant_first(self) -> None:
+        with pytest.raises(UserError, match="starts with the assistant"):
+            encode([{"role": "assistant", "content": "Hi"}, *turns("a", "b")], tiny_tokenizer())
+
+    def test_slow_tokenizer(self) -> None:
+        class Slow:
+            chat_template = CHATML
+            is_fast = False
+
+            def apply_chat_template(self, *_args: Any, **_kwargs: Any) -> str:
+                return "text"
+
+        with pytest.raises(UserError, match=r"Slow does not tell.*fast tokenizer"):
+            encode(turns("a", "b"), Slow())
+
+
+class TestFiles:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        tokens, supervised = encode(turns("Hi é", "Hello.", "b", "c"), tiny_tokenizer())
+        given = [
+            Conversation("a", tokens, supervised, turns("Hi é", "Hello.", "b", "c"), "chat", {"temperature": 0.5}),
+            Conversation("b", [1, 2], [False, False], turns("Hi")),
+        ]
+        write_conversations(tmp_path / "c.jsonl", given)
+        assert read_conversations(tmp_path / "c.jsonl") == given
+
+    @pytest.mark.parametrize(
+        ("line", "reason"),
+        [
+            ('{"id": "b"}', "no 'tokens'"),
+            ('{"id": "b", "tokens": [1], "supervised": [[0, 2]], "messages": []}', "run .0, 2. of 1 tokens"),
+            ('{"id": "b", "tokens": 3, "supervised": [], "messages": []}', "not iterable"),
+            ('{"id": "b", "tok', "not valid JSON"),
+        ],
+    )
+    def test_malformed_line(self, tmp_path: Path, line: str, reason: str) -> None:
+        path = tmp_path / "c.jsonl"
+        write_conversations(path, [Conversation("a", [1], [True], [])])
+        path.write_text(path.read_text() + line)
+        with pytest.raises(UserError, match=rf"c\.jsonl, line 2: .*{reason}"):
+            read_conversations(path)
+
+
+@pytest.mark.real
+def test_real_template(real_target: Target) -> None:
+    """SmolLM2 adds a system prompt of its own."""
+    tokens, supervised = encode(turns("Hi", "Hello.", "b", "c"), real_target.tokenizer)
+    assert supervised_text(real_target.tokenizer, tokens, supervised) == ["Hello.<|im_end|>", "c<|im_end|>"]

@@ -1,0 +1,186 @@
+"""On-policy conversations: exact tokens, splits that do not overlap, resuming, budgets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headstart.data import generate, selfprompt
+from headstart.data.generate import build_conversations
+from headstart.data.openers import OPENERS, opener_list
+from headstart.data.sampling import sample_rows
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.errors import UserError
+from headstart.target import Target
+from headstart.train.config import DataSection
+
+
+def prompt_file(folder: Path, count: int = 24) -> str:
+    path = folder / "prompts.jsonl"
+    rows = [{"turns": [f"Question number {i}: why {'so ' * (i % 5)}?"], "category": f"c{i % 3}"} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def section(prompts: str, **over: object) -> DataSection:
+    values = {"conversations": 10, "heldout": 4, "calibration": 3, "max_new_tokens": 12, "batch_size": 5}
+    return DataSection.model_validate({"prompts": prompts, **values, **over})
+
+
+def test_answers_are_the_targets_own_greedy_tokens(tiny_target: Target, tmp_path: Path) -> None:
+    splits = build_conversations(tiny_target, section(prompt_file(tmp_path)), tmp_path / "data")
+    assert len(splits.train) == 10
+    for item in splits.train[:4]:
+        first = item.supervised.index(True)
+        answer = item.tokens[first:]
+        assert item.supervised[first:] == [True] * len(answer), "everything after the prompt is the target's"
+        plain = Engine(tiny_target).generate([item.tokens[:first]], DecodeOptions(max_new_tokens=12))[0].tokens
+        assert answer == plain
+        asked = [{"role": "user", "content": item.messages[0]["content"]}]
+        rendered = tiny_target.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert tiny_target.tokenizer.decode(item.tokens[:first]) == rendered
+
+
+def test_splits_do_not_overlap(tiny_target: Target, tmp_path: Path) -> None:
+    splits = build_conversations(tiny_target, section(prompt_file(tmp_path)), tmp_path / "data")
+    asked = [[item.messages[0]["content"] for item in part] for part in (splits.heldout, splits.calibration)]
+    asked.append([item.messages[0]["content"] for item in splits.train])
+    assert [len(part) for part in asked] == [4, 3, 10]
+    assert len(set().union(*asked)) == 17
+    assert not any(any(item.supervised) for item in splits.heldout), "held-out prompts need no answer"
+
+
+def test_an_interrupted_run_continues_and_gives_the_same(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompt_file(tmp_path)
+    whole = build_conversations(tiny_target, section(prompts), tmp_path / "whole")
+    calls = 0
+    real = generate.write_conversations
+
+    def dies(path: Path, conversations: list[object]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        real(path, conversations)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "write_conversations", dies)
+        with pytest.raises(KeyboardInterrupt):
+            build_conversations(tiny_target, section(prompts), tmp_path / "cut")
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut" / "parts").glob("*.jsonl")}
+    assert len(written) == 3
+    assert build_conversations(tiny_target, section(prompts), tmp_path / "cut") == whole
+    assert all(path.stat().st_mtime_ns == time for path, time in written.items()), "whole parts are not written again"
+
+
+def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_path: Path) -> None:
+    short = section(prompt_file(tmp_path, 60), conversations=50, minutes=1e-6)
+    splits = build_conversations(tiny_target, short, tmp_path / "data")
+    assert len(splits.heldout) == 4
+    assert len(splits.calibration) == 3
+    assert 1 <= len(splits.train) <= 5, "one part, then the budget is spent"
+
+
+def test_every_user_turn_is_answered_with_exact_tokens(tiny_target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "turns.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"First {i}", f"Second {i}"]}) + "\n" for i in range(12)))
+    splits = build_conversations(tiny_target, section(str(path), max_new_tokens=200), tmp_path / "data")
+    ended = [item for item in splits.train if len(item.messages) == 4]
+    for item in ended:
+        text = tiny_target.tokenizer.apply_chat_template(item.messages, tokenize=False)
+        assert text.startswith(tiny_target.tokenizer.decode(item.tokens))
+    roles = [[turn["role"] for turn in item.messages] for item in splits.train]
+    assert all(role in (["user", "assistant"], ["user", "assistant"] * 2) for role in roles)
+
+
+def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"Hi {i}"}, {"role": "assistant", "content": f"Hello {i}!"}]}
+        for i in range(20)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = build_conversations(tiny_target, section(str(path), regenerate=False), tmp_path / "data")
+    item = splits.train[0]
+    said = [token for token, mine in zip(item.tokens, item.supervised, strict=True) if mine]
+    assert tiny_target.tokenizer.decode(said) == item.messages[1]["content"] + "<|im_end|>"
+
+
+def test_a_shared_system_message_does_not_make_prompts_equal(tiny_target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "system.jsonl"
+    rows = [
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Hi {i}"}]}
+        for i in range(17)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = build_conversations(tiny_target, section(str(path)), tmp_path / "data")
+    assert len(splits.train) == 10
+    assert splits.train[0].messages[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_too_few_prompts_is_an_error(tiny_target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No training conversation could be written"):
+        build_conversations(tiny_target, section(prompt_file(tmp_path, 3)), tmp_path / "data")
+    with pytest.raises(UserError, match=r"No usable prompt in .*: 3 read, all over 8 tokens"):
+        build_conversations(tiny_target, section(prompt_file(tmp_path, 3), max_prompt_tokens=8), tmp_path / "long")
+
+
+def test_self_prompts_start_with_their_opener(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfprompt, "acceptable", lambda text, special: True)
+    monkeypatch.setattr(selfprompt, "_MAX_PROMPT_TOKENS", 400)
+    prompts = selfprompt.write_prompts(tiny_target, 12, "broad", tiny_target.end_tokens, seed=1)
+    assert prompts, "a random model ends a turn within 400 tokens now and then"
+    starts = {category: [text.split("{topic}")[0].strip() for text in texts] for category, texts in OPENERS.items()}
+    assert all(any(item.text.startswith(start) for start in starts[item.category]) for item in prompts)
+    assert prompts == selfprompt.write_prompts(tiny_target, 12, "broad", tiny_target.end_tokens, seed=1)
+
+
+def test_openers_cover_many_kinds() -> None:
+    assert len({category for category, _ in opener_list("broad")}) >= 10
+    assert opener_list("none") == [("open", "")]
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("Explain how a bicycle stays upright.", True),
+        ("Hi", False),
+        ("What is <|im_end|> for you", False),
+        ("word " * 400, False),
+        ("a b " * 20, False),
+        ("broken \ufffd characters in this text", False),
+    ],
+)
+def test_quality_filter(text: str, good: bool) -> None:
+    assert selfprompt.acceptable(text, ["<|im_end|>"]) is good
+
+
+def test_a_target_without_template_cannot_prompt_itself(tiny_target: Target) -> None:
+    class Bare:
+        chat_template = None
+
+    with pytest.raises(UserError, match="no chat template"):
+        selfprompt.user_prefix(Bare())
+
+
+def test_rows_of_a_batch_do_not_depend_on_each_other(tiny_target: Target) -> None:
+    rows = [[5, 6, 7], [8] * 9, [9, 10]]
+    common = {"max_new_tokens": 10, "top_p": 1.0, "ends": frozenset[int](), "seed": 0}
+    together = sample_rows(tiny_target, rows, temperatures=[0.0] * 3, **common)  # type: ignore[arg-type]
+    for row, tokens in zip(rows, together, strict=True):
+        assert sample_rows(tiny_target, [row], temperatures=[0.0], **common)[0] == tokens  # type: ignore[arg-type]
+
+
+def test_sampling_follows_the_temperature(tiny_target: Target) -> None:
+    rows = [[5, 6, 7]] * 200
+    common = {"max_new_tokens": 1, "ends": frozenset[int](), "seed": 0}
+    cold = sample_rows(tiny_target, rows, temperatures=[0.0] * 200, top_p=1.0, **common)  # type: ignore[arg-type]
+    warm = sample_rows(tiny_target, rows, temperatures=[1.0] * 200, top_p=1.0, **common)  # type: ignore[arg-type]
+    tight = sample_rows(tiny_target, rows, temperatures=[1.0] * 200, top_p=1e-6, **common)  # type: ignore[arg-type]
+    assert len({row[0] for row in cold}) == 1
+    assert len({row[0] for row in warm}) > 5
+    assert tight == cold

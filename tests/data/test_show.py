@@ -1,0 +1,36 @@
+"""A shown conversation tells supervised text apart, with and without colours."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from headstart.data.conversations import Conversation, encode
+from headstart.data.show import show_conversation
+from tests.tiny import tiny_tokenizer
+
+
+def shown(colours: bool, sampling: dict[str, object]) -> str:
+    tokenizer = tiny_tokenizer()
+    messages = [{"role": "user", "content": "[red]Hi[/red]"}, {"role": "assistant", "content": "Hello."}]
+    conversation = Conversation("self-3", *encode(messages, tokenizer), messages, "chat", sampling)
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=colours, color_system="standard" if colours else None)
+    show_conversation(conversation, tokenizer, console)
+    return out.getvalue()
+
+
+def test_legible_without_colour() -> None:
+    text = shown(False, {})
+    assert "<|im_start|>user\n[red]Hi[/red]<|im_end|>\n<|im_start|>assistant\n⟦Hello.<|im_end|>⟧\n" in text
+    assert "self-3  chat" in text
+    assert "27 tokens, 7 supervised (26%), in ⟦this style⟧; answers as given" in text
+    assert "\x1b" not in text
+
+
+def test_coloured() -> None:
+    text = shown(True, {"temperature": 0.7})
+    assert "\x1b[1;4;32m⟦Hello.<|im_end|>⟧" in text
+    assert "answers drawn with" in text
+    assert "temperature=0.7" in text

@@ -1,0 +1,263 @@
+"""The store holds what the target computes, survives kills, and keeps to its budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import headstart.files
+from headstart.data.conversations import Conversation, encode
+from headstart.data.store import StateStore, build_store, estimate_bytes
+from headstart.errors import UserError
+from headstart.target import FINAL, Target
+from tests.tiny import tiny_model
+
+TAPS = (1, FINAL)
+PLENTY = 10**9
+
+
+def conversations(target: Target, count: int = 7) -> list[Conversation]:
+    out = []
+    for i in range(count):
+        messages = [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "la " * (1 + 5 * i % 7)}]
+        out.append(Conversation(f"c{i}", *encode(messages, target.tokenizer), messages))
+    return out
+
+
+def build(folder: Path, target: Target, taken: Sequence[Conversation], **options: object) -> StateStore:
+    settings: dict[str, object] = {"budget_bytes": PLENTY, "batch_tokens": 64, "shard_bytes": 20_000, **options}
+    return build_store(folder, taken, target, settings.pop("taps", TAPS), **settings)  # type: ignore[arg-type]
+
+
+class Forwards:
+    """Counts a target's forwards, and may kill the process at one of them."""
+
+    def __init__(self, target: Target, monkeypatch: pytest.MonkeyPatch, kill_at: int | None = None) -> None:
+        self.count = 0
+        self.rows = 0
+        stock = target.hidden_states
+
+        def hidden_states(rows: Sequence[Sequence[int]], taps: Sequence[int]) -> object:
+            if self.count == kill_at:
+                raise KeyboardInterrupt
+            self.count += 1
+            self.rows += len(rows)
+            return stock(rows, taps)
+
+        monkeypatch.setattr(target, "hidden_states", hidden_states)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, PLENTY], ids=["from disk", "from memory"])
+def test_holds_what_the_target_computes(tiny_target: Target, tmp_path: Path, cache_bytes: int) -> None:
+    given = conversations(tiny_target)
+    seen: list[tuple[int, int]] = []
+    build(tmp_path / "store", tiny_target, given, advance=lambda done, total: seen.append((done, total)))
+    store = StateStore(tmp_path / "store", cache_bytes=cache_bytes)
+    assert len(list((tmp_path / "store").glob("shard-*"))) > 1
+    assert (len(store), store.taps, store.dropped, store.notice) == (7, TAPS, 0, "")
+    assert store.lengths == [len(item.tokens) for item in given]
+    assert store.tokens == sum(store.lengths)
+    for i, conversation in enumerate(given):
+        sample = store.get(i)
+        assert sample.tokens_T.tolist() == conversation.tokens
+        assert sample.tokens_T.dtype == torch.int64
+        assert sample.supervised_T.tolist() == conversation.supervised
+        (expected,) = tiny_target.hidden_states([conversation.tokens], TAPS)
+        for tap in TAPS:  # rows of a padded batch are summed in another order: float32 rounding apart
+            torch.testing.assert_close(sample.states[tap], expected[tap], rtol=1e-4, atol=1e-5)
+    totals = {total for _, total in seen}
+    assert totals == {store.tokens}
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == store.tokens
+    with pytest.raises(IndexError):
+        store.get(7)
+
+
+def test_dtype_of_the_target(tmp_path: Path, tiny_target: Target) -> None:
+    model = tiny_model("llama", vocab_size=tiny_target.vocab_size).to(torch.bfloat16)
+    store = build(tmp_path, Target(model, tiny_target.tokenizer), conversations(tiny_target, 2))
+    assert store.get(0).states[FINAL].dtype == torch.bfloat16
+
+
+def test_counts(tiny_target: Target, tmp_path: Path) -> None:
+    given = conversations(tiny_target)
+    store = build(tmp_path, tiny_target, given)
+    counts_V = store.supervised_counts(tiny_target.vocab_size)
+    assert counts_V.shape == (tiny_target.vocab_size,)
+    assert int(counts_V.sum()) == store.supervised_tokens == sum(sum(item.supervised) for item in given)
+    assert counts_V[tiny_target.tokenizer.eos_token_id] == len(given)
+
+
+def test_size_is_as_estimated(tiny_target: Target, tmp_path: Path) -> None:
+    store = build(tmp_path, tiny_target, conversations(tiny_target))
+    expected = estimate_bytes(store.tokens, len(TAPS), tiny_target.hidden_size, tiny_target.dtype)
+    assert expected <= store.bytes <= expected + 600 * len(list(tmp_path.glob("shard-*")))
+
+
+class TestResume:
+    @pytest.mark.parametrize("kill_at", [0, 1, 2, 3])
+    def test_after_a_kill(
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int
+    ) -> None:
+        """The second build computes only what is missing and gives the store of an uninterrupted one."""
+        given = conversations(tiny_target)
+        whole = build(tmp_path / "whole", tiny_target, given)
+        with monkeypatch.context() as patch:
+            killed = Forwards(tiny_target, patch, kill_at)
+            with pytest.raises(KeyboardInterrupt):
+                build(tmp_path / "store", tiny_target, given)
+        with pytest.raises(UserError, match="no finished store"):
+            StateStore(tmp_path / "store")
+        kept = len(list((tmp_path / "store").glob("shard-*.safetensors")))
+        with monkeypatch.context() as patch:
+            rest = Forwards(tiny_target, patch)
+            store = build(tmp_path / "store", tiny_target, given)
+        assert rest.rows < len(given) or not kept
+        assert killed.count == kill_at
+        self.same(whole, store)
+
+    def test_killed_while_writing(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = conversations(tiny_target)
+
+        def die(_source: object, _target: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(headstart.files.os, "replace", die)
+            with pytest.raises(KeyboardInterrupt):
+                build(tmp_path / "store", tiny_target, given)
+        assert [file.suffix for file in (tmp_path / "store").iterdir()] == [".partial"]
+        store = build(tmp_path / "store", tiny_target, given)
+        assert not list((tmp_path / "store").glob("*.partial"))
+        self.same(build(tmp_path / "whole", tiny_target, given), store)
+
+    def test_a_finished_store_is_not_computed_again(
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given = conversations(tiny_target)
+        build(tmp_path, tiny_target, given)
+        forwards = Forwards(tiny_target, monkeypatch)
+        build(tmp_path, tiny_target, given)
+        assert forwards.count == 0
+
+    def test_killed_before_the_manifest(
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given = conversations(tiny_target)
+        whole = build(tmp_path / "whole", tiny_target, given)
+        build(tmp_path / "store", tiny_target, given)
+        (tmp_path / "store" / "manifest.json").unlink()
+        forwards = Forwards(tiny_target, monkeypatch)
+        self.same(whole, build(tmp_path / "store", tiny_target, given))
+        assert forwards.count == 0
+
+    def test_a_shard_cut_short_is_computed_again(
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given = conversations(tiny_target)
+        whole = build(tmp_path / "whole", tiny_target, given)
+        build(tmp_path / "store", tiny_target, given)
+        shard = tmp_path / "store" / "shard-00001.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-100])
+        with pytest.raises(UserError, match=r"shard-00001.safetensors is cut short .*only that shard"):
+            StateStore(tmp_path / "store")
+        forwards = Forwards(tiny_target, monkeypatch)
+        store = build(tmp_path / "store", tiny_target, given)
+        assert 0 < forwards.rows < len(given)
+        self.same(whole, store)
+        shard.unlink()
+        with pytest.raises(UserError, match="is missing"):
+            StateStore(tmp_path / "store")
+
+    @staticmethod
+    def same(one: StateStore, other: StateStore) -> None:
+        assert one.lengths == other.lengths
+        for i in range(len(one)):
+            for tap in one.taps:
+                assert torch.equal(one.get(i).states[tap], other.get(i).states[tap])
+
+
+class TestOtherInputs:
+    """A folder that was built from something else is built anew, and holds nothing of the old."""
+
+    def test_other_conversations(self, tiny_target: Target, tmp_path: Path) -> None:
+        given = conversations(tiny_target)
+        build(tmp_path, tiny_target, given)
+        store = build(tmp_path, tiny_target, given[::-1][:3])
+        assert [store.get(i).tokens_T.tolist() for i in range(3)] == [item.tokens for item in given[::-1][:3]]
+        manifest = json.loads((tmp_path / "manifest.json").read_text())
+        assert {file.name for file in tmp_path.glob("shard-*")} == {shard["file"] for shard in manifest["shards"]}
+
+    def test_other_mask_taps_and_target(self, tiny_target: Target, tmp_path: Path) -> None:
+        given = conversations(tiny_target, 3)
+        prints = [build(tmp_path, tiny_target, given).fingerprint]
+        masked = [Conversation(c.id, c.tokens, [*c.supervised[:-1], True], c.messages) for c in given]
+        prints.append(build(tmp_path, tiny_target, masked).fingerprint)
+        prints.append(build(tmp_path, tiny_target, given, taps=(2,)).fingerprint)
+        assert StateStore(tmp_path).taps == (2,)
+        other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
+        store = build(tmp_path, other, given, taps=(2,))
+        prints.append(store.fingerprint)
+        assert len(set(prints)) == 4
+        (expected,) = other.hidden_states([given[0].tokens], [2])
+        torch.testing.assert_close(store.get(0).states[2], expected[2], rtol=1e-4, atol=1e-5)
+
+    def test_files_of_others_stay(self, tiny_target: Target, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("mine")
+        build(tmp_path, tiny_target, conversations(tiny_target, 2))
+        build(tmp_path, tiny_target, conversations(tiny_target, 3))
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+class TestBudget:
+    def test_the_last_conversations_are_left_out(self, tiny_target: Target, tmp_path: Path) -> None:
+        given = conversations(tiny_target)
+        per_token = estimate_bytes(1, len(TAPS), tiny_target.hidden_size, tiny_target.dtype)
+        budget = per_token * sum(len(item.tokens) for item in given[:4]) + per_token
+        store = build(tmp_path, tiny_target, given, budget_bytes=budget)
+        assert (len(store), store.dropped) == (4, 3)
+        assert store.notice.startswith("The byte budget holds 4 of 7 conversations")
+        assert store.get(3).tokens_T.tolist() == given[3].tokens
+
+    def test_not_even_one(self, tiny_target: Target, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"does not hold one conversation .*cache_gigabytes"):
+            build(tmp_path, tiny_target, conversations(tiny_target), budget_bytes=1000)
+
+    def test_too_little_disk(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Full:
+            free = 1000
+
+        monkeypatch.setattr(headstart.files.shutil, "disk_usage", lambda _place: Full)
+        with pytest.raises(UserError, match=r"Keeping hidden states needs .* and 1.0 kB are free"):
+            build(tmp_path / "store", tiny_target, conversations(tiny_target))
+        assert not (tmp_path / "store").exists()
+
+
+class TestRefusals:
+    def test_conversations_that_cannot_be_stored(self, tiny_target: Target, tmp_path: Path) -> None:
+        def refuse(match: str, *tokens: int, supervised: bool = True) -> None:
+            given = [Conversation("odd", list(tokens), [supervised] * len(tokens), [])]
+            with pytest.raises(UserError, match=match):
+                build(tmp_path, tiny_target, given)
+
+        refuse("Nothing is supervised in conversation 'odd'", 1, 2, supervised=False)
+        refuse("'odd' has 1025 tokens; the context of tiny is 1024", *[1] * 1025)
+        refuse("'odd' holds token 5000", 1, 5000)
+        with pytest.raises(UserError, match="no conversations"):
+            build(tmp_path, tiny_target, [])
+
+    def test_a_tap_that_does_not_exist(self, tiny_target: Target, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="Tap 9 does not exist"):
+            build(tmp_path, tiny_target, conversations(tiny_target, 1), taps=(9,))
+
+    def test_another_format(self, tmp_path: Path) -> None:
+        (tmp_path / "manifest.json").write_text('{"format": 0}')
+        with pytest.raises(UserError, match="another format"):
+            StateStore(tmp_path)
+        (tmp_path / "manifest.json").write_text('{"format"')
+        with pytest.raises(UserError, match="not whole JSON"):
+            StateStore(tmp_path)
