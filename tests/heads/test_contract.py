@@ -159,7 +159,7 @@ def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target
 def test_unknown_families_and_settings_are_refused(target: Target) -> None:
     with pytest.raises(UserError, match="Did you mean 'medusa'"):
         make_config({"family": "medsa"}, target)
-    with pytest.raises(UserError, match="no setting 'num_head'. Did you mean 'num_heads'"):
+    with pytest.raises(UserError, match=r"no setting 'num_head'\. Did you mean 'num_heads'"):
         make_config({"family": "medusa", "num_head": 3}, target)
     with pytest.raises(UserError, match="larger than the target's 61"):
         make_config({"family": "medusa", "draft_vocab_size": 62}, target)

@@ -119,7 +119,7 @@ def test_a_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_taps_out_of_range_are_refused() -> None:
     target = Target(tiny_model("llama"))
-    with pytest.raises(UserError, match="Tap 9 does not exist: .* has 3 layers"):
+    with pytest.raises(UserError, match=r"Tap 9 does not exist: .* has 3 layers"):
         target.hidden_states(TEXTS, (9,))
 
 

@@ -214,7 +214,7 @@ def measure_ranks(
     """
     to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
-    rows = []
+    rows: list[list[int]] = []
     for conversation in track(
         conversations, "measuring acceptance", console=console, disable=console is None, transient=True
     ):

@@ -1,1 +1,17 @@
-"""eval"""
+"""Measurements of a drafter against its baselines, the audit of losslessness, and reports."""
+
+from headstart.eval.audit import AlwaysWrongDrafter, AuditResult, audit, plain_answers, random_weights, unused_tokens
+from headstart.eval.measure import EvalOptions, evaluate
+from headstart.eval.report import write_report
+
+__all__ = [
+    "AlwaysWrongDrafter",
+    "AuditResult",
+    "EvalOptions",
+    "audit",
+    "evaluate",
+    "plain_answers",
+    "random_weights",
+    "unused_tokens",
+    "write_report",
+]

@@ -1,1 +1,18 @@
-"""hub"""
+"""Keeping and sharing heads: our folder format, the model card, pushing to the Hub and fetching from it."""
+
+from headstart.hub.card import write_card
+from headstart.hub.format import check_folder, export_heads, read_heads, target_spec
+from headstart.hub.pull import fetch, locate
+from headstart.hub.push import Upload, push
+
+__all__ = [
+    "Upload",
+    "check_folder",
+    "export_heads",
+    "fetch",
+    "locate",
+    "push",
+    "read_heads",
+    "target_spec",
+    "write_card",
+]
