@@ -119,7 +119,7 @@ def test_a_shared_system_message_does_not_make_prompts_equal(tiny_target: Target
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     splits = build_conversations(tiny_target, section(str(path)), tmp_path / "data")
     assert len(splits.train) == 10
-    assert splits.train[0].messages[0] == system
+    assert splits.train[0].messages[0] == {"role": "system", "content": "Be brief."}
 
 
 def test_too_few_prompts_is_an_error(tiny_target: Target, tmp_path: Path) -> None:

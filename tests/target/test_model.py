@@ -123,6 +123,12 @@ def test_taps_out_of_range_are_refused() -> None:
         target.hidden_states(TEXTS, (9,))
 
 
+def test_rotary_frequencies_stay_in_float32(tiny_target_folder: Path) -> None:
+    loaded = load_target(str(tiny_target_folder), dtype="bfloat16", device="cpu")
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.decoder.rotary_emb.inv_freq.dtype == torch.float32
+
+
 def test_folder_round_trip(tiny_target: Target, tiny_target_folder: Path) -> None:
     loaded = load_target(str(tiny_target_folder), dtype="float32", device="cpu")
     assert loaded.identity().fingerprint == tiny_target.identity().fingerprint

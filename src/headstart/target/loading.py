@@ -68,7 +68,8 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.logging.enable_progress_bar()
-    return Target(model.to(device=where, dtype=kind), tokenizer, spec)
+    # Only the place: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
+    return Target(model.to(where), tokenizer, spec)
 
 
 def _dequantised(folder: Path, gguf: str) -> Path:

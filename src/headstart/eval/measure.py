@@ -1,0 +1,318 @@
+"""`evaluate`: the same prompts through every method, in turn, and what came of it.
+
+Machines drift: clocks throttle and neighbours come and go. So the methods take turns on each prompt, and start from
+another one on the next prompt; a slow minute then hurts all of them alike. Speed-ups are ratios of total throughput
+with paired bootstrap intervals. The plain loop is the baseline in the same runtime, `transformers.generate` the one
+that users have today, and its prompt lookup the strongest one that needs no training.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import headstart
+from headstart.data.conversations import check_template, prompt_tokens
+from headstart.data.questions import Question
+from headstart.decode.drafters import Drafter
+from headstart.errors import UserError
+from headstart.eval.divergence import Judge, Judgement, as_entry
+from headstart.eval.methods import HEADS, LOOKUP, PLAIN, STOCK, Method, Ours, Transformers
+from headstart.eval.summary import RESAMPLES, Prompt, Unit, categories, per_prompt, summarise
+from headstart.target import Target
+
+SCHEMA_VERSION = 1
+"""Of results.json; raised when a key changes its meaning or goes."""
+WARM_UP_TOKENS = 32
+"""Most tokens of the unmeasured generation that each method starts with."""
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """How to measure.
+
+    Attributes:
+        limit: questions at most; None for all.
+        max_new_tokens: longest answer in tokens, for every method.
+        temperature: 0 is greedy; above 0 every method samples the target's distribution.
+        seed: of sampling and of the bootstrap.
+        batch_size: prompts decoded together. transformers' prompt lookup takes one only and is left out above 1.
+        multi_turn: ask every turn, behind the plain loop's answers to the earlier ones; without it the first only.
+        prompt_lookup_tokens: drafts per round of transformers' prompt lookup.
+        baselines: measure transformers too; without it those entries are null.
+        predicted_speedup: what tuning promised over the plain loop, to stand beside what was measured.
+        heads_name: what the report calls the heads.
+    """
+
+    limit: int | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    batch_size: int = 1
+    multi_turn: bool = False
+    prompt_lookup_tokens: int = 4
+    baselines: bool = True
+    predicted_speedup: float | None = None
+    heads_name: str = "heads"
+
+
+def evaluate(
+    target: Target,
+    drafter: Drafter,
+    questions: Sequence[Question],
+    options: EvalOptions | None = None,
+    progress: Console | None = None,
+) -> dict[str, Any]:
+    """Measure a drafter on questions against the plain loop and transformers.
+
+    Args:
+        target: the frozen model, with a tokenizer that has a chat template.
+        drafter: what drafts.
+        questions: what to ask.
+        options: how to measure.
+        progress: where to draw a progress bar; None for none.
+
+    Returns:
+        The content of results.json: schema_version, summary, categories, settings, environment, per_prompt.
+
+    Raises:
+        UserError: no questions, an option out of range, a target without a chat template, or a question that does not
+            fit the context; all before anything runs.
+    """
+    options = options or EvalOptions()
+    _check_options(options)
+    questions = list(questions)[: options.limit]
+    if not questions:
+        raise UserError("There are no questions.", "Give a question file with at least one line, or raise --limit.")
+    check_template(target.tokenizer)
+    for question in questions:
+        _check_fits(target, question, options)
+
+    methods = _methods(target, drafter, options)
+    units = _measure(target, questions, options, methods, progress)
+    summary = summarise(units, options.seed)
+    rows = per_prompt(units)
+    summary["divergences"] = _nothing_compared()
+    summary["transformers_divergences"] = summary["prompt_lookup_divergences"] = None
+    if options.temperature == 0:
+        judge = Judge(target)
+        ours = _judge(judge, units, HEADS)
+        summary["divergences"] = ours.to_json()
+        for verdict in ours.verdicts:
+            rows[verdict.prompt]["divergence"] = as_entry(verdict)
+        for name, key in ((STOCK, "transformers_divergences"), (LOOKUP, "prompt_lookup_divergences")):
+            if name in methods:
+                summary[key] = _judge(judge, units, name).to_json()
+    summary["predicted_speedup"] = options.predicted_speedup
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "summary": summary,
+        "categories": categories(units, options.seed),
+        "settings": _settings(target, drafter, questions, options, methods),
+        "environment": environment(target),
+        "per_prompt": rows,
+    }
+
+
+def environment(target: Target) -> dict[str, Any]:
+    """The machine and the versions that a measurement belongs to."""
+    device = target.device
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "headstart": headstart.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def cpu_model() -> str:
+    """What the processor calls itself."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+def _methods(target: Target, drafter: Drafter, options: EvalOptions) -> dict[str, Method]:
+    methods: dict[str, Method] = {
+        HEADS: Ours(target, drafter, options.temperature),
+        PLAIN: Ours(target, None, options.temperature),
+    }
+    if options.baselines:
+        methods[STOCK] = Transformers(target, options.temperature)
+        if options.batch_size == 1:
+            methods[LOOKUP] = Transformers(target, options.temperature, options.prompt_lookup_tokens)
+    return methods
+
+
+def _measure(
+    target: Target,
+    questions: Sequence[Question],
+    options: EvalOptions,
+    methods: dict[str, Method],
+    console: Console | None,
+) -> list[Unit]:
+    units: list[Unit] = []
+    ordered = list(methods)
+    total = sum(_turns(question, options) for question in questions)
+    with _bar(console) as bar, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        task = bar.add_task("warming up", total=total, speed="")
+        for group, first in enumerate(range(0, len(questions), options.batch_size)):
+            for prompts in _conversations(target, questions[first : first + options.batch_size], options, units):
+                tokens = [prompt.tokens for prompt in prompts]
+                seed = options.seed + len(units) * options.batch_size
+                if not units:
+                    for method in methods.values():
+                        method.run(tokens, min(WARM_UP_TOKENS, options.max_new_tokens), seed)
+                start = len(units) % len(ordered)
+                runs = {}
+                for name in ordered[start:] + ordered[:start]:
+                    bar.update(task, description=f"{prompts[0].id}: {name}")
+                    runs[name] = methods[name].run(tokens, options.max_new_tokens, seed)
+                units.append(Unit(group, prompts, runs))
+                bar.update(task, advance=len(prompts), speed=_speeds(units))
+    return units
+
+
+def _conversations(
+    target: Target, questions: Sequence[Question], options: EvalOptions, units: list[Unit]
+) -> Iterator[list[Prompt]]:
+    """The prompts of a batch of questions, turn by turn; a later turn reads the plain answers of the unit before."""
+    messages: list[list[dict[str, str]]] = [[] for _ in questions]
+    for turn in range(max(_turns(question, options) for question in questions)):
+        asked = [number for number, question in enumerate(questions) if turn < _turns(question, options)]
+        prompts = []
+        for number in asked:
+            messages[number].append({"role": "user", "content": questions[number].turns[turn]})
+            name = str(questions[number].question_id) + (f"/{turn + 1}" if turn else "")
+            tokens = prompt_tokens(messages[number], target.tokenizer)
+            prompts.append(Prompt(name, questions[number].category, tokens))
+        yield prompts
+        for number, answer in zip(asked, units[-1].runs[PLAIN].tokens, strict=True):
+            text = target.tokenizer.decode(answer, skip_special_tokens=True)
+            messages[number].append({"role": "assistant", "content": text})
+
+
+def _turns(question: Question, options: EvalOptions) -> int:
+    return len(question.turns) if options.multi_turn else 1
+
+
+def _bar(console: Console | None) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}", markup=False),
+        console=console,
+        disable=console is None,
+    )
+
+
+def _speeds(units: Sequence[Unit]) -> str:
+    """Throughput so far, for the progress bar."""
+    heads, plain = (
+        sum(unit.runs[name].count for unit in units) / sum(unit.runs[name].seconds for unit in units)
+        for name in (HEADS, PLAIN)
+    )
+    return f"{heads:.1f} tokens/s, plain {plain:.1f} ({heads / plain:.2f}x)"
+
+
+# -- judging ---------------------------------------------------------------------------------------------------------
+
+
+def _judge(judge: Judge, units: Sequence[Unit], name: str) -> Judgement:
+    prompts = [prompt.tokens for unit in units for prompt in unit.prompts]
+    outputs: dict[str, list[list[int]]] = {
+        method: [tokens for unit in units for tokens in unit.runs[method].tokens] for method in (PLAIN, name)
+    }
+    return judge.judge(prompts, outputs[PLAIN], outputs[name])
+
+
+def _nothing_compared() -> dict[str, Any]:
+    """Sampled outputs are not compared token by token: each method draws its own random numbers."""
+    return Judgement(0, 0, None, []).to_json()
+
+
+# -- settings and checks ---------------------------------------------------------------------------------------------
+
+
+def _settings(
+    target: Target,
+    drafter: Drafter,
+    questions: Sequence[Question],
+    options: EvalOptions,
+    methods: dict[str, Method],
+) -> dict[str, Any]:
+    identity = target.identity()
+    return {
+        **asdict(options),
+        "target": target.name,
+        "target_fingerprint": identity.fingerprint,
+        "drafter": drafter.name,
+        "tree_nodes": drafter.max_nodes,
+        "questions": len(questions),
+        "methods": list(methods),
+        "order": "rotated from prompt to prompt",
+        "warm_up_tokens": min(WARM_UP_TOKENS, options.max_new_tokens),
+        "bootstrap_resamples": RESAMPLES,
+        "margin_rule": (
+            "both tokens within 0.001 of the best float32 logit"
+            if target.dtype in (torch.float32, torch.float64)
+            else "both tokens within the margin of the best float32 logit; the margin is the largest error, measured "
+            "on these texts, that this dtype makes in the gap between two leading logits"
+        ),
+    }
+
+
+def _check_options(options: EvalOptions) -> None:
+    for name in ("limit", "max_new_tokens", "batch_size", "prompt_lookup_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}.", "Give a number of at least 1.")
+    if not options.temperature >= 0:
+        raise UserError(f"The temperature is {options.temperature}.", "Use 0 for greedy decoding, or a value above 0.")
+
+
+def _check_fits(target: Target, question: Question, options: EvalOptions) -> None:
+    """Refuse a question that passes the context, with every answer at its longest."""
+    if not question.turns:
+        raise UserError(f"Question {question.question_id} has no turns.", "Give each question at least one turn.")
+    turns = _turns(question, options)
+    messages: list[dict[str, str]] = []
+    for turn in question.turns[:turns]:
+        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
+    length = len(prompt_tokens(messages[:-1], target.tokenizer))
+    needed = length + turns * options.max_new_tokens
+    if needed > target.max_length:
+        raise UserError(
+            f"Question {question.question_id} has {length} tokens; with {turns * options.max_new_tokens} new ones it "
+            f"passes the {target.max_length} tokens that {target.name} can read.",
+            "Leave it out, or lower --max-new-tokens.",
+        )

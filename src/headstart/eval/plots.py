@@ -1,0 +1,164 @@
+"""The plots of a report, each an SVG string that stands inside the page. Every axis says its unit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from headstart.eval.methods import HEADS, LOOKUP, PLAIN, STOCK
+
+LABELS = {HEADS: "heads", PLAIN: "plain loop", STOCK: "transformers", LOOKUP: "transformers\nprompt lookup"}
+COLOURS = {HEADS: "#0b6e4f", PLAIN: "#8a94a6", STOCK: "#b9c0cc", LOOKUP: "#c98a2b"}
+PARTS = {"draft": "#0b6e4f", "verify": "#5b8def", "host": "#c98a2b"}
+BASELINES = {
+    "speedup_vs_plain": ("vs plain loop", COLOURS[PLAIN]),
+    "speedup_vs_transformers": ("vs transformers", COLOURS[STOCK]),
+    "speedup_vs_prompt_lookup": ("vs prompt lookup", COLOURS[LOOKUP]),
+}
+_STYLE = {
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e9ef",
+    "axes.edgecolor": "#8a94a6",
+}
+
+
+def plots(results: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Every plot whose numbers are there, as {"title", "note", "svg"}."""
+    summary, categories = results["summary"], results.get("categories") or []
+    drawn = [
+        _throughput(summary.get("tokens_per_second_interval") or {}),
+        _acceptance(summary.get("acceptance_by_position") or []),
+        _histogram(summary.get("tokens_per_round_histogram") or [], summary.get("tokens_per_round")),
+        _round_time(summary.get("round_ms"), summary.get("plain_round_ms")),
+        _categories(categories),
+    ]
+    return [plot for plot in drawn if plot is not None]
+
+
+def _throughput(speeds: Mapping[str, Mapping[str, float] | None]) -> dict[str, str] | None:
+    shown = [(name, speed) for name, speed in speeds.items() if speed]
+    if not shown:
+        return None
+    figure, axes = _figure()
+    means = [speed["mean"] for _, speed in shown]
+    errors = [
+        [speed["mean"] - speed["low"] for _, speed in shown],
+        [speed["high"] - speed["mean"] for _, speed in shown],
+    ]
+    bars = axes.bar(
+        [LABELS.get(name, name) for name, _ in shown],
+        means,
+        width=0.62,
+        yerr=[[max(0.0, one) for one in side] for side in errors],
+        capsize=4,
+        color=[COLOURS.get(name, "#8a94a6") for name, _ in shown],
+    )
+    axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.set_ylabel("tokens per second")
+    axes.margins(y=0.15)
+    axes.grid(axis="x", visible=False)
+    return _plot(
+        figure, "Speed of each method", "Bars: all tokens over all seconds. Whiskers: 95 % interval over prompts."
+    )
+
+
+def _acceptance(shares: Sequence[float]) -> dict[str, str] | None:
+    if not shares:
+        return None
+    figure, axes = _figure()
+    bars = axes.bar(range(1, len(shares) + 1), [100 * share for share in shares], width=0.62, color=COLOURS[HEADS])
+    axes.bar_label(bars, fmt="%.0f", padding=3)
+    axes.set_xlabel("position (tokens drafted ahead)")
+    axes.set_ylabel("accepted, % of rounds that got there")
+    axes.set_ylim(0, 105)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="x", visible=False)
+    note = "Of the rounds whose earlier drafts were all accepted, how many accepted the next one too."
+    return _plot(figure, "Acceptance by position", note)
+
+
+def _histogram(counts: Sequence[int], mean: float | None) -> dict[str, str] | None:
+    total = sum(counts)
+    if not total:
+        return None
+    figure, axes = _figure()
+    shares = [100 * count / total for count in counts[1:]]
+    bars = axes.bar(range(1, len(counts)), shares, width=0.8, color=COLOURS[HEADS])
+    axes.bar_label(bars, fmt="%.0f", padding=3)
+    if mean is not None:
+        axes.axvline(mean, color="#c98a2b", linestyle="--", label=f"mean τ = {mean:.2f}")
+        axes.legend(frameon=False)
+    axes.set_xlabel("tokens emitted in a round")
+    axes.set_ylabel("share of rounds, %")
+    axes.margins(y=0.15)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="x", visible=False)
+    return _plot(figure, "Tokens per round", "One token is the target's own; the others are accepted drafts.")
+
+
+def _round_time(heads: Mapping[str, float] | None, plain: Mapping[str, float] | None) -> dict[str, str] | None:
+    shown = [(label, ms) for label, ms in (("heads", heads), ("plain loop", plain)) if ms]
+    if not shown:
+        return None
+    figure, axes = _figure(2.4)
+    left = [0.0] * len(shown)
+    for part, colour in PARTS.items():
+        widths = [ms[part] for _, ms in shown]
+        axes.barh([label for label, _ in shown], widths, left=left, height=0.55, color=colour, label=part)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for place, total in enumerate(left):
+        axes.text(total, place, f" {total:.1f} ms", va="center")
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set_xlabel("milliseconds per round")
+    axes.grid(axis="y", visible=False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    note = "draft: the heads propose. verify: the target reads the tree. host: accepting, committing, bookkeeping."
+    return _plot(figure, "Where a round's time goes", note)
+
+
+def _categories(rows: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
+    keys = [key for key in BASELINES if any(row.get(key) for row in rows)]
+    if not keys or len(rows) < 2:
+        return None
+    figure, axes = _figure(1.2 + 0.14 * len(rows) * (len(keys) + 0.6))
+    height = 0.8 / len(keys)
+    for number, key in enumerate(keys):
+        label, colour = BASELINES[key]
+        places = [place + (number - (len(keys) - 1) / 2) * height for place, row in enumerate(rows) if row.get(key)]
+        means = [row[key]["mean"] for row in rows if row.get(key)]
+        axes.barh(places, means, height=height * 0.9, color=colour, label=label)
+    axes.axvline(1.0, color="#333", linewidth=1)
+    axes.set_yticks(range(len(rows)), [str(row["category"]) or "(none)" for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("speed-up, times (1 = equally fast)")
+    axes.grid(axis="y", visible=False)
+    figure.legend(loc="outside upper center", ncols=len(keys), frameon=False, fontsize=9, columnspacing=1.0)
+    return _plot(figure, "Speed-up by category", "Few prompts a category: read it as a hint, not as a figure.")
+
+
+def _figure(height: float = 3.2) -> tuple[Any, Any]:
+    """A figure of about a phone's width, so that its text stays readable there."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.2, height), layout="constrained")
+        return figure, figure.subplots()
+
+
+def _plot(figure: Any, title: str, note: str) -> dict[str, str]:
+    buffer = io.StringIO()
+    # A salt per plot keeps ids apart when all of them stand in one page; with it the file is also reproducible.
+    with matplotlib.rc_context({**_STYLE, "svg.fonttype": "path", "svg.hashsalt": title}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    return {"title": title, "note": note, "svg": f'<svg role="img" aria-label="{title}"' + svg[len("<svg") :]}

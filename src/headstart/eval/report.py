@@ -1,0 +1,177 @@
+"""A report for people: results.json, and the same figures as Markdown and as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from headstart.eval.methods import HEADS, LOOKUP, METHODS, PLAIN, STOCK
+from headstart.eval.plots import BASELINES, plots
+from headstart.files import write_json, write_text
+
+NAMES = {
+    HEADS: "our loop with the heads",
+    PLAIN: "our plain loop",
+    STOCK: "transformers generate",
+    LOOKUP: "transformers prompt lookup",
+}
+AGAINST = {
+    "speedup_vs_plain": NAMES[PLAIN],
+    "speedup_vs_transformers": NAMES[STOCK],
+    "speedup_vs_prompt_lookup": NAMES[LOOKUP],
+}
+DEFINITIONS = {
+    "Tokens per round (τ)": "The mean number of tokens that one forward of the target yields: accepted drafts plus the "
+    "target's own next token. Plain decoding has τ = 1.",
+    "Acceptance at position k": "Of the rounds that drafted at least k tokens ahead and whose first k − 1 drafts were "
+    "accepted, the share whose k-th was accepted too.",
+    "Speed-up": "Tokens per second with the heads divided by tokens per second without, all tokens over all seconds. "
+    "The interval is the middle 95 % of a paired bootstrap over prompts.",
+    "Time to first token": "From the call to the first token, reading the prompt included.",
+    "Time between tokens": "The wait for each arrival, shared evenly by the tokens that came with it.",
+    "Verified in vain": "Nodes of the drafted trees that the target read and then dropped, per token emitted.",
+    "Divergence": "A prompt whose greedy output with the heads is not the plain loop's. It is explained when rounding "
+    "alone accounts for it: in float32, at the same place, both tokens lie within a measured margin of the best one.",
+}
+
+
+def write_report(results: Mapping[str, Any], out: Path) -> None:
+    """Write results.json, report.md and report.html into the folder `out`, each in one step.
+
+    Entries of `results["summary"]` may be null or missing; the report then says that they were not measured.
+    """
+    write_json(out / "results.json", results)
+    write_text(out / "report.md", render(results, "report.md.j2"))
+    write_text(out / "report.html", render(results, "report.html.j2", plots(results)))
+
+
+def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]] | None = None) -> str:
+    """One of the templates, filled in."""
+    environment = Environment(
+        loader=PackageLoader("headstart.eval"),
+        autoescape=template.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(number=number, times=times, percent=percent, cell=cell)
+    summary = {**dict.fromkeys(_KEYS), **results["summary"]}
+    return environment.get_template(template).render(
+        summary=summary,
+        settings=results.get("settings") or {},
+        machine=results.get("environment") or {},
+        categories=results.get("categories") or [],
+        prompts=len(results.get("per_prompt") or []),
+        verdicts=verdicts(results),
+        divergence=divergence_sentence(results),
+        diverged=[row for row in results.get("per_prompt") or [] if row.get("divergence")],
+        methods=METHODS,
+        names=NAMES,
+        against=AGAINST,
+        short={key: label for key, (label, _) in BASELINES.items()},
+        definitions=DEFINITIONS,
+        plots=[{**plot, "svg": Markup(plot["svg"])} for plot in drawn or []],
+    )
+
+
+def verdicts(results: Mapping[str, Any]) -> list[str]:
+    """One sentence per baseline: faster, slower, or not to be told apart."""
+    sentences = []
+    for key, name in AGAINST.items():
+        ratio = results["summary"].get(key)
+        if not ratio:
+            continue
+        interval = f"{ratio['mean']:.2f}x (95 % interval {ratio['low']:.2f} to {ratio['high']:.2f})"
+        if ratio["low"] > 1:
+            sentences.append(f"Faster than {name}: {interval}.")
+        elif ratio["high"] < 1:
+            sentences.append(f"Slower than {name}: {interval}.")
+        else:
+            sentences.append(f"Not clearly faster or slower than {name}: {interval}.")
+    return sentences
+
+
+def divergence_sentence(results: Mapping[str, Any]) -> str:
+    """Whether the words stayed the same, in one or two sentences."""
+    summary = results["summary"]
+    found = summary.get("divergences") or {"prompts": 0}
+    if not found["prompts"]:
+        return "Outputs were not compared token by token: sampled outputs differ from run to run."
+    if not found["count"]:
+        return (
+            f"The words are the same: {found['tokens_compared']} tokens of {found['prompts']} prompts compared with "
+            "our plain loop, none differs."
+        )
+    differ = f"{found['count']} of {found['prompts']} prompts leave the plain loop's output at some token"
+    limit, largest = found.get("margin_limit"), found.get("largest_margin")
+    margins = "" if limit is None or largest is None else f" (largest margin {largest:.3g}, limit {limit:.3g})"
+    if not found["unexplained"]:
+        stock = summary.get("transformers_divergences")
+        scale = f" For scale, {NAMES[STOCK]} leaves it on {stock['count']}." if stock else ""
+        return f"{differ}. Rounding explains every one of them{margins}.{scale}"
+    return f"{differ}. Rounding does not explain {found['unexplained']} of them{margins}: look for a fault."
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number, or a dash when it was not measured.
+
+    >>> number(1.234), number(None)
+    ('1.23', '–')
+    """
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage.
+
+    >>> percent(0.25)
+    '25 %'
+    """
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def times(ratio: Mapping[str, float] | None, interval: bool = True) -> str:
+    """A speed-up, with its interval when asked for.
+
+    >>> times({"mean": 1.5, "low": 1.4, "high": 1.6}), times(None)
+    ('1.50x (1.40–1.60)', '–')
+    """
+    if ratio is None:
+        return "–"
+    return f"{ratio['mean']:.2f}x" + (f" ({ratio['low']:.2f}–{ratio['high']:.2f})" if interval else "")
+
+
+def cell(value: Any) -> str:
+    """Any setting, on one line of a table."""
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return "–" if value is None else text.replace("|", "\\|").replace("\n", " ")
+
+
+_KEYS = (
+    "tokens_per_round",
+    "acceptance_by_position",
+    "tokens_per_second",
+    "tokens_per_second_interval",
+    "speedup_vs_plain",
+    "speedup_vs_transformers",
+    "speedup_vs_prompt_lookup",
+    "plain_vs_transformers",
+    "divergences",
+    "transformers_divergences",
+    "prompt_lookup_divergences",
+    "predicted_speedup",
+    "ttft_ms",
+    "inter_token_ms",
+    "round_ms",
+    "plain_round_ms",
+    "nodes_per_round",
+    "rounds",
+    "drafts_accepted",
+    "drafts_proposed",
+    "accepted_per_proposed",
+    "wasted_per_token",
+)

@@ -1,0 +1,205 @@
+"""`evaluate` on a tiny target: the schema, what each method emits, batches, turns, sampling, and bad input."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from headstart.data.questions import Question
+from headstart.decode.drafters import HeadDrafter
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.errors import UserError
+from headstart.eval import EvalOptions, evaluate
+from headstart.eval.measure import _methods
+from headstart.eval.methods import METHODS, _Clock
+from headstart.heads import family, make_config
+from headstart.target import Target, TreeShape
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SPEEDUPS = ("speedup_vs_plain", "speedup_vs_transformers", "speedup_vs_prompt_lookup")
+QUESTIONS = [
+    Question(81, "writing", ["Write a line.", "Again, shorter."]),
+    Question("b", "math", ["What is one and one and one?"]),
+    Question(83, "writing", ["Hello"]),
+]
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_target: Target) -> HeadDrafter:
+    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, tiny_target))
+    heads.warm_start(tiny_target)
+    return HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1,)]))
+
+
+@pytest.fixture(scope="module")
+def results(tiny_target: Target, drafter: HeadDrafter) -> dict[str, Any]:
+    options = EvalOptions(max_new_tokens=12, predicted_speedup=1.25, heads_name="tiny heads")
+    return evaluate(tiny_target, drafter, QUESTIONS, options)
+
+
+def test_schema(results: dict[str, Any]) -> None:
+    json.dumps(results)
+    assert results["schema_version"] == 1
+    summary = results["summary"]
+    assert set(summary["tokens_per_second"]) == set(METHODS)
+    assert all(speed > 0 for speed in summary["tokens_per_second"].values())
+    for key in SPEEDUPS:
+        ratio = summary[key]
+        assert 0 < ratio["low"] <= ratio["mean"] <= ratio["high"], key
+    assert 1 <= summary["tokens_per_round"] <= 3
+    assert all(0 <= share <= 1 for share in summary["acceptance_by_position"])
+    assert 1 <= len(summary["acceptance_by_position"]) <= 2
+    assert set(summary["round_ms"]) == {"draft", "verify", "host"}
+    assert summary["nodes_per_round"] == 4
+    assert summary["drafts_proposed"] == 3 * summary["rounds"]
+    assert summary["predicted_speedup"] == 1.25
+    assert summary["ttft_ms"]["transformers"]["p50"] <= summary["ttft_ms"]["transformers"]["p95"]
+    assert all(summary["inter_token_ms"][name]["p50"] > 0 for name in METHODS)
+    assert [row["category"] for row in results["categories"]] == ["writing", "math"]
+    assert [row["prompts"] for row in results["categories"]] == [2, 1]
+    assert results["settings"]["heads_name"] == "tiny heads"
+    assert results["settings"]["questions"] == 3
+    assert {
+        "cpu",
+        "cores",
+        "threads",
+        "torch",
+        "transformers",
+        "python",
+        "dtype",
+        "device",
+        "headstart",
+        "date",
+    } <= set(results["environment"])
+    assert [row["id"] for row in results["per_prompt"]] == ["81", "b", "83"]
+    assert all(set(row["seconds"]) == set(METHODS) for row in results["per_prompt"])
+
+
+def test_figures_follow_from_the_rows(results: dict[str, Any]) -> None:
+    rows = results["per_prompt"]
+    tokens, seconds = ({name: sum(row[key][name] for row in rows) for name in METHODS} for key in ("tokens", "seconds"))
+    rates = {name: tokens[name] / seconds[name] for name in METHODS}
+    assert results["summary"]["tokens_per_second"] == pytest.approx(rates)
+    assert results["summary"]["speedup_vs_plain"]["mean"] == pytest.approx(rates["heads"] / rates["plain"])
+
+
+def test_float32_words_are_the_same(results: dict[str, Any]) -> None:
+    for key in ("divergences", "transformers_divergences", "prompt_lookup_divergences"):
+        found = results["summary"][key]
+        assert found["prompts"] == 3
+        assert found["count"] == found["unexplained"] == 0, key
+    plain = sum(row["tokens"]["plain"] for row in results["per_prompt"])
+    assert results["summary"]["divergences"]["tokens_compared"] == plain
+    assert all(row["divergence"] is None for row in results["per_prompt"])
+
+
+def test_batches_leave_prompt_lookup_out(tiny_target: Target, drafter: HeadDrafter) -> None:
+    results = evaluate(tiny_target, drafter, QUESTIONS, EvalOptions(max_new_tokens=8, batch_size=2))
+    summary = results["summary"]
+    assert summary["speedup_vs_prompt_lookup"] is None
+    assert summary["tokens_per_second"]["transformers_prompt_lookup"] is None
+    assert summary["divergences"]["count"] == summary["transformers_divergences"]["count"] == 0
+    assert [row["unit"] for row in results["per_prompt"]] == [0, 0, 1]
+    assert results["per_prompt"][0]["seconds"] == results["per_prompt"][1]["seconds"], "an equal share of the batch"
+    assert results["categories"][0]["speedup_vs_plain"] is None, "categories share batches"
+
+
+def test_sampling_compares_no_tokens(tiny_target: Target, drafter: HeadDrafter) -> None:
+    results = evaluate(tiny_target, drafter, QUESTIONS, EvalOptions(max_new_tokens=6, temperature=1.0, limit=2))
+    assert results["summary"]["divergences"] == {
+        "prompts": 0,
+        "tokens_compared": 0,
+        "count": 0,
+        "unexplained": 0,
+        "margin_limit": None,
+        "largest_margin": None,
+    }
+    assert results["summary"]["speedup_vs_prompt_lookup"]["mean"] > 0
+    assert len(results["per_prompt"]) == 2
+
+
+def test_without_baselines(tiny_target: Target, drafter: HeadDrafter) -> None:
+    results = evaluate(tiny_target, drafter, QUESTIONS, EvalOptions(max_new_tokens=4, limit=1, baselines=False))
+    assert results["summary"]["speedup_vs_transformers"] is None
+    assert results["summary"]["speedup_vs_plain"]["low"] > 0
+    assert results["summary"]["transformers_divergences"] is None
+
+
+def test_later_turns_read_the_plain_answers(tiny_target: Target, drafter: HeadDrafter) -> None:
+    options = EvalOptions(max_new_tokens=6, multi_turn=True, baselines=False, batch_size=2)
+    console = Console(quiet=True)
+    results = evaluate(tiny_target, drafter, QUESTIONS, options, console)
+    assert [row["id"] for row in results["per_prompt"]] == ["81", "b", "81/2", "83"]
+    tokenizer = tiny_target.tokenizer
+    asked = [{"role": "user", "content": QUESTIONS[0].turns[0]}]
+    first = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    answer = Engine(tiny_target).generate([first], DecodeOptions(max_new_tokens=6))[0].tokens
+    text = tokenizer.decode(answer, skip_special_tokens=True)
+    asked += [{"role": "assistant", "content": text}, {"role": "user", "content": QUESTIONS[0].turns[1]}]
+    second = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert results["per_prompt"][2]["prompt_tokens"] == len(second)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_method_stops_at_the_end_of_the_turn(batch: int, drafter: HeadDrafter) -> None:
+    """A planted model whose answers end: every method cuts at the end-of-turn token and keeps it."""
+    tokenizer = tiny_tokenizer()
+    target = Target(tiny_model("llama", vocab_size=len(tokenizer), max_length=256), tokenizer, "tiny")
+    text = [5, 9, 7, 30]
+    free = Engine(target).generate([text], DecodeOptions(max_new_tokens=20, ignore_end=True))[0].tokens
+    end = free[6]
+    target.__dict__["end_tokens"] = frozenset({end})
+    # The model's own defaults would change the output, were they not set aside.
+    target.model.generation_config.repetition_penalty = 5.0
+    expected = free[: free.index(end) + 1]
+    for name, method in _methods(target, drafter, EvalOptions(batch_size=batch)).items():
+        prompts = [text, [4, *text], [8, 8]][:batch]
+        run = method.run(prompts, 20, seed=0)
+        assert run.tokens[0] == expected, name
+        for row, arrivals in zip(run.tokens, run.arrivals, strict=True):
+            assert sum(count for _, count in arrivals) == len(row)
+            times = [ms for ms, _ in arrivals]
+            assert times == sorted(times)
+            assert times[-1] <= 1e3 * run.seconds
+    assert target.model.generation_config.repetition_penalty == 5.0, "the model's own settings are put back"
+
+
+def test_clock_counts_tokens_per_row() -> None:
+    clock = _Clock(2)
+    clock.put(torch.zeros(2, 5))  # the prompt
+    clock.put(torch.zeros(2))
+    single = _Clock(1)
+    single.put(torch.zeros(1, 5))
+    single.put(torch.zeros(1, 3))
+    single.put(torch.zeros(2))
+    assert [count for _, count in clock.arrivals] == [1]
+    assert [count for _, count in single.arrivals] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (EvalOptions(limit=0), "limit is 0"),
+        (EvalOptions(batch_size=0), "batch_size is 0"),
+        (EvalOptions(temperature=-0.5), "temperature is -0.5"),
+        (EvalOptions(max_new_tokens=1020), "Question 81 has"),
+        (EvalOptions(max_new_tokens=500, multi_turn=True), "Question 81 has .* with 1000 new ones"),
+    ],
+)
+def test_bad_options_are_refused(tiny_target: Target, drafter: HeadDrafter, options: EvalOptions, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        evaluate(tiny_target, drafter, QUESTIONS, options)
+
+
+def test_bad_questions_and_targets_are_refused(tiny_target: Target, drafter: HeadDrafter) -> None:
+    with pytest.raises(UserError, match="no questions"):
+        evaluate(tiny_target, drafter, [])
+    with pytest.raises(UserError, match="no turns"):
+        evaluate(tiny_target, drafter, [Question(1, "", [])])
+    mute = Target(tiny_model("llama"), None, "mute")
+    with pytest.raises(UserError, match="no chat template"):
+        evaluate(mute, drafter, QUESTIONS)

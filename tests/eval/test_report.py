@@ -1,0 +1,113 @@
+"""The three files of a report: whole, honest, self-contained, and tolerant of what was not measured."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.eval import write_report
+from headstart.eval.report import divergence_sentence, verdicts
+from headstart.eval.summary import categories, per_prompt, summarise
+from tests.eval.test_summary import unit
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    units = [unit(0, "writing", [1, 3, 2], (1.0, 1.5)), unit(1, "<b>|code", [4, 1], (1.0, 1.4))]
+    units[0].runs["transformers"] = units[0].runs["plain"]
+    units[1].runs["transformers"] = units[1].runs["plain"]
+    same = {"prompts": 2, "tokens_compared": 13, "count": 0, "unexplained": 0}
+    return {
+        "schema_version": 1,
+        "summary": {
+            **summarise(units, 0),
+            "divergences": same,
+            "transformers_divergences": same,
+            "prompt_lookup_divergences": None,
+            "predicted_speedup": 1.6,
+        },
+        "categories": categories(units, 0),
+        "settings": {"heads_name": "tiny <heads>", "target": "tiny", "max_new_tokens": 8, "temperature": 0.0},
+        "environment": {"cpu": "some | processor", "threads": 2, "dtype": "float32", "date": "today"},
+        "per_prompt": per_prompt(units),
+    }
+
+
+def pages(results: dict[str, Any], out: Path) -> tuple[str, str]:
+    write_report(results, out)
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "report.md", "results.json"]
+    return (out / "report.html").read_text(), (out / "report.md").read_text()
+
+
+def test_three_files(results: dict[str, Any], tmp_path: Path) -> None:
+    html, markdown = pages(results, tmp_path / "report")
+    assert json.loads((tmp_path / "report" / "results.json").read_text()) == results
+    speedup = f"{results['summary']['speedup_vs_plain']['mean']:.2f}x"
+    for text in (html, markdown):
+        assert speedup in text
+        assert "1.60" in text, "the prediction stands beside the measurement"
+        assert "Tokens per round (τ)" in text
+    assert html.count("<svg") == 5
+
+
+def test_html_stands_alone(results: dict[str, Any], tmp_path: Path) -> None:
+    html, _ = pages(results, tmp_path)
+    assert not re.search(r"<(script|link|img)\b|@import|url\((?!#)", html), "nothing is fetched"
+    assert "tiny &lt;heads&gt;" in html
+    assert "<b>|code" not in html, "text from questions is escaped"
+    for unit_name in ("tokens per second", "milliseconds per round", "share of rounds, %"):
+        assert f"<!-- {unit_name} -->" in html, "axes say their units"
+    ids = re.findall(r'\bid="(figure_\d+|p[0-9a-f]{10})"', html)
+    clips = [one for one in ids if one.startswith("p")]
+    assert len(clips) == len(set(clips)), "clip paths of different plots stay apart"
+
+
+def test_markdown_tables_keep_their_columns(results: dict[str, Any], tmp_path: Path) -> None:
+    _, markdown = pages(results, tmp_path)
+    blocks = [block.splitlines() for block in markdown.split("\n\n") if block.lstrip().startswith("|")]
+    assert len(blocks) >= 5
+    for block in blocks:
+        columns = {len(re.findall(r"(?<!\\)\|", line)) for line in block if line.strip()}
+        assert len(columns) == 1, block
+
+
+def test_nulls_render(results: dict[str, Any], tmp_path: Path) -> None:
+    for key in list(results["summary"]):
+        bare = copy.deepcopy(results)
+        bare["summary"][key] = None
+        pages(bare, tmp_path / key)
+    html, markdown = pages({"schema_version": 1, "summary": {}}, tmp_path / "empty")
+    assert "–" in html
+    assert "–" in markdown
+    assert "<svg" not in html
+
+
+def test_verdicts_are_honest() -> None:
+    def verdict(low: float, mean: float, high: float) -> str:
+        return verdicts({"summary": {"speedup_vs_plain": {"low": low, "mean": mean, "high": high}}})[0]
+
+    assert verdict(1.2, 1.3, 1.4) == "Faster than our plain loop: 1.30x (95 % interval 1.20 to 1.40)."
+    assert verdict(0.7, 0.8, 0.9).startswith("Slower than our plain loop")
+    assert verdict(0.9, 1.05, 1.2).startswith("Not clearly faster or slower")
+    assert verdicts({"summary": {"speedup_vs_plain": None}}) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (None, "not compared"),
+        ({"prompts": 3, "tokens_compared": 9, "count": 0, "unexplained": 0}, "The words are the same: 9 tokens"),
+        (
+            {"prompts": 3, "count": 2, "unexplained": 0, "margin_limit": 0.25, "largest_margin": 0.1},
+            "2 of 3 prompts .* Rounding explains every one of them .largest margin 0.1, limit 0.25",
+        ),
+        ({"prompts": 3, "count": 2, "unexplained": 1}, "does not explain 1 of them: look for a fault"),
+    ],
+)
+def test_divergence_sentence(found: dict[str, Any] | None, words: str) -> None:
+    assert re.search(words, divergence_sentence({"summary": {"divergences": found}}))
