@@ -32,8 +32,11 @@ from headstart.target.tree import RankPath
 class Supervised(Protocol):
     """What tuning needs of a conversation."""
 
-    tokens: list[int]
-    supervised: list[bool]
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def supervised(self) -> list[bool]: ...
 
 
 @dataclass

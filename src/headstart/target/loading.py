@@ -17,7 +17,8 @@ from headstart.errors import UserError, nearest
 from headstart.files import need_disk, write_atomic
 from headstart.target.model import Target
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""float16 is left out: it cannot hold every bfloat16 weight, so heads would meet another model than they learnt from."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
 
     Args:
         spec: a packaged name ("smollm2-135m"), a folder with a transformers model, a .gguf file, or a hub id.
-        dtype: "auto" (bfloat16 where the machine is fast at it, else float32), "float32", "bfloat16" or "float16".
+        dtype: "auto" (bfloat16 where the machine is fast at it, else float32), "float32" or "bfloat16".
         device: "auto" (CUDA when there is one), or a torch device.
         revision: of a hub id.
 

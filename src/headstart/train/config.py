@@ -23,7 +23,7 @@ class TargetSection(Section):
     """The frozen model."""
 
     spec: str = Field("smollm2-135m", description="Packaged name, hub id, folder, or .gguf file.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto is bfloat16 where the machine is fast at it."
     )
     device: str = Field("auto", description="auto is CUDA when there is one.")

@@ -1,0 +1,364 @@
+"""`headstart.load`: heads and their target, ready to generate, in one call."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from headstart.data.conversations import Message, prompt_tokens
+from headstart.decode.drafters import HeadDrafter
+from headstart.decode.loop import DecodeOptions, Engine, Generation, OnTokens, check
+from headstart.errors import UserError, nearest
+from headstart.heads import DraftHead
+from headstart.hub import check_folder, locate, read_heads, target_spec
+from headstart.target import Target, TreeShape, load_target
+
+Prompt = str | Sequence[Message] | Sequence[int]
+"""A user's text, a conversation of {"role", "content"} messages, or token ids."""
+DrafterName = Literal["heads", "none"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was generated for one prompt.
+
+    Attributes:
+        text: as read by people: without the end-of-turn token and other special tokens; a stop string that ended the
+            text is part of it. Empty when the target has no tokenizer.
+        tokens: token ids, the end-of-turn token included.
+        finish: why it ended: "end" (the model ended its turn), "length" or "stop".
+        tokens_per_round: τ, mean tokens per forward of the target after the prompt; 1 without drafts.
+        tokens_per_second: tokens over the wall-clock seconds from the call to the last token, reading the prompt
+            included; in a batch, this row's tokens only.
+        first_token_ms: from the call to the first token.
+    """
+
+    text: str
+    tokens: list[int]
+    finish: str
+    tokens_per_round: float
+    tokens_per_second: float
+    first_token_ms: float
+
+
+def load(
+    heads: str | Path,
+    target: Target | str | None = None,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> Decoder:
+    """Load heads and the model they belong to.
+
+    Args:
+        heads: a folder that headstart wrote, or a Hub id (user/name).
+        target: the model, when it is loaded already or lies elsewhere than the heads say (then what `load_target`
+            takes). By default the one that the heads name is loaded.
+        revision: branch, tag or commit of the heads, when they come from the Hub.
+        dtype: of the model and the heads, see `load_target`; a model that is loaded already keeps its own.
+        device: likewise.
+
+    Raises:
+        UserError: no such heads, files that are cut short, a target that cannot be loaded, or one that the heads were
+            not trained on.
+    """
+    if isinstance(target, Target) and (dtype, device) != ("auto", "auto"):
+        raise UserError(
+            "dtype and device are those of the target, and it is loaded already.",
+            "Give load_target the dtype and device, or give headstart.load the target's name instead of a Target.",
+        )
+    folder = locate(heads, revision)
+    check_folder(folder)
+    if not isinstance(target, Target):
+        target = load_target(target or _named_target(folder), dtype, device)
+    return Decoder(target, *read_heads(folder, target))
+
+
+class Decoder:
+    """Generates with a target and its heads; lossless, so the words are the target's own.
+
+    Args:
+        target: the frozen model.
+        heads: bound to it, in its dtype and on its device.
+        shape: the tree to draft; without nodes but the root, decoding is plain.
+        calibration: what the tree follows from.
+    """
+
+    def __init__(
+        self, target: Target, heads: DraftHead, shape: TreeShape, calibration: dict[str, Any] | None = None
+    ) -> None:
+        self.target = target
+        self.heads = heads
+        self.shape = shape
+        self.calibration = calibration or {}
+        self._engines = {
+            "heads": Engine(target, HeadDrafter(heads, shape) if shape.size > 1 else None),
+            "none": Engine(target),
+        }
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        drafter: DrafterName = "heads",
+        raw: bool = False,
+    ) -> Answer:
+        """Answer one prompt.
+
+        Args:
+            prompt: a text becomes one user message; messages are rendered by the target's chat template; token ids
+                are read as they are.
+            max_new_tokens: tokens to emit at most, the end-of-turn token included.
+            temperature: 0 is greedy; above 0 the target's distribution is sampled.
+            seed: of sampling.
+            stop: strings that end the text.
+            drafter: "none" decodes plainly, for comparison.
+            raw: read a text prompt as it is, without the chat template.
+
+        Raises:
+            UserError: a prompt that is empty, too long or of another kind, a target without a chat template, or an
+                option out of range.
+        """
+        return self.generate_batch(
+            [prompt],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop=stop,
+            drafter=drafter,
+            raw=raw,
+        )[0]
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        drafter: DrafterName = "heads",
+        raw: bool = False,
+    ) -> list[Answer]:
+        """Answer several prompts at once; the arguments are those of `generate`, and prompt b samples with seed + b.
+
+        Raises:
+            UserError: as `generate`.
+        """
+        engine = self._engine(drafter)
+        tokens = [self.tokens(prompt, raw) for prompt in prompts]
+        options = DecodeOptions(max_new_tokens, temperature, seed, _stops(stop))
+        return [self._answer(generation) for generation in engine.generate(tokens, options)]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        drafter: DrafterName = "heads",
+        raw: bool = False,
+    ) -> Stream:
+        """Answer one prompt, piece by piece; the arguments are those of `generate`.
+
+        Returns:
+            An iterator over pieces of text. They never break a character, and joined they are the answer's text; its
+            `answer` is there at the end. Decoding starts with the first piece asked for, and leaving the loop ends it.
+
+        Raises:
+            UserError: as `generate`.
+        """
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
+            raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
+        engine, tokens = self._engine(drafter), self.tokens(prompt, raw)
+        options = DecodeOptions(max_new_tokens, temperature, seed, _stops(stop))
+        check(self.target, [tokens], options)
+        pieces = TextPieces(tokenizer, self.target.end_tokens)
+        return Stream(lambda on_tokens: self._answer(engine.generate([tokens], options, on_tokens)[0]), pieces)
+
+    def tokens(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """Token ids that the target reads for a prompt, see `generate`.
+
+        Raises:
+            UserError: as `generate`.
+        """
+        tokenizer = self.target.tokenizer
+        if isinstance(prompt, str) and raw:
+            if tokenizer is None:
+                raise UserError("A text prompt needs a tokenizer.", "Pass token ids.")
+            return list(tokenizer.encode(prompt))
+        if isinstance(prompt, str):
+            return self.tokens([{"role": "user", "content": prompt}])
+        if prompt and all(isinstance(turn, dict) for turn in prompt):
+            if not getattr(tokenizer, "chat_template", None):
+                raise UserError(
+                    f"{self.target.name} has no chat template to render messages with.",
+                    "Pass token ids, or a text with raw=True to have it continued as it is.",
+                )
+            for number, turn in enumerate(prompt):
+                if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
+                    raise UserError(
+                        f"Message {number} lacks a role or a content.", 'Write {"role": .., "content": ..}.'
+                    )
+            return prompt_tokens([turn for turn in prompt if isinstance(turn, dict)], tokenizer)
+        ids = [token for token in prompt if isinstance(token, int)]
+        if len(ids) != len(prompt):
+            raise UserError(
+                "A prompt of this kind is not understood.",
+                "Pass a text, a list of messages with role and content, or a list of token ids.",
+            )
+        if ids and not 0 <= min(ids) <= max(ids) < self.target.vocab_size:
+            raise UserError(
+                f"Token ids run from {min(ids)} to {max(ids)}, and {self.target.name} knows 0 to "
+                f"{self.target.vocab_size - 1}.",
+                "Use the target's own tokenizer.",
+            )
+        return ids
+
+    def _engine(self, drafter: str) -> Engine:
+        if drafter not in self._engines:
+            raise UserError(f"Unknown drafter {drafter!r}.", nearest(drafter, self._engines))
+        return self._engines[drafter]
+
+    def _answer(self, generation: Generation) -> Answer:
+        tokenizer, ends = self.target.tokenizer, self.target.end_tokens
+        words = [token for token in generation.tokens if token not in ends]
+        return Answer(
+            text=_decode(tokenizer, words) if tokenizer is not None else "",
+            tokens=generation.tokens,
+            finish=generation.finish,
+            tokens_per_round=generation.tokens_per_round,
+            tokens_per_second=1e3 * len(generation.tokens) / generation.token_ms[-1],
+            first_token_ms=generation.first_token_ms,
+        )
+
+
+class Stream(Iterator[str]):
+    """Pieces of a text as they are decided.
+
+    The decoding runs in a thread of its own and hands over token ids once a round; turning them into text happens in
+    the reader's thread, beside the next forward.
+
+    Attributes:
+        answer: the whole answer once the last piece was read, None before.
+    """
+
+    def __init__(self, run: Callable[[OnTokens], Answer], pieces: TextPieces) -> None:
+        self.answer: Answer | None = None
+        self._run = run
+        self._generator = self._read(pieces)
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._generator)
+
+    def close(self) -> None:
+        """End the decoding early; happens by itself when the stream is no longer used."""
+        self._generator.close()
+
+    def _read(self, pieces: TextPieces) -> Generator[str, None, None]:
+        inbox: queue.SimpleQueue[list[int] | Answer | BaseException] = queue.SimpleQueue()
+        stopped = threading.Event()
+
+        def on_tokens(_row: int, tokens: list[int]) -> None:
+            if stopped.is_set():
+                raise _Stopped
+            inbox.put(tokens)
+
+        def work() -> None:
+            try:
+                inbox.put(self._run(on_tokens))
+            except BaseException as error:  # raised again in the reader's thread
+                inbox.put(error)
+
+        thread = threading.Thread(target=work, name="headstart-stream", daemon=True)
+        thread.start()
+        try:
+            while not isinstance(message := inbox.get(), Answer):
+                if isinstance(message, BaseException):
+                    raise message
+                if piece := pieces.push(message):
+                    yield piece
+            if piece := pieces.rest():
+                yield piece
+            self.answer = message
+        finally:
+            stopped.set()
+            thread.join()
+
+
+class TextPieces:
+    """Token ids to text, a few at a time, without breaking a character.
+
+    Bytes of a character that is not complete yet decode to U+FFFD; text that ends with it is held back. Only the last
+    piece and the new tokens are decoded again, so that the work does not grow with the text.
+
+    Args:
+        tokenizer: of the target.
+        ends: ids of end-of-turn tokens; they are not text.
+    """
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._tokens: list[int] = []
+        self._start = 0  # the context that decides on spaces starts here
+        self._shown = 0  # tokens whose text has been given out
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        self._tokens.extend(token for token in tokens if token not in self._ends)
+        text = self._pending()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._start, self._shown = self._shown, len(self._tokens)
+        return text
+
+    def rest(self) -> str:
+        """What was held back, at the end of the text."""
+        text = self._pending()
+        self._start = self._shown = len(self._tokens)
+        return text
+
+    def _pending(self) -> str:
+        known = _decode(self._tokenizer, self._tokens[self._start : self._shown])
+        return _decode(self._tokenizer, self._tokens[self._start :])[len(known) :]
+
+
+class _Stopped(Exception):
+    """The reader of a stream has gone."""
+
+
+def _decode(tokenizer: Any, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(stops):
+        raise UserError("A stop string is empty.", "Leave it out.")
+    return stops
+
+
+def _named_target(folder: Path) -> str:
+    """What to load for heads that name their target."""
+    spec, _, name = target_spec(folder)
+    if not spec or (Path(spec).is_absolute() and not Path(spec).exists()):
+        raise UserError(
+            f"The heads in {folder} belong to {name}, and {spec or 'where it lies'} is not on this machine.",
+            f"Say where {name} is: a folder or a hub id as target.",
+        )
+    return spec

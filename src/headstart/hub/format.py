@@ -1,0 +1,217 @@
+"""Our folder format: everything that decoding with heads needs, in five files.
+
+    config.json         format version, the target (what to load, name, fingerprint), the heads' family and settings
+    heads.safetensors   the heads' parameters and draft vocabulary
+    tree.json           the tuned tree, as rank paths; no paths means that plain decoding is fastest
+    calibration.json    what the tree follows from: costs and acceptance as measured, and on which machine
+    README.md           the model card
+
+A folder is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+import headstart
+from headstart.errors import UserError
+from headstart.files import read_json, write_atomic, write_json
+from headstart.heads import DraftHead
+from headstart.heads.io import CONFIG, WEIGHTS, build_heads, settings_of, write_weights
+from headstart.hub.card import write_card
+from headstart.target import Target, TreeShape
+from headstart.target.loading import PACKAGED
+
+FORMAT = "headstart"
+FORMAT_VERSION = 1
+"""Raised when a folder written now could not be read, or would be read wrongly, by an older headstart."""
+
+TREE = "tree.json"
+CALIBRATION = "calibration.json"
+CARD = "README.md"
+_NEEDED = (CONFIG, WEIGHTS, TREE, CALIBRATION)
+
+
+def export_heads(
+    folder: Path, heads: DraftHead, target: Target, tuning: Mapping[str, Any], facts: Mapping[str, Any]
+) -> None:
+    """Write heads with everything that decoding with them needs, replacing what is there in one step.
+
+    Args:
+        folder: where to.
+        heads: trained heads; they are kept in the dtype they have.
+        target: the model they were trained on; its fingerprint is kept, and no other model is accepted at loading.
+        tuning: `Tuning.to_json()`; `paths` go to tree.json, the rest to calibration.json.
+        facts: for the model card, see `headstart.hub.card.write_card`.
+
+    Raises:
+        UserError: when the tree is deeper or wider than the heads.
+    """
+    paths = [list(path) for path in tuning["paths"]]
+    _shape({"paths": paths}, heads, folder)
+    identity = target.identity()
+    config = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "headstart_version": headstart.__version__,
+        "target": {
+            "spec": _absolute(identity.spec),
+            "name": _display_name(identity.spec, identity.name),
+            "fingerprint": identity.fingerprint,
+        },
+        "heads": settings_of(heads),
+    }
+
+    def write(partial: Path) -> None:
+        partial.mkdir(parents=True)
+        write_json(partial / CONFIG, config)
+        write_weights(heads, partial / WEIGHTS)
+        write_json(partial / TREE, {"paths": paths})
+        write_json(partial / CALIBRATION, {key: value for key, value in tuning.items() if key != "paths"})
+        write_card(partial, facts)
+
+    write_atomic(folder, write)
+
+
+def read_heads(folder: Path, target: Target) -> tuple[DraftHead, TreeShape, dict[str, Any]]:
+    """Read an exported folder, ready to decode with.
+
+    Args:
+        folder: what `export_heads` wrote.
+        target: the model the heads were trained on, in any dtype.
+
+    Returns:
+        The heads (frozen, in the target's dtype and on its device), the tree, and the calibration with the tree's
+        `paths` in it, as `Tuning.from_json` takes it.
+
+    Raises:
+        UserError: a file is missing or cut short, a newer headstart wrote the folder, the target is another model, or
+            the tree is deeper or wider than the heads.
+    """
+    config = read_config(folder)
+    ours, given = config["target"], target.identity()
+    if given.fingerprint != ours["fingerprint"]:
+        raise UserError(
+            f"The heads in {folder} were trained on {ours['name']} (fingerprint {ours['fingerprint'][:12]}), and "
+            f"{given.name} (fingerprint {given.fingerprint[:12]}) is another model.",
+            f"Load {ours['name']}, or train heads for {given.name}.",
+        )
+    heads = build_heads(config["heads"], folder / WEIGHTS, target)
+    tree = read_json(folder / TREE)
+    shape = _shape(tree, heads, folder)
+    calibration = read_json(folder / CALIBRATION)
+    if not isinstance(calibration, dict):
+        raise _not_ours(folder / CALIBRATION)
+    heads = heads.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    return heads, shape, {**calibration, "paths": [list(path) for path in shape.paths]}
+
+
+def target_spec(folder: Path) -> tuple[str, str, str]:
+    """The target that heads belong to.
+
+    Returns:
+        (what to pass to `load_target`, fingerprint, what people call it)
+
+    Raises:
+        UserError: not a folder of ours, or one that a newer headstart wrote.
+    """
+    target = read_config(folder)["target"]
+    return target["spec"], target["fingerprint"], target["name"]
+
+
+def check_folder(folder: Path) -> None:
+    """See that a folder is whole, without loading the target: cheap, so worth doing before anything slow.
+
+    Raises:
+        UserError: a file is missing or cut short, or a newer headstart wrote the folder.
+    """
+    read_config(folder)
+    for name in _NEEDED:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} has no {name}.", "Export or fetch the heads again.")
+    for name in (TREE, CALIBRATION):
+        read_json(folder / name)
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise UserError(
+            f"{folder / WEIGHTS} is cut short or damaged ({error}).", "Export or fetch the heads again."
+        ) from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of an exported folder, checked.
+
+    Raises:
+        UserError: not a folder of ours, or one that a newer headstart wrote.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"No folder at {folder}.", "Give a folder that headstart export wrote, or a Hub id (user/name)."
+        )
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(f"{folder} has no {CONFIG}.", "Give a folder that headstart export wrote.")
+    config = read_json(path)
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise _not_ours(path)
+    version = config.get("format_version")
+    if not isinstance(version, int) or version < 1:
+        raise _not_ours(path)
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{folder} has format version {version}, written by headstart {config.get('headstart_version')}; "
+            f"headstart {headstart.__version__} reads up to version {FORMAT_VERSION}.",
+            "Upgrade: pip install --upgrade headstart",
+        )
+    target = config.get("target")
+    if not isinstance(target, dict) or not all(
+        isinstance(target.get(key), str) for key in ("spec", "name", "fingerprint")
+    ):
+        raise _not_ours(path)
+    return config
+
+
+def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
+    """The tree, if the heads can draft it."""
+    paths = tree.get("paths") if isinstance(tree, dict) else None
+    if not isinstance(paths, list) or not all(
+        isinstance(path, list) and path and all(isinstance(rank, int) and rank >= 0 for rank in path) for path in paths
+    ):
+        raise UserError(f"{folder / TREE} holds no rank paths.", "Export or fetch the heads again.")
+    shape = TreeShape.from_paths(paths)
+    if shape.depth > heads.steps:
+        raise UserError(
+            f"The tree in {folder} is {shape.depth} deep and the heads draft {heads.steps} tokens ahead.",
+            "Tune the heads again, or export them with the tree that was tuned for them.",
+        )
+    if shape.width > heads.config.draft_width:
+        raise UserError(
+            f"The tree in {folder} uses {shape.width} drafts of a depth and the draft vocabulary has "
+            f"{heads.config.draft_width} tokens.",
+            "Tune the heads again, or export them with the tree that was tuned for them.",
+        )
+    return shape
+
+
+def _absolute(spec: str) -> str:
+    """A target in a local folder is found from wherever the heads are loaded on this machine."""
+    path = Path(spec).expanduser()
+    return str(path.resolve()) if spec and spec not in PACKAGED and path.exists() else spec
+
+
+def _display_name(spec: str, name: str) -> str:
+    """What people call the target: never somebody's path."""
+    if spec in PACKAGED:
+        return PACKAGED[spec].title
+    path = Path(spec).expanduser()
+    return path.resolve().name if spec and path.exists() else name
+
+
+def _not_ours(path: Path) -> UserError:
+    return UserError(f"{path} was not written by headstart export.", "Give a folder that headstart export wrote.")

@@ -1,0 +1,53 @@
+"""Getting heads: from a folder, or from the Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from headstart.errors import UserError
+from headstart.hub.client import explained
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""user/name, as the Hub writes it."""
+
+
+def fetch(repo_id: str, revision: str | None = None) -> Path:
+    """Download a repository of heads into the Hub's cache; what is there already is not downloaded again.
+
+    Args:
+        repo_id: user/name.
+        revision: a branch, tag or commit hash; the main branch by default.
+
+    Returns:
+        The folder with its files.
+
+    Raises:
+        UserError: no such repository or revision, no access, or no network and nothing in the cache.
+    """
+    with explained("Cannot fetch", repo_id, revision):
+        return Path(snapshot_download(repo_id, revision=revision))
+
+
+def locate(heads: str | Path, revision: str | None = None) -> Path:
+    """The folder of heads that a user named by a path or a Hub id; a folder that exists comes first.
+
+    Raises:
+        UserError: neither a folder nor a Hub id, or as `fetch`.
+    """
+    folder = Path(heads).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise UserError(
+                f"{heads} is a folder here and has no revision {revision!r}.",
+                "Leave the revision out, or give a Hub id that is not also a folder.",
+            )
+        return folder
+    if isinstance(heads, Path) or not HUB_ID.fullmatch(heads):
+        raise UserError(f"No folder at {heads}.", "Give a folder that headstart export wrote, or a Hub id (user/name).")
+    try:
+        return fetch(heads, revision)
+    except UserError as error:
+        raise UserError(f"No folder {heads} here. {error.problem}", error.remedy) from error

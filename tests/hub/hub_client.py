@@ -1,0 +1,52 @@
+"""A process with the real Hub client: huggingface_hub reads its environment once, when it is imported.
+
+Each line of standard input is a call {"do": name, "token": token or null, ...}; each answer is a line of JSON, with
+"problem" and "remedy" when headstart refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import headstart
+from headstart.errors import UserError
+from headstart.hub import fetch, push
+from headstart.target import load_target
+
+
+def do_push(folder: str, repo_id: str, **options: Any) -> dict[str, Any]:
+    return asdict(push(Path(folder), repo_id, **options))
+
+
+def do_fetch(repo_id: str, revision: str | None = None) -> dict[str, Any]:
+    folder = fetch(repo_id, revision)
+    return {"folder": str(folder), "files": sorted(path.name for path in folder.iterdir())}
+
+
+def do_generate(heads: str, target: str, prompt: str, revision: str | None = None) -> dict[str, Any]:
+    decoder = headstart.load(heads, target=load_target(target, dtype="float32"), revision=revision)
+    return {"tokens": decoder.generate(prompt, max_new_tokens=12).tokens, "nodes": decoder.shape.size}
+
+
+def main() -> None:
+    known = {"push": do_push, "fetch": do_fetch, "generate": do_generate}
+    print(json.dumps({}), flush=True)
+    for line in sys.stdin:
+        call = json.loads(line)
+        os.environ.pop("HF_TOKEN", None)
+        if token := call.pop("token", None):
+            os.environ["HF_TOKEN"] = token
+        try:
+            answer = known[call.pop("do")](**call)
+        except UserError as error:
+            answer = {"problem": error.problem, "remedy": error.remedy}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The model card: valid metadata, the figures that were measured, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headstart.hub import export_heads, write_card
+from headstart.hub.card import metadata
+from headstart.target import Target
+from tests.hub.helpers import RESULTS, TUNING, export, make_heads
+
+FACTS: dict[str, Any] = {
+    "measurements": [{"name": "Held-out prompts", "results": RESULTS}],
+    "training": {"conversations": 1600, "prompts": "written by the target itself | greedy"},
+    "limits": ["English only."],
+}
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    _, block, _ = card.split("---\n", 2)
+    values = yaml.safe_load(block)
+    assert isinstance(values, dict)
+    return values
+
+
+def test_figures_and_settings(tmp_path: Path, tiny_target: Target) -> None:
+    export_heads(tmp_path / "h", make_heads(tiny_target), tiny_target, TUNING, FACTS)
+    card = (tmp_path / "h" / "README.md").read_text()
+    for text in (
+        "Held-out prompts",
+        "48 prompts, at most 128 new tokens each, temperature 0.0, batch size 1, bfloat16, 2 threads",
+        "| tokens/s, with these heads | 71.2 |",
+        "1.42x (95 % interval 1.37 to 1.47)",
+        "| draft 2 accepted, when those before it were | 45 % |",
+        "2, of which 0 not explained by rounding",
+        "written by the target itself \\| greedy",
+        "- English only.",
+        tiny_target.identity().fingerprint,
+        "headstart generate HEADS",
+    ):
+        assert text in card
+    assert "prompt lookup" not in card, "what was not measured is not in the card"
+    assert "1.46" not in card.replace("1.4567", "1.46"), "a prediction is not a measurement"
+
+
+def test_without_measurements_it_says_so(tmp_path: Path, tiny_target: Target) -> None:
+    export(tmp_path / "h", tiny_target)
+    card = (tmp_path / "h" / "README.md").read_text()
+    assert "Nothing has been measured yet" in card
+    assert "tokens/s" not in card
+    write_card(tmp_path / "h", FACTS)
+    assert "Nothing has been measured" not in (tmp_path / "h" / "README.md").read_text()
+
+
+def test_metadata_of_a_packaged_target_and_of_a_hub_model(tmp_path: Path, tiny_target: Target) -> None:
+    export_heads(tmp_path / "h", make_heads(tiny_target), tiny_target, TUNING, {"license": "mit"})
+    values = front_matter((tmp_path / "h" / "README.md").read_text())
+    assert values["license"] == "mit"
+    assert values["library_name"] == "headstart"
+    assert "medusa" in values["tags"]
+    assert "base_model" not in values
+    config = {"target": {"spec": "smollm2-135m"}, "heads": {"family": "medusa"}}
+    assert metadata(config, {})["license"] == "apache-2.0"
+    config = {"target": {"spec": "org/model-1.5"}, "heads": {"family": "medusa"}}
+    values = metadata(config, {})
+    assert (values["base_model"], values["license"]) == ("org/model-1.5", "other")
+
+
+def test_unknown_fact_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    export(tmp_path / "h", tiny_target)
+    with pytest.raises(ValueError, match="Did you mean 'license'"):
+        write_card(tmp_path / "h", {"licence": "mit"})

@@ -1,0 +1,163 @@
+"""The exported folder: what comes back is what was written, and what is not whole is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.decode.tune import Tuning
+from headstart.errors import UserError
+from headstart.heads.io import load_heads, save_heads
+from headstart.hub import check_folder, export_heads, read_heads, target_spec
+from headstart.target import Target
+from tests.hub.helpers import TUNING, export, make_heads
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_target: Target) -> Path:
+    export(tmp_path / "heads", tiny_target, draft_vocab_size=50)
+    return tmp_path / "heads"
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft_vocab_size": 50}, {"shared_lm_head": True, "draft_vocab_size": 50}])
+def test_round_trip(tmp_path: Path, tiny_target: Target, settings: dict[str, Any]) -> None:
+    heads = export(tmp_path / "heads", tiny_target, **settings)
+    again, shape, calibration = read_heads(tmp_path / "heads", tiny_target)
+    assert again.config == heads.config
+    stored = {**again.state_dict(), **dict(again.named_buffers())}  # the borrowed LM head is a buffer that is not saved
+    for name, tensor in {**heads.state_dict(), **dict(heads.named_buffers())}.items():
+        assert torch.equal(tensor, stored[name]), name
+    assert not any(parameter.requires_grad for parameter in again.parameters())
+    assert shape.paths == ((0,), (1,), (0, 0))
+    assert Tuning.from_json(calibration).to_json() == Tuning.from_json(TUNING).to_json()
+    assert target_spec(tmp_path / "heads") == ("tiny", tiny_target.identity().fingerprint, "tiny")
+    check_folder(tmp_path / "heads")
+
+
+def test_heads_take_the_dtype_of_the_target(folder: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_length=1024).to(torch.bfloat16)
+    target = Target(model, tokenizer, "tiny")
+    heads, _, _ = read_heads(folder, target)
+    assert {parameter.dtype for parameter in heads.parameters()} == {torch.bfloat16}
+    assert heads.draft_to_target_D.dtype == torch.int64
+
+
+def test_training_heads_round_trip(tmp_path: Path, tiny_target: Target) -> None:
+    heads = make_heads(tiny_target)
+    save_heads(heads, tmp_path / "a")
+    save_heads(heads, tmp_path / "a")  # replaces
+    again = load_heads(tmp_path / "a")
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    save_heads(heads.to(torch.bfloat16), tmp_path / "b")
+    assert {p.dtype for p in load_heads(tmp_path / "b", tiny_target).parameters()} == {torch.bfloat16}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_failing_export_leaves_the_folder_as_it_was(folder: Path, tiny_target: Target) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match="measurments"):
+        export_heads(folder, make_heads(tiny_target), tiny_target, TUNING, {"measurments": []})
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_another_target_is_refused_by_both_names(folder: Path, tiny_target: Target) -> None:
+    other = Target(tiny_model("llama", seed=1, vocab_size=tiny_target.vocab_size), None, "other-model")
+    with pytest.raises(UserError, match=r"trained on tiny .*other-model .* is another model"):
+        read_heads(folder, other)
+
+
+def test_raw_heads_of_another_size_are_refused(tmp_path: Path, tiny_target: Target) -> None:
+    save_heads(make_heads(tiny_target), tmp_path / "a")
+    other = Target(tiny_model("llama", vocab_size=101), None, "other-model")
+    with pytest.raises(UserError, match=r"other-model has 64 over 101"):
+        load_heads(tmp_path / "a", other)
+
+
+@pytest.mark.parametrize("name", ["config.json", "heads.safetensors", "tree.json", "calibration.json"])
+def test_a_missing_file_is_named(folder: Path, tiny_target: Target, name: str) -> None:
+    (folder / name).unlink()
+    for read in (check_folder, lambda where: read_heads(where, tiny_target)):
+        with pytest.raises(UserError, match=name) as caught:
+            read(folder)
+        assert caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["config.json", "heads.safetensors", "tree.json", "calibration.json"])
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_a_file_cut_short_is_refused(folder: Path, tiny_target: Target, name: str, keep: float) -> None:
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[: int(len(whole) * keep)])
+    for read in (check_folder, lambda where: read_heads(where, tiny_target)):
+        with pytest.raises(UserError, match=name) as caught:
+            read(folder)
+        assert caught.value.remedy
+
+
+def test_a_newer_format_is_refused(folder: Path, tiny_target: Target) -> None:
+    edit(folder / "config.json", lambda values: values.update(format_version=2, headstart_version="9.9"))
+    with pytest.raises(UserError, match=r"version 2, written by headstart 9\.9.*reads up to version 1.*Upgrade"):
+        read_heads(folder, tiny_target)
+
+
+def test_an_unknown_setting_or_family_is_refused(folder: Path, tiny_target: Target) -> None:
+    edit(folder / "config.json", lambda values: values["heads"].update(num_layer=1))
+    with pytest.raises(UserError, match=r"num_layer.*Did you mean 'num_layers'"):
+        read_heads(folder, tiny_target)
+    edit(folder / "config.json", lambda values: values["heads"].update(family="medussa"))
+    with pytest.raises(UserError, match="Did you mean 'medusa'"):
+        read_heads(folder, tiny_target)
+
+
+@pytest.mark.parametrize("change", [{"num_heads": 3}, {"shared_lm_head": True}, {"num_layers": 2}])
+def test_weights_of_another_config_are_refused(folder: Path, tiny_target: Target, change: dict[str, Any]) -> None:
+    edit(folder / "config.json", lambda values: values["heads"].update(change))
+    with pytest.raises(UserError, match=r"heads\.safetensors .* does not belong to the config\.json"):
+        read_heads(folder, tiny_target)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [([[0, 0, 0]], "3 deep and the heads draft 2"), ([[50]], "51 drafts"), ([[-1]], "no rank paths"), (7, "no rank")],
+)
+def test_a_tree_that_does_not_fit_is_refused(folder: Path, tiny_target: Target, paths: Any, message: str) -> None:
+    (folder / "tree.json").write_text(json.dumps({"paths": paths}))
+    with pytest.raises(UserError, match=message):
+        read_heads(folder, tiny_target)
+
+
+def test_a_tree_deeper_than_the_heads_is_not_exported(tmp_path: Path, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="3 deep"):
+        export_heads(tmp_path / "x", make_heads(tiny_target), tiny_target, {**TUNING, "paths": ((0, 0, 0),)}, {})
+    assert not (tmp_path / "x").exists()
+
+
+def test_no_folder_and_a_foreign_folder_are_refused(tmp_path: Path, tiny_target_folder: Path) -> None:
+    with pytest.raises(UserError, match="No folder"):
+        target_spec(tmp_path / "none")
+    with pytest.raises(UserError, match="not written by headstart export"):
+        target_spec(tiny_target_folder)
+
+
+def test_a_local_target_is_found_from_anywhere(
+    tmp_path: Path, tiny_target_folder: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_target_folder.parent)
+    local = Target(tiny_target.model, tiny_target.tokenizer, tiny_target_folder.name)
+    export(tmp_path / "heads", local)
+    spec, _, name = target_spec(tmp_path / "heads")
+    assert (spec, name) == (str(tiny_target_folder), "target")
+    assert str(tiny_target_folder.parent) not in (tmp_path / "heads" / "README.md").read_text()

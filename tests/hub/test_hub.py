@@ -1,0 +1,184 @@
+"""Push and fetch over HTTP, with the real client in a process of its own against the fake Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headstart
+from headstart.hub import push
+from headstart.target import Target
+from tests.hub.fake_hub import READ_TOKEN, WRITE_TOKEN, FakeHub, Repo
+from tests.hub.helpers import export
+
+FILES = ["README.md", "calibration.json", "config.json", "heads.safetensors", "tree.json"]
+
+
+class Client:
+    """Calls into the process of `hub_client.py`."""
+
+    def __init__(self, url: str, home: Path) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("hub_client.py"))],
+            env={
+                **kept,
+                "HF_ENDPOINT": url,
+                "HF_HOME": str(home),
+                "HF_HUB_DISABLE_XET": "1",
+                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+                "HF_HUB_DISABLE_TELEMETRY": "1",
+                "NO_PROXY": "127.0.0.1",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._answer()
+
+    def call(self, do: str, token: str | None = WRITE_TOKEN, **arguments: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, "token": token, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def refusal(self, do: str, token: str | None = WRITE_TOKEN, **arguments: Any) -> str:
+        answer = self.call(do, token, **arguments)
+        assert answer.get("problem"), answer
+        assert answer["remedy"]
+        return f"{answer['problem']} {answer['remedy']}"
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the client process died; its traceback is above"
+        answer = json.loads(line)
+        assert isinstance(answer, dict)
+        return answer
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[FakeHub]:
+    hub = FakeHub()
+    yield hub
+    hub.stop()
+
+
+@pytest.fixture(scope="module")
+def client(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    client = Client(hub.url, tmp_path_factory.mktemp("hf"))
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "heads"
+    export(folder, tiny_target)
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "note").write_text("not for the Hub")
+    return folder
+
+
+def test_pushed_heads_come_back_and_decode(
+    hub: FakeHub, client: Client, folder: Path, tiny_target: Target, tiny_target_folder: Path
+) -> None:
+    done = client.call("push", folder=str(folder), repo_id="user/heads")
+    assert done["commit"] == hub.repos["user/heads"].refs["main"]
+    assert done["url"].endswith("/user/heads")
+    assert [name for name, _ in done["files"]] == FILES
+    pushed = hub.repos["user/heads"].commits[done["commit"]]
+    assert pushed == {name: (folder / name).read_bytes() for name in FILES}
+    assert not hub.repos["user/heads"].private
+
+    fetched = client.call("fetch", token=None, repo_id="user/heads")
+    assert fetched["files"] == FILES
+    assert all((Path(fetched["folder"]) / name).read_bytes() == content for name, content in pushed.items())
+
+    answer = client.call("generate", heads="user/heads", target=str(tiny_target_folder), prompt="Hello")
+    plain = headstart.load(folder, target=tiny_target).generate("Hello", max_new_tokens=12, drafter="none")
+    assert answer == {"tokens": plain.tokens, "nodes": 4}
+
+
+def test_revisions(hub: FakeHub, client: Client, folder: Path, tmp_path: Path, tiny_target: Target) -> None:
+    first = client.call("push", folder=str(folder), repo_id="user/versions")["commit"]
+    hub.repos["user/versions"].refs["v1"] = first
+    export(tmp_path / "second", tiny_target, num_layers=2)
+    second = client.call("push", folder=str(tmp_path / "second"), repo_id="user/versions")["commit"]
+    assert first != second
+    for revision, source in (
+        ("v1", folder),
+        (first, folder),
+        ("main", tmp_path / "second"),
+        (None, tmp_path / "second"),
+    ):
+        fetched = client.call("fetch", repo_id="user/versions", revision=revision)
+        assert (Path(fetched["folder"]) / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert "no revision 'v9'" in client.refusal("fetch", repo_id="user/versions", revision="v9")
+
+
+def test_private(hub: FakeHub, client: Client, folder: Path) -> None:
+    client.call("push", folder=str(folder), repo_id="user/secret", private=True)
+    assert hub.repos["user/secret"].private
+    assert "it is private" in client.refusal("fetch", token=None, repo_id="user/secret")
+    assert client.call("fetch", token=READ_TOKEN, repo_id="user/secret")["files"] == FILES
+
+
+def test_gated(hub: FakeHub, client: Client) -> None:
+    hub.repos["user/gated"] = Repo(gated=True)
+    assert "access has to be granted" in client.refusal("fetch", repo_id="user/gated")
+
+
+def test_dry_run_sends_nothing(hub: FakeHub, folder: Path) -> None:
+    before = len(hub.calls)
+    planned = push(folder, "user/new", dry_run=True)
+    assert planned.files == tuple((name, (folder / name).stat().st_size) for name in FILES)
+    assert planned.total_bytes == sum(size for _, size in planned.files)
+    assert (planned.url, planned.commit) == ("", "")
+    assert len(hub.calls) == before
+    assert "user/new" not in hub.repos
+
+
+def test_refusals_name_the_remedy(client: Client, folder: Path, tmp_path: Path, tiny_target_folder: Path) -> None:
+    heads = {"folder": str(folder), "repo_id": "user/x"}
+    assert "hf auth login" in client.refusal("push", token=None, **heads)
+    assert "does not accept the token" in client.refusal("push", token="hf_wrong", **heads)
+    assert "write access" in client.refusal("push", token=READ_TOKEN, **heads)
+    assert "write access" in client.refusal("push", folder=str(folder), repo_id="somebody/x")
+    for bad in ("heads", "a/b/c", "user/", "user/white space", ""):
+        assert "user/name" in client.refusal("push", folder=str(folder), repo_id=bad)
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    (bare / "README.md").unlink()
+    assert "has no README.md" in client.refusal("push", folder=str(bare), repo_id="user/x")
+    assert "No folder" in client.refusal("push", folder=str(tmp_path / "none"), repo_id="user/x")
+    assert "no such repository" in client.refusal("fetch", repo_id="user/none")
+    assert "not a Hub id" in client.refusal("fetch", repo_id="user//none")
+    load = {"target": str(tiny_target_folder), "prompt": "Hi"}
+    missing = client.refusal("generate", heads="runs/quickstart", **load)
+    assert "No folder runs/quickstart here." in missing
+    assert "no such repository" in missing
+    assert "No folder at ./none" in client.refusal("generate", heads="./none", **load)
+    assert "is a folder here" in client.refusal("generate", heads=str(folder), revision="v1", **load)
+
+
+def test_no_network(hub: FakeHub, client: Client, folder: Path) -> None:
+    client.call("push", folder=str(folder), repo_id="user/kept")
+    kept = client.call("fetch", repo_id="user/kept")
+    with hub.down():
+        assert "cannot be reached" in client.refusal("push", folder=str(folder), repo_id="user/kept")
+        assert "cannot be reached" in client.refusal("fetch", repo_id="user/other")
+        assert client.call("fetch", repo_id="user/kept") == kept, "what was fetched once is there without a network"

@@ -1,0 +1,204 @@
+"""`headstart.load` and what it returns."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headstart
+from headstart.api import Decoder, TextPieces
+from headstart.errors import UserError
+from headstart.hub import export_heads
+from headstart.target import Target
+from tests.hub.helpers import TUNING, export, make_heads
+from tests.tiny import tiny_model, tiny_tokenizer
+
+PROMPTS = ["Hello there", "Why is the sky blue?", "a"]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Decoder:
+    folder = tmp_path_factory.mktemp("api") / "heads"
+    export(folder, tiny_target)
+    loaded = headstart.load(folder, target=tiny_target)
+    assert isinstance(loaded, Decoder)
+    return loaded
+
+
+def test_import_alone_is_light() -> None:
+    code = "import sys, headstart; assert headstart.__version__; assert 'torch' not in sys.modules; headstart.nothing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "AttributeError: module 'headstart' has no attribute 'nothing'" in done.stderr
+
+
+def test_load_finds_the_target_named_in_the_folder(
+    tmp_path: Path, tiny_target: Target, tiny_target_folder: Path
+) -> None:
+    export(tmp_path / "heads", Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder)))
+    loaded = headstart.load(str(tmp_path / "heads"), dtype="bfloat16", device="cpu")
+    assert loaded.target.dtype == torch.bfloat16
+    assert {p.dtype for p in loaded.heads.parameters()} == {torch.bfloat16}
+    assert loaded.generate("Hi", max_new_tokens=6).tokens
+    named = headstart.load(tmp_path / "heads", target=str(tiny_target_folder), dtype="float32")
+    assert named.target.dtype == torch.float32
+
+
+def test_load_refuses(tmp_path: Path, tiny_target: Target) -> None:
+    export(tmp_path / "heads", tiny_target)
+    other = Target(tiny_model("llama", seed=1, vocab_size=tiny_target.vocab_size), None, "other-model")
+    with pytest.raises(UserError, match="another model"):
+        headstart.load(tmp_path / "heads", target=other)
+    with pytest.raises(UserError, match="loaded already"):
+        headstart.load(tmp_path / "heads", target=tiny_target, dtype="bfloat16")
+    with pytest.raises(UserError, match="Unknown target 'tiny'"):
+        headstart.load(tmp_path / "heads")
+    with pytest.raises(UserError, match="No folder"):
+        headstart.load(tmp_path / "none")
+    gone = Target(tiny_target.model, tiny_target.tokenizer, "/nowhere/model")
+    export(tmp_path / "moved", gone)
+    with pytest.raises(UserError, match=r"not on this machine.*Say where"):
+        headstart.load(tmp_path / "moved")
+
+
+def test_generate_is_lossless_and_counts(decoder: Decoder) -> None:
+    for prompt in PROMPTS:
+        plain = decoder.generate(prompt, max_new_tokens=24, drafter="none")
+        fast = decoder.generate(prompt, max_new_tokens=24)
+        assert fast.tokens == plain.tokens
+        assert fast.text == plain.text
+        assert fast.finish in ("end", "length")
+        assert plain.tokens_per_round == 1.0
+        assert fast.tokens_per_round >= 1.0
+        assert fast.tokens_per_second > 0
+        assert fast.first_token_ms > 0
+
+
+def test_batch_equals_one_by_one(decoder: Decoder) -> None:
+    one = [decoder.generate(prompt, max_new_tokens=16).tokens for prompt in PROMPTS]
+    assert [answer.tokens for answer in decoder.generate_batch(PROMPTS, max_new_tokens=16)] == one
+    drawn = decoder.generate_batch(PROMPTS, max_new_tokens=8, temperature=1.0, seed=3)
+    assert drawn[1].tokens == decoder.generate(PROMPTS[1], max_new_tokens=8, temperature=1.0, seed=4).tokens
+
+
+def test_the_three_kinds_of_prompt(decoder: Decoder) -> None:
+    tokenizer = decoder.target.tokenizer
+    rendered = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    expected = tokenizer.encode(rendered)
+    assert decoder.tokens("Hello") == expected
+    assert decoder.tokens([{"role": "user", "content": "Hello"}]) == expected
+    assert decoder.tokens(expected) == expected
+    assert decoder.tokens("Hello", raw=True) == tokenizer.encode("Hello")
+    assert decoder.generate(expected, max_new_tokens=8).tokens == decoder.generate("Hello", max_new_tokens=8).tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": [1, "a"]}, "not understood"),
+        ({"prompt": [{"role": "user", "content": "a"}, 3]}, "not understood"),
+        ({"prompt": [{"role": "user"}]}, "Message 0 lacks"),
+        ({"prompt": [1, 100_000]}, "Token ids run from 1 to 100000"),
+        ({"prompt": [-1]}, "Token ids"),
+        ({"prompt": "a", "drafter": "head"}, "Did you mean 'heads'"),
+        ({"prompt": "a", "stop": ""}, "stop string is empty"),
+        ({"prompt": "a", "stop": ["x", ""]}, "stop string is empty"),
+        ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"prompt": "a", "temperature": -1.0}, "temperature is -1"),
+        ({"prompt": "a " * 2000}, "passes the 1024 tokens"),
+    ],
+)
+def test_bad_prompts_and_options(decoder: Decoder, arguments: dict[str, Any], message: str) -> None:
+    for call in (decoder.generate, decoder.stream):
+        with pytest.raises(UserError, match=message) as caught:
+            call(**arguments)
+        assert caught.value.remedy
+
+
+def test_a_target_that_cannot_chat(tmp_path: Path, tiny_target: Target) -> None:
+    silent = Target(tiny_target.model, tiny_tokenizer(chat_template=None), "tiny")
+    export(tmp_path / "heads", silent)
+    loaded = headstart.load(tmp_path / "heads", target=silent)
+    with pytest.raises(UserError, match=r"no chat template.*token ids.*raw=True"):
+        loaded.generate("Hi")
+    assert (
+        loaded.generate("Hi", raw=True, max_new_tokens=4).tokens
+        == loaded.generate(silent.tokenizer.encode("Hi"), max_new_tokens=4).tokens
+    )
+    bare = headstart.load(tmp_path / "heads", target=Target(tiny_target.model, None, "tiny"))
+    assert bare.generate([5, 6, 7], max_new_tokens=4).text == ""
+    for refused in (lambda: bare.generate("Hi", raw=True), lambda: bare.stream([5])):
+        with pytest.raises(UserError, match="needs a tokenizer"):
+            refused()
+
+
+def test_a_tree_without_nodes_decodes_plainly(tmp_path: Path, tiny_target: Target) -> None:
+    export_heads(tmp_path / "heads", make_heads(tiny_target), tiny_target, {**TUNING, "paths": ()}, {})
+    loaded = headstart.load(tmp_path / "heads", target=tiny_target)
+    answer = loaded.generate("Hello", max_new_tokens=8)
+    assert (answer.tokens, answer.tokens_per_round) == (
+        loaded.generate("Hello", max_new_tokens=8, drafter="none").tokens,
+        1.0,
+    )
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------
+
+
+def test_stream_joins_to_the_text(decoder: Decoder) -> None:
+    for seed in range(6):  # random bytes: broken characters of every kind
+        settings: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": seed}
+        stream = decoder.stream("Hello", **settings)
+        assert stream.answer is None
+        pieces = list(stream)
+        expected = decoder.generate("Hello", **settings)
+        assert stream.answer is not None
+        assert (stream.answer.tokens, stream.answer.finish) == (expected.tokens, expected.finish)
+        assert "".join(pieces) == expected.text == stream.answer.text
+        assert all(pieces)
+
+
+def test_leaving_a_stream_ends_its_decoding(decoder: Decoder) -> None:
+    stream = decoder.stream("Hello", max_new_tokens=900, temperature=1.0)
+    list(itertools.islice(stream, 2))
+    stream.close()
+    assert stream.answer is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "headstart-stream"]
+    assert list(stream) == []
+
+
+def test_a_failure_while_streaming_reaches_the_reader(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(decoder.target, "forward_tree", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(decoder.stream("Hello", max_new_tokens=30, temperature=1.0))
+
+
+@pytest.mark.parametrize("text", ["naïve café — 漢字 🙂👩‍👩‍👧 done", "🙂", " leading and trailing ", "line\nbreak\n"])
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_pieces_never_break_a_character(text: str, step: int) -> None:
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer.encode(text)
+    end = tokenizer.eos_token_id
+    pieces = TextPieces(tokenizer, frozenset({end}))
+    shown = [pieces.push([*tokens, end][i : i + step]) for i in range(0, len(tokens) + 1, step)]
+    assert "".join(shown) == text
+    assert pieces.rest() == ""
+    assert not any("\ufffd" in piece for piece in shown)
+
+
+def test_a_character_that_is_never_finished_comes_at_the_end() -> None:
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer.encode("ok 🙂")[:-2]
+    pieces = TextPieces(tokenizer)
+    assert "".join(pieces.push([token]) for token in tokens) == "ok "
+    assert pieces.rest() == tokenizer.decode(tokens)[3:]
