@@ -18,7 +18,7 @@ from headstart.files import need_disk, write_atomic
 from headstart.target.model import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""float16 is left out: it cannot hold every bfloat16 weight, so heads would meet another model than they learnt from."""
+"""float16 is left out: it cannot hold every bfloat16 weight, and heads would meet a model they did not learn from."""
 
 
 @dataclass(frozen=True)

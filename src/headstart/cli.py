@@ -1,0 +1,428 @@
+"""The command line. Rooms are imported inside commands, so that `headstart --help` answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from headstart.errors import UserError
+from headstart.terminal import Commands, DataCommands, ask, complain, pour, say
+
+if TYPE_CHECKING:
+    from headstart.api import Decoder
+    from headstart.pipeline.run import Run, Stage
+
+
+class Dtype(StrEnum):
+    """What `--dtype` takes."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class DrafterChoice(StrEnum):
+    """What `--drafter` takes."""
+
+    heads = "heads"
+    none = "none"
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train draft heads for a frozen language model, and decode losslessly with them.\n\n"
+    "Example: headstart run quickstart",
+)
+data_app = typer.Typer(
+    cls=DataCommands,
+    no_args_is_help=True,
+    help="Write conversations and hidden states, and look at them.\n\nExample: headstart data build quickstart",
+)
+recipes_app = typer.Typer(help="List the packaged recipes, or show one.\n\nExample: headstart recipes show quickstart")
+app.add_typer(data_app, name="data")
+app.add_typer(recipes_app, name="recipes")
+
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A packaged recipe (see `headstart recipes`) or a YAML file.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as train.lr=3e-4.")
+]
+RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/<name of the recipe>")]
+Heads = Annotated[str, typer.Argument(metavar="HEADS", help="A folder of heads, or a Hub id (user/name).")]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="Where the target is, when it is not where the heads say.")
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of heads on the Hub.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="auto is bfloat16 where the machine is fast at it.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 the target's distribution is sampled.")]
+Seed = Annotated[int, typer.Option(help="Of sampling.")]
+Stops = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends the answer; may be repeated.")]
+Drafter = Annotated[DrafterChoice, typer.Option(help="none decodes plainly, for comparison.")]
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
+    """Everything, from nothing to a report: data, training, tuning, export, measuring.
+
+    Stages that are done are skipped; an interrupted run goes on where it was.
+
+    Example: headstart run quickstart train.minutes=3
+    """
+    from headstart.files import read_json
+    from headstart.pipeline.layout import HEADS, REPORT
+    from headstart.pipeline.run import format_seconds
+    from headstart.pipeline.stages import STAGES
+    from headstart.pipeline.summary import show_summary
+
+    work = _run(recipe, overrides, run_dir)
+    _execute(work, STAGES)
+    took = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
+    work.console.print(f"All stages together took {format_seconds(took)}.\n", highlight=False)
+    show_summary(read_json(work.folder / REPORT / "results.json"), f"{work.recipe.name}: measured", work.console)
+    say(
+        work.console,
+        ("Report", work.folder / REPORT / "report.html"),
+        ("Heads", work.folder / HEADS),
+        ("Try them", f"headstart chat {work.folder / HEADS}"),
+    )
+
+
+@app.command()
+def plan(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
+    """What a run would cost in memory, disk and time, before any of it is spent.
+
+    Example: headstart plan quickstart data.conversations=5000
+    """
+    from headstart.pipeline.plan import make_plan, show_plan
+    from headstart.pipeline.stages import STAGES, check_inputs
+
+    work = _run(recipe, overrides, run_dir)
+    check_inputs(work.recipe, STAGES)
+    estimate = make_plan(work)
+    show_plan(work, estimate)
+    for problem in estimate.problems:
+        work.console.print(f"[bold red]Problem:[/] {problem}", highlight=False, soft_wrap=True)
+    if estimate.problems:
+        raise typer.Exit(2)
+
+
+@data_app.command("build")
+def data_build(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
+    """Write the conversations of a recipe and the target's hidden states on them.
+
+    Example: headstart data build quickstart data.conversations=200
+    """
+    from headstart.pipeline.layout import CONVERSATIONS
+    from headstart.pipeline.stages import stages_until
+
+    work = _run(recipe, overrides, run_dir)
+    _execute(work, stages_until("states"))
+    say(work.console, ("Conversations", work.folder / CONVERSATIONS), ("Look", f"headstart data show {work.folder}"))
+
+
+@data_app.command("show")
+def data_show(
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_FILE", help="A run's folder, or a conversation file.")],
+    index: Annotated[int, typer.Option(help="Which conversation, from 0.")] = 0,
+    target: Annotated[str | None, typer.Option(help="Whose tokenizer to use, for a file outside a run.")] = None,
+) -> None:
+    """Print a conversation as training sees it: what the heads learn from is coloured.
+
+    Example: headstart data show runs/quickstart --index 3
+    """
+    from headstart.data.conversations import read_conversations
+    from headstart.data.show import show_conversation
+    from headstart.pipeline.actions import tokenizer_for
+    from headstart.pipeline.layout import CONVERSATIONS
+
+    file = source / CONVERSATIONS / "train.jsonl" if source.is_dir() else source
+    if source.is_dir() and not file.is_file():
+        raise UserError(f"{source} has no conversations yet.", "Write them with: headstart data build RECIPE")
+    found = read_conversations(file)
+    if not 0 <= index < len(found):
+        raise UserError(f"There is no conversation {index} in {file}.", f"It holds 0 to {len(found) - 1}.")
+    show_conversation(found[index], tokenizer_for(file, target), Console())
+
+
+@app.command()
+def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
+    """Train heads; data that is missing is written first.
+
+    On several GPUs or machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE.
+
+    Example: headstart train quickstart train.minutes=3
+    """
+    from headstart.pipeline.layout import TRAIN
+    from headstart.pipeline.stages import stages_until
+
+    work = _run(recipe, overrides, run_dir)
+    _execute(work, stages_until("train"))
+    say(work.console, ("Heads", work.folder / TRAIN / "best"), ("Go on", f"headstart run {recipe}"))
+
+
+@app.command()
+def tune(
+    place: Annotated[str, typer.Argument(metavar="RUN_OR_HEADS", help="A run's folder, or a folder of heads.")],
+    conversations: Annotated[
+        Path | None, typer.Option(help="Calibration conversations, for heads that lie outside their run.")
+    ] = None,
+    target: TargetOption = None,
+    dtype: DtypeOption = Dtype.auto,
+) -> None:
+    """Measure costs on this machine again and choose the tree that is fastest here.
+
+    Example: headstart tune runs/quickstart
+    """
+    from headstart.pipeline.actions import retune
+    from headstart.pipeline.stages import stages_until
+
+    folder = Path(place).expanduser()
+    if (folder / "recipe.yaml").is_file():
+        work = _run(str(folder / "recipe.yaml"), None, folder)
+        _execute(work, stages_until("export"), again={"tune"})
+        return
+    decoder = _load(place, target, None, dtype)
+    Console().print(retune(decoder, folder, conversations, Console()), highlight=False)
+
+
+@app.command()
+def export(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+) -> None:
+    """Copy a run's heads, tree, calibration and model card to a folder of their own.
+
+    Example: headstart export runs/quickstart my-heads
+    """
+    from headstart.pipeline.actions import copy_heads
+
+    copy_heads(run_folder, out)
+    say(Console(), ("Heads", out), ("Share them", f"headstart push {out} user/name"))
+
+
+@app.command()
+def push(
+    heads: Annotated[Path, typer.Argument(metavar="HEADS", help="A folder that headstart export or run wrote.")],
+    repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub.")],
+    private: Annotated[bool, typer.Option(help="Create it for its owner's eyes only.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only say what would be uploaded.")] = False,
+) -> None:
+    """Upload heads to the Hub.
+
+    Example: headstart push runs/quickstart/heads user/name --private
+    """
+    from headstart.files import format_bytes
+    from headstart.hub import push as upload
+
+    console = Console()
+    done = upload(heads, repo_id, private=private, dry_run=dry_run)
+    for name, size in done.files:
+        console.print(f"  {name}  {format_bytes(size)}", highlight=False, markup=False)
+    verb = "Would upload" if dry_run else "Uploaded"
+    console.print(f"{verb} {len(done.files)} files, {format_bytes(done.total_bytes)}, to {done.url or repo_id}")
+
+
+# -- heads -----------------------------------------------------------------------------------------------------------
+
+
+@app.command("eval")
+def evaluate(
+    heads: Heads,
+    questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
+    out: Annotated[Path, typer.Option(help="Folder for results.json, report.md and report.html.")],
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions at most.")] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    dtype: DtypeOption = Dtype.auto,
+    temperature: Temperature = 0.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
+    multi_turn: Annotated[bool, typer.Option(help="Ask every turn; without it the first only.")] = False,
+    seed: Seed = 0,
+    target: TargetOption = None,
+    revision: Revision = None,
+) -> None:
+    """Measure heads on a question file against plain decoding and transformers.
+
+    Example: headstart eval runs/quickstart/heads --questions questions.jsonl --out report
+    """
+    from headstart.data.questions import read_questions
+
+    asked = read_questions(questions)
+    from headstart.eval import EvalOptions
+    from headstart.pipeline.actions import report
+    from headstart.pipeline.summary import show_summary
+
+    console = Console()
+    options = EvalOptions(
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        batch_size=batch_size,
+        multi_turn=multi_turn,
+        heads_name=heads,
+    )
+    results = report(_load(heads, target, revision, dtype), asked, options, out, console)
+    show_summary(results, f"{heads} on {questions.name}", console)
+    say(console, ("Report", out / "report.html"))
+
+
+@app.command()
+def generate(
+    heads: Heads,
+    prompt: Annotated[str, typer.Option(help="What the user says.")],
+    drafter: Drafter = DrafterChoice.heads,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    stop: Stops = None,
+    raw: Annotated[bool, typer.Option(help="Continue the prompt as it is, without the chat template.")] = False,
+    dtype: DtypeOption = Dtype.auto,
+    target: TargetOption = None,
+    revision: Revision = None,
+) -> None:
+    """Answer one prompt; the text goes to stdout, the figures to stderr.
+
+    Example: headstart generate runs/quickstart/heads --prompt "Why is the sky blue?"
+    """
+    decoder = _load(heads, target, revision, dtype)
+    stream = decoder.stream(
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=stop or (),
+        drafter=drafter.value,
+        raw=raw,
+    )
+    pour(stream)
+
+
+@app.command()
+def chat(
+    heads: Heads,
+    drafter: Drafter = DrafterChoice.heads,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    dtype: DtypeOption = Dtype.auto,
+    target: TargetOption = None,
+    revision: Revision = None,
+) -> None:
+    """Talk with the target; after each answer its tokens/s and accepted length (τ).
+
+    Example: headstart chat runs/quickstart/heads
+    """
+    decoder = _load(heads, target, revision, dtype)
+    console = Console()
+    console.print(f"{decoder.target.name}. Empty line or Ctrl-D ends, /new forgets what was said.", style="dim")
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    while text := ask(console):
+        if text == "/new":
+            messages = list(opening)
+            continue
+        asked = [*messages, {"role": "user", "content": text}]
+        try:
+            stream = decoder.stream(
+                asked, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, drafter=drafter.value
+            )
+            answer = pour(stream)
+        except UserError as error:
+            complain(error.problem, f"{error.remedy} /new begins anew.")
+            continue
+        except KeyboardInterrupt:
+            console.print("\nStopped this answer.", style="dim")
+            continue
+        messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+@recipes_app.callback(invoke_without_command=True)
+def recipes(ctx: typer.Context) -> None:
+    """List the packaged recipes.
+
+    Example: headstart recipes
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from rich.table import Table
+
+    from headstart.train.config import load_recipe, packaged_recipes
+
+    table = Table(box=None)
+    table.add_column("recipe", style="bold")
+    table.add_column("target")
+    table.add_column("what it is")
+    for name in packaged_recipes():
+        found = load_recipe(name)
+        table.add_row(name, found.target.spec, found.description)
+    Console().print(table)
+
+
+@recipes_app.command("show")
+def recipes_show(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Print a recipe with every setting filled in, ready to be saved and changed.
+
+    Example: headstart recipes show quickstart > mine.yaml
+    """
+    from headstart.pipeline.run import recipe_text
+    from headstart.train.config import load_recipe
+
+    typer.echo(recipe_text(load_recipe(recipe, overrides or [])), nl=False)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        from headstart import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+# -- shared ----------------------------------------------------------------------------------------------------------
+
+
+def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:
+    from headstart.pipeline.run import Run
+    from headstart.train.config import load_recipe
+
+    found = load_recipe(recipe, overrides or [])
+    return Run(found, run_dir or Path("runs") / found.name, Console())
+
+
+def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> None:
+    from headstart.pipeline.run import execute
+    from headstart.pipeline.stages import check_inputs
+
+    check_inputs(work.recipe, stages)
+    execute(work, stages, again)
+
+
+def _load(heads: str, target: str | None, revision: str | None, dtype: Dtype) -> Decoder:
+    console = Console(stderr=True)
+    with console.status("loading"):
+        from headstart.api import load
+
+        return load(heads, target, revision, dtype.value)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="headstart")

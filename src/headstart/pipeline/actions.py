@@ -1,0 +1,126 @@
+"""What commands do with heads that are there already: measure, tune, copy."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from headstart.errors import UserError
+from headstart.files import write_atomic
+from headstart.pipeline.layout import CONVERSATIONS, HEADS, TARGET
+
+if TYPE_CHECKING:
+    from headstart.api import Decoder
+    from headstart.data.questions import Question
+    from headstart.decode.tune import Tuning
+    from headstart.eval import EvalOptions
+
+
+def report(
+    decoder: Decoder, questions: Sequence[Question], options: EvalOptions, out: Path, console: Console
+) -> dict[str, Any]:
+    """Measure loaded heads on questions and write results.json, report.md and report.html into `out`.
+
+    Returns:
+        The content of results.json.
+
+    Raises:
+        UserError: as `headstart.eval.evaluate`.
+    """
+    from headstart.decode.drafters import HeadDrafter, NoDrafter
+    from headstart.eval import evaluate, write_report
+
+    drafter = HeadDrafter(decoder.heads, decoder.shape) if decoder.shape.size > 1 else NoDrafter()
+    predicted = decoder.calibration.get("predicted", {}).get("speedup")
+    results = evaluate(decoder.target, drafter, questions, replace(options, predicted_speedup=predicted), console)
+    write_report(results, out)
+    return results
+
+
+def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Console) -> str:
+    """Tune exported heads on this machine, in place; returns what came of it.
+
+    Args:
+        decoder: the loaded heads.
+        folder: they were loaded from; its tree, calibration and model card are written anew.
+        calibration: a file of tokenised conversations; by default that of the run which the folder is part of.
+        console: shows progress.
+
+    Raises:
+        UserError: heads that are not in a folder here, or no conversations to tune on.
+    """
+    from headstart.data.conversations import read_conversations
+    from headstart.decode.tune import tune
+    from headstart.hub import export_heads
+
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder here.", "Tuning writes into the folder: give a copy of the heads.")
+    calibration = calibration or folder.parent / CONVERSATIONS / "calibration.jsonl"
+    if not calibration.is_file():
+        raise UserError(
+            "There are no calibration conversations to tune on.",
+            "Name a file with --conversations; a run keeps its own in data/conversations/calibration.jsonl.",
+        )
+    tuning = tune(decoder.target, decoder.heads, read_conversations(calibration), console=console)
+    export_heads(folder, decoder.heads, decoder.target, tuning.to_json(), {})
+    return describe_tuning(tuning)
+
+
+def copy_heads(run_folder: Path, out: Path) -> None:
+    """Copy a run's exported heads to a folder of their own, which must not hold anything else yet.
+
+    Raises:
+        UserError: no run there, a run that has not come to its heads yet, or a folder in use.
+    """
+    from headstart.hub import check_folder
+
+    if not (run_folder / "recipe.yaml").is_file():
+        raise UserError(f"{run_folder} is not the folder of a run.", "Give one, such as runs/quickstart.")
+    heads = run_folder / HEADS
+    if not heads.is_dir():
+        raise UserError(
+            f"The run in {run_folder} has no heads yet.",
+            f"Finish it first: headstart run {run_folder / 'recipe.yaml'} --run-dir {run_folder}",
+        )
+    check_folder(heads)
+    if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is there already and holds something else.", "Choose another folder.")
+
+    def copy(partial: Path) -> None:
+        shutil.copytree(heads, partial)
+
+    write_atomic(out, copy)
+
+
+def tokenizer_for(file: Path, target: str | None) -> Any:
+    """The tokenizer that a conversation file was written with: `target`'s, or that of the run the file lies in.
+
+    Raises:
+        UserError: neither is known.
+    """
+    if target is not None:
+        from headstart.target import load_target
+
+        return load_target(target).tokenizer
+    for folder in file.resolve().parents:
+        if (kept := folder / TARGET / "tokenizer").is_dir():
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(kept)
+    raise UserError(f"{file} does not lie in a run, so its tokenizer is not known.", "Name the target with --target.")
+
+
+def describe_tuning(tuning: Tuning) -> str:
+    """What came of tuning, as a phrase."""
+    predicted = tuning.predicted
+    if tuning.shape.size == 1:
+        return "no tree pays on this machine: decoding stays plain"
+    return (
+        f"a tree of {tuning.shape.size} nodes, {tuning.shape.depth} deep: predicted {predicted['speedup']:.2f}x over "
+        f"plain decoding (τ {predicted['tokens_per_round']:.2f})"
+    )

@@ -1,0 +1,10 @@
+"""Where things lie in the folder of a run."""
+
+TARGET = "target"
+CONVERSATIONS = "data/conversations"
+QUESTIONS = "data/heldout.jsonl"
+STATES = "data/states"
+TRAIN = "train"
+TUNE = "tune"
+HEADS = "heads"
+REPORT = "report"

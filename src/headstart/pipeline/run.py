@@ -1,0 +1,363 @@
+"""The stages of a run: fingerprinted, skipped when done, built anew when stale, continued when interrupted.
+
+A stage is done when its record (`stages/<name>.json` in the run's folder) says so for the same fingerprint and its
+outputs are there. The fingerprint covers the stage's version, the recipe settings it depends on, and the identity of
+every stage before it. Work on a stage begins with a record that is not whole, so after a kill at any moment the next
+run knows whether what lies in the folder is a part of the stage as it is wanted now.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from headstart.errors import UserError
+from headstart.files import PARTIAL, read_json, write_json, write_text
+from headstart.train.config import Recipe
+
+if TYPE_CHECKING:
+    from headstart.target import Target
+
+PACKAGES = ("headstart", "torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "pydantic")
+"""Packages whose versions a run writes down."""
+
+
+@dataclass
+class Run:
+    """One recipe in one folder.
+
+    Attributes:
+        recipe: what to do.
+        folder: where everything goes.
+        console: where progress is shown.
+    """
+
+    recipe: Recipe
+    folder: Path
+    console: Console
+
+    @cached_property
+    def target(self) -> Target:
+        """The frozen model, loaded when first asked for.
+
+        Raises:
+            UserError: when it cannot be loaded, or is no longer the model that the run began with.
+        """
+        from headstart.target import load_target
+
+        section = self.recipe.target
+        with self.console.status(f"loading {escape(section.spec)}"):
+            target = load_target(section.spec, section.dtype, section.device, section.revision)
+        record = self.record("target")
+        if record is not None and record.whole and record.identity != target_identity(target):
+            raise UserError(
+                f"{section.spec} is not the model (or not in the dtype) that the run in {self.folder} began with.",
+                f"Choose another --run-dir, or delete {self.record_file('target')} to build the run anew.",
+            )
+        return target
+
+    def record_file(self, stage: str) -> Path:
+        """Where a stage's record is."""
+        return self.folder / "stages" / f"{stage}.json"
+
+    def record(self, stage: str) -> Record | None:
+        """What is known of a stage; None when there is nothing, or nothing readable."""
+        file = self.record_file(stage)
+        if not file.is_file():
+            return None
+        try:
+            return Record(**read_json(file))
+        except (UserError, TypeError):
+            return None
+
+
+@dataclass
+class Record:
+    """What a stage leaves behind.
+
+    Attributes:
+        fingerprint: of everything the stage depends on.
+        version: of the stage's code.
+        settings: the recipe settings it depends on, by dotted key.
+        before: identity of each stage it reads from.
+        whole: whether it is finished.
+        identity: what later stages depend on: new each time the stage is built, unless the stage knows better.
+        seconds: spent on it, interrupted attempts included where they could be timed.
+        summary: what came of it, as a short phrase.
+    """
+
+    fingerprint: str
+    version: int
+    settings: dict[str, Any]
+    before: dict[str, str]
+    whole: bool = False
+    identity: str = ""
+    seconds: float = 0.0
+    summary: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage's work returns: a short phrase for people, and an identity when the stage has one of its own."""
+
+    summary: str
+    identity: str = ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a run.
+
+    Attributes:
+        name: names its record, and is what people see.
+        title: what it does, as a phrase.
+        version: raise it when the same settings come to mean another result.
+        outputs: what it makes, relative to the run's folder; removed before it is built anew.
+        after: names of the stages it reads from.
+        settings: the settings it depends on, by dotted key; values must survive JSON.
+        work: does it. Called again after an interruption, with the outputs as they were left.
+        adopts: outputs without any record, which another command may have left, are handed to `work` as they are.
+    """
+
+    name: str
+    title: str
+    version: int
+    outputs: tuple[str, ...]
+    after: tuple[str, ...]
+    settings: Callable[[Run], dict[str, Any]]
+    work: Callable[[Run], Outcome]
+    adopts: bool = False
+
+
+def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:
+    """Bring every stage up to date, in order.
+
+    Args:
+        run: recipe, folder and console.
+        stages: in an order in which each comes after those it reads from.
+        again: names of stages to build anew even when they are done.
+
+    Returns:
+        Whether there was anything to do.
+
+    Raises:
+        UserError: the folder is in use by another run, or a stage refuses.
+    """
+    worked = False
+    with locked(run.folder):
+        write_text(run.folder / "recipe.yaml", recipe_text(run.recipe))
+        for number, stage in enumerate(stages, start=1):
+            label = f"[bold]{number}/{len(stages)} {stage.name}[/bold]"
+            wanted, record = _wanted(run, stage), run.record(stage.name)
+            reason = _stale(run, stage, wanted, record) if stage.name not in again else "asked for again"
+            if reason is None and record is not None and record.whole:
+                done = f"done, {format_seconds(record.seconds)}"
+                run.console.print(
+                    f"{label}  [dim]{done}  {escape(record.summary)}[/dim]", highlight=False, soft_wrap=True
+                )
+                continue
+            if not worked:
+                _note_provenance(run.folder)
+            worked = True
+            began = " (continuing)" if reason is None else f" ({escape(reason)})" if reason else ""
+            run.console.print(f"{label}  {stage.title}{began}", highlight=False, soft_wrap=True)
+            if reason is not None and not (record is None and stage.adopts):
+                _clear(run, stage)
+            _work(run, stage, record if reason is None and record is not None else wanted)
+    return worked
+
+
+def _clear(run: Run, stage: Stage) -> None:
+    """Remove what the stage made; a kill half way leaves a record that fits nothing."""
+    write_json(run.record_file(stage.name), asdict(Record("being removed", stage.version, {}, {})))
+    for output in stage.outputs:
+        for path in (run.folder / output, run.folder / (output + PARTIAL)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _work(run: Run, stage: Stage, record: Record) -> None:
+    record.whole = False
+    write_json(run.record_file(stage.name), asdict(record))
+    start, before = perf_counter(), record.seconds
+    try:
+        outcome = stage.work(run)
+    except BaseException:
+        record.seconds = before + perf_counter() - start
+        write_json(run.record_file(stage.name), asdict(record))
+        raise
+    record.whole, record.summary = True, outcome.summary
+    record.seconds = before + perf_counter() - start
+    record.identity = outcome.identity or _hash([record.fingerprint, datetime.now(UTC).isoformat()])
+    write_json(run.record_file(stage.name), asdict(record))
+    run.console.print(
+        f"    {escape(outcome.summary)}  [dim]{format_seconds(record.seconds)}[/dim]", highlight=False, soft_wrap=True
+    )
+
+
+def _wanted(run: Run, stage: Stage) -> Record:
+    """The record that the stage should have, not whole yet."""
+    before = {}
+    for name in stage.after:
+        record = run.record(name)
+        assert record, f"stage {name} comes before {stage.name}"
+        assert record.whole, f"stage {name} is finished before {stage.name} begins"
+        before[name] = record.identity
+    settings = json.loads(json.dumps(stage.settings(run)))
+    fingerprint = _hash([stage.name, stage.version, settings, before])
+    return Record(fingerprint, stage.version, settings, before)
+
+
+def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str | None:
+    """Why what is in the folder cannot be used, "" when there is nothing; None when it can."""
+    if record is None:
+        return ""
+    if record.fingerprint == wanted.fingerprint:
+        gone = [output for output in stage.outputs if not (run.folder / output).exists()]
+        return f"{gone[0]} is gone" if record.whole and gone else None
+    if record.version != wanted.version:
+        return "built anew: headstart does this differently now"
+    for name, identity in wanted.before.items():
+        if record.before.get(name) != identity:
+            return f"built anew: {name} has changed"
+    for key in sorted({*record.settings, *wanted.settings}):
+        old, new = record.settings.get(key), wanted.settings.get(key)
+        if old != new:
+            return f"built anew: {key} changed from {_short(old)} to {_short(new)}"
+    return "built anew"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else "…"
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def target_identity(target: Target) -> str:
+    """What stages depend on when they depend on the target: its weights and the dtype they run in."""
+    return f"{target.identity().fingerprint} {str(target.dtype).removeprefix('torch.')}"
+
+
+# -- one run at a time in a folder -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder against a second run. The system lets go of the lock when its process ends, however it ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+", encoding="utf-8") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            handle.seek(0)
+            holder = handle.read().strip() or "unknown"
+            raise UserError(
+                f"Another run (process {holder}) is working in {folder}.", "Wait for it, or choose another --run-dir."
+            ) from None
+        handle.truncate(0)
+        print(os.getpid(), file=handle, flush=True)
+        yield
+        handle.truncate(0)
+
+
+# -- provenance ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Provenance:
+    """One command that worked on a run: what it would take to do it again."""
+
+    argv: list[str]
+    started: str
+    python: str
+    platform: str
+    versions: dict[str, str]
+    git_sha: str | None
+    git_clean: bool | None = field(default=None)
+
+
+def provenance() -> Provenance:
+    """Of this process."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    sha, clean = git_state()
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Provenance(sys.argv, now, platform.python_version(), platform.platform(), versions, sha, clean)
+
+
+def git_state() -> tuple[str | None, bool | None]:
+    """(commit of the source tree that headstart runs from, whether it has no changes); None when it is not in git."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            command = ["git", "-C", str(Path(__file__).parent), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+    # An installed package may lie in a folder that some other repository holds, without being a part of it.
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None, None
+    sha, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    return sha, None if changes is None else changes == ""
+
+
+def _note_provenance(folder: Path) -> None:
+    """Add this command to provenance.json."""
+    file = folder / "provenance.json"
+    try:
+        commands = list(read_json(file)["commands"]) if file.is_file() else []
+    except (UserError, KeyError, TypeError):
+        commands = []
+    write_json(file, {"commands": [*commands, asdict(provenance())]})
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """A recipe with every setting filled in, as YAML that `load_recipe` reads back."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration as people say it.
+
+    >>> format_seconds(0.42), format_seconds(75), format_seconds(3700)
+    ('0.4 s', '1 min 15 s', '1 h 2 min')
+    """
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

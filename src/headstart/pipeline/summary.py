@@ -1,0 +1,56 @@
+"""The table at the end of a run, from its results.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROWS = (
+    ("with the heads", "heads", None),
+    ("plain loop", "plain", "speedup_vs_plain"),
+    ("transformers generate", "transformers", "speedup_vs_transformers"),
+    ("transformers prompt lookup", "transformers_prompt_lookup", "speedup_vs_prompt_lookup"),
+)
+
+
+def show_summary(results: Mapping[str, Any], title: str, console: Console) -> None:
+    """Print what was measured: throughput, speed-ups with their intervals, τ, and how the words compare.
+
+    Args:
+        results: content of results.json.
+        title: above the table.
+        console: where to.
+    """
+    summary = results["summary"]
+    table = Table(title=title, title_justify="left")
+    table.add_column("decoding")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("heads over it", justify="right")
+    table.add_column("95 % interval", justify="right")
+    for label, method, ratio in ROWS:
+        speed = (summary.get("tokens_per_second") or {}).get(method)
+        gain = summary.get(ratio) if ratio else None
+        table.add_row(
+            label,
+            f"{speed:.1f}" if speed is not None else "–",
+            f"{gain['mean']:.2f}x" if gain else "",
+            f"{gain['low']:.2f}–{gain['high']:.2f}" if gain else "",
+        )
+    console.print(table)
+    predicted = summary.get("predicted_speedup")
+    expected = f"; tuning predicted {predicted:.2f}x over the plain loop" if predicted else ""
+    console.print(
+        f"τ {summary['tokens_per_round']:.2f} tokens per forward of the target{expected}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    found = summary.get("divergences") or {}
+    if found.get("count") is not None and found.get("prompts"):
+        same = found["prompts"] - found["count"]
+        rest = f"; {found['unexplained']} of the others not explained by rounding" if found["count"] else ""
+        console.print(
+            f"words as without drafts on {same} of {found['prompts']} prompts{rest}", highlight=False, soft_wrap=True
+        )

@@ -1,0 +1,105 @@
+"""How the command line speaks: errors as sentences, and text that appears as it is decided."""
+
+from __future__ import annotations
+
+import errno
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from typer.core import TyperGroup
+
+from headstart.errors import UserError
+
+if TYPE_CHECKING:
+    from headstart.api import Stream
+
+RESUMABLE = {"run", "train", "data", "tune"}
+"""Commands that go on where they were when they are given again."""
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+class Commands(TyperGroup):
+    """Commands whose errors are sentences: bad input ends with exit code 2, Ctrl-C with 130, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            complain(error.problem, error.remedy)
+            raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            again = f" Go on with: {command_line()}" if ctx.invoked_subcommand in RESUMABLE else ""
+            Console(stderr=True).print(f"\nStopped.{again}", highlight=False, markup=False, soft_wrap=True)
+            raise SystemExit(130) from None
+        except OSError as error:
+            if error.errno not in _DISK_FULL | _NO_RIGHT:
+                raise
+            full = error.errno in _DISK_FULL
+            where = f" at {error.filename}" if error.filename else ""
+            complain(
+                f"{'The disk is full' if full else 'No right to read or write'}{where} ({error.strerror}).",
+                f"{'Free some space' if full else 'Choose another folder'}, then run the command again.",
+            )
+            raise SystemExit(2) from None
+
+
+class DataCommands(TyperGroup):
+    """`headstart data RECIPE` is short for `headstart data build RECIPE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["build", *args]
+        return super().parse_args(ctx, args)
+
+
+def complain(problem: str, remedy: str) -> None:
+    """One line on stderr: what is wrong, and what to do about it."""
+    console = Console(stderr=True)
+    console.print("Error:", style="bold red", end=" ")
+    console.print(" ".join(f"{problem} {remedy}".split()), highlight=False, markup=False, soft_wrap=True)
+
+
+def command_line() -> str:
+    """This command as one could type it again."""
+    return shlex.join(["headstart", *sys.argv[1:]])
+
+
+def say(console: Console, *pairs: tuple[str, object]) -> None:
+    """Lines of a label and a value, such as where something lies."""
+    for label, value in pairs:
+        console.print(f"{label + ':':<14} {value}", highlight=False, markup=False, soft_wrap=True)
+
+
+def pour(stream: Stream) -> str:
+    """Write a stream's text to stdout as it comes, then its figures to stderr; returns the text."""
+    try:
+        for piece in stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    finally:
+        stream.close()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    answer = stream.answer
+    assert answer is not None, "a stream that ran to its end has an answer"
+    Console(stderr=True).print(
+        f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}, "
+        f"first token after {answer.first_token_ms:.0f} ms",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return answer.text
+
+
+def ask(console: Console) -> str:
+    """A line from the user; empty at the end of the input."""
+    try:
+        return console.input("[bold]> [/bold]").strip()
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return ""

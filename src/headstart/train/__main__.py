@@ -1,0 +1,74 @@
+"""`python -m headstart.train RECIPE [key=value ...]`: the training stage alone, also under `accelerate launch`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from accelerate import PartialState
+from rich.console import Console
+
+from headstart.data.store import StateStore
+from headstart.errors import UserError
+from headstart.target import load_target
+from headstart.train.config import load_recipe
+from headstart.train.loop import train
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    recipe: Annotated[str, typer.Argument(help="A packaged recipe or a YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example train.lr=3e-4.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<name> by default.")] = None,
+) -> None:
+    """Train draft heads on the states that `headstart data RECIPE` stored.
+
+    Example: accelerate launch -m headstart.train quickstart train.minutes=3
+    """
+    console = Console(stderr=True)
+    try:
+        _train(recipe, overrides or [], run_dir, console)
+    except UserError as error:
+        console.print(f"[bold red]Error:[/] {error.problem}\n{error.remedy}", highlight=False, soft_wrap=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _train(name: str, overrides: list[str], run_dir: Path | None, console: Console) -> None:
+    recipe = load_recipe(name, overrides)
+    run = run_dir or Path("runs") / recipe.name
+    on_cpu = recipe.target.device == "cpu" or not torch.cuda.is_available()
+    state = PartialState(cpu=on_cpu)
+    stores = {}
+    for part in ("train", "calibration"):
+        place = run / "data" / "states" / part
+        if not place.is_dir():
+            raise UserError(
+                f"The run has no stored states at {place}.",
+                f"Make them first: headstart data {' '.join([name, *overrides])}"
+                + (f" --run-dir {run_dir}" if run_dir else ""),
+            )
+        stores[part] = StateStore(place)
+    section = recipe.target
+    device = str(state.device) if section.device == "auto" and not on_cpu else section.device
+    target = load_target(section.spec, section.dtype, device, section.revision)
+    result = train(recipe, target, stores["train"], stores["calibration"], run / "train", console)
+    if state.is_main_process:
+        tau = result.metrics["tau"]
+        console.print(
+            f"{result.steps} steps; best heads (step {result.metrics['step']}, predicted {tau:.2f} tokens per round): "
+            f"{result.heads_folder}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    state.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(app())

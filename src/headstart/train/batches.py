@@ -1,0 +1,99 @@
+"""From stored conversations to batches: which conversations go together, in what order, and on which process.
+
+The order depends on nothing but (lengths, seed, epoch), so a run that was cut short finds its place again by two
+numbers: the epoch and the number of steps taken in it.
+
+Shape suffixes: B rows, T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.heads import HeadBatch
+
+if TYPE_CHECKING:
+    from headstart.data.store import StateStore
+
+Batch = list[int]
+"""Indices of the conversations of one batch."""
+
+_ROUND = 16
+"""Lengths are rounded up to a multiple of this: conversations of nearly one length mix anew in each epoch."""
+
+
+def epoch_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[Batch]:
+    """Every conversation once, in batches of alike length and at most `batch_tokens` tokens, padding included.
+
+    A conversation longer than `batch_tokens` has a batch of its own. The number of batches is the same in each epoch.
+
+    >>> sorted(map(sorted, epoch_batches([5, 40, 12, 44, 90], batch_tokens=100, seed=0, epoch=0)))
+    [[0, 2], [1, 3], [4]]
+    """
+    random = np.random.default_rng([seed, epoch])
+    shuffled = random.permutation(len(lengths)).tolist()
+    rounded = [-(-length // _ROUND) * _ROUND for length in lengths]
+    batches: list[Batch] = []
+    for index in sorted(shuffled, key=lambda i: rounded[i]):  # a stable sort: ties stay shuffled
+        if batches and (len(batches[-1]) + 1) * rounded[index] <= batch_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return [batches[i] for i in random.permutation(len(batches))]
+
+
+def epoch_steps(batches: Sequence[Batch], ranks: int, accumulate: int) -> list[list[Batch]]:
+    """The epoch's batches in groups of `ranks * accumulate`, one group for each optimiser step.
+
+    What does not fill a group waits for the next epoch, where the order is another one; an epoch smaller than one
+    group repeats itself to fill it.
+
+    >>> epoch_steps([[0], [1], [2], [3], [4]], ranks=2, accumulate=1)
+    [[[0], [1]], [[2], [3]]]
+    >>> epoch_steps([[0]], ranks=2, accumulate=1)
+    [[[0], [0]]]
+    """
+    group = ranks * accumulate
+    if len(batches) < group:
+        return [[batches[i % len(batches)] for i in range(group)]]
+    return [list(batches[start : start + group]) for start in range(0, len(batches) - group + 1, group)]
+
+
+def share(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
+    """The batches of a step that one process takes: every `ranks`-th."""
+    return list(group[rank::ranks])
+
+
+def collate(
+    store: StateStore, batch: Batch, taps: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> HeadBatch:
+    """Read conversations from the store and pad them on the right.
+
+    Args:
+        store: of tokens, masks and states.
+        batch: indices of conversations.
+        taps: the states to read.
+        dtype: of the states.
+        device: where the batch goes.
+    """
+    samples = [store.get(index) for index in batch]
+
+    def pad(rows: Sequence[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+    return HeadBatch(
+        tokens_BT=pad([sample.tokens_T for sample in samples]).to(device),
+        supervised_BT=pad([sample.supervised_T for sample in samples]).to(device),
+        states={tap: pad([sample.states[tap] for sample in samples]).to(device, dtype) for tap in taps},
+    )
+
+
+def predictions(batch: HeadBatch) -> int:
+    """How many predictions the first draft step makes: places whose next two tokens are both supervised."""
+    supervised_BT = batch.supervised_BT
+    return int((supervised_BT[:, 1:-1] & supervised_BT[:, 2:]).sum())

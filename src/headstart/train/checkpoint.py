@@ -1,0 +1,116 @@
+"""Checkpoints: folders that are whole or are not used.
+
+A checkpoint holds what accelerate saves (heads, optimiser, gradient scaler, random states of every process) and
+`checkpoint.json`, written last: where the run stands, and the size of every file. The two newest are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from headstart.errors import UserError
+from headstart.files import PARTIAL, read_json, write_json
+
+MANIFEST = "checkpoint.json"
+KEEP = 2
+
+
+@dataclass
+class Standing:
+    """Where a run stands.
+
+    Attributes:
+        step: optimiser steps taken.
+        epoch: the epoch it is in, from 0.
+        index: steps of that epoch taken.
+        elapsed: seconds spent training, validation and checkpoints included, over all sessions.
+        tokens: supervised predictions of the first draft step learnt from so far.
+        best_tau: best predicted tokens per round so far; 0 before the first validation.
+        best_step: the step it was measured at.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    index: int = 0
+    elapsed: float = 0.0
+    tokens: int = 0
+    best_tau: float = 0.0
+    best_step: int = 0
+
+
+def save(accelerator: Accelerator, folder: Path, standing: Standing, settings: dict[str, Any]) -> None:
+    """Write a checkpoint into `folder`, move it into place in one step, and delete those beyond the newest two.
+
+    Every process calls it.
+
+    Args:
+        accelerator: with the prepared heads and optimiser.
+        folder: of all checkpoints.
+        standing: where the run stands.
+        settings: what must be equal for a run to continue from here.
+    """
+    place = folder / f"step-{standing.step:08d}"
+    partial = place.with_name(place.name + PARTIAL)
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(partial))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
+        manifest = {"standing": dataclasses.asdict(standing), "settings": settings, "files": files}
+        write_json(partial / MANIFEST, manifest)
+        if place.exists():  # the same step once more; the one before it is still there
+            shutil.rmtree(place)
+        partial.rename(place)
+        for old in _newest_first(folder)[KEEP:]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) -> tuple[Path, Standing] | None:
+    """The newest whole checkpoint, or None when there is none; one that was cut short is passed over with a warning.
+
+    Raises:
+        UserError: when it belongs to other settings.
+    """
+    for place in _newest_first(folder):
+        manifest = _manifest(place)
+        if manifest is None:
+            warn(f"The checkpoint {place} is cut short; falling back to the one before it.")
+            continue
+        for key, value in settings.items():
+            kept = manifest["settings"].get(key)
+            if kept != value:
+                raise UserError(
+                    f"The run in {folder.parent} was trained with {key} = {kept!r}, and now it is {value!r}.",
+                    "Go on with the same settings, or start a new run with another --run-dir.",
+                )
+        return place, Standing(**manifest["standing"])
+    return None
+
+
+def _manifest(place: Path) -> dict[str, Any] | None:
+    """The checkpoint's manifest, or None when a file is missing or has another size than it was written with."""
+    try:
+        manifest: dict[str, Any] = read_json(place / MANIFEST)
+        whole = all((place / name).stat().st_size == size for name, size in manifest["files"].items())
+    except (UserError, OSError, KeyError, TypeError):
+        return None
+    return manifest if whole else None
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted((place for place in folder.glob("step-*") if place.suffix != PARTIAL), reverse=True)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())

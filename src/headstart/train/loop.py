@@ -1,0 +1,433 @@
+"""The training loop: draft heads learn what the frozen target says, from its stored hidden states.
+
+One optimiser step reads `accumulate` batches on each process, sums the losses of all draft steps and divides once by
+the predictions of the first draft step over all of them, so the result does not depend on how a step's batches are
+spread. The order of the batches and the learning rate are pure functions of where the run stands, which is what makes
+a resumed run equal to an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object, set_seed
+from rich.console import Console
+from torch import Tensor, nn
+
+from headstart.errors import UserError
+from headstart.files import need_disk, read_jsonl, write_json, write_jsonl
+from headstart.heads import DraftHead, HeadBatch, StepPrediction
+from headstart.heads.io import save_heads
+from headstart.target import FINAL, Target
+from headstart.train import checkpoint
+from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, predictions, share
+from headstart.train.checkpoint import Standing
+from headstart.train.config import Recipe
+from headstart.train.display import Display, format_seconds
+from headstart.train.interrupt import Interrupt
+from headstart.train.losses import Teacher, find_loss, weighted
+from headstart.train.memory import keep_freed_memory
+from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
+from headstart.train.setup import build_heads, describe_processes, learning_rate, make_accelerator, start_tracker
+
+if TYPE_CHECKING:
+    from headstart.data.store import StateStore
+
+R = TypeVar("R")
+
+_FREE_TO_CHANGE = {"steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "tracker", "project"}
+"""Train settings that may differ when a run goes on from a checkpoint."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run leaves.
+
+    Attributes:
+        heads_folder: the heads with the best predicted tokens per round, for `heads.io.load_heads`.
+        last_folder: the heads after the last step.
+        steps: optimiser steps taken.
+        metrics: the validation of the best heads: step, tau, top1, top4, top8, ...
+        coverage: share of the validation data's supervised tokens that the heads can draft.
+    """
+
+    heads_folder: Path
+    last_folder: Path
+    steps: int
+    metrics: dict[str, Any]
+    coverage: float
+
+
+class Unrolled(nn.Module):
+    """Heads as accelerate wraps them: their unrolling runs inside `forward`, and a consumer takes each step's logits.
+
+    Args:
+        heads: to train.
+    """
+
+    def __init__(self, heads: DraftHead) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
+        """What `consume` makes of the batch's predictions."""
+        return consume(self.heads.unroll(batch))
+
+
+def train(
+    recipe: Recipe,
+    target: Target,
+    train_store: StateStore,
+    valid_store: StateStore,
+    folder: Path,
+    console: Console | None = None,
+) -> TrainResult:
+    """Train heads, or go on where an interrupted run in `folder` stopped.
+
+    Leaves `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation) and `result.json`.
+    Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt.
+
+    Args:
+        recipe: its `heads` and `train` parts are read.
+        target: the frozen model whose states the stores hold.
+        train_store: conversations to learn from.
+        valid_store: conversations to judge by.
+        folder: of this run's training.
+        console: for messages and the live line; None is silent.
+
+    Raises:
+        UserError: bad settings, nothing supervised, a loss that is not a number, or a folder with checkpoints of other
+            settings.
+        KeyboardInterrupt: after a checkpoint was written.
+    """
+    accelerator = make_accelerator(recipe, target, folder)
+    try:
+        if target.device.type == "cpu":
+            keep_freed_memory()
+        return _Run(recipe, target, train_store, valid_store, folder, console, accelerator).go()
+    finally:
+        accelerator.free_memory()
+        AcceleratorState._reset_state()  # the next run of this process may choose another precision
+
+
+class _Run:
+    """One session of training; see `train`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Target,
+        train_store: StateStore,
+        valid_store: StateStore,
+        folder: Path,
+        console: Console | None,
+        accelerator: Accelerator,
+    ) -> None:
+        self.started = time.monotonic()
+        self.section = recipe.train
+        self.target, self.store, self.folder, self.accelerator = target, train_store, folder, accelerator
+        self.console = console if accelerator.is_main_process else None
+        self.loss = find_loss(self.section.loss)
+        set_seed(self.section.seed)
+        self.heads = build_heads(recipe, target, train_store)
+        self.taps = sorted({*self.heads.taps, FINAL})
+        # Without autocast the states meet float32 weights.
+        self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
+        for store in (train_store, valid_store):
+            _check_store(store, target, self.taps)
+        self.coverage = self._coverage(valid_store)
+        need_disk(folder, 3 * 4 * sum(p.numel() for p in self.heads.parameters()) * (checkpoint.KEEP + 1), "Training")
+        optimizer = torch.optim.AdamW(
+            [p for p in self.heads.parameters() if p.requires_grad],
+            lr=self.section.lr,
+            betas=self.section.betas,
+            weight_decay=self.section.weight_decay,
+            fused=True,
+        )
+        self.model, self.optimizer = accelerator.prepare(Unrolled(self.heads), optimizer)
+        self.teacher = Teacher(target, self.heads.draft_to_target_D)
+        self.valid = self._validation_batches(valid_store)
+        self.per_epoch = len(self._epoch(0))
+        self.total = min(self.section.steps or math.inf, self.section.epochs * self.per_epoch)
+        self.settings = self._settings(recipe)
+        self.standing = Standing()
+        self.earlier = 0.0
+        self.records: list[dict[str, Any]] = []
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def go(self) -> TrainResult:
+        """Train until the budget is spent."""
+        for line in describe_processes(self.accelerator):
+            self._say(line)
+        self._say(
+            f"{self.heads.steps} draft steps, {self.heads.trainable_parameters / 1e6:.1f} M parameters to train; the "
+            f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
+            f"answers. {len(self.store)} conversations, {self.per_epoch} steps per epoch."
+        )
+        self._resume()
+        start_tracker(self.accelerator, self.section, self.settings)
+        saved = self.standing.step if self.standing.step else -1
+        losses: list[float] = []
+        asked = False
+        with Interrupt() as interrupt, Display(self.console, self._fraction(self.standing.elapsed)) as display:
+            if not self.records:
+                self._validate(display, None)
+            started, learnt = time.monotonic(), 0
+            for group in self._groups():
+                batches = [self._collate(batch) for batch in share(group, self.rank, self.ranks)]
+                count, elapsed, asked = self._agree(sum(map(predictions, batches)), interrupt.asked)
+                fraction = self._fraction(elapsed)
+                if asked or fraction >= 1:
+                    break
+                lr = learning_rate(self.section, fraction)
+                loss = self._step(group, batches, max(count, 1), lr)
+                learnt += count
+                self._advance(count)
+                step = self.standing.step
+                losses.append(loss)
+                now = time.monotonic()
+                speed = learnt / (now - started)
+                display.step(self._fraction(self._elapsed()), now - self.started, step, loss, lr, speed)
+                if step % self.section.log_every == 0:
+                    self.accelerator.log({"loss": loss, "lr": lr, "tokens_per_second": speed}, step=step)
+                if step % self.section.eval_every == 0:
+                    self._validate(display, losses)
+                if step % self.section.save_every == 0:
+                    self._save()
+                    saved = step
+            if self.records[-1]["step"] != self.standing.step and not asked:
+                self._validate(display, losses)
+            # A run that the clock has ended needs a checkpoint that says so, or the next session would train on.
+            if saved != self.standing.step or (not asked and self._fraction(self.standing.elapsed) < 1):
+                self._save()
+            if asked:
+                display.say(f"Stopped after step {self.standing.step}; the same command goes on from there.")
+                raise KeyboardInterrupt
+        return self._finish()
+
+    def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, lr: float) -> float:
+        """One optimiser step; returns the loss per prediction of the first draft step, over all processes."""
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = lr
+        self.model.train()
+        summed = torch.zeros((), device=self.accelerator.device)
+        for i, batch in enumerate(batches):
+            consume = partial(
+                weighted, loss=self.loss, lesson=self.teacher.read(batch), step_weight=self.section.step_weight
+            )
+            last = i == len(batches) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                loss = self.model(batch, consume)
+                # The one place that normalises: processes average their gradients, hence the factor.
+                self.accelerator.backward(loss * (self.ranks / count))
+            summed += loss.detach()
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.section.clip)
+        mean = float(self.accelerator.reduce(summed, "sum")) / count
+        # With fp16 a gradient may overflow now and then: the scaler skips that step by itself.
+        if not math.isfinite(mean) or not (math.isfinite(norm) or self.accelerator.mixed_precision == "fp16"):
+            self._not_finite(group, batches, mean)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return mean
+
+    def _not_finite(self, group: list[Batch], batches: list[HeadBatch], loss: float) -> None:
+        own = share(group, self.rank, self.ranks)
+        broken = [
+            index
+            for indices, batch in zip(own, batches, strict=True)
+            for row, index in enumerate(indices)
+            if not all(states[row].isfinite().all() for states in batch.states.values())
+        ]
+        broken = sorted(gather_object(broken))
+        step = self.standing.step + 1
+        if broken:
+            where = f"the stored states of training conversations {_some(broken)} are not finite"
+            remedy = "Build the data again; if it stays, use target.dtype=float32."
+        else:
+            where = f"its batches held training conversations {_some(sorted(i for batch in group for i in batch))}"
+            remedy = "Lower train.lr or raise train.warmup; the checkpoints before this step are kept."
+        raise UserError(f"The loss or its gradient is not finite at step {step} (loss {loss:g}): {where}.", remedy)
+
+    def _validate(self, display: Display, losses: list[float] | None) -> None:
+        """Judge the heads, note it, and keep them when they are the best so far; empties `losses`."""
+        self.model.eval()
+        tally = Tally(self.heads.steps, self.accelerator.device)
+        with torch.no_grad():
+            for batch, chosen_X in self.valid:
+                self.model(
+                    batch,
+                    partial(tally.add, draft_to_target_D=self.heads.draft_to_target_D, chosen_X=chosen_X),
+                )
+        tally.counts_KC = self.accelerator.reduce(tally.counts_KC, "sum")
+        validation = tally.result()
+        loss = sum(losses) / len(losses) if losses else None
+        if losses is not None:
+            losses.clear()
+        self._record(validation, loss)
+        display.validated(self.standing.step, self._elapsed(), loss, validation)
+        if validation.tau > self.standing.best_tau:
+            self.standing.best_tau, self.standing.best_step = validation.tau, self.standing.step
+            if self.accelerator.is_main_process:
+                save_heads(self.heads, self.folder / "best")
+
+    def _record(self, validation: Validation, loss: float | None) -> None:
+        row = {
+            "step": self.standing.step,
+            "epoch": self.standing.epoch,
+            "elapsed_seconds": round(self._elapsed(), 1),
+            "tokens": self.standing.tokens,
+            "loss": loss,
+            **validation.to_json(),
+            "coverage": round(self.coverage, 4),
+        }
+        self.records.append(row)
+        if self.accelerator.is_main_process:
+            write_jsonl(self.folder / "metrics.jsonl", self.records)
+        top1 = {f"valid/top1_step{k}": share for k, share in enumerate(validation.accuracy["top1"])}
+        self.accelerator.log({"valid/tau": validation.tau, **top1}, step=self.standing.step)
+
+    def _finish(self) -> TrainResult:
+        best = next(row for row in self.records if row["step"] == self.standing.best_step)
+        result = TrainResult(self.folder / "best", self.folder / "last", self.standing.step, best, self.coverage)
+        if self.accelerator.is_main_process:
+            save_heads(self.heads, result.last_folder)
+            write_json(
+                self.folder / "result.json",
+                {
+                    "steps": result.steps,
+                    "epochs": self.standing.epoch + self.standing.index / self.per_epoch,
+                    "elapsed_seconds": round(self.standing.elapsed, 1),
+                    "trainable_parameters": self.heads.trainable_parameters,
+                    "coverage": result.coverage,
+                    "best": best,
+                    "last": self.records[-1],
+                },
+            )
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        self.accelerator.wait_for_everyone()
+        return result
+
+    # -- where it stands -----------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return int(self.accelerator.process_index)
+
+    @property
+    def ranks(self) -> int:
+        return int(self.accelerator.num_processes)
+
+    def _epoch(self, epoch: int) -> list[list[Batch]]:
+        batches = epoch_batches(self.store.lengths, self.section.batch_tokens, self.section.seed, epoch)
+        return epoch_steps(batches, self.ranks, self.section.accumulate)
+
+    def _groups(self) -> Iterator[list[Batch]]:
+        """The batches of each step still to do; `_advance` moves on."""
+        plan_of, plan = -1, list[list[Batch]]()
+        while self.standing.step < self.total:
+            if plan_of != self.standing.epoch:
+                plan_of, plan = self.standing.epoch, self._epoch(self.standing.epoch)
+            yield plan[self.standing.index]
+
+    def _advance(self, count: int) -> None:
+        standing = self.standing
+        standing.step, standing.index, standing.tokens = standing.step + 1, standing.index + 1, standing.tokens + count
+        if standing.index == self.per_epoch:
+            standing.epoch, standing.index = standing.epoch + 1, 0
+
+    def _elapsed(self) -> float:
+        return self.earlier + time.monotonic() - self.started
+
+    def _fraction(self, elapsed: float) -> float:
+        """How much of the run is done: by steps or by the clock, whichever is further."""
+        by_clock = elapsed / (60 * self.section.minutes) if self.section.minutes else 0.0
+        return max(self.standing.step / self.total, by_clock)
+
+    def _agree(self, count: int, asked: bool) -> tuple[int, float, bool]:
+        """(predictions of the step, seconds of the main process, somebody was asked to stop): equal everywhere."""
+        elapsed = self._elapsed()
+        if self.ranks == 1:
+            return count, elapsed, asked
+        mine = torch.tensor([count, elapsed if self.rank == 0 else 0.0, asked], dtype=torch.float64)
+        ours = self.accelerator.reduce(mine.to(self.accelerator.device), "sum").tolist()
+        return int(ours[0]), ours[1], ours[2] > 0
+
+    def _save(self) -> None:
+        self.standing.elapsed = self._elapsed()
+        checkpoint.save(self.accelerator, self.folder / "checkpoints", self.standing, self.settings)
+
+    def _resume(self) -> None:
+        found = checkpoint.find(self.folder / "checkpoints", self.settings, self._say)
+        if found is None:
+            return
+        place, self.standing = found
+        self.accelerator.load_state(str(place))
+        self.earlier = self.standing.elapsed
+        rows = [row for _, row in read_jsonl(self.folder / "metrics.jsonl")]
+        self.records = [row for row in rows if row["step"] <= self.standing.step]
+        self._say(f"Going on from step {self.standing.step} ({format_seconds(self.earlier)} spent).")
+
+    def _settings(self, recipe: Recipe) -> dict[str, Any]:
+        section = recipe.train.model_dump(mode="json", exclude=_FREE_TO_CHANGE)
+        return {
+            "heads": self.heads.config.model_dump(mode="json"),
+            **{f"train.{key}": value for key, value in section.items()},
+            "data fingerprint": self.store.fingerprint,
+            "number of processes": self.ranks,
+        }
+
+    # -- setting up ----------------------------------------------------------------------------------------------
+
+    def _coverage(self, valid_store: StateStore) -> float:
+        counts_V = valid_store.supervised_counts(self.target.vocab_size)
+        if int(counts_V.sum()) == 0:
+            raise UserError(
+                "Nothing is supervised in the validation data.",
+                "Raise data.calibration, or look at the data with `headstart data show`.",
+            )
+        return coverage(counts_V, self.heads.draft_to_target_D)
+
+    def _collate(self, batch: Batch) -> HeadBatch:
+        return collate(self.store, batch, self.taps, self.dtype, self.accelerator.device)
+
+    def _validation_batches(self, store: StateStore) -> list[tuple[HeadBatch, Tensor]]:
+        """This process's share of the validation data, with what the target chooses at each place."""
+        batches = epoch_batches(store.lengths, self.section.batch_tokens, seed=0, epoch=0)
+        device = self.accelerator.device
+        read = [collate(store, batch, self.taps, self.dtype, device) for batch in share(batches, self.rank, self.ranks)]
+        return [(batch, chosen_tokens(self.target, batch)) for batch in read]
+
+    def _say(self, text: str) -> None:
+        if self.console is not None:
+            self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _check_store(store: StateStore, target: Target, taps: list[int]) -> None:
+    missing = sorted(set(taps) - set(store.taps))
+    if missing or store.hidden_size != target.hidden_size:
+        what = f"lacks tap {missing[0]}" if missing else f"has states of size {store.hidden_size}"
+        raise UserError(
+            f"The store {store.folder} {what}, which these heads on {target.name} cannot learn from.",
+            "Build the data again with this recipe.",
+        )
+
+
+def _some(numbers: list[int]) -> str:
+    """At most eight of them.
+
+    >>> _some([3, 5]), _some(list(range(10)))
+    ('3, 5', '0, 1, 2, 3, 4, 5, 6, 7, ...')
+    """
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

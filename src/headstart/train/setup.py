@@ -1,0 +1,122 @@
+"""What a run needs before its first step: heads, accelerator, tracker, schedule."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+
+from headstart.errors import UserError
+from headstart.heads import DraftHead, family, make_config
+from headstart.target import Target
+from headstart.train.config import Recipe, TrainSection
+from headstart.train.metrics import pick_vocabulary
+
+if TYPE_CHECKING:
+    from headstart.data.store import StateStore
+
+
+def learning_rate(section: TrainSection, fraction: float) -> float:
+    """Linear warm-up, then a cosine down to `min_lr_ratio` of the peak.
+
+    Args:
+        section: lr, warmup and min_lr_ratio.
+        fraction: of the run that is done, in [0, 1].
+
+    >>> section = TrainSection(lr=1.0, warmup=0.2, min_lr_ratio=0.1)
+    >>> [round(learning_rate(section, f), 3) for f in (0.0, 0.1, 0.2, 0.6, 1.0)]
+    [0.1, 0.55, 1.0, 0.55, 0.1]
+    """
+    if fraction < section.warmup:
+        share_of_peak = fraction / section.warmup
+    else:
+        share_of_peak = 0.5 + 0.5 * math.cos(math.pi * (fraction - section.warmup) / (1 - section.warmup))
+    return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share_of_peak)
+
+
+def build_heads(recipe: Recipe, target: Target, train_store: StateStore) -> DraftHead:
+    """Heads of the recipe, warm-started from the target, with the draft vocabulary of the training data.
+
+    Raises:
+        UserError: unknown family or setting, or nothing is supervised in the training data.
+    """
+    config = make_config(recipe.heads, target)
+    counts_V = train_store.supervised_counts(target.vocab_size)
+    if int(counts_V.sum()) == 0:
+        raise UserError(
+            "Nothing is supervised in the training data: no token was written by the assistant.",
+            "Look at it with `headstart data show`; the conversations need assistant turns.",
+        )
+    heads = family(config.family)(config)
+    if config.draft_vocab_size:
+        ends = sorted(end for end in target.end_tokens if end < target.vocab_size)
+        if config.draft_vocab_size < len(ends):
+            raise UserError(
+                f"A draft vocabulary of {config.draft_vocab_size} cannot hold the {len(ends)} end-of-turn tokens.",
+                "Raise heads.draft_vocab_size; a few thousand is usual.",
+            )
+        heads.set_draft_vocabulary(pick_vocabulary(counts_V, config.draft_vocab_size, ends))
+    heads.warm_start(target)
+    return heads
+
+
+def make_accelerator(recipe: Recipe, target: Target, folder: Path) -> Accelerator:
+    """The accelerator of a run: the recipe's precision and tracker, on the target's device.
+
+    Raises:
+        UserError: fp16 without a GPU, or a tracker that is not installed.
+    """
+    precision: str = recipe.train.mixed_precision
+    tracker = recipe.train.tracker
+    if precision == "auto":
+        precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(target.dtype, "no")
+    if precision == "fp16" and target.device.type == "cpu":
+        raise UserError("fp16 training needs a GPU.", "Set train.mixed_precision=bf16 (or no).")
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        raise UserError(f"The tracker {tracker} is not installed.", f"Run: pip install {tracker}")
+    return Accelerator(
+        cpu=target.device.type == "cpu",
+        mixed_precision=precision,
+        log_with=None if tracker == "none" else tracker,
+        project_dir=str(folder),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    )
+
+
+def start_tracker(accelerator: Accelerator, section: TrainSection, settings: dict[str, Any]) -> None:
+    """Start the recipe's tracker, on the main process only.
+
+    Raises:
+        UserError: when it does not start; the message is the tracker's own.
+    """
+    if section.tracker == "none":
+        return
+    try:
+        accelerator.init_trackers(section.project, config=settings)
+    except Exception as error:  # every tracker has its own kinds
+        raise UserError(
+            f"The tracker {section.tracker} did not start: {error}",
+            "For wandb, log in (wandb login) or set WANDB_MODE=offline; or set train.tracker=none.",
+        ) from error
+
+
+def describe_processes(accelerator: Accelerator) -> list[str]:
+    """Lines that say how many processes train, and where; a launcher may quietly start fewer than it was asked for."""
+    ranks = accelerator.num_processes
+    precision = accelerator.mixed_precision.replace("no", "float32")
+    lines = [
+        f"Training on {ranks} process{'es' if ranks > 1 else ''} ({accelerator.device.type}, {precision}, "
+        f"{torch.get_num_threads()} CPU threads each)."
+    ]
+    # `accelerate launch --cpu --num_processes 2` sets the address of a group, and then starts one process.
+    if ranks == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        lines.append(
+            "The launcher was asked for more processes, but only this one runs. For several on a CPU: "
+            "ACCELERATE_USE_CPU=true torchrun --nproc_per_node N -m headstart.train RECIPE"
+        )
+    return lines

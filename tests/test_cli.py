@@ -1,0 +1,355 @@
+"""The command line: what each command prints and leaves, and that bad input is one clear line without a traceback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from headstart.cli import app
+from headstart.target import Target
+from tests.test_pipeline import recipe_text, tiny_recipe
+from tests.tiny import tiny_model, tiny_tokenizer
+
+COMMANDS = (
+    "run", "plan", "data", "data build", "data show", "train", "tune", "eval", "generate", "chat", "export", "push",
+    "recipes", "recipes show",
+)  # fmt: skip
+
+
+def call(*arguments: object, stdin: str | None = None) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def works(*arguments: object, stdin: str | None = None) -> Any:
+    result = call(*arguments, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(*arguments: object) -> str:
+    """The one line on stderr that a command refuses bad input with."""
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit), "an unexpected error has a traceback"
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("Error: ")
+    return str(lines[0])
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> Path:
+    place = tmp_path_factory.mktemp("recipe")
+    file = place / "tiny.yaml"
+    file.write_text(recipe_text(tiny_recipe(place, tiny_target_folder)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def finished(recipe: Path) -> Path:
+    """The folder of a run that has come to its end."""
+    folder = recipe.parent / "run"
+    works("run", recipe, "--run-dir", folder)
+    return folder
+
+
+@pytest.fixture
+def heads(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the run's heads, to be changed."""
+    shutil.copytree(finished / "heads", tmp_path / "heads")
+    return tmp_path / "heads"
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"turns": ["who are you", "and now"]}\n{"turns": ["tell me"], "category": "talk"}\n')
+    return file
+
+
+# -- help and speed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    text = works(*command.split(), "--help").stdout
+    assert "Example" in text
+    assert "headstart" in text
+
+
+def test_help_loads_no_room() -> None:
+    code = (
+        "import sys\nfrom headstart.cli import app\n"
+        "try: app(['--help'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('torch', 'transformers', 'pydantic', 'numpy') if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "headstart", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip()[0].isdigit()
+
+
+# -- the commands ----------------------------------------------------------------------------------------------------
+
+
+def test_run_ends_with_the_table_and_the_paths(finished: Path, recipe: Path) -> None:
+    again = works("run", recipe, "--run-dir", finished).stdout
+    assert again.count("done, ") == 7
+    for text in ("tokens/s", "plain loop", "transformers generate", "prompt lookup", "τ ", "predicted"):
+        assert text in again
+    assert str(finished / "report" / "report.html") in again
+    assert f"headstart chat {finished / 'heads'}" in again
+
+
+def test_generate_writes_the_same_words_with_and_without_heads(finished: Path) -> None:
+    heads = finished / "heads"
+    texts = {
+        works(
+            "generate", heads, "--prompt", "who are you", "--dtype", "float32", "--max-new-tokens", 12, "--drafter", how
+        ).stdout
+        for how in ("heads", "none")
+    }
+    assert len(texts) == 1
+    drawn = works("generate", heads, "--prompt", "hello", "--temperature", 1, "--seed", 3, "--max-new-tokens", 8)
+    assert "tokens/s" in drawn.stderr
+    assert "tokens/s" not in drawn.stdout
+
+
+def test_generate_ends_at_a_stop_text(finished: Path) -> None:
+    heads = finished / "heads"
+    asked = ("generate", heads, "--prompt", "who are you", "--dtype", "float32", "--max-new-tokens", 12)
+    text = works(*asked).stdout.rstrip("\n")
+    stop = next(letter for letter in text if letter.isascii() and letter.isprintable())
+    assert works(*asked, "--stop", stop).stdout.rstrip("\n") == text[: text.index(stop) + 1]
+
+
+def test_chat_keeps_the_conversation_and_shows_its_speed(finished: Path) -> None:
+    lines = "hello\n/new\nand again\n\n"
+    result = works("chat", finished / "heads", "--max-new-tokens", 6, "--system", "be brief", stdin=lines)
+    assert result.stderr.count("tokens/s, τ") == 2
+
+
+def test_chat_survives_a_conversation_that_has_grown_too_long(finished: Path) -> None:
+    result = works("chat", finished / "heads", "--max-new-tokens", 6, stdin="word " * 2000 + "\nhello\n\n")
+    assert "/new begins anew" in result.stderr
+    assert result.stderr.count("tokens/s, τ") == 1
+
+
+def test_eval_writes_the_three_files(finished: Path, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    asked = ("eval", finished / "heads", "--questions", questions, "--out", out, "--max-new-tokens", 6)
+    works(*asked, "--limit", 1, "--dtype", "float32", "--multi-turn")
+    assert {file.name for file in out.iterdir()} == {"report.html", "report.md", "results.json"}
+    results = json.loads((out / "results.json").read_text())
+    assert [row["id"] for row in results["per_prompt"]] == ["1", "1/2"]
+    assert results["environment"]["dtype"] == "float32"
+    works(*asked, "--batch-size", 2, "--temperature", 0.5)
+
+
+def test_data_shows_what_is_supervised(finished: Path, tmp_path: Path, tiny_target_folder: Path) -> None:
+    assert "supervised" in works("data", "show", finished, "--index", 1).stdout
+    file = finished / "data" / "conversations" / "calibration.jsonl"
+    assert "⟦" in works("data", "show", file).stdout
+    shutil.copy(file, tmp_path / "alone.jsonl")
+    assert "--target" in refused("data", "show", tmp_path / "alone.jsonl")
+    assert "⟦" in works("data", "show", tmp_path / "alone.jsonl", "--target", tiny_target_folder).stdout
+
+
+def test_data_and_train_are_the_first_stages_of_a_run(recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    works("data", recipe, "--run-dir", folder)
+    assert (folder / "data" / "states" / "train" / "manifest.json").is_file()
+    out = works("train", recipe, "--run-dir", folder).stdout
+    assert out.count("done, ") == 3
+    assert (folder / "train" / "best" / "heads.safetensors").is_file()
+    assert "no heads yet" in refused("export", folder, tmp_path / "out")
+
+
+def test_plan_does_no_work(recipe: Path, tmp_path: Path) -> None:
+    out = works("plan", recipe, "--run-dir", tmp_path / "run").stdout
+    assert "Hidden states on disk" in out
+    assert "estimate" in out
+    assert not (tmp_path / "run" / "stages").exists()
+    assert call("plan", recipe, "data.max_new_tokens=5000", "--run-dir", tmp_path / "run").exit_code == 2
+
+
+def test_tuning_again_writes_the_heads_anew(finished: Path, heads: Path, tmp_path: Path) -> None:
+    calibration = finished / "data" / "conversations" / "calibration.jsonl"
+    assert "--conversations" in refused("tune", heads)
+    works("tune", heads, "--conversations", calibration)
+    works("generate", heads, "--prompt", "hello", "--max-new-tokens", 4)
+    shutil.copytree(finished, tmp_path / "run")
+    out = works("tune", tmp_path / "run").stdout
+    assert "asked for again" in out
+
+
+def test_export_copies_heads_that_load_alone(finished: Path, tmp_path: Path) -> None:
+    works("export", finished, tmp_path / "out")
+    works("generate", tmp_path / "out", "--prompt", "hello", "--max-new-tokens", 4)
+    works("export", finished, tmp_path / "out")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    assert "something else" in refused("export", finished, tmp_path / "mine")
+
+
+def test_push_can_be_tried_without_sending(finished: Path) -> None:
+    out = works("push", finished / "heads", "user/name", "--private", "--dry-run").stdout
+    assert "heads.safetensors" in out
+    assert "Would upload 5 files" in out
+    assert "user/name" in refused("push", finished / "heads", "name", "--dry-run")
+
+
+def test_recipes_are_listed_and_shown(tmp_path: Path) -> None:
+    assert "quickstart" in works("recipes").stdout
+    (tmp_path / "mine.yaml").write_text(works("recipes", "show", "quickstart", "train.lr=0.5").stdout)
+    assert "lr: 0.5" in works("recipes", "show", tmp_path / "mine.yaml").stdout
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_key_is_refused_with_the_nearest(recipe: Path, tmp_path: Path) -> None:
+    assert "'train.lrr'. Did you mean 'lr'?" in refused("run", recipe, "train.lrr=1")
+    assert "Did you mean 'num_heads'?" in refused("run", recipe, "heads.num_headz=1", "--run-dir", tmp_path / "run")
+    assert "Did you mean 'medusa'?" in refused("run", recipe, "heads.family=medsua", "--run-dir", tmp_path / "run")
+    assert "Did you mean 'quickstart'?" in refused("run", "quikstart")
+    assert "key=value" in refused("run", recipe, "train.lr")
+    assert "train.lr" in refused("run", recipe, "train.lr=-1")
+
+
+def test_an_unknown_target_is_refused(recipe: Path, tmp_path: Path) -> None:
+    assert "smollm2-135m" in refused("run", recipe, "target.spec=nosuch", "--run-dir", tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    asked = ("run", recipe, f"target.spec={tmp_path / 'empty'}", "--run-dir", tmp_path / "run")
+    assert "config.json" in refused(*asked)
+    assert not (tmp_path / "run" / "data" / "conversations").exists()
+
+
+def test_a_target_without_a_chat_template_is_refused(recipe: Path, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(chat_template=None)
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    asked = (recipe, f"target.spec={tmp_path / 'target'}", "--run-dir", tmp_path / "run")
+    assert "chat template" in refused("run", *asked)
+    assert "chat template" in refused("plan", *asked)
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "data", "train"])
+def test_a_missing_prompt_file_is_refused(recipe: Path, command: str) -> None:
+    assert "gone.jsonl" in refused(command, recipe, "data.prompts=gone.jsonl")
+
+
+def test_malformed_lines_are_named_by_file_and_number(recipe: Path, finished: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"turns": ["fine"]}\n{"turns": [\n')
+    for asked in (
+        ("run", recipe, f"eval.questions={bad}"),
+        ("run", recipe, f"data.prompts={bad}", "--run-dir", tmp_path / "run"),
+        ("eval", finished / "heads", "--questions", bad, "--out", tmp_path / "out"),
+        ("data", "show", bad, "--target", "smollm2-135m"),
+    ):
+        line = refused(*asked)
+        assert "bad.jsonl, line 2" in line or "bad.jsonl, line 1: not a tokenised" in line
+
+
+def test_missing_files_and_folders_are_refused(finished: Path, questions: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    assert str(gone) in refused("eval", finished / "heads", "--questions", gone, "--out", tmp_path / "out")
+    assert str(gone) in refused("eval", gone, "--questions", questions, "--out", tmp_path / "out")
+    assert str(gone) in refused("generate", gone, "--prompt", "hello")
+    assert str(gone) in refused("chat", gone)
+    assert str(gone) in refused("data", "show", gone)
+    assert str(gone) in refused("export", gone, tmp_path / "out")
+    assert str(gone) in refused("push", gone, "user/name", "--dry-run")
+    assert str(gone) in refused("tune", gone)
+    assert "0 to 11" in refused("data", "show", finished, "--index", 12)
+
+
+@pytest.mark.parametrize("name", ["heads.safetensors", "config.json", "tree.json", "calibration.json"])
+def test_heads_cut_short_are_refused(heads: Path, name: str) -> None:
+    file = heads / name
+    file.write_bytes(file.read_bytes()[:-40])
+    assert name in refused("generate", heads, "--prompt", "hello")
+    file.unlink()
+    assert name in refused("generate", heads, "--prompt", "hello")
+
+
+def test_heads_for_another_model_are_refused(heads: Path, tmp_path: Path, tiny_target_folder: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target_folder, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 0.125 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    assert "another model" in refused("generate", heads, "--prompt", "hello", "--target", other)
+
+
+def test_a_tree_deeper_than_the_heads_is_refused(heads: Path) -> None:
+    (heads / "tree.json").write_text(json.dumps({"paths": [[0], [0, 0], [0, 0, 0]]}))
+    assert "3 deep" in refused("generate", heads, "--prompt", "hello")
+
+
+def test_prompts_longer_than_the_context_are_refused(finished: Path, tmp_path: Path, tiny_target: Target) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"turns": ["word " * tiny_target.max_length]}) + "\n")
+    assert "1024 tokens" in refused("generate", finished / "heads", "--prompt", "word " * 1024)
+    assert "1024 tokens" in refused("eval", finished / "heads", "--questions", long, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_disk_is_refused(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("run", recipe, "data.conversations=1000000000000", "data.cache_gigabytes=1e9", "--run-dir", tmp_path / "r")
+    assert "are free" in refused(*asked)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("headstart.data.generate.write_conversations", full)
+    line = refused("data", recipe, "--run-dir", tmp_path / "run")
+    assert "disk is full" in line
+    monkeypatch.undo()
+    works("data", recipe, "--run-dir", tmp_path / "run")
+
+
+def test_options_out_of_range_are_refused(finished: Path, questions: Path, tmp_path: Path) -> None:
+    heads = finished / "heads"
+    for asked in (
+        ("generate", heads, "--prompt", "hello", "--max-new-tokens", 0),
+        ("generate", heads, "--prompt", "hello", "--temperature", -1),
+        ("generate", heads, "--prompt", "hello", "--drafter", "medusa"),
+        ("eval", heads, "--questions", questions, "--out", tmp_path, "--dtype", "int3"),
+        ("nonsense",),
+    ):
+        result = call(*asked)
+        assert result.exit_code == 2
+        assert "Traceback" not in result.output
+    assert "empty" in refused("generate", heads, "--prompt", "hello", "--stop", "")
+
+
+def test_a_terminal_sees_one_line_and_no_traceback(recipe: Path, tmp_path: Path) -> None:
+    """Once as a process of its own, as a script would call it."""
+    command = [sys.executable, "-m", "headstart", "run", str(recipe), "train.lrr=1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "Error: Unknown recipe key 'train.lrr'. Did you mean 'lr'?\n"
+
+
+def test_ctrl_c_says_how_to_go_on(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headstart.data.generate.write_conversations", interrupted)
+    monkeypatch.setattr(sys, "argv", ["headstart", "run", "tiny.yaml"])
+    result = call("run", recipe, "--run-dir", tmp_path / "run")
+    assert result.exit_code == 130
+    assert "Go on with: headstart run tiny.yaml" in result.stderr

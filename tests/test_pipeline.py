@@ -1,0 +1,499 @@
+"""The stage framework on made-up stages, and a whole run on a tiny target that is interrupted in every stage."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from headstart.errors import UserError
+from headstart.pipeline import run as run_module
+from headstart.pipeline.plan import make_plan, show_plan
+from headstart.pipeline.run import Outcome, Run, Stage, execute, format_seconds, locked, provenance, recipe_text
+from headstart.pipeline.stages import STAGES, check_inputs, stages_until
+from headstart.train.config import Recipe, load_recipe, parse_recipe
+
+# -- made-up stages --------------------------------------------------------------------------------------------------
+
+
+class Factory:
+    """Two stages that write a file each and count how often they work; `fail` makes one stop half way."""
+
+    def __init__(self) -> None:
+        self.worked: list[str] = []
+        self.fail: str | None = None
+        self.version = 1
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            Stage(
+                "first", "first things", self.version, ("a",), (), lambda run: {"seed": run.recipe.data.seed}, self.a
+            ),
+            Stage("second", "second things", 1, ("b/c",), ("first",), lambda run: {"lr": run.recipe.train.lr}, self.b),
+        )
+
+    def a(self, run: Run) -> Outcome:
+        return self._write(run.folder / "a", "first")
+
+    def b(self, run: Run) -> Outcome:
+        return self._write(run.folder / "b" / "c", "second")
+
+    def _write(self, path: Path, name: str) -> Outcome:
+        self.worked.append(name)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"part-{len(list(path.iterdir()))}").touch()
+        if self.fail == name:
+            raise KeyboardInterrupt
+        return Outcome(f"{name} is there")
+
+
+@pytest.fixture
+def factory() -> Factory:
+    return Factory()
+
+
+def make_run(folder: Path, **settings: Any) -> Run:
+    return Run(parse_recipe({"name": "made-up", **settings}), folder, Console(file=io.StringIO(), width=200))
+
+
+def said(run: Run) -> str:
+    assert isinstance(run.console.file, io.StringIO)
+    return run.console.file.getvalue()
+
+
+def parts(folder: Path) -> int:
+    return len(list(folder.iterdir()))
+
+
+def test_done_stages_are_skipped(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    assert execute(make_run(folder), factory.stages())
+    assert not execute(make_run(folder), factory.stages())
+    assert factory.worked == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "worked"),
+    [
+        ({"data": {"seed": 1}}, ["first", "second"]),
+        ({"train": {"lr": 0.5}}, ["second"]),
+        ({"train": {"clip": 0.5}}, []),
+    ],
+)
+def test_only_stages_that_depend_on_a_changed_setting_are_built_anew(
+    tmp_path: Path, factory: Factory, settings: dict[str, Any], worked: list[str]
+) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    factory.worked.clear()
+    execute(make_run(folder, **settings), factory.stages())
+    assert factory.worked == worked
+    assert parts(folder / "a") == parts(folder / "b" / "c") == 1, "what was there before is gone"
+
+
+def test_it_says_which_setting_changed(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    run = make_run(folder, data={"seed": 7})
+    execute(run, factory.stages())
+    assert "seed changed from 0 to 7" in said(run)
+    assert "first has changed" in said(run)
+
+
+def test_a_new_version_of_a_stage_builds_it_anew(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    factory.version = 2
+    execute(make_run(folder), factory.stages())
+    assert factory.worked == ["first", "second"] * 2
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_an_interrupted_stage_goes_on_with_what_it_has(tmp_path: Path, factory: Factory, name: str) -> None:
+    folder = tmp_path / "run"
+    factory.fail = name
+    with pytest.raises(KeyboardInterrupt):
+        execute(make_run(folder), factory.stages())
+    record = make_run(folder).record(name)
+    assert record is not None
+    assert not record.whole
+    factory.fail = None
+    execute(make_run(folder), factory.stages())
+    assert parts(folder / {"first": "a", "second": "b/c"}[name]) == 2, "the first part was kept"
+    assert factory.worked.count("first") == (2 if name == "first" else 1)
+
+
+def test_parts_of_other_settings_are_not_gone_on_with(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    factory.fail = "first"
+    with pytest.raises(KeyboardInterrupt):
+        execute(make_run(folder), factory.stages())
+    factory.fail = None
+    execute(make_run(folder, data={"seed": 1}), factory.stages())
+    assert parts(folder / "a") == 1
+
+
+def test_a_kill_while_old_outputs_are_removed_leaves_nothing_taken_for_whole(
+    tmp_path: Path, factory: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            execute(make_run(folder, data={"seed": 1}), factory.stages())
+    factory.worked.clear()
+    execute(make_run(folder), factory.stages())  # back to the first settings
+    assert factory.worked == ["first", "second"]
+    assert parts(folder / "a") == 1
+
+
+@pytest.mark.parametrize("loss", ["a", "b", "stages/first.json"])
+def test_what_somebody_deleted_is_built_anew(tmp_path: Path, factory: Factory, loss: str) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    path = folder / loss
+    if path.is_dir():
+        for file in sorted(path.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        path.rmdir()
+    else:
+        path.unlink()
+    factory.worked.clear()
+    execute(make_run(folder), factory.stages())
+    assert factory.worked == (["second"] if loss == "b" else ["first", "second"])
+
+
+def test_a_damaged_record_counts_as_none(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    (folder / "stages" / "second.json").write_text('{"fingerprint": ')
+    execute(make_run(folder), factory.stages())
+    assert factory.worked == ["first", "second", "second"]
+
+
+def test_a_stage_can_be_asked_for_again(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    execute(make_run(folder), factory.stages(), again={"second"})
+    assert factory.worked == ["first", "second", "second"]
+
+
+def test_outputs_without_a_record_are_adopted_where_a_stage_says_so(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "part-0").touch()
+    first = factory.stages()[0]
+    execute(make_run(folder), [Stage(**{**vars(first), "adopts": True})])
+    assert parts(folder / "a") == 2
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    with locked(folder), pytest.raises(UserError, match=f"process {os.getpid()}"):
+        execute(make_run(folder), factory.stages())
+    execute(make_run(folder), factory.stages())
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
+    code = "from headstart.pipeline.run import locked; from pathlib import Path; import os, signal\n"
+    code += f"with locked(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert (tmp_path / "lock").read_text().strip().isdigit()
+    with locked(tmp_path):
+        pass
+
+
+def test_a_run_can_be_repeated_from_its_own_files(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    run = make_run(folder, train={"lr": 0.25})
+    execute(run, factory.stages())
+    assert load_recipe(str(folder / "recipe.yaml")) == run.recipe
+    commands = json.loads((folder / "provenance.json").read_text())["commands"]
+    assert len(commands) == 1
+    assert commands[0]["argv"] == sys.argv
+    assert "torch" in commands[0]["versions"]
+    execute(make_run(folder), factory.stages())
+    assert len(json.loads((folder / "provenance.json").read_text())["commands"]) == 2, "the changed run is noted too"
+
+
+def test_provenance_names_the_commit_only_of_its_own_source_tree(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sha = provenance().git_sha
+    assert sha is None or len(sha) == 40
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
+    assert run_module.git_state() == (None, None)
+
+
+def test_recipes_survive_being_written() -> None:
+    recipe = load_recipe("quickstart")
+    assert "smollm2-135m" in recipe_text(recipe)
+    assert format_seconds(125.2) == "2 min 5 s"
+
+
+# -- the whole run ---------------------------------------------------------------------------------------------------
+
+
+WORDS = "tell me about the sun and moon how to cook rice what is a user system who are you"
+
+
+def tiny_recipe(folder: Path, target: Path, **changes: Any) -> Recipe:
+    """A run of a few seconds."""
+    words = WORDS.split()
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(
+        "".join(
+            json.dumps({"turns": [" ".join(words[(i * k + k) % len(words)] for k in range(1, 7)) + f" {i}"]}) + "\n"
+            for i in range(40)
+        )
+    )
+    settings: dict[str, Any] = {
+        "name": "tiny",
+        "target": {"spec": str(target), "dtype": "float32", "device": "cpu"},
+        "data": {
+            "prompts": str(prompts),
+            "conversations": 12,
+            "heldout": 4,
+            "calibration": 4,
+            "max_new_tokens": 16,
+            "batch_size": 4,
+        },
+        "heads": {"family": "medusa", "num_heads": 2},
+        "train": {"steps": 4, "batch_tokens": 512, "eval_every": 2, "save_every": 2},
+        "tune": {"widths": [1, 2, 4], "context": 32, "max_nodes": 4, "max_rank": 2},
+        "eval": {"limit": 2, "max_new_tokens": 8},
+    }
+    for key, value in changes.items():
+        settings[key] = {**settings[key], **value}
+    return parse_recipe(settings)
+
+
+def quiet(folder: Path, recipe: Recipe) -> Run:
+    return Run(recipe, folder, Console(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Recipe, Path]:
+    """A run that nothing disturbed."""
+    place = tmp_path_factory.mktemp("whole")
+    recipe = tiny_recipe(place, tiny_target_folder)
+    execute(quiet(place / "run", recipe), STAGES)
+    return recipe, place / "run"
+
+
+def test_a_run_leaves_what_others_script_against(whole: tuple[Recipe, Path]) -> None:
+    import headstart
+
+    recipe, folder = whole
+    assert {file.name for file in (folder / "report").iterdir()} == {"report.html", "report.md", "results.json"}
+    results = json.loads((folder / "report" / "results.json").read_text())
+    assert results["summary"]["predicted_speedup"] is not None
+    assert results["summary"]["divergences"]["count"] == 0
+    assert len((folder / "data" / "heldout.jsonl").read_text().splitlines()) == recipe.data.heldout
+    answer = headstart.load(folder / "heads").generate("who are you", max_new_tokens=4)
+    assert len(answer.tokens) <= 4
+    assert "### held-out prompts" in (folder / "heads" / "README.md").read_text()
+
+
+def test_a_second_run_loads_no_model(whole: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, folder = whole
+    monkeypatch.setattr("headstart.target.load_target", lambda *_: pytest.fail("the model was loaded"))
+    assert not execute(quiet(folder, recipe), STAGES)
+
+
+def once(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """`function`, that is interrupted in place of its call number `calls` (from 0)."""
+    done = iter(range(1000))
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        if next(done) == calls:
+            raise KeyboardInterrupt
+        return function(*arguments, **named)
+
+    return interrupted
+
+
+PLACES = (
+    ("target", "headstart.pipeline.stages.target_identity", 1),
+    ("conversations", "headstart.data.generate.write_conversations", 2),
+    ("states", "headstart.data.store._write_shard", 1),
+    ("train", "headstart.train.checkpoint.save", 1),
+    ("tune", "headstart.decode.tune.measure_verify", 0),
+    ("export", "headstart.hub.format.write_card", 0),
+    ("eval", "headstart.eval.report.write_text", 1),
+)
+"""(stage, function that is interrupted in it, at which of its calls)."""
+
+
+def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
+    tmp_path: Path, whole: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, undisturbed = whole
+    folder = tmp_path / "run"
+    names = [stage.name for stage in STAGES]
+    assert [place[0] for place in PLACES] == names
+    for number, (_, function, calls) in enumerate(PLACES):
+        with monkeypatch.context() as patched:
+            module, _, name = function.rpartition(".")
+            patched.setattr(function, once(getattr(sys.modules[module], name), calls))
+            with pytest.raises(KeyboardInterrupt):
+                execute(quiet(folder, recipe), STAGES)
+        run = quiet(folder, recipe)
+        records = [run.record(name) for name in names]
+        assert [record is not None and record.whole for record in records] == [i < number for i in range(len(names))]
+    execute(quiet(folder, recipe), STAGES)
+    for split in ("train", "calibration", "heldout"):
+        file = f"data/conversations/{split}.jsonl"
+        assert (folder / file).read_text() == (undisturbed / file).read_text()
+    theirs, ours = (load_file(place / "heads" / "heads.safetensors") for place in (undisturbed, folder))
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+
+def test_a_run_killed_while_training_goes_on(
+    tmp_path: Path, whole: tuple[Recipe, Path], tiny_target_folder: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, tiny_target_folder, train={"steps": 100_000, "epochs": 100_000})
+    folder = tmp_path / "run"
+    (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
+    command = [sys.executable, "-m", "headstart", "train", str(tmp_path / "recipe.yaml"), "--run-dir", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while len(list((folder / "train" / "checkpoints").glob("step-*"))) < 2 and time.monotonic() < deadline:
+            assert process.poll() is None, "the run ended by itself"
+            time.sleep(0.05)
+        with pytest.raises(UserError, match=f"process {process.pid}"):
+            execute(quiet(folder, recipe), STAGES)
+    finally:
+        process.kill()
+        process.wait()
+    before = max(int(place.name[5:13]) for place in (folder / "train" / "checkpoints").glob("step-????????"))
+    recipe = tiny_recipe(tmp_path, tiny_target_folder, train={"steps": 100_000, "epochs": 100_000, "log_every": 1})
+    run = quiet(folder, recipe)
+    with interrupt_after(2.0), pytest.raises(KeyboardInterrupt):
+        execute(run, stages_until("train"))
+    after = max(int(place.name[5:13]) for place in (folder / "train" / "checkpoints").glob("step-????????"))
+    assert after >= before > 0, "it went on from its checkpoint"
+    record = run.record("train")
+    assert record is not None
+    assert not record.whole
+
+
+class interrupt_after:
+    """Ctrl-C after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __enter__(self) -> None:
+        self.before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, self.seconds, 0.5)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.before)
+
+
+@pytest.fixture
+def copied(tmp_path: Path, whole: tuple[Recipe, Path]) -> tuple[Recipe, Path]:
+    """A copy of the finished run, to be changed."""
+    recipe, folder = whole
+    shutil.copytree(folder, tmp_path / "run")
+    return recipe, tmp_path / "run"
+
+
+def test_heads_trained_by_another_command_are_taken_as_they_are(
+    copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, folder = copied
+    (folder / "stages" / "train.json").unlink()
+    monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
+    execute(quiet(folder, recipe), stages_until("train"))
+
+
+def test_a_shard_cut_short_is_computed_again(copied: tuple[Recipe, Path]) -> None:
+    recipe, folder = copied
+    shard = next((folder / "data" / "states" / "train").glob("shard-*.safetensors"))
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[:-100])
+    (folder / "train" / "result.json").unlink()
+    (folder / "stages" / "train.json").unlink()
+    execute(quiet(folder, recipe), stages_until("train"))
+    assert shard.stat().st_size == size
+
+
+def test_another_model_in_the_targets_place_builds_everything_anew(
+    copied: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path
+) -> None:
+    recipe, folder = copied
+    place = tmp_path / "target"
+    shutil.copytree(tiny_target_folder, place)
+    recipe = tiny_recipe(tmp_path, place)
+    execute(quiet(folder, recipe), stages_until("target"))
+    before = quiet(folder, recipe).record("target")
+    weights = load_file(place / "model.safetensors")
+    save_file({name: tensor + 0.125 for name, tensor in weights.items()}, place / "model.safetensors", {"format": "pt"})
+    run = quiet(folder, recipe)
+    execute(run, stages_until("conversations"))
+    after = run.record("target")
+    assert before is not None
+    assert after is not None
+    assert before.identity != after.identity
+    assert run.record("states") is not None
+    other = quiet(folder, tiny_recipe(tmp_path, tiny_target_folder))
+    with pytest.raises(UserError, match="is not the model"):
+        _ = other.target
+
+
+def test_a_plan_names_bytes_time_and_what_would_fail(
+    whole: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, folder = whole
+    run = Run(recipe, folder, Console(width=120))
+    plan = make_plan(run)
+    show_plan(run, plan)
+    text = capsys.readouterr().out
+    assert plan.problems == []
+    assert set(plan.seconds) == {stage.name for stage in STAGES}
+    assert "Hidden states on disk" in text
+    assert "done before" in text
+    greedy = tiny_recipe(tmp_path, tiny_target_folder, data={"conversations": 10**12, "cache_gigabytes": 1e9})
+    problems = make_plan(quiet(tmp_path / "none", greedy)).problems
+    assert any("free" in problem for problem in problems)
+    long = tiny_recipe(tmp_path, tiny_target_folder, data={"max_new_tokens": 5000, "minutes": 1})
+    assert any("5384 tokens" in problem for problem in make_plan(quiet(tmp_path / "none", long)).problems)
+
+
+def test_inputs_are_checked_before_any_work(tmp_path: Path, tiny_target_folder: Path) -> None:
+    missing = tiny_recipe(tmp_path, tiny_target_folder, eval={"questions": str(tmp_path / "none.jsonl")})
+    with pytest.raises(UserError, match=r"none\.jsonl"):
+        check_inputs(missing, STAGES)
+    check_inputs(missing, stages_until("train"))
+    with pytest.raises(UserError, match="held-out"):
+        check_inputs(tiny_recipe(tmp_path, tiny_target_folder, data={"heldout": 0}), STAGES)
+    with pytest.raises(UserError, match=r"gone\.jsonl"):
+        check_inputs(tiny_recipe(tmp_path, tiny_target_folder, data={"prompts": "gone.jsonl"}), STAGES)
+
+
+def test_too_little_disk_is_said_before_the_data_is_written(tmp_path: Path, tiny_target_folder: Path) -> None:
+    recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"conversations": 10**12, "cache_gigabytes": 1e9})
+    with pytest.raises(UserError, match="are free"):
+        execute(quiet(tmp_path / "run", recipe), STAGES)

@@ -1,0 +1,68 @@
+"""Small stores of hidden states over the tiny target, and recipes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.data.conversations import Conversation
+from headstart.data.store import StateStore, build_store
+from headstart.target import FINAL, Target
+from headstart.train.config import Recipe, parse_recipe
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Sums in one order, whatever the machine: these tests compare runs bit by bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def conversations(count: int, seed: int, vocab_size: int) -> list[Conversation]:
+    """Random tokens; the last two thirds of each conversation are supervised."""
+    random = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        length = int(torch.randint(12, 40, (1,), generator=random))
+        tokens = torch.randint(3, vocab_size, (length - 1,), generator=random).tolist()
+        supervised = [place > length // 3 for place in range(length)]
+        made.append(Conversation(f"c{number}", [*tokens, 2], supervised, []))
+    return made
+
+
+@pytest.fixture(scope="session")
+def states(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder `states` with the stores `train` (24 conversations) and `calibration` (7)."""
+    folder = tmp_path_factory.mktemp("run") / "data" / "states"
+    for name, count, seed in (("train", 24, 0), ("calibration", 7, 1)):
+        made = conversations(count, seed, tiny_target.vocab_size)
+        build_store(folder / name, made, tiny_target, [FINAL], budget_bytes=10**8)
+    return folder
+
+
+@pytest.fixture
+def train_store(states: Path) -> StateStore:
+    return StateStore(states / "train")
+
+
+@pytest.fixture
+def valid_store(states: Path) -> StateStore:
+    return StateStore(states / "calibration")
+
+
+@pytest.fixture
+def recipe() -> Callable[..., Recipe]:
+    """A recipe of two small heads; keyword arguments go to its train section."""
+
+    def make(**train: Any) -> Recipe:
+        heads = {"family": "medusa", "num_heads": 2, "draft_vocab_size": 40}
+        settings = {"steps": 12, "batch_tokens": 128, "lr": 3e-3, "eval_every": 6, "save_every": 4, **train}
+        return parse_recipe({"name": "tiny", "target": "tiny", "heads": heads, "train": settings})
+
+    return make

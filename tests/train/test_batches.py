@@ -1,0 +1,65 @@
+"""Which conversations go together, in what order, on which process."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from headstart.heads import HeadBatch
+from headstart.target import FINAL
+from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions, share
+
+LENGTHS = [random.Random(0).randrange(20, 400) for _ in range(300)]
+
+
+def test_every_conversation_comes_once_and_batches_keep_to_the_budget() -> None:
+    for epoch in range(3):
+        batches = epoch_batches(LENGTHS, 2048, seed=0, epoch=epoch)
+        assert sorted(index for batch in batches for index in batch) == list(range(300))
+        padded = [len(batch) * max(LENGTHS[i] for i in batch) for batch in batches]
+        assert max(padded) <= 2048
+        assert sum(LENGTHS) / sum(padded) > 0.9, "alike lengths go together: little padding"
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_and_the_count_is_not() -> None:
+    first = epoch_batches(LENGTHS, 2048, seed=0, epoch=0)
+    assert first == epoch_batches(LENGTHS, 2048, seed=0, epoch=0)
+    others = [epoch_batches(LENGTHS, 2048, seed, epoch) for seed, epoch in ((0, 1), (0, 2), (1, 0))]
+    for other in others:
+        assert other != first
+        assert {frozenset(batch) for batch in other} != {frozenset(batch) for batch in first}, "mixed anew"
+        assert len(other) == len(first)
+
+
+def test_a_conversation_beyond_the_budget_has_a_batch_of_its_own() -> None:
+    assert sorted(epoch_batches([10, 5000, 12], 64, seed=0, epoch=0), key=len)[0] == [1]
+
+
+def test_processes_share_each_step_equally() -> None:
+    steps = epoch_steps([[i] for i in range(11)], ranks=2, accumulate=2)
+    assert len(steps) == 2 and all(len(group) == 4 for group in steps)
+    assert [share(steps[0], rank, 2) for rank in range(2)] == [[[0], [2]], [[1], [3]]]
+
+
+def test_collate_pads_on_the_right_and_reads_only_the_taps_asked_for() -> None:
+    def get(index: int) -> Any:
+        length = index + 2
+        states = {FINAL: torch.full((length, 3), float(index)), 4: torch.zeros(length, 3)}
+        return SimpleNamespace(tokens_T=torch.arange(length), supervised_T=torch.ones(length).bool(), states=states)
+
+    store: Any = SimpleNamespace(get=get)
+    batch = collate(store, [2, 0], [FINAL], torch.bfloat16, torch.device("cpu"))
+    assert batch.tokens_BT.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
+    assert batch.supervised_BT.tolist() == [[True] * 4, [True, True, False, False]]
+    assert list(batch.states) == [FINAL]
+    assert batch.states[FINAL].dtype == torch.bfloat16
+    assert batch.states[FINAL][0, :, 0].tolist() == [2.0] * 4 and batch.states[FINAL][1, 2:].abs().sum() == 0
+
+
+def test_predictions_counts_what_the_first_draft_step_predicts() -> None:
+    supervised_BT = torch.tensor([[False, True, True, True, False], [True, True, False, True, False]])
+    # Row 0 predicts tokens 2 and 3; in row 1 nothing lies before token 0, and token 3 follows no supervised token.
+    assert predictions(HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {})) == 2

@@ -1,0 +1,67 @@
+"""Whole checkpoints are found, cut-short ones are passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from headstart.errors import UserError
+from headstart.train import checkpoint
+from headstart.train.checkpoint import Standing
+
+SETTINGS = {"train.lr": 1e-3}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with checkpoints of steps 10, 20 and 30, of which two are kept."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 3)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for step in (10, 20, 30):
+        checkpoint.save(accelerator, tmp_path, Standing(step=step, epoch=1, elapsed=2.5), SETTINGS)
+    return tmp_path
+
+
+def test_the_two_newest_are_kept_and_the_newest_is_found(saved: Path) -> None:
+    assert sorted(place.name for place in saved.iterdir()) == ["step-00000020", "step-00000030"]
+    found = checkpoint.find(saved, SETTINGS, pytest.fail)
+    assert found == (saved / "step-00000030", Standing(step=30, epoch=1, elapsed=2.5))
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "no manifest"])
+def test_one_that_is_cut_short_is_passed_over_with_a_warning(saved: Path, damage: str) -> None:
+    place = saved / "step-00000030"
+    largest = max((file for file in place.iterdir() if file.name != "checkpoint.json"), key=lambda f: f.stat().st_size)
+    match damage:
+        case "truncate":
+            largest.write_bytes(largest.read_bytes()[:-1])
+        case "remove":
+            largest.unlink()
+        case "manifest":
+            (place / "checkpoint.json").write_text('{"standing": {"st')
+        case _:
+            (place / "checkpoint.json").unlink()
+    warnings: list[str] = []
+    found = checkpoint.find(saved, SETTINGS, warnings.append)
+    assert found is not None and found[1].step == 20
+    assert len(warnings) == 1 and "step-00000030 is cut short" in warnings[0]
+
+
+def test_one_that_was_still_being_written_is_not_seen(saved: Path) -> None:
+    (saved / "step-00000030").rename(saved / "step-00000040.partial")
+    found = checkpoint.find(saved, SETTINGS, pytest.fail)
+    assert found is not None and found[1].step == 20
+
+
+def test_nothing_is_found_in_a_new_folder(tmp_path: Path) -> None:
+    assert checkpoint.find(tmp_path / "none", SETTINGS, pytest.fail) is None
+
+
+def test_other_settings_are_refused_by_name(saved: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.lr = 0\.001, and now it is 0\.002") as caught:
+        checkpoint.find(saved, {"train.lr": 2e-3}, pytest.fail)
+    assert "--run-dir" in caught.value.remedy

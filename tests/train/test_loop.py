@@ -1,0 +1,349 @@
+"""The training loop on a tiny target: it learns, goes on exactly where it stopped, and refuses what cannot work."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from headstart.data.store import StateStore
+from headstart.errors import UserError
+from headstart.heads.io import load_heads
+from headstart.target import FINAL, Target, load_target
+from headstart.train import loop
+from headstart.train.config import Recipe
+from headstart.train.loop import TrainResult, train
+from headstart.train.losses import LOSSES
+
+GOLDEN = Path(__file__).parent / "golden_losses.json"
+
+Train = Callable[..., TrainResult]
+
+
+@pytest.fixture
+def run(
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: StateStore
+) -> Callable[..., TrainResult]:
+    """Train in a folder with these train settings."""
+
+    def go(folder: Path, console: Console | None = None, target: Target = tiny_target, **settings: Any) -> TrainResult:
+        return train(recipe(**settings), target, train_store, valid_store, folder, console)
+
+    return go
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_heads(folder).state_dict()
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Bitwise the same heads."""
+    left, right = weights(one), weights(other)
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_heads_metrics_and_a_result(run: Train, tmp_path: Path, tiny_target: Target) -> None:
+    result = run(tmp_path, steps=60, eval_every=20, save_every=20)
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [0, 20, 40, 60]
+    assert rows[1]["loss"] > rows[3]["loss"], "it learns"
+    assert result.steps == 60 and result.heads_folder == tmp_path / "best"
+    assert result.metrics["tau"] == max(row["tau"] for row in rows)
+    assert result.metrics["tau"] > rows[0]["tau"]
+    assert json.loads((tmp_path / "result.json").read_text())["best"] == result.metrics
+    assert 0 < result.coverage < 1 and rows[0]["coverage"] == pytest.approx(result.coverage, abs=1e-4)
+    heads = load_heads(result.heads_folder, tiny_target)
+    assert 2 in heads.draft_to_target_D.tolist(), "the end of a turn can be drafted"
+    assert {p.dtype for p in heads.parameters()} == {torch.float32}
+
+
+def test_losses_of_the_first_steps_are_the_golden_ones(run: Train, tmp_path: Path) -> None:
+    """float32 sums taken in another order differ by about 1e-6; Adam's first steps move each weight by the learning
+    rate whatever its gradient, so a gradient near zero may flip a weight's step: 1e-3 of the loss covers that, and a
+    shift by one position or a wrong normaliser moves the loss by far more."""
+    run(tmp_path, steps=6, eval_every=1, lr=1e-3)
+    losses = [row["loss"] for row in metrics(tmp_path)[1:]]
+    assert losses == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-3)
+
+
+def test_the_first_loss_is_the_sum_over_steps_per_first_step_prediction(
+    run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore
+) -> None:
+    """The loop's number against the definition, computed conversation by conversation without batches or chunks."""
+    run(tmp_path, steps=1, eval_every=1, batch_tokens=100_000, lr=1e-9)
+    heads = load_heads(tmp_path / "best", tiny_target)
+    total, count = 0.0, 0
+    for index in range(len(train_store)):
+        sample = train_store.get(index)
+        final_TE, length = sample.states[FINAL], len(sample.tokens_T)
+        for step in range(heads.steps):
+            for t in range(length - step - 2):
+                if not sample.supervised_T[t + 1 : t + step + 3].all():
+                    continue
+                draft = heads.head_logits(final_TE[t], step).log_softmax(-1)  # type: ignore[operator]
+                own = tiny_target.lm_head(final_TE[t + step + 1])[heads.draft_to_target_D].softmax(-1)
+                total -= 0.8**step * (own * draft).sum().item()
+                count += step == 0
+    assert metrics(tmp_path)[-1]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_accumulation_equals_larger_batches(run: Train, tmp_path: Path, train_store: StateStore) -> None:
+    """All conversations in one step, as one batch or as several: the same gradient up to the order of sums."""
+    whole = run(tmp_path / "whole", steps=3, epochs=3, batch_tokens=100_000)
+    batches = len(loop.epoch_batches(train_store.lengths, 128, seed=0, epoch=0))
+    assert batches > 3
+    parts = run(tmp_path / "parts", steps=3, epochs=3, batch_tokens=128, accumulate=batches)
+    one, other = weights(whole.last_folder), weights(parts.last_folder)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=2e-4)
+
+
+class _Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Stop a run dead after so many optimiser steps, as a kill would: no handler, no clean-up of its own."""
+    original = loop._Run._step
+
+    def arm(steps: int) -> None:
+        left = [steps]
+
+        def step(self: Any, *args: Any) -> float:
+            if left[0] == 0:
+                raise _Killed
+            left[0] -= 1
+            return original(self, *args)
+
+        monkeypatch.setattr(loop._Run, "_step", step)
+
+    yield arm
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("settings", [{}, {"mixed_precision": "bf16", "accumulate": 2, "epochs": 6}])
+def test_a_killed_run_goes_on_to_the_same_weights(
+    run: Train, tmp_path: Path, kill_after: Callable[[int], None], settings: dict[str, Any]
+) -> None:
+    whole = run(tmp_path / "whole", **settings)
+    for steps in (5, 6):  # once between checkpoints, once behind the next one
+        kill_after(steps)
+        with pytest.raises(_Killed):
+            run(tmp_path / "cut", **settings)
+        torch.manual_seed(99)  # whatever happens to the random state in between
+    kill_after(10**9)
+    resumed = run(tmp_path / "cut", **settings)
+    assert resumed.steps == whole.steps
+    assert_same(whole.last_folder, resumed.last_folder)
+    assert_same(whole.heads_folder, resumed.heads_folder)
+    kept = [{k: v for k, v in row.items() if k not in ("elapsed_seconds", "loss")} for row in metrics(tmp_path / "cut")]
+    expected = [{k: v for k, v in row.items() if k in kept[0]} for row in metrics(tmp_path / "whole")]
+    assert kept == expected
+
+
+def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
+    """Families with dropout draw from it in every step."""
+    seen: list[torch.Tensor] = []
+    original = loop._Run._groups
+
+    def groups(self: Any) -> Any:
+        for group in original(self):
+            torch.rand(1)
+            seen.append(torch.get_rng_state())
+            yield group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop._Run, "_groups", groups)
+        run(tmp_path / "whole")
+        whole, seen[:] = list(seen), []
+        kill_after(9)
+        with pytest.raises(_Killed):
+            run(tmp_path / "cut")
+        seen.clear()
+        kill_after(10**9)
+        run(tmp_path / "cut")
+    assert len(seen) == 4
+    assert all(torch.equal(one, other) for one, other in zip(seen, whole[8:], strict=True))
+
+
+def test_a_checkpoint_cut_short_falls_back_to_the_one_before(
+    run: Train, tmp_path: Path, kill_after: Callable[[int], None]
+) -> None:
+    whole = run(tmp_path / "whole")
+    kill_after(9)
+    with pytest.raises(_Killed):
+        run(tmp_path / "cut")
+    kill_after(10**9)
+    file = tmp_path / "cut" / "checkpoints" / "step-00000008" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    console = Console(file=StringIO(), width=500)
+    resumed = run(tmp_path / "cut", console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step-00000008 is cut short" in text and "Going on from step 4" in text
+    assert_same(whole.last_folder, resumed.last_folder)
+
+
+def test_a_finished_run_is_not_trained_again(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
+    first = run(tmp_path)
+    kill_after(0)
+    again = run(tmp_path)
+    assert again == first
+
+
+def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(tmp_path / "whole")
+    original = loop._Run._step
+
+    def step(self: Any, *args: Any) -> float:
+        if self.standing.step == 5:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop._Run, "_step", step)
+        run(tmp_path / "cut")
+    assert (tmp_path / "cut" / "checkpoints" / "step-00000006").is_dir()
+    assert_same(whole.last_folder, run(tmp_path / "cut").last_folder)
+
+
+def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(run: Train, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"steps": None, "minutes": 2 / 60, "epochs": 100_000, "eval_every": 10**6}
+    result = run(tmp_path, **settings)
+    rows = metrics(tmp_path)
+    assert result.steps > 0
+    assert 1.9 < rows[-1]["elapsed_seconds"] < 8
+    assert run(tmp_path, **settings).steps == result.steps
+
+
+def test_epochs_bound_a_run_and_its_schedule(run: Train, tmp_path: Path, train_store: StateStore) -> None:
+    per_epoch = len(loop.epoch_batches(train_store.lengths, 128, seed=0, epoch=0))
+    assert run(tmp_path, steps=None, epochs=2).steps == 2 * per_epoch
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_conversation(
+    run: Train, tmp_path: Path, train_store: StateStore
+) -> None:
+    run(tmp_path, steps=4)
+    train_store.get(7).states[FINAL][-5:] = math.nan  # small stores are kept in memory
+    with pytest.raises(UserError, match=r"not finite at step \d+ .*conversations 7 are not finite"):
+        run(tmp_path, steps=40)
+    newest = max((tmp_path / "checkpoints").iterdir())
+    assert all(tensor.isfinite().all() for tensor in load_file(newest / "model.safetensors").values())
+
+
+def test_a_gradient_that_is_not_finite_names_the_batch(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "find_loss", lambda name: lambda logits, probs: logits.sum(-1) * math.inf)
+    with pytest.raises(UserError, match=r"at step 1 .*its batches held training conversations \d+"):
+        run(tmp_path)
+
+
+class _Unsupervised:
+    """A store in which no assistant ever spoke."""
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def supervised_counts(self, vocab_size: int) -> torch.Tensor:
+        return torch.zeros(vocab_size, dtype=torch.long)
+
+
+def test_nothing_supervised_is_an_error(
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="Nothing is supervised in the training data"):
+        train(recipe(), tiny_target, _Unsupervised(train_store), valid_store, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="Nothing is supervised in the validation data"):
+        train(recipe(), tiny_target, train_store, _Unsupervised(valid_store), tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"loss": "softce"}, "Unknown loss 'softce'"),
+        ({"mixed_precision": "fp16"}, "fp16 training needs a GPU"),
+        ({"tracker": "trackio"}, "tracker trackio is not installed"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    run: Train, tmp_path: Path, settings: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=problem):
+        run(tmp_path, **settings)
+
+
+def test_a_draft_vocabulary_without_room_for_the_end_of_a_turn_is_refused(
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: StateStore, tmp_path: Path
+) -> None:
+    base = recipe()
+    heads = {**base.heads, "draft_vocab_size": tiny_target.vocab_size + 1}
+    with pytest.raises(UserError, match="larger than the target's"):
+        train(base.model_copy(update={"heads": heads}), tiny_target, train_store, valid_store, tmp_path)
+
+
+def test_going_on_with_other_settings_is_refused(run: Train, tmp_path: Path) -> None:
+    run(tmp_path)
+    with pytest.raises(UserError, match=r"train\.lr = 0\.003, and now it is 0\.001"):
+        run(tmp_path, lr=1e-3)
+    assert run(tmp_path, steps=14).steps == 14, "a larger budget is not another setting"
+
+
+def test_every_loss_trains(run: Train, tmp_path: Path) -> None:
+    for name in LOSSES:
+        run(tmp_path / name, steps=2, loss=name)
+        assert math.isfinite(metrics(tmp_path / name)[-1]["loss"])
+
+
+def test_a_bfloat16_target_trains_in_mixed_precision_with_float32_weights(
+    run: Train, tmp_path: Path, tiny_target_folder: Path
+) -> None:
+    target = load_target(str(tiny_target_folder), dtype="bfloat16", device="cpu")
+    console = Console(file=StringIO(), width=500)
+    result = run(tmp_path, target=target, console=console, steps=2)
+    assert "(cpu, bf16" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert {tensor.dtype for tensor in weights(result.last_folder).values()} == {torch.float32, torch.int64}
+
+
+def test_wandb_works_offline_and_leaves_the_environment_alone(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run(tmp_path / "run", steps=2, tracker="wandb", log_every=1)
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_the_live_line_shows_steps_loss_and_time_left(run: Train, tmp_path: Path) -> None:
+    console = Console(file=StringIO(), width=200, force_terminal=True)
+    run(tmp_path, console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for part in ("Training on 1 process", "step 0", "tau", "loss", "lr", "tok/s", "left", "covers"):
+        assert part in text
+    shutil.rmtree(tmp_path / "checkpoints")

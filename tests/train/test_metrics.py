@@ -1,0 +1,84 @@
+"""Accuracy, predicted tokens per round and the draft vocabulary on cases counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headstart.heads import HeadBatch, StepPrediction
+from headstart.target import FINAL, Target
+from headstart.train.metrics import Tally, chosen_tokens, coverage, pick_vocabulary
+
+DEVICE = torch.device("cpu")
+
+
+def _says(tokens: list[int], size: int = 12) -> torch.Tensor:
+    """Logits whose best drafts are these, the next ids following by rank."""
+    logits = torch.zeros(len(tokens), size)
+    for row, token in enumerate(tokens):
+        for rank in range(size):
+            logits[row, (token + rank) % size] = size - rank
+    return logits
+
+
+def test_tau_lines_up_the_steps_of_one_draft() -> None:
+    chosen_X = torch.tensor([-1, 3, 4, 5, 6, -1])
+    steps = [
+        # from origins 0, 1, 2, 3: right, wrong (by one rank), right, right
+        StepPrediction(_says([3, 3, 5, 6]), torch.tensor([1, 2, 3, 4]), torch.tensor([0, 1, 2, 3])),
+        # from origins 0, 1, 2: right, right (but its first step was wrong), far off
+        StepPrediction(_says([4, 5, 10]), torch.tensor([2, 3, 4]), torch.tensor([0, 1, 2])),
+    ]
+    tally = Tally(2, DEVICE)
+    tally.add(steps, torch.arange(12), chosen_X)
+    result = tally.result()
+    assert result.predictions == [4, 3]
+    assert result.accuracy["top1"] == [pytest.approx(3 / 4), pytest.approx(2 / 3)]
+    assert result.accuracy["top4"] == [pytest.approx(1.0), pytest.approx(2 / 3)]
+    assert result.accuracy["top8"] == [pytest.approx(1.0), pytest.approx(2 / 3)]
+    assert result.tau == pytest.approx(1 + 3 / 4 + 1 / 3)
+
+
+def test_a_token_outside_the_draft_vocabulary_is_a_miss() -> None:
+    vocabulary_D = torch.tensor([20, 21, 22])
+    tally = Tally(1, DEVICE)
+    step = StepPrediction(_says([1, 1], size=3), torch.tensor([0, 1]), torch.tensor([0, 1]))
+    tally.add([step], vocabulary_D, torch.tensor([21, 5]))
+    assert tally.result().accuracy == {"top1": [0.5], "top4": [0.5], "top8": [0.5]}
+
+
+def test_counts_of_processes_add_up() -> None:
+    chosen_X = torch.tensor([3, 4])
+    origin_M = torch.tensor([0, 1])
+    both, other = Tally(1, DEVICE), Tally(1, DEVICE)
+    both.add([StepPrediction(_says([3, 4]), origin_M, origin_M)], torch.arange(12), chosen_X)
+    other.add([StepPrediction(_says([0, 0]), origin_M, origin_M)], torch.arange(12), chosen_X)
+    both.counts_KC += other.counts_KC
+    assert both.result().accuracy["top1"] == [0.5]
+    assert both.result().tau == 1.5
+
+
+def test_nothing_to_judge_is_plain_decoding() -> None:
+    assert Tally(3, DEVICE).result().tau == 1
+
+
+def test_chosen_tokens_are_the_targets_own_argmax(tiny_target: Target) -> None:
+    tokens = [[5, 9, 30, 7, 8], [11, 4, 2]]
+    rows = tiny_target.hidden_states(tokens, [FINAL])
+    final_BTE = torch.nn.utils.rnn.pad_sequence([row[FINAL] for row in rows], batch_first=True)
+    supervised_BT = torch.tensor([[False, False, False, True, True], [False, True, True, False, False]])
+    chosen_X = chosen_tokens(tiny_target, HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {FINAL: final_BTE}))
+    with tiny_target.stock() as model:
+        own = [model(torch.tensor([row])).logits[0].argmax(-1).tolist() for row in tokens]
+    assert chosen_X.tolist() == [-1, -1, own[0][2], own[0][3], -1, own[1][0], own[1][1], -1, -1, -1]
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens_ties_by_id() -> None:
+    counts_V = torch.tensor([1, 4, 0, 4, 9, 1])
+    assert pick_vocabulary(counts_V, 3, always=[]).tolist() == [1, 3, 4]
+    assert pick_vocabulary(counts_V, 4, always=[]).tolist() == [0, 1, 3, 4]
+    assert pick_vocabulary(counts_V, 3, always=[2]).tolist() == [1, 2, 4]
+
+
+def test_coverage_is_the_share_of_supervised_tokens_that_can_be_drafted() -> None:
+    assert coverage(torch.tensor([6, 0, 3, 1]), torch.tensor([0, 3])) == pytest.approx(0.7)
