@@ -12,6 +12,7 @@ import torch
 from headstart.decode.tune import Tuning, choose, measure_ranks, path_values, tune
 from headstart.errors import UserError
 from headstart.heads import family, make_config
+from headstart.heads.medusa import head_logits
 from headstart.target import FINAL, Target, TreeShape
 from tests.tiny import tiny_model
 
@@ -46,10 +47,9 @@ def test_no_tree_of_the_same_size_is_accepted_more() -> None:
 
 
 def test_costs_decide_the_size() -> None:
-    values = {(0,): 0.6, (0, 0): 0.36, (1,): 0.2}
-    ordered = [(0,), (0, 0), (1,)]
-    free, _ = choose(ordered, values, (1, 8), (10.0, 10.0), 0.0, 8)
-    steep, curve = choose(ordered, values, (1, 2, 4), (10.0, 20.0, 40.0), 0.0, 8)
+    gains = [1.0, 1.6, 1.96, 2.16]
+    free, _ = choose(gains, (1, 8), (10.0, 10.0), 0.0)
+    steep, curve = choose(gains, (1, 2, 4), (10.0, 20.0, 40.0), 0.0)
     assert free == 4
     assert steep == 1, "no speculation is one of the choices"
     assert curve[1] == [2.0, pytest.approx(0.8)]
@@ -65,7 +65,7 @@ def test_ranks_are_those_of_the_true_tokens() -> None:
     final = target.hidden_states([tokens], (FINAL,))[0][FINAL]
     for origin, row in zip((1, 2, 3), ranks.tolist(), strict=True):
         for step in range(3):
-            logits = heads.head_logits(final[origin][None], step)[0]
+            logits = head_logits(final[origin][None], *heads.parts()[step])[0]
             truth = tokens[origin + step + 2]
             order = heads.draft_to_target_D[logits.argsort(descending=True)].tolist()
             expected = order.index(truth) if truth in order else 10

@@ -19,6 +19,7 @@ from tests.tiny import tiny_model
 CASES: dict[str, dict[str, Any]] = {
     "medusa": {"family": "medusa", "num_heads": 3},
     "medusa-draft-vocabulary": {"family": "medusa", "num_heads": 2, "draft_vocab_size": 30},
+    "medusa-root": {"family": "medusa", "num_heads": 2, "see_root": True},
     "medusa-shared-deep": {"family": "medusa", "num_heads": 3, "num_layers": 2, "shared_lm_head": True},
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headstart.heads.medusa import MedusaConfig, MedusaHead, positions
+from headstart.heads.medusa import MedusaConfig, MedusaHead, head_logits, positions
 from headstart.target import Target
 from tests.tiny import tiny_model
 
@@ -30,4 +30,4 @@ def test_warm_started_heads_repeat_the_targets_own_distribution() -> None:
     heads.warm_start(target)
     state = torch.randn(5, 64)
     for step in range(2):
-        torch.testing.assert_close(heads.head_logits(state, step), target.lm_head(state)[:, vocabulary])
+        torch.testing.assert_close(head_logits(state, *heads.parts()[step]), target.lm_head(state)[:, vocabulary])

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from headstart.data.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.io import load_heads
+from headstart.heads.medusa import head_logits
 from headstart.target import FINAL, Target, load_target
 from headstart.train import loop
 from headstart.train.config import Recipe
@@ -96,7 +97,7 @@ def test_the_first_loss_is_the_sum_over_steps_per_first_step_prediction(
             for t in range(length - step - 2):
                 if not sample.supervised_T[t + 1 : t + step + 3].all():
                     continue
-                draft = heads.head_logits(final_TE[t], step).log_softmax(-1)  # type: ignore[operator]
+                draft = head_logits(final_TE[t], *heads.parts()[step]).log_softmax(-1)
                 own = tiny_target.lm_head(final_TE[t + step + 1])[heads.draft_to_target_D].softmax(-1)
                 total -= 0.8**step * (own * draft).sum().item()
                 count += step == 0
@@ -216,9 +217,10 @@ def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypat
             signal.raise_signal(signal.SIGINT)
         return original(self, *args)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop._Run, "_step", step)
+    monkeypatch.setattr(loop._Run, "_step", step)
+    with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut")
+    monkeypatch.undo()
     assert (tmp_path / "cut" / "checkpoints" / "step-00000006").is_dir()
     assert_same(whole.last_folder, run(tmp_path / "cut").last_folder)
 

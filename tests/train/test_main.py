@@ -17,7 +17,7 @@ import yaml
 from headstart.data.store import StateStore
 from headstart.heads.io import load_heads
 from headstart.target import load_target
-from headstart.train.config import Recipe
+from headstart.train.config import Recipe, load_recipe
 from headstart.train.loop import train
 
 
@@ -53,8 +53,6 @@ def run_to_end(*arguments: str | Path, **extra: str) -> subprocess.CompletedProc
 
 def here(file: Path, folder: Path, *overrides: str) -> Path:
     """The same training in this process; returns its last heads."""
-    from headstart.train.config import load_recipe
-
     recipe = load_recipe(str(file), overrides)
     target = load_target(recipe.target.spec, recipe.target.dtype, recipe.target.device)
     states = file.parent / "run" / "data" / "states"

@@ -50,7 +50,8 @@ class Tuning:
         draft_ms: milliseconds of one draft with these heads, at the chosen width.
         acceptance: for each depth and rank, how often that draft is right when the better choices above it were
             right (rank 0 at every depth above).
-        predicted: `tokens_per_round` (τ), `speedup` over plain decoding, `tokens_per_second`.
+        predicted: `tokens_per_round` (τ, replayed on the calibration answers), `speedup` over plain decoding,
+            `tokens_per_second`.
         curve: for each node count tried, the predicted speed-up.
         settings: target, dtype, device, threads, context, positions measured.
     """
@@ -119,9 +120,11 @@ def tune(
     verify_ms = measure_verify(target, widths, context, heads.taps)
     draft_ms = _draft_ms(target, heads, values, context)
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
-    best, curve = choose(ordered, values, widths, verify_ms, draft_ms, max_nodes)
-    chosen = tuple(ordered[: best - 1])
-    gain = 1.0 + sum(values[path] for path in chosen)
+    largest = min(max_nodes, max(widths), len(ordered) + 1)
+    # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
+    gains = [replay(ranks_OK, ordered[: nodes - 1]) for nodes in range(1, largest + 1)]
+    best, curve = choose(gains, widths, verify_ms, draft_ms)
+    chosen, gain = tuple(ordered[: best - 1]), gains[best - 1]
     round_ms = cost(best, widths, verify_ms) + (draft_ms if best > 1 else 0.0)
     return Tuning(
         paths=tuple(TreeShape.from_paths(chosen).paths),
@@ -146,36 +149,51 @@ def tune(
     )
 
 
+def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
+    """τ of a tree when the origins are decoded one after the other: each round goes on behind what it accepted.
+
+    Origins count as consecutive positions of one text; where conversations meet, a round may cross over, which changes
+    one round in a conversation.
+
+    >>> replay(torch.tensor([[0], [5], [5], [5]]), [(0,)])  # accepts one, skips its place, then twice nothing
+    1.3333333333333333
+    """
+    tree, ranks, position, rounds, emitted = set(paths), ranks_OK.tolist(), 0, 0, 0
+    while position < len(ranks):
+        row = ranks[position]
+        depth = 0
+        while depth < len(row) and tuple(row[: depth + 1]) in tree:
+            depth += 1
+        rounds += 1
+        emitted += depth + 1
+        position += depth + 1
+    return emitted / rounds
+
+
 def choose(
-    ordered: Sequence[RankPath],
-    values: dict[RankPath, float],
-    widths: Sequence[int],
-    verify_ms: Sequence[float],
-    draft_ms: float,
-    max_nodes: int,
+    gains: Sequence[float], widths: Sequence[int], verify_ms: Sequence[float], draft_ms: float
 ) -> tuple[int, list[list[float]]]:
     """The node count (root included) with the most expected tokens per millisecond; 1 is plain decoding.
 
-    A parent is accepted at least as often as its child, so the first nodes in order of value are always a tree, and
-    no other tree of that size is accepted more.
+    Args:
+        gains: τ of the best tree of 1, 2, 3, ... nodes; the first is plain decoding.
+        widths: see `Tuning`, like the rest.
+        verify_ms: see there.
+        draft_ms: see there.
 
     Returns:
         (best node count, [[node count, predicted speed-up], ...]).
 
-    >>> half = {(0,): 0.5, (0, 0): 0.25}
-    >>> choose([(0,), (0, 0)], half, (1, 4), (10.0, 10.0), 1.0, 8)[0]
+    >>> choose([1.0, 1.5, 1.75], (1, 4), (10.0, 10.0), 1.0)[0]
     3
-    >>> choose([(0,), (0, 0)], half, (1, 2), (10.0, 20.0), 1.0, 8)[0]
+    >>> choose([1.0, 1.5, 1.75], (1, 2), (10.0, 20.0), 1.0)[0]
     1
     """
-    best, best_speedup, curve, gain = 1, 1.0, [[1.0, 1.0]], 1.0
-    for nodes in range(2, min(max_nodes, max(widths), len(ordered) + 1) + 1):
-        gain += values[ordered[nodes - 2]]
-        speedup = gain * verify_ms[0] / (cost(nodes, widths, verify_ms) + draft_ms)
-        curve.append([float(nodes), speedup])
-        if speedup > best_speedup:
-            best, best_speedup = nodes, speedup
-    return best, curve
+    curve = [
+        [float(nodes), gain * verify_ms[0] / (cost(nodes, widths, verify_ms) + (draft_ms if nodes > 1 else 0.0))]
+        for nodes, gain in enumerate(gains, start=1)
+    ]
+    return max(range(len(curve)), key=lambda i: curve[i][1]) + 1, curve
 
 
 def cost(nodes: int, widths: Sequence[int], verify_ms: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -110,6 +110,13 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def warm_start(self, target: Target) -> None:
         """Initialise from the target's own weights, in place. `draft_to_target_D` is set already."""
+
+    def fit(self, batches: Iterable[HeadBatch]) -> None:
+        """Improve on the warm start in closed form, in place, from a pass over some data; by default nothing.
+
+        Gradient steps then start from a solved linear problem instead of finding it first.
+        """
+        return None
 
     def bind(self, target: Target) -> None:
         """Take references to frozen weights of the target that are not saved with the heads; called after loading."""

@@ -10,12 +10,13 @@ target's own LM head predicts token t + 1. On tokens a b c d e (positions 0-4), 
 >>> [positions(supervised, step).tolist() for step in range(2)]
 [[1, 2], [1]]
 
-Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, M predictions, K heads, R ranks, N tree nodes.
+Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, F what a head reads, M predictions, K heads, L blocks of a
+head, R ranks, N tree nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -29,6 +30,10 @@ from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPredictio
 from headstart.target import FINAL, DraftTree, Target, TreeShape
 
 
+_RIDGE = 1e-3
+"""Ridge of the linear start, as a share of the mean squared size of a state's components."""
+
+
 class MedusaConfig(HeadConfig):
     """Settings of Medusa heads."""
 
@@ -37,6 +42,11 @@ class MedusaConfig(HeadConfig):
     num_layers: int = Field(1, ge=1, le=8, description="Residual blocks in each head.")
     shared_lm_head: bool = Field(
         False, description="Read logits through the target's frozen LM head instead of one trained LM head per head."
+    )
+    see_root: bool = Field(
+        False,
+        description="Heads also read the embedding of token t + 1, which the target has decided when they draft "
+        "(Hydra's first step, Ankner et al., arXiv 2402.05109); false is Medusa-1.",
     )
 
 
@@ -58,6 +68,8 @@ class MedusaHead(DraftHead):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
+        inputs = 2 * size if config.see_root else size
+        self.input_KEF = nn.Parameter(torch.zeros(config.num_heads, size, inputs))
         # Blocks start as the identity: x + SiLU(0) = x.
         self.block_weight_KLEE = nn.Parameter(torch.zeros(config.num_heads, config.num_layers, size, size))
         self.block_bias_KLE = nn.Parameter(torch.zeros(config.num_heads, config.num_layers, size))
@@ -65,38 +77,74 @@ class MedusaHead(DraftHead):
             self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
         else:
             self.lm_head_KDE = nn.Parameter(torch.zeros(config.num_heads, config.draft_width, size))
+        self._embedding_VE: Tensor | None = None
 
     @property
     def steps(self) -> int:
         return self.config.num_heads
 
     def warm_start(self, target: Target) -> None:
-        """Copy the target's LM head, cut to the draft vocabulary, into every head."""
-        if self.config.shared_lm_head:
-            self.bind(target)
-        else:
+        """Every head starts as the target's own LM head, cut to the draft vocabulary, on the target's own state."""
+        self.bind(target)
+        self.input_KEF.data[:, :, : self.config.hidden_size] = torch.eye(self.config.hidden_size)
+        if not self.config.shared_lm_head:
             rows_DE = target.lm_head_weight[self.draft_to_target_D.to(target.device)]
             self.lm_head_KDE.data.copy_(rows_DE.to(self.lm_head_KDE).expand_as(self.lm_head_KDE))
 
+    @torch.no_grad()
+    def fit(self, batches: Iterable[HeadBatch]) -> None:
+        """Start head k from the best linear guess of the state it should have seen.
+
+        Ridge regression gives the input map that takes what the head reads at t closest to h_{t+k+1}, the state from
+        which the target itself predicts head k's token. Without it a head starts by predicting the token before its
+        own, with confidence.
+        """
+        size, inputs = self.input_KEF.shape[1:]
+        gram_FF = torch.zeros(inputs, inputs)
+        cross_KFE = torch.zeros(self.steps, inputs, size)
+        for batch in batches:
+            final_XE = batch.states[FINAL].flatten(0, 1).float()
+            origin_M = positions(batch.supervised_BT, self.steps - 1)
+            seen_MF = self.read(final_XE[origin_M], batch.tokens_BT.flatten()[origin_M + 1]).float()
+            gram_FF += seen_MF.T @ seen_MF
+            for step in range(self.steps):
+                cross_KFE[step] += seen_MF.T @ final_XE[origin_M + step + 1]
+        scale = gram_FF.diagonal().mean()
+        if scale > 0:  # else no position reaches the last head
+            maps_KFE = torch.linalg.solve(gram_FF + _RIDGE * scale * torch.eye(inputs), cross_KFE)
+            self.input_KEF.data.copy_(maps_KFE.mT)
+
     def bind(self, target: Target) -> None:
-        """With a shared LM head, take the target's rows for the draft vocabulary."""
+        """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
+        self._embedding_VE = target.embedding_weight.detach() if self.config.see_root else None
         if self.config.shared_lm_head:
             rows_DE = target.lm_head_weight[self.draft_to_target_D.to(target.device)]
             self.lm_head_DE = rows_DE.detach().to(self.block_weight_KLEE)
 
-    def head_logits(self, final_ME: Tensor, step: int) -> Tensor:
-        """Logits [M, D] of head `step` on final states [M, E]."""
-        x_ME = final_ME
-        for layer in range(self.config.num_layers):
-            weight, bias = self.block_weight_KLEE[step, layer], self.block_bias_KLE[step, layer]
-            x_ME = x_ME + F.silu(F.linear(x_ME, weight, bias))
-        return F.linear(x_ME, self.lm_head_DE if self.config.shared_lm_head else self.lm_head_KDE[step])
+    def read(self, final_ME: Tensor, root_M: Tensor) -> Tensor:
+        """What every head reads, [M, F]: the final state and, with `see_root`, the decided token's embedding."""
+        if self._embedding_VE is None:
+            return final_ME
+        # Normalised: embeddings are an order of magnitude smaller than final states.
+        root_ME = F.rms_norm(F.embedding(root_M, self._embedding_VE).float(), final_ME.shape[-1:])
+        return torch.cat([final_ME, root_ME.to(final_ME)], dim=-1)
+
+    def parts(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Input map [E, F], block weights [L, E, E], block biases [L, E] and LM head [D, E] of each head.
+
+        Unbound once rather than indexed head by head: the gradient of an index is a whole table of zeros with one
+        head filled in, and adding four of those was a fifth of a training step.
+        """
+        lm_heads = [self.lm_head_DE] * self.steps if self.config.shared_lm_head else self.lm_head_KDE.unbind(0)
+        blocks = self.block_weight_KLEE.unbind(0), self.block_bias_KLE.unbind(0)
+        return list(zip(self.input_KEF.unbind(0), *blocks, lm_heads, strict=True))
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
-        final_XE = batch.states[FINAL].flatten(0, 1)
-        for step in range(self.steps):
+        final_XE, tokens_X = batch.states[FINAL].flatten(0, 1), batch.tokens_BT.flatten()
+        for step, part in enumerate(self.parts()):
             origin_M = positions(batch.supervised_BT, step)
-            yield StepPrediction(self.head_logits(final_XE[origin_M], step), origin_M + step + 1, origin_M)
+            seen_MF = self.read(final_XE[origin_M], tokens_X[origin_M + 1])
+            yield StepPrediction(head_logits(seen_MF, *part), origin_M + step + 1, origin_M)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -108,8 +156,9 @@ class MedusaHead(DraftHead):
         depth, width = shape.depth, shape.width
         if depth == 0:
             return DraftTree.from_shape(root_B[:, None], shape)
+        seen_BF = self.read(state.final_BE, root_B)
         top_BKR = torch.stack(
-            [self.head_logits(state.final_BE, step).topk(width, dim=-1).indices for step in range(depth)], dim=1
+            [head_logits(seen_BF, *part).topk(width, dim=-1).indices for part in self.parts()[:depth]], dim=1
         )
         drafts_BN = self.draft_to_target_D[top_BKR].flatten(1)[:, _flat_nodes(shape, width).to(root_B.device)]
         return DraftTree.from_shape(torch.cat([root_B[:, None], drafts_BN], dim=1), shape)
@@ -120,6 +169,16 @@ class MedusaHead(DraftHead):
 
     def select(self, state: MedusaState, rows: Sequence[int]) -> None:
         state.final_BE = state.final_BE[list(rows)]
+
+
+def head_logits(
+    seen_MF: Tensor, input_EF: Tensor, weight_LEE: Tensor, bias_LE: Tensor, lm_head_DE: Tensor
+) -> Tensor:
+    """Logits [M, D] of one head on what it reads, [M, F]."""
+    x_ME = F.linear(seen_MF, input_EF)
+    for weight_EE, bias_E in zip(weight_LEE, bias_LE, strict=True):
+        x_ME = x_ME + F.silu(F.linear(x_ME, weight_EE, bias_E))
+    return F.linear(x_ME, lm_head_DE)
 
 
 def positions(supervised_BT: Tensor, step: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import typer
 from accelerate import PartialState
 from rich.console import Console
+from rich.markup import escape
 
 from headstart.data.store import StateStore
 from headstart.errors import UserError
@@ -34,7 +35,8 @@ def main(
     try:
         _train(recipe, overrides or [], run_dir, console)
     except UserError as error:
-        console.print(f"[bold red]Error:[/] {error.problem}\n{error.remedy}", highlight=False, soft_wrap=True)
+        message = escape(f"{error.problem}\n{error.remedy}")
+        console.print(f"[bold red]Error:[/] {message}", highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -65,6 +67,7 @@ def _train(name: str, overrides: list[str], run_dir: Path | None, console: Conso
             f"{result.steps} steps; best heads (step {result.metrics['step']}, predicted {tau:.2f} tokens per round): "
             f"{result.heads_folder}",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
     state.destroy_process_group()

@@ -43,7 +43,7 @@ class Display:
     def say(self, text: str) -> None:
         """Print one line above the live one."""
         if self._console is not None:
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, fraction: float, seconds: float, step: int, loss: float, lr: float, speed: float) -> None:
         """Update the live line.

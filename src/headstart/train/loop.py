@@ -411,7 +411,7 @@ class _Run:
 
     def _say(self, text: str) -> None:
         if self.console is not None:
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_store(store: StateStore, target: Target, taps: list[int]) -> None:

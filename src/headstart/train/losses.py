@@ -57,8 +57,7 @@ def tv(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
 
 def nla(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     """Negative log of alpha: like total variation, with a gradient that grows where the head is far off."""
-    alpha_M = _alpha(draft_logits_MD, target_probs_MD)
-    return -alpha_M.clamp_min(_TINY).log()
+    return -_alpha(draft_logits_MD, target_probs_MD).clamp_min(_TINY).log()
 
 
 def lk(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
@@ -67,10 +66,11 @@ def lk(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     KL teaches while the head is weak, total variation takes over as alpha grows.
     """
     alpha_M = _alpha(draft_logits_MD, target_probs_MD)
-    entropy_M = -torch.special.xlogy(target_probs_MD, target_probs_MD).sum(-1)
-    forward_kl_M = soft_ce(draft_logits_MD, target_probs_MD) - entropy_M
+    entropy_M: Tensor = -torch.special.xlogy(target_probs_MD, target_probs_MD).sum(-1)
+    forward_kl_M: Tensor = soft_ce(draft_logits_MD, target_probs_MD) - entropy_M
     weight_M: Tensor = torch.exp(-3 * alpha_M.detach())
-    return weight_M * forward_kl_M + (1 - weight_M) * (1 - alpha_M)
+    mixed_M: Tensor = weight_M * forward_kl_M + (1 - weight_M) * (1 - alpha_M)
+    return mixed_M
 
 
 def _alpha(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:

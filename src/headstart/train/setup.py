@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,17 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from headstart.errors import UserError
-from headstart.heads import DraftHead, family, make_config
-from headstart.target import Target
+from headstart.heads import DraftHead, HeadBatch, family, make_config
+from headstart.target import FINAL, Target
+from headstart.train.batches import collate
 from headstart.train.config import Recipe, TrainSection
 from headstart.train.metrics import pick_vocabulary
 
 if TYPE_CHECKING:
     from headstart.data.store import StateStore
+
+
+_FIRST_LOOK = 200_000
 
 
 def learning_rate(section: TrainSection, fraction: float) -> float:
@@ -62,7 +67,18 @@ def build_heads(recipe: Recipe, target: Target, train_store: StateStore) -> Draf
             )
         heads.set_draft_vocabulary(pick_vocabulary(counts_V, config.draft_vocab_size, ends))
     heads.warm_start(target)
+    heads.fit(_first_look(train_store, heads))
     return heads
+
+
+def _first_look(store: StateStore, heads: DraftHead) -> Iterator[HeadBatch]:
+    """Up to `_FIRST_LOOK` tokens of the training data, in float32, for a closed-form start."""
+    taps, read = sorted({*heads.taps, FINAL}), 0
+    for index in range(len(store)):
+        if read >= _FIRST_LOOK:
+            return
+        read += store.lengths[index]
+        yield collate(store, [index], taps, torch.float32, torch.device("cpu"))
 
 
 def make_accelerator(recipe: Recipe, target: Target, folder: Path) -> Accelerator:

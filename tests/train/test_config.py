@@ -1,0 +1,63 @@
+"""Recipes: overrides, variants, and mistakes answered with what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headstart.errors import UserError
+from headstart.train.config import load_recipe, packaged_recipes
+
+
+@pytest.mark.parametrize("name", packaged_recipes())
+def test_packaged_recipes_are_valid(name: str) -> None:
+    assert load_recipe(name).name
+
+
+def test_overrides_reach_every_section_and_keep_their_type() -> None:
+    overrides = ["train.lr=1e-4", "heads.num_heads=2", "target.dtype=float32", "train.minutes=null", "name=mine"]
+    recipe = load_recipe("quickstart", overrides)
+    assert (recipe.train.lr, recipe.heads["num_heads"], recipe.target.dtype) == (1e-4, 2, "float32")
+    assert (recipe.train.minutes, recipe.name, recipe.target.spec) == (None, "mine", "smollm2-135m")
+
+
+def test_a_variant_extends_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: quickstart\ntrain: {lr: 0.5}\n")
+    recipe, base = load_recipe(str(file)), load_recipe("quickstart")
+    assert recipe.name == "mine"
+    assert recipe.train.lr == 0.5
+    assert recipe.train.model_copy(update={"lr": base.train.lr}) == base.train
+    assert recipe.heads == base.heads
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.lrr=1", r"Unknown recipe key 'train\.lrr'\. Did you mean 'lr'"),
+        ("trian.lr=1", r"Unknown recipe key 'trian'\. Did you mean 'train'"),
+        ("train.lr=-1", r"Recipe key 'train\.lr': .*greater than 0"),
+        ("train.lr", r"'train\.lr' is not an override"),
+        ("name.sub=1", "has no settings inside"),
+    ],
+)
+def test_mistakes_are_answered(override: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_recipe("quickstart", [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("a: [1", "not valid YAML"), ("- 1", "holds no settings"), ("extends: SELF", "extends itself")],
+)
+def test_files_that_are_no_recipes_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text.replace("SELF", str(file)))
+    with pytest.raises(UserError, match=said):
+        load_recipe(str(file))
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"No recipe 'quickstrat'\. Did you mean 'quickstart'"):
+        load_recipe("quickstrat")
