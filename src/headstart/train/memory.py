@@ -13,8 +13,7 @@ def keep_freed_memory() -> bool:
     """Tell glibc to reuse freed blocks of up to 1 GiB instead of handing them back to the system.
 
     By default every block above 32 MiB (a table of logits, the gradient of an LM head) is mapped anew each time and
-    its pages are faulted in and zeroed: measured on two cores, half of the time of a bfloat16 matrix product and nine
-    tenths of a softmax. Memory at its peak is the same; it is not given back afterwards.
+    its pages are faulted in and zeroed. Memory at its peak is the same; it is not given back afterwards.
 
     Returns:
         Whether the C library took the setting; any other than glibc is left alone.
