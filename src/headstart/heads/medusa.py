@@ -10,8 +10,8 @@ target's own LM head predicts token t + 1. On tokens a b c d e (positions 0-4), 
 >>> [positions(supervised, step).tolist() for step in range(2)]
 [[1, 2], [1]]
 
-Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, F what a head reads, M predictions, K heads, L blocks of a
-head, R ranks, N tree nodes.
+Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, F what a head reads, M predictions, K heads,
+L blocks of a head, R ranks, N tree nodes, X = B * T flat positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, register
 from headstart.target import FINAL, DraftTree, Target, TreeShape
-
 
 _RIDGE = 1e-3
 """Ridge of the linear start, as a share of the mean squared size of a state's components."""
@@ -171,9 +170,7 @@ class MedusaHead(DraftHead):
         state.final_BE = state.final_BE[list(rows)]
 
 
-def head_logits(
-    seen_MF: Tensor, input_EF: Tensor, weight_LEE: Tensor, bias_LE: Tensor, lm_head_DE: Tensor
-) -> Tensor:
+def head_logits(seen_MF: Tensor, input_EF: Tensor, weight_LEE: Tensor, bias_LE: Tensor, lm_head_DE: Tensor) -> Tensor:
     """Logits [M, D] of one head on what it reads, [M, F]."""
     x_ME = F.linear(seen_MF, input_EF)
     for weight_EE, bias_E in zip(weight_LEE, bias_LE, strict=True):
