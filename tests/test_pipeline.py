@@ -24,6 +24,7 @@ from headstart.pipeline import run as run_module
 from headstart.pipeline.plan import make_plan, show_plan
 from headstart.pipeline.run import Outcome, Run, Stage, execute, format_seconds, locked, provenance, recipe_text
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
+from headstart.train import loop
 from headstart.train.config import Recipe, load_recipe, parse_recipe
 
 # -- made-up stages --------------------------------------------------------------------------------------------------
@@ -66,7 +67,9 @@ def factory() -> Factory:
 
 
 def make_run(folder: Path, **settings: Any) -> Run:
-    return Run(parse_recipe({"name": "made-up", **settings}), folder, Console(file=io.StringIO(), width=200))
+    return Run(
+        parse_recipe({"name": "made-up", "heads": {}, **settings}), folder, Console(file=io.StringIO(), width=200)
+    )
 
 
 def said(run: Run) -> str:
@@ -368,7 +371,7 @@ def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
 
 
 def test_a_run_killed_while_training_goes_on(
-    tmp_path: Path, whole: tuple[Recipe, Path], tiny_target_folder: Path
+    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = tiny_recipe(tmp_path, tiny_target_folder, train={"steps": 100_000, "epochs": 100_000})
     folder = tmp_path / "run"
@@ -385,31 +388,28 @@ def test_a_run_killed_while_training_goes_on(
     finally:
         process.kill()
         process.wait()
-    before = max(int(place.name[5:13]) for place in (folder / "train" / "checkpoints").glob("step-????????"))
-    recipe = tiny_recipe(tmp_path, tiny_target_folder, train={"steps": 100_000, "epochs": 100_000, "log_every": 1})
-    run = quiet(folder, recipe)
-    with interrupt_after(2.0), pytest.raises(KeyboardInterrupt):
+    before = newest_step(folder)
+    assert before > 0
+    step = loop._Run._step
+
+    def interrupted(self: Any, *arguments: Any) -> float:
+        signal.raise_signal(signal.SIGINT)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(loop._Run, "_step", interrupted)
+    run = Run(recipe, folder, Console(file=io.StringIO(), width=200))
+    with pytest.raises(KeyboardInterrupt):
         execute(run, stages_until("train"))
-    after = max(int(place.name[5:13]) for place in (folder / "train" / "checkpoints").glob("step-????????"))
-    assert after >= before > 0, "it went on from its checkpoint"
+    assert f"Going on from step {before} " in said(run)
+    assert newest_step(folder) == before + 1, "Ctrl-C ends the step and keeps it"
     record = run.record("train")
     assert record is not None
     assert not record.whole
 
 
-class interrupt_after:
-    """Ctrl-C after so many seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __enter__(self) -> None:
-        self.before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        signal.setitimer(signal.ITIMER_REAL, self.seconds, 0.5)
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self.before)
+def newest_step(folder: Path) -> int:
+    """Of the checkpoints that are whole."""
+    return max(int(place.name[5:]) for place in (folder / "train" / "checkpoints").glob("step-????????"))
 
 
 @pytest.fixture
@@ -427,6 +427,25 @@ def test_heads_trained_by_another_command_are_taken_as_they_are(
     (folder / "stages" / "train.json").unlink()
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
     execute(quiet(folder, recipe), stages_until("train"))
+
+
+def test_heads_trained_by_another_command_for_less_are_trained_on(copied: tuple[Recipe, Path]) -> None:
+    recipe, folder = copied
+    (folder / "stages" / "train.json").unlink()
+    longer = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 6})})
+    run = Run(longer, folder, Console(file=io.StringIO(), width=200))
+    execute(run, stages_until("train"))
+    assert "Going on from step 4 " in said(run)
+    assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 6
+
+
+def test_the_card_counts_the_conversations_that_were_trained_on(copied: tuple[Recipe, Path]) -> None:
+    recipe, folder = copied
+    tight = recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache_gigabytes": 5e-5})})
+    execute(quiet(folder, tight), stages_until("export"))
+    kept = len(json.loads((folder / "data" / "states" / "train" / "manifest.json").read_text())["lengths"])
+    assert 0 < kept < recipe.data.conversations
+    assert f"| training conversations | {kept} |" in (folder / "heads" / "README.md").read_text()
 
 
 def test_a_shard_cut_short_is_computed_again(copied: tuple[Recipe, Path]) -> None:

@@ -16,25 +16,25 @@ PARTIAL = ".partial"
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a neighbour of `path`, then move it into place in one step.
+    """Let `write` fill a neighbour of `path`, then move it into place.
 
-    A file replaces a file and a folder replaces a folder. When `write` raises, `path` is left as it was.
+    A file replaces a file and a folder replaces a folder, with everything in it. When `write` raises, `path` is left as
+    it was. A file is replaced in one step; between the two steps of a folder `path` does not exist.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + PARTIAL)
     _remove(partial)
     write(partial)
-    if partial.is_file():
-        with partial.open("rb+") as handle:
-            os.fsync(handle.fileno())
+    for file in [partial, *partial.rglob("*")]:
+        if file.is_file():
+            with file.open("rb+") as handle:
+                os.fsync(handle.fileno())
+    old = path.with_name(f"{path.name}.old{PARTIAL}")
     if partial.is_dir() and path.exists():
-        old = path.with_name(path.name + ".old")
         _remove(old)
         path.rename(old)
-        partial.rename(path)
-        _remove(old)
-    else:
-        os.replace(partial, path)
+    os.replace(partial, path)
+    _remove(old)
 
 
 def write_text(path: Path, text: str) -> None:

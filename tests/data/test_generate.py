@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import decoders
 
 from headstart.data import generate, selfprompt
+from headstart.data.conversations import encode
 from headstart.data.generate import build_conversations
 from headstart.data.openers import OPENERS, opener_list
 from headstart.data.sampling import sample_rows
@@ -15,6 +17,7 @@ from headstart.decode.loop import DecodeOptions, Engine
 from headstart.errors import UserError
 from headstart.target import Target
 from headstart.train.config import DataSection
+from tests.tiny import tiny_tokenizer
 
 
 def prompt_file(folder: Path, count: int = 24) -> str:
@@ -85,16 +88,48 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
     assert 1 <= len(splits.train) <= 5, "one part, then the budget is spent"
 
 
+@pytest.fixture
+def says_fine(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that answers everything with "Fine." and ends its turn."""
+    answer = [*tiny_target.tokenizer.encode("Fine."), tiny_target.tokenizer.eos_token_id]
+    monkeypatch.setattr(generate, "sample_rows", lambda _target, rows, **_options: [list(answer) for _ in rows])
+
+
+@pytest.mark.usefixtures("says_fine")
 def test_every_user_turn_is_answered_with_exact_tokens(tiny_target: Target, tmp_path: Path) -> None:
     path = tmp_path / "turns.jsonl"
-    path.write_text("".join(json.dumps({"turns": [f"First {i}", f"Second {i}"]}) + "\n" for i in range(12)))
-    splits = build_conversations(tiny_target, section(str(path), max_new_tokens=200), tmp_path / "data")
-    ended = [item for item in splits.train if len(item.messages) == 4]
-    for item in ended:
-        text = tiny_target.tokenizer.apply_chat_template(item.messages, tokenize=False)
-        assert text.startswith(tiny_target.tokenizer.decode(item.tokens))
-    roles = [[turn["role"] for turn in item.messages] for item in splits.train]
-    assert all(role in (["user", "assistant"], ["user", "assistant"] * 2) for role in roles)
+    path.write_text("".join(json.dumps({"turns": [f"First {i}", f"Second {i}"]}) + "\n" for i in range(17)))
+    splits = build_conversations(tiny_target, section(str(path)), tmp_path / "data")
+    for item in splits.train:
+        assert [turn["content"] for turn in item.messages[1::2]] == ["Fine.", "Fine."]
+        tokens, supervised = encode(item.messages, tiny_target.tokenizer)
+        # The template's line break behind the last answer comes with the turn after it, and there is none.
+        assert (item.tokens, item.supervised) == (tokens[:-1], supervised[:-1])
+
+
+@pytest.mark.usefixtures("says_fine")
+@pytest.mark.parametrize("limit", [{"max_prompt_tokens": 40}, {"max_new_tokens": 900}])
+def test_a_later_turn_without_room_ends_the_conversation(
+    tiny_target: Target, tmp_path: Path, limit: dict[str, int]
+) -> None:
+    path = tmp_path / "turns.jsonl"
+    rows = [{"turns": [f"First {i}", "and " * 60, "Third"]} for i in range(17)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = build_conversations(tiny_target, section(str(path), **limit), tmp_path / "data")
+    assert len(splits.train) == 10
+    for item in splits.train:
+        assert [turn["role"] for turn in item.messages] == ["user", "assistant"]
+        assert item.tokens[-1] == tiny_target.tokenizer.eos_token_id
+
+
+def test_what_is_kept_apart_is_of_the_kinds_of_a_sorted_file(tiny_target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "sorted.jsonl"
+    rows = [{"turns": [f"{'ab'[i // 30]}: question {i}"], "category": "ab"[i // 30]} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"conversations": 36, "heldout": 12, "calibration": 12, "max_new_tokens": 8, "batch_size": 32}
+    splits = build_conversations(tiny_target, section(str(path), **sizes), tmp_path / "data")
+    for part in (splits.heldout, splits.calibration, splits.train):
+        assert {item.category for item in part} == {"a", "b"}
 
 
 def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:
@@ -137,6 +172,19 @@ def test_self_prompts_start_with_their_opener(tiny_target: Target, monkeypatch: 
     starts = {category: [text.split("{topic}")[0].strip() for text in texts] for category, texts in OPENERS.items()}
     assert all(any(item.text.startswith(start) for start in starts[item.category]) for item in prompts)
     assert prompts == selfprompt.write_prompts(tiny_target, 12, "broad", tiny_target.end_tokens, seed=1)
+
+
+def test_the_blank_behind_an_opener_is_kept(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers of the SentencePiece kind drop the blank before the first word of what they decode."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    target = Target(tiny_target.model, tokenizer)
+    answer = [*tokenizer.encode(" of the sea"), tokenizer.eos_token_id]
+    assert tokenizer.decode(answer[:-1]) == "of the sea"
+    monkeypatch.setattr(selfprompt, "sample_rows", lambda _target, rows, **_options: [answer for _ in rows])
+    monkeypatch.setattr(selfprompt, "opener_list", lambda _breadth: [("writing", "Write a poem")])
+    (prompt,) = selfprompt.write_prompts(target, 1, "broad", target.end_tokens, seed=0)
+    assert prompt.text == "Write a poem of the sea"
 
 
 def test_openers_cover_many_kinds() -> None:

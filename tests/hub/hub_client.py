@@ -13,6 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+
 import headstart
 from headstart.errors import UserError
 from headstart.hub import fetch, push
@@ -25,7 +28,8 @@ def do_push(folder: str, repo_id: str, **options: Any) -> dict[str, Any]:
 
 def do_fetch(repo_id: str, revision: str | None = None) -> dict[str, Any]:
     folder = fetch(repo_id, revision)
-    return {"folder": str(folder), "files": sorted(path.name for path in folder.iterdir())}
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {"folder": str(folder), "files": files}
 
 
 def do_generate(heads: str, target: str, prompt: str, revision: str | None = None) -> dict[str, Any]:
@@ -33,8 +37,17 @@ def do_generate(heads: str, target: str, prompt: str, revision: str | None = Non
     return {"tokens": decoder.generate(prompt, max_new_tokens=12).tokens, "nodes": decoder.shape.size}
 
 
+def do_transformers(heads: str, target: str, tokens: list[int], **options: Any) -> dict[str, Any]:
+    model = AutoModelForCausalLM.from_pretrained(target)
+    both = [
+        model.generate(torch.tensor([tokens]), max_new_tokens=12, **more).tolist()
+        for more in ({}, {"custom_generate": heads, "trust_remote_code": True, **options})
+    ]
+    return {"same": both[0] == both[1], "attention": model.config._attn_implementation}
+
+
 def main() -> None:
-    known = {"push": do_push, "fetch": do_fetch, "generate": do_generate}
+    known = {"push": do_push, "fetch": do_fetch, "generate": do_generate, "transformers": do_transformers}
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
         call = json.loads(line)

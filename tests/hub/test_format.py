@@ -68,10 +68,10 @@ def test_training_heads_round_trip(tmp_path: Path, tiny_target: Target) -> None:
 
 
 def test_a_failing_export_leaves_the_folder_as_it_was(folder: Path, tiny_target: Target) -> None:
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="measurments"):
         export_heads(folder, make_heads(tiny_target), tiny_target, TUNING, {"measurments": []})
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_another_target_is_refused_by_both_names(folder: Path, tiny_target: Target) -> None:

@@ -19,7 +19,15 @@ from headstart.target import Target
 from tests.hub.fake_hub import READ_TOKEN, WRITE_TOKEN, FakeHub, Repo
 from tests.hub.helpers import export
 
-FILES = ["README.md", "calibration.json", "config.json", "heads.safetensors", "tree.json"]
+FILES = [
+    "README.md",
+    "calibration.json",
+    "config.json",
+    "custom_generate/generate.py",
+    "custom_generate/requirements.txt",
+    "heads.safetensors",
+    "tree.json",
+]
 
 
 class Client:
@@ -113,6 +121,16 @@ def test_pushed_heads_come_back_and_decode(
     assert answer == {"tokens": plain.tokens, "nodes": 4}
 
 
+def test_transformers_decodes_with_heads_on_the_hub(client: Client, folder: Path, tiny_target_folder: Path) -> None:
+    commit = client.call("push", folder=str(folder), repo_id="user/my-heads-0.1")["commit"]
+    target = str(tiny_target_folder)
+    for options in ({}, {"revision": commit}, {"drafter": "none"}):
+        answer = client.call("transformers", heads="user/my-heads-0.1", target=target, tokens=[9, 40, 12], **options)
+        assert answer == {"same": True, "attention": "sdpa"}
+    other = {"heads": "user/my-heads-0.1", "target": target, "tokens": [9] * 4000}
+    assert "1024 tokens" in client.refusal("transformers", **other)
+
+
 def test_revisions(hub: FakeHub, client: Client, folder: Path, tmp_path: Path, tiny_target: Target) -> None:
     first = client.call("push", folder=str(folder), repo_id="user/versions")["commit"]
     hub.repos["user/versions"].refs["v1"] = first
@@ -135,6 +153,17 @@ def test_private(hub: FakeHub, client: Client, folder: Path) -> None:
     assert hub.repos["user/secret"].private
     assert "it is private" in client.refusal("fetch", token=None, repo_id="user/secret")
     assert client.call("fetch", token=READ_TOKEN, repo_id="user/secret")["files"] == FILES
+    client.call("push", folder=str(folder), repo_id="user/secret", private=True)
+    client.call("push", folder=str(folder), repo_id="user/open")
+    commits = len(hub.repos["user/open"].commits)
+    assert "and public" in client.refusal("push", folder=str(folder), repo_id="user/open", private=True)
+    assert len(hub.repos["user/open"].commits) == commits, "nothing was uploaded"
+
+
+def test_a_whole_model_is_not_downloaded(hub: FakeHub, client: Client) -> None:
+    hub.repos["user/model"] = Repo()
+    hub.repos["user/model"].commit({"config.json": b"{}", "model.safetensors": b"0" * 1000})
+    assert client.call("fetch", repo_id="user/model")["files"] == ["config.json"]
 
 
 def test_gated(hub: FakeHub, client: Client) -> None:

@@ -57,6 +57,13 @@ def test_one_that_was_still_being_written_is_not_seen(saved: Path) -> None:
     assert found is not None and found[1].step == 20
 
 
+def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(saved: Path) -> None:
+    (saved / "step-00000035.partial").mkdir()
+    accelerator = Accelerator(cpu=True)
+    checkpoint.save(accelerator, saved, Standing(step=40), SETTINGS)
+    assert sorted(place.name for place in saved.iterdir()) == ["step-00000030", "step-00000040"]
+
+
 def test_nothing_is_found_in_a_new_folder(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path / "none", SETTINGS, pytest.fail) is None
 

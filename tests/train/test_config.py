@@ -32,6 +32,22 @@ def test_a_variant_extends_a_recipe(tmp_path: Path) -> None:
     assert recipe.heads == base.heads
 
 
+def test_a_path_in_extends_starts_at_the_file_it_stands_in(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("extends: quickstart\ntrain: {lr: 0.5}\n")
+    (tmp_path / "variant.yaml").write_text("extends: base.yaml\ntrain: {clip: 0.25}\n")
+    train = load_recipe(str(tmp_path / "variant.yaml")).train
+    assert (train.lr, train.clip) == (0.5, 0.25)
+    (tmp_path / "lost.yaml").write_text("extends: bse.yaml\n")
+    with pytest.raises(UserError, match=r"No recipe 'bse\.yaml' \(extended by .*lost\.yaml\)"):
+        load_recipe(str(tmp_path / "lost.yaml"))
+
+
+def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "bare.yaml").write_text("train: {lr: 0.5}\n")
+    with pytest.raises(UserError, match=r"The recipe has no 'heads'\..*extends: quickstart"):
+        load_recipe(str(tmp_path / "bare.yaml"))
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

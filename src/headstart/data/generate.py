@@ -6,6 +6,7 @@ with the next part and gives what an uninterrupted one would have given.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,6 +142,8 @@ class _PromptSource:
                 max_tokens=settings.max_prompt_tokens,
                 limit=second + settings.conversations,
             )
+            # Files are often sorted by kind: what is kept apart should be of the same kinds as what is trained on.
+            random.Random(settings.seed).shuffle(given)
             self._given = {"heldout": given[:first], "calibration": given[first:second], "train": given[second:]}
 
     def seed(self, split: str, number: int) -> int:
@@ -194,11 +197,10 @@ def _answer(
     while any(row.left for row in running):
         asking = [row for row in running if row.left]
         for row in asking:
-            row.ask(target.tokenizer)
-        asking = [row for row in asking if row.asked and len(row.tokens) + settings.max_new_tokens <= target.max_length]
-        asking.sort(key=lambda row: len(row.tokens))
+            row.ask(target.tokenizer, settings.max_prompt_tokens, target.max_length - settings.max_new_tokens)
+        asking = sorted((row for row in asking if row.asked), key=lambda row: len(row.tokens))
         if not asking:
-            break
+            continue
         answers = sample_rows(
             target,
             [row.tokens for row in asking],
@@ -239,33 +241,43 @@ class _Running:
         self.temperature = 0.0
         self.asked = False
 
-    def ask(self, tokenizer: Any) -> None:
+    def ask(self, tokenizer: Any, longest: int, room: int) -> None:
         """Append the next user turn (with a system turn before it) and the generation prompt.
 
-        A template that rewrites earlier turns (dropped thinking, say) ends the conversation here: what the target read
-        and wrote would no longer be what the template shows.
+        The conversation ends before a turn that is too long, and before one at which the template rewrites earlier
+        turns (dropped thinking, say): what the target read and wrote would no longer be what the template shows.
+
+        Args:
+            tokenizer: with a chat template.
+            longest: most tokens of the turn.
+            room: most tokens of the conversation with it.
         """
         asked: list[dict[str, str]] = []
         while self.left:
             asked.append(self.left.pop(0))
             if asked[-1]["role"] == "user":
                 break
-        if not self.tokens:
-            fresh = prompt_tokens(asked, tokenizer)
-        else:
-            before = render(self.messages, tokenizer, answer=False)
-            after = render([*self.messages, *asked], tokenizer, answer=True)
-            if not after.startswith(before):
-                self.left, self.asked = [], False
-                return
-            # The end-of-turn token is written already; what the template puts behind it comes with the next turn.
-            end = tokenizer.decode([self.tokens[-1]])
-            tail = before[before.rindex(end) + len(end) :] if end in before else ""
-            fresh = tokenizer(tail + after[len(before) :], add_special_tokens=False)["input_ids"]
-        self.asked = True
+        fresh = self._rendered(asked, tokenizer)
+        self.asked = fresh is not None and len(fresh) <= longest and len(self.tokens) + len(fresh) <= room
+        if fresh is None or not self.asked:
+            self.left = []
+            return
         self.messages.extend(asked)
         self.tokens = [*self.tokens, *fresh]
         self.supervised = [*self.supervised, *[False] * len(fresh)]
+
+    def _rendered(self, asked: list[dict[str, str]], tokenizer: Any) -> list[int] | None:
+        """Tokens that these messages add; None when the template rewrites what came before."""
+        if not self.tokens:
+            return prompt_tokens(asked, tokenizer)
+        before = render(self.messages, tokenizer, answer=False)
+        after = render([*self.messages, *asked], tokenizer, answer=True)
+        if not after.startswith(before):
+            return None
+        # The end-of-turn token is written already; what the template puts behind it comes with the next turn.
+        end = tokenizer.decode([self.tokens[-1]])
+        tail = before[before.rindex(end) + len(end) :] if end in before else ""
+        return list(tokenizer(tail + after[len(before) :], add_special_tokens=False)["input_ids"])
 
     def answer(self, tokens: list[int], tokenizer: Any, ends: frozenset[int]) -> None:
         """Append the target's answer; one that was cut ends the conversation."""

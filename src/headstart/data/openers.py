@@ -1,7 +1,8 @@
 """Openers: how requests of many kinds begin, so that self-prompts cover the breadth of what people ask.
 
 A target that writes prompts from nothing keeps to a few habits. Given the first words of a request, it goes on in that
-kind. `{topic}` is filled from TOPICS. None of these is taken from a benchmark.
+kind. `{topic}` is filled from TOPICS. The kinds are those that people (and benchmarks) ask for; no opener is taken from
+a benchmark or worded after a question of one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OPENERS: dict[str, tuple[str, ...]] = {
         "Write a funny dialogue between",
         "Write a news article about {topic}",
         "Write a cover letter for",
-        "Edit the following paragraph and correct any grammar mistakes:\n\n",
+        "Shorten this message without changing what it says:\n\n",
         "Rewrite the following text in a more formal tone:\n\n",
         "Rewrite this sentence so that it is easier to read: ",
     ),
@@ -34,17 +35,17 @@ OPENERS: dict[str, tuple[str, ...]] = {
         "You are a travel guide in",
         "Act as an interviewer for",
         "Act as a doctor. A patient says",
-        "Take on the role of a character from a story who",
+        "You run a small bookshop. A customer asks",
         "You are a wise old teacher. A student asks you about {topic}",
         "Pretend to be a robot that",
         "Speak as a historical figure and explain",
         "You are a detective. Describe how",
     ),
     "reasoning": (
-        "Which of the following words does not belong with the others? ",
+        "Put these events in the right order: ",
         "If all",
         "A man walks into a room and",
-        "Imagine you are in a race and",
+        "Nobody in the village knows who",
         "There are three boxes",
         "Solve this riddle: ",
         "Explain step by step why",
@@ -80,9 +81,9 @@ OPENERS: dict[str, tuple[str, ...]] = {
     "coding": (
         "Write a Python function that",
         "Write a function to",
-        "Complete the following Python function:\n\ndef ",
-        "Complete this code:\n\nfrom typing import List\n\n\ndef ",
-        "Finish the function below.\n\ndef is_",
+        "Here is a function in Python. Add comments to it:\n\n```python\n",
+        "Make this code faster:\n\n```python\n",
+        "Write a script that renames",
         "Write a JavaScript function that",
         "Write a C++ program that",
         "Write an SQL query to",
@@ -99,12 +100,12 @@ OPENERS: dict[str, tuple[str, ...]] = {
     ),
     "extraction": (
         "Extract all names and dates from the following text:\n\n",
-        "Read the following reviews and give each a score from 1 to 5:\n\n",
-        "Identify the main characters and places in this passage:\n\n",
+        "Find every price in this text:\n\n",
+        "Pull the addresses and phone numbers out of this text:\n\n",
         "List the key facts from the following paragraph as bullet points:\n\n",
         "Turn the following information into a table:\n\n",
         "Return the following data as JSON:\n\n",
-        "Count how many times",
+        "Which of these messages are urgent?\n\n",
         "Given the following text, answer the question.\n\n",
         "Classify the sentiment of the following sentences:\n\n1. ",
         "From this list, pick the items that",
@@ -143,8 +144,8 @@ OPENERS: dict[str, tuple[str, ...]] = {
         "Describe the culture of",
         "What are the ethical issues around {topic}",
         "Explain the role of religion in",
-        "How does inflation",
-        "Create a lesson plan about {topic}",
+        "Why do people vote",
+        "Explain {topic} to a class of ten-year-olds",
     ),
     "advice": (
         "What are some tips for",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from headstart.data.openers import TOPICS, opener_list
 from headstart.data.sampling import sample_rows
@@ -75,13 +76,19 @@ def write_prompts(target: Target, count: int, breadth: str, ends: frozenset[int]
         seed=seed,
     )
     prompts = []
-    for (category, opener), tokens in zip(starts, written, strict=True):
+    for (category, opener), row, tokens in zip(starts, rows, written, strict=True):
         if tokens[-1] not in ends:
             continue  # still talking when the budget ended
-        text = opener + target.tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+        text = opener + _added_text(target.tokenizer, row, tokens[:-1])
         if acceptable(text, target.tokenizer.all_special_tokens):
             prompts.append(SelfPrompt(text.strip(), category))
     return prompts
+
+
+def _added_text(tokenizer: Any, before: list[int], tokens: list[int]) -> str:
+    """The text that tokens add behind others; on their own, some tokenizers drop the blank before the first word."""
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode([*before, *tokens], **options))[len(tokenizer.decode(before, **options)) :]
 
 
 def acceptable(text: str, special_tokens: list[str]) -> bool:

@@ -4,7 +4,7 @@ A store is a folder of safetensors shards and a manifest. Every shard is written
 and the manifest comes last; whatever moment a build is killed at, the next one goes on from the shards that are whole.
 
     shard-00000.safetensors   tokens [S] int32, supervised [S] bool, states.<tap> [S, E], sequences end to end
-    manifest.json             fingerprint, taps, and for every conversation its shard, place and length
+    manifest.json             fingerprints, taps, and for every conversation its shard, place and length
 
 Shape suffixes: T tokens of one conversation, S tokens of one shard, E hidden size, V vocabulary.
 """
@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +78,7 @@ class StateStore:
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
             raise UserError(f"{folder} is a store of another format.", "Delete it and build it again.")
         self.fingerprint: str = manifest["fingerprint"]
+        self.target_fingerprint: str | None = manifest.get("target_fingerprint")  # None: written before it was kept
         self.taps: tuple[int, ...] = tuple(manifest["taps"])
         self.hidden_size: int = manifest["hidden_size"]
         self.lengths: list[int] = manifest["lengths"]
@@ -145,11 +145,6 @@ class StateStore:
             self._open[shard] = safe_open(self._files[shard], framework="pt")
         part_of_it: Tensor = self._open[shard].get_slice(name)[part]
         return part_of_it
-
-    @cached_property
-    def supervised_tokens(self) -> int:
-        """Tokens that the assistants wrote."""
-        return sum(int(supervised_S.sum()) for _, supervised_S in self._masks())
 
     def supervised_counts(self, vocab_size: int) -> Tensor:
         """How often each token of the vocabulary is supervised, int64 [V]."""
@@ -237,6 +232,7 @@ def build_store(
             "format": _FORMAT,
             "fingerprint": plan.fingerprint,
             "target": target.name,
+            "target_fingerprint": target.identity().fingerprint,
             "dtype": str(target.dtype).removeprefix("torch."),
             "taps": list(plan.taps),
             "hidden_size": target.hidden_size,

@@ -8,7 +8,9 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from headstart.errors import UserError
+from headstart.heads.io import WEIGHTS
 from headstart.hub.client import explained
+from headstart.hub.format import CARD, CUSTOM_GENERATE
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """user/name, as the Hub writes it."""
@@ -28,7 +30,9 @@ def fetch(repo_id: str, revision: str | None = None) -> Path:
         UserError: no such repository or revision, no access, or no network and nothing in the cache.
     """
     with explained("Cannot fetch", repo_id, revision):
-        return Path(snapshot_download(repo_id, revision=revision))
+        # Only our own files: an id of a whole model, given by mistake, is refused after a few kilobytes.
+        ours = ["*.json", WEIGHTS, CARD, f"{CUSTOM_GENERATE}/*"]
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=ours))
 
 
 def locate(heads: str | Path, revision: str | None = None) -> Path:

@@ -42,13 +42,13 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
     Args:
         folder: what `export_heads` wrote.
         repo_id: user/name.
-        private: create the repository for its owner's eyes only; one that exists stays as it is.
+        private: create the repository for its owner's eyes only; one that exists has to be private already.
         dry_run: only say what would be uploaded; nothing is sent and no token is needed.
         message: of the commit.
 
     Raises:
-        UserError: the folder is not whole, the id is none, there is no token, it may not write there, or the Hub
-            cannot be reached.
+        UserError: the folder is not whole, the id is none, there is no token, it may not write there, a repository
+            that should be private is public, or the Hub cannot be reached.
     """
     check_folder(folder)
     if not (folder / CARD).is_file():
@@ -62,6 +62,10 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
         raise UserError(f"Pushing to {repo_id} needs a Hub token, and there is none.", LOGIN)
     with explained("Cannot push to", repo_id):
         url = huggingface_hub.create_repo(repo_id, private=private, exist_ok=True)
+        if private and not huggingface_hub.model_info(repo_id).private:
+            raise UserError(
+                f"{repo_id} is there already, and public.", "Make it private in its settings, or choose another name."
+            )
         commit = huggingface_hub.upload_folder(
             repo_id=repo_id,
             folder_path=folder,

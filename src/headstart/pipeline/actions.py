@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +25,22 @@ def report(
 ) -> dict[str, Any]:
     """Measure loaded heads on questions and write results.json, report.md and report.html into `out`.
 
+    Args:
+        decoder: the loaded heads.
+        questions: what to ask.
+        options: how to measure.
+        out: folder of the report.
+        console: shows progress.
+
     Returns:
         The content of results.json.
 
     Raises:
         UserError: as `headstart.eval.evaluate`.
     """
-    from headstart.decode.drafters import HeadDrafter, NoDrafter
-    from headstart.eval import evaluate, write_report
+    from headstart.eval import evaluate_decoder, write_report
 
-    drafter = HeadDrafter(decoder.heads, decoder.shape) if decoder.shape.size > 1 else NoDrafter()
-    predicted = decoder.calibration.get("predicted", {}).get("speedup")
-    results = evaluate(decoder.target, drafter, questions, replace(options, predicted_speedup=predicted), console)
+    results = evaluate_decoder(decoder, questions, options, console)
     write_report(results, out)
     return results
 
@@ -52,7 +55,7 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
         console: shows progress.
 
     Raises:
-        UserError: heads that are not in a folder here, or no conversations to tune on.
+        UserError: heads that are not in a folder here, a folder with other files in it, or no conversations to tune on.
     """
     from headstart.data.conversations import read_conversations
     from headstart.decode.tune import tune
@@ -60,6 +63,7 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
 
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder here.", "Tuning writes into the folder: give a copy of the heads.")
+    _refuse_other_files(folder)
     calibration = calibration or folder.parent / CONVERSATIONS / "calibration.jsonl"
     if not calibration.is_file():
         raise UserError(
@@ -88,13 +92,34 @@ def copy_heads(run_folder: Path, out: Path) -> None:
             f"Finish it first: headstart run {run_folder / 'recipe.yaml'} --run-dir {run_folder}",
         )
     check_folder(heads)
-    if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already and holds something else.", "Choose another folder.")
+    if out.exists():
+        _refuse_other_files(out)
 
     def copy(partial: Path) -> None:
         shutil.copytree(heads, partial)
 
     write_atomic(out, copy)
+
+
+def _refuse_other_files(folder: Path) -> None:
+    """Refuse to replace a folder that holds, or may hold, anything but exported heads.
+
+    Raises:
+        UserError: naming what would be lost.
+    """
+    from headstart.heads.io import CONFIG, WEIGHTS
+    from headstart.hub.format import CALIBRATION, CARD, CUSTOM_GENERATE, TREE, read_config
+
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file.", "Give a folder.")
+    known = {CALIBRATION, CARD, CONFIG, CUSTOM_GENERATE, TREE, WEIGHTS}
+    other = sorted({path.name for path in folder.iterdir()} - known)
+    if other:
+        raise UserError(
+            f"{folder} holds something else, which would be lost: {', '.join(other[:3])}.", "Choose another folder."
+        )
+    if any(folder.iterdir()):
+        read_config(folder)
 
 
 def tokenizer_for(file: Path, target: str | None) -> Any:
@@ -120,7 +145,8 @@ def describe_tuning(tuning: Tuning) -> str:
     predicted = tuning.predicted
     if tuning.shape.size == 1:
         return "no tree pays on this machine: decoding stays plain"
+    what = "dynamic trees" if tuning.tree == "dynamic" else f"a tree of {tuning.shape.size} nodes"
     return (
-        f"a tree of {tuning.shape.size} nodes, {tuning.shape.depth} deep: predicted {predicted['speedup']:.2f}x over "
+        f"{what}, {tuning.shape.depth} deep: predicted {predicted['speedup']:.2f}x over "
         f"plain decoding (τ {predicted['tokens_per_round']:.2f})"
     )

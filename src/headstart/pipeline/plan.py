@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from headstart.data.conversations import check_template
+from headstart.data.questions import read_questions
 from headstart.files import format_bytes
 from headstart.heads import DraftHead, HeadBatch, family, make_config
 from headstart.pipeline.run import Run, format_seconds
@@ -105,7 +106,9 @@ def make_plan(run: Run) -> Plan:
     seconds_training = steps * training.accumulate * speeds.train_step
     if training.minutes is not None:
         seconds_training = min(seconds_training, 60 * training.minutes)
-    prompts = min(run.recipe.eval.limit or data.heldout, data.heldout or run.recipe.eval.limit or 80)
+    asked = run.recipe.eval.questions
+    prompts = data.heldout if asked == "heldout" else len(read_questions(Path(asked).expanduser()))
+    prompts = min(prompts, run.recipe.eval.limit or prompts)
     seconds = {
         "target": loading,
         "conversations": train_seconds + kept_apart,

@@ -353,7 +353,7 @@ def format_seconds(seconds: float) -> str:
     """A duration as people say it.
 
     >>> format_seconds(0.42), format_seconds(75), format_seconds(3700)
-    ('0.4 s', '1 min 15 s', '1 h 2 min')
+    ('0.4 s', '1 min 15 s', '1 h 1 min')
     """
     if seconds < 9.95:
         return f"{seconds:.1f} s"

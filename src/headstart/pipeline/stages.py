@@ -204,15 +204,21 @@ def _finished_here(run: Run, lessons: StateStore) -> bool:
     from headstart.heads import make_config
     from headstart.train import checkpoint
 
-    folder = run.folder / TRAIN
+    folder, training = run.folder / TRAIN, run.recipe.train
     if not (folder / "result.json").is_file():
         return False
     found = checkpoint.find(folder / "checkpoints", {}, run.console.print)
     if found is None:
         return False
+    standing = found[1]
+    over = [standing.epoch >= training.epochs]
+    over.append(training.steps is not None and standing.step >= training.steps)
+    over.append(training.minutes is not None and standing.elapsed >= 60 * training.minutes)
+    if not any(over):  # with a smaller budget than this recipe's: training goes on
+        return False
     kept = read_json(found[0] / checkpoint.MANIFEST)["settings"]
     wanted = {
-        **_flat("train", run.recipe.train),
+        **_flat("train", training),
         "heads": make_config(run.recipe.heads, run.target).model_dump(mode="json"),
         "data fingerprint": lessons.fingerprint,
     }
@@ -261,14 +267,17 @@ def _export(run: Run) -> Outcome:
 
 def _training_facts(run: Run) -> dict[str, str]:
     """Rows of the model card about what the heads learned from."""
+    from headstart.data.store import StateStore
+
     result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
     source = "written by the target itself" if data.prompts == "self" else data.prompts
     return {
         "recipe": run.recipe.name,
         "prompts": source,
         "answers": "the target's own" if data.regenerate or data.prompts == "self" else "as given",
-        "training conversations": str(sum(1 for _ in (run.folder / CONVERSATIONS / "train.jsonl").open())),
-        "steps": f"{result['steps']} of at most {training.batch_tokens * training.accumulate} tokens",
+        "training conversations": str(len(StateStore(run.folder / STATES / "train"))),
+        "steps": f"{result['steps']} of at most {training.batch_tokens * training.accumulate} tokens; these are the "
+        f"heads of step {result['best']['step']}",
         "loss": training.loss,
         "supervised tokens that the heads can draft": f"{result['coverage']:.1%}",
     }

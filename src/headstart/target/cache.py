@@ -47,11 +47,6 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Batch size."""
         return len(self.lengths)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by keys and values."""
-        return sum(store.numel() * store.element_size() for store in self._stores)
-
     def begin(self, new_tokens: int) -> int:
         """Announce a forward of `new_tokens` per row; returns how many slots that forward sees.
 

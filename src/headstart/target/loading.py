@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -43,9 +44,10 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
         revision: of a hub id.
 
     Raises:
-        UserError: unknown target, missing package, unreadable folder, or a model that cannot take token trees.
+        UserError: unknown target, dtype or device, missing package, unreadable folder, or a model that cannot take
+            token trees.
     """
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    where = pick_device(device)
     kind = pick_dtype(dtype, where)
     folder, gguf = _locate(spec)
     options: dict[str, Any] = {"revision": revision} if revision else {}
@@ -62,7 +64,7 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
         raise
     except Exception as error:  # transformers raises many kinds; all mean the same to the user
         raise UserError(
-            f"Cannot load the target {spec!r}: {type(error).__name__}: {str(error).splitlines()[0]}",
+            f"Cannot load the target {spec!r}: {type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}",
             "Give a hub id, a folder with config.json, a .gguf file, or one of: " + ", ".join(PACKAGED) + ".",
         ) from error
     finally:
@@ -99,8 +101,32 @@ def _dequantised(folder: Path, gguf: str) -> Path:
 
     if not place.is_dir():
         need_disk(cache, 8 * file.stat().st_size, f"Converting {gguf}")
-        write_atomic(place, convert)
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / f"{place.name}.lock").open("w") as lock:  # the processes of one training all come here at once
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not place.is_dir():
+                write_atomic(place, convert)
     return place
+
+
+def pick_device(device: str) -> torch.device:
+    """The device a name stands for.
+
+    Raises:
+        UserError: when the name is not a device, or the device is not there.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"Unknown device {device!r}.", "Use auto, cpu, cuda, or cuda:1 for the second GPU.") from None
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"There is no device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices.",
+            "Use auto or cpu, or install a torch that fits the GPU's driver.",
+        )
+    return where
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:

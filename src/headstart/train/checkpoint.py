@@ -59,7 +59,8 @@ def save(accelerator: Accelerator, folder: Path, standing: Standing, settings: d
     place = folder / f"step-{standing.step:08d}"
     partial = place.with_name(place.name + PARTIAL)
     if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
+        for unfinished in folder.glob(f"step-*{PARTIAL}"):  # of a run that was killed; perhaps at another step
+            shutil.rmtree(unfinished)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
     accelerator.save_state(str(partial))

@@ -44,7 +44,7 @@ class DataSection(Section):
     heldout: int = Field(64, ge=0, description="Conversations kept out of training, for reports.")
     calibration: int = Field(48, ge=1, description="Conversations kept out of training, for validation and tuning.")
     minutes: float | None = Field(None, gt=0, description="Stop writing training conversations after this long.")
-    max_prompt_tokens: int = Field(384, ge=8, description="Longer prompts are left out.")
+    max_prompt_tokens: int = Field(384, ge=8, description="Longer prompts are left out, later turns as well.")
     max_new_tokens: int = Field(160, ge=8, description="Longest answer, in tokens.")
     temperature: float = Field(0.0, ge=0, description="Temperature of the answers; 0 is greedy.")
     sampled_fraction: float = Field(0.0, ge=0, le=1, description="Share of the answers drawn at temperature 1 instead.")
@@ -104,7 +104,7 @@ class Recipe(Section):
     description: str = Field("", description="One sentence for `headstart recipes`.")
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()
-    heads: dict[str, Any] = Field(default_factory=lambda: {"family": "medusa"}, description="Family and its settings.")
+    heads: dict[str, Any] = Field(description="Family and its settings.")
     train: TrainSection = TrainSection()
     tune: TuneSection = TuneSection()
     eval: EvalSection = EvalSection()
@@ -127,7 +127,7 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
     Raises:
         UserError: unknown recipe, unreadable YAML, unknown key (the nearest is named) or a value out of range.
     """
-    values = _read(name, [])
+    values = _read(name, Path(), [])
     for override in overrides:
         _override(values, override)
     return parse_recipe(values)
@@ -145,13 +145,16 @@ def parse_recipe(values: dict[str, Any]) -> Recipe:
         raise _explain(error) from None
 
 
-def _read(name: str, seen: list[str]) -> dict[str, Any]:
+def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
+    """Values of a recipe and of those it extends; a path in `extends` starts at the folder of the file it stands in."""
     known = packaged_recipes()
-    path = known.get(name) or Path(name).expanduser()
+    path = known.get(name) or folder / Path(name).expanduser()
     if not path.is_file():
-        raise UserError(f"No recipe {name!r}.", f"{nearest(name, known)} A path to a YAML file works too.")
-    if name in seen:
-        raise UserError(f"Recipe {name!r} extends itself ({' -> '.join([*seen, name])}).", "Break the circle.")
+        where = f" (extended by {seen[-1]})" if seen else ""
+        raise UserError(f"No recipe {name!r}{where}.", f"{nearest(name, known)} A path to a YAML file works too.")
+    place = str(path.resolve())
+    if place in seen:
+        raise UserError(f"Recipe {name!r} extends itself ({' -> '.join([*seen, place])}).", "Break the circle.")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -160,7 +163,7 @@ def _read(name: str, seen: list[str]) -> dict[str, Any]:
         raise UserError(f"{path} holds no settings.", "Start from a packaged recipe: headstart recipes show quickstart")
     values.setdefault("name", path.stem)
     parent = values.pop("extends", None)
-    return _merge(_read(str(parent), [*seen, name]), values) if parent else values
+    return _merge(_read(str(parent), path.parent, [*seen, place]), values) if parent else values
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -205,4 +208,6 @@ def _explain(error: ValidationError) -> UserError:
             section = section.model_fields[str(part)].annotation
         known = list(section.model_fields)
         return UserError(f"Unknown recipe key {where!r}.", nearest(str(first["loc"][-1]), known))
+    if first["type"] == "missing":
+        return UserError(f"The recipe has no {where!r}.", "Add it, or start from another recipe (extends: quickstart).")
     return UserError(f"Recipe key {where!r}: {first['msg']} (got {first.get('input')!r}).", "Correct the value.")

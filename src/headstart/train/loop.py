@@ -208,13 +208,17 @@ class _Run:
                     saved = step
             if self.records[-1]["step"] != self.standing.step and not asked:
                 self._validate(display, losses)
+                saved = -1  # a checkpoint of this very step would not know that these heads are the best
             # A run that the clock has ended needs a checkpoint that says so, or the next session would train on.
             if saved != self.standing.step or (not asked and self._fraction(self.standing.elapsed) < 1):
                 self._save()
             if asked:
                 display.say(f"Stopped after step {self.standing.step}; the same command goes on from there.")
                 raise KeyboardInterrupt
-        return self._finish()
+        result = self._finish()
+        if interrupt.asked:  # behind the last step: the training is whole, but what would follow it should not begin
+            raise KeyboardInterrupt
+        return result
 
     def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, lr: float) -> float:
         """One optimiser step; returns the loss per prediction of the first draft step, over all processes."""
@@ -421,6 +425,11 @@ def _check_store(store: StateStore, target: Target, taps: list[int]) -> None:
         raise UserError(
             f"The store {store.folder} {what}, which these heads on {target.name} cannot learn from.",
             "Build the data again with this recipe.",
+        )
+    if store.target_fingerprint not in (None, target.identity().fingerprint):
+        raise UserError(
+            f"The states in {store.folder} are those of another model than {target.name}.",
+            "Train for the model that wrote the data, or build the data again in another --run-dir.",
         )
 
 

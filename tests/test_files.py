@@ -1,0 +1,53 @@
+"""Files and folders are replaced whole, or left as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headstart.files import write_atomic, write_json
+
+
+def folder_of(*names: str) -> Callable[[Path], None]:
+    def write(partial: Path) -> None:
+        partial.mkdir()
+        for name in names:
+            (partial / name).write_text(name)
+
+    return write
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_folder_replaces_a_folder_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "heads.old").mkdir()  # somebody's own
+    for content in (("a", "b"), ("b", "c")):
+        write_atomic(tmp_path / "heads", folder_of(*content))
+        assert names(tmp_path / "heads") == set(content)
+    assert names(tmp_path) == {"heads", "heads.old"}
+
+
+def test_what_fails_half_way_leaves_the_old(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "heads", folder_of("a"))
+    write_json(tmp_path / "x.json", 1)
+
+    def fail(partial: Path) -> None:
+        partial.write_text("half")
+        raise OSError("full")
+
+    for path in (tmp_path / "heads", tmp_path / "x.json"):
+        with pytest.raises(OSError, match="full"):
+            write_atomic(path, fail)
+    assert names(tmp_path / "heads") == {"a"}
+    assert (tmp_path / "x.json").read_text() == "1\n"
+
+
+def test_a_kill_between_the_two_steps_of_a_folder_is_mended_by_the_next_write(tmp_path: Path) -> None:
+    (tmp_path / "heads.old.partial").mkdir()
+    (tmp_path / "heads.partial").mkdir()
+    write_atomic(tmp_path / "heads", folder_of("a"))
+    assert names(tmp_path) == {"heads"}
