@@ -188,6 +188,9 @@ def test_plan_does_no_work(recipe: Path, tmp_path: Path) -> None:
 def test_tuning_again_writes_the_heads_anew(finished: Path, heads: Path, tmp_path: Path) -> None:
     calibration = finished / "data" / "conversations" / "calibration.jsonl"
     assert "--conversations" in refused("tune", heads)
+    (heads / "notes.txt").touch()
+    assert "would be lost: notes.txt" in refused("tune", heads, "--conversations", calibration)
+    (heads / "notes.txt").unlink()
     works("tune", heads, "--conversations", calibration)
     works("generate", heads, "--prompt", "hello", "--max-new-tokens", 4)
     shutil.copytree(finished, tmp_path / "run")
@@ -195,19 +198,25 @@ def test_tuning_again_writes_the_heads_anew(finished: Path, heads: Path, tmp_pat
     assert "asked for again" in out
 
 
-def test_export_copies_heads_that_load_alone(finished: Path, tmp_path: Path) -> None:
+def test_export_copies_heads_that_load_alone(finished: Path, tmp_path: Path, tiny_target_folder: Path) -> None:
     works("export", finished, tmp_path / "out")
     works("generate", tmp_path / "out", "--prompt", "hello", "--max-new-tokens", 4)
     works("export", finished, tmp_path / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
-    assert "something else" in refused("export", finished, tmp_path / "mine")
+    assert "would be lost: notes.txt" in refused("export", finished, tmp_path / "mine")
+    shutil.copytree(tiny_target_folder, tmp_path / "model")
+    assert "would be lost" in refused("export", finished, tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.json").write_text("{}")
+    assert "not written by headstart" in refused("export", finished, tmp_path / "foreign")
 
 
 def test_push_can_be_tried_without_sending(finished: Path) -> None:
     out = works("push", finished / "heads", "user/name", "--private", "--dry-run").stdout
     assert "heads.safetensors" in out
-    assert "Would upload 5 files" in out
+    assert "Would upload 7 files" in out
     assert "user/name" in refused("push", finished / "heads", "name", "--dry-run")
 
 

@@ -11,8 +11,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 
+_HOMES = {
+    "load": "headstart.api",
+    "Decoder": "headstart.api",
+    "custom_generate": "headstart.generation",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """`load` and `Decoder`, imported when first used: `import headstart` alone loads neither torch nor transformers."""
-    if name in ("load", "Decoder"):
-        return getattr(import_module("headstart.api"), name)
+    """The public names, imported when first used: `import headstart` alone loads neither torch nor transformers."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'headstart' has no attribute {name!r}")

@@ -7,19 +7,61 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypedDict, Unpack, get_args
 
 from headstart.data.conversations import Message, prompt_tokens
-from headstart.decode.drafters import HeadDrafter
+from headstart.decode.budget import Costs, Mode
+from headstart.decode.catalog import make_drafter
+from headstart.decode.drafters import Drafter
+from headstart.decode.heads_drafter import HeadDrafter, Tree
 from headstart.decode.loop import DecodeOptions, Engine, Generation, OnTokens, check
+from headstart.decode.sampling import Processor
+from headstart.decode.tune import Tuning
 from headstart.errors import UserError, nearest
 from headstart.heads import DraftHead
 from headstart.hub import check_folder, locate, read_heads, target_spec
 from headstart.target import Target, TreeShape, load_target
 
+TREES = get_args(Tree)
 Prompt = str | Sequence[Message] | Sequence[int]
 """A user's text, a conversation of {"role", "content"} messages, or token ids."""
-DrafterName = Literal["heads", "none"]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """How to generate; everything may be left out.
+
+    Attributes:
+        max_new_tokens: tokens to emit at most, the end-of-turn token included; 128.
+        temperature: 0 (as when left out) is greedy; above 0 the target's distribution is sampled.
+        top_k: sample from this many of the most likely tokens; 0 for all.
+        top_p: sample from the fewest tokens that hold this share of the probability; 1 for all.
+        min_p: leave out tokens less likely than this share of the most likely one; 0 leaves out none.
+        repetition_penalty: above 1 makes tokens that were read or written already less likely; 1 changes nothing.
+        processors: transformers LogitsProcessors that depend on the text so far and the scores alone.
+        seed: of sampling; 0.
+        stop: strings that end the text.
+        raw: read a text prompt as it is, without the chat template.
+        drafter: what drafts: "heads" (as when left out), "none" for plain decoding, "ngram", "lookahead", "early-exit",
+            "draft-model:SPEC", or several joined, as in "heads+ngram".
+        tree: how the heads draft: "dynamic", "static" or "chain"; by default as tuning found best.
+        draft: "auto" pauses drafting where it does not pay, "on" always drafts, "off" never.
+        verifier: how drafts are accepted when sampling; "auto" is lossless, and so are all but "typical".
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    processors: Sequence[Processor]
+    seed: int
+    stop: str | Sequence[str]
+    raw: bool
+    drafter: str
+    tree: Tree | None
+    draft: Mode
+    verifier: str
 
 
 @dataclass(frozen=True)
@@ -35,6 +77,7 @@ class Answer:
         tokens_per_second: tokens over the wall-clock seconds from the call to the last token, reading the prompt
             included; in a batch, this row's tokens only.
         first_token_ms: from the call to the first token.
+        drafter_error: what the drafter raised, when it did; the text is whole all the same, decoded plainly from there.
     """
 
     text: str
@@ -43,6 +86,7 @@ class Answer:
     tokens_per_round: float
     tokens_per_second: float
     first_token_ms: float
+    drafter_error: str | None = None
 
 
 def load(
@@ -84,8 +128,11 @@ class Decoder:
     Args:
         target: the frozen model.
         heads: bound to it, in its dtype and on its device.
-        shape: the tree to draft; without nodes but the root, decoding is plain.
-        calibration: what the tree follows from.
+        shape: the static tree to draft; without nodes but the root, decoding with heads is plain.
+        calibration: what tuning measured, see `Tuning.to_json`; without it the heads draft the static tree always.
+
+    Raises:
+        UserError: a calibration that lacks something.
     """
 
     def __init__(
@@ -95,81 +142,62 @@ class Decoder:
         self.heads = heads
         self.shape = shape
         self.calibration = calibration or {}
-        self._engines = {
-            "heads": Engine(target, HeadDrafter(heads, shape) if shape.size > 1 else None),
-            "none": Engine(target),
-        }
+        self.tuning = _tuning(self.calibration)
+        self._engines: dict[tuple[str, Tree | None], Engine] = {}
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        drafter: DrafterName = "heads",
-        raw: bool = False,
-    ) -> Answer:
+    @property
+    def costs(self) -> Costs | None:
+        """Measured costs of verifying, which the number of drafts follows; None without a calibration."""
+        return self.tuning.costs if self.tuning else None
+
+    def drafter(self, name: str = "heads", tree: Tree | None = None) -> Drafter | None:
+        """A drafter by its name, see `GenerateOptions`; None decodes plainly.
+
+        Raises:
+            UserError: no such drafter, one that cannot draft for this target, or heads not tuned for such trees.
+        """
+        if tree not in (None, *TREES):
+            raise UserError(f"Unknown tree {tree!r}.", nearest(str(tree), TREES))
+        parts = name.split("+")
+        heads = self._heads(tree) if "heads" in parts else None
+        if "heads" in parts and heads is None:  # no tree pays: whatever else was asked for drafts alone
+            name = "+".join(part for part in parts if part != "heads") or "none"
+        return make_drafter(name, self.target, heads)
+
+    def engine(self, drafter: str = "heads", tree: Tree | None = None) -> Engine:
+        """The decode loop with a drafter, see `drafter`; made once, so that a draft model is loaded once."""
+        if (drafter, tree) not in self._engines:
+            self._engines[drafter, tree] = Engine(self.target, self.drafter(drafter, tree), self.costs)
+        return self._engines[drafter, tree]
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Answer:
         """Answer one prompt.
 
         Args:
             prompt: a text becomes one user message; messages are rendered by the target's chat template; token ids
                 are read as they are.
-            max_new_tokens: tokens to emit at most, the end-of-turn token included.
-            temperature: 0 is greedy; above 0 the target's distribution is sampled.
-            seed: of sampling.
-            stop: strings that end the text.
-            drafter: "none" decodes plainly, for comparison.
-            raw: read a text prompt as it is, without the chat template.
+            **options: see `GenerateOptions`.
 
         Raises:
             UserError: a prompt that is empty, too long or of another kind, a target without a chat template, or an
-                option out of range.
+                option that is unknown or out of range; all before anything is decoded.
         """
-        return self.generate_batch(
-            [prompt],
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop=stop,
-            drafter=drafter,
-            raw=raw,
-        )[0]
+        return self.generate_batch([prompt], **options)[0]
 
-    def generate_batch(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        drafter: DrafterName = "heads",
-        raw: bool = False,
-    ) -> list[Answer]:
-        """Answer several prompts at once; the arguments are those of `generate`, and prompt b samples with seed + b.
+    def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Answer]:
+        """Answer several prompts at once; prompt b samples with seed + b.
 
         Raises:
             UserError: as `generate`.
         """
-        engine = self._engine(drafter)
-        tokens = [self.tokens(prompt, raw) for prompt in prompts]
-        options = DecodeOptions(max_new_tokens, temperature, seed, _stops(stop))
-        return [self._answer(generation) for generation in engine.generate(tokens, options)]
+        decoding = _decoding(options)
+        tokens = [self.tokens(prompt, options.get("raw", False)) for prompt in prompts]
+        check(self.target, tokens, decoding)
+        engine = self.engine(options.get("drafter", "heads"), options.get("tree"))
+        return [self._answer(generation) for generation in engine.generate(tokens, decoding)]
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        drafter: DrafterName = "heads",
-        raw: bool = False,
-    ) -> Stream:
-        """Answer one prompt, piece by piece; the arguments are those of `generate`.
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+        """Answer one prompt, piece by piece.
 
         Returns:
             An iterator over pieces of text. They never break a character, and joined they are the answer's text; its
@@ -181,11 +209,12 @@ class Decoder:
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
-        engine, tokens = self._engine(drafter), self.tokens(prompt, raw)
-        options = DecodeOptions(max_new_tokens, temperature, seed, _stops(stop))
-        check(self.target, [tokens], options)
+        decoding = _decoding(options)
+        tokens = self.tokens(prompt, options.get("raw", False))
+        check(self.target, [tokens], decoding)
+        engine = self.engine(options.get("drafter", "heads"), options.get("tree"))
         pieces = TextPieces(tokenizer, self.target.end_tokens)
-        return Stream(lambda on_tokens: self._answer(engine.generate([tokens], options, on_tokens)[0]), pieces)
+        return Stream(lambda on_tokens: self._answer(engine.generate([tokens], decoding, on_tokens)[0]), pieces)
 
     def tokens(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids that the target reads for a prompt, see `generate`.
@@ -226,10 +255,10 @@ class Decoder:
             )
         return ids
 
-    def _engine(self, drafter: str) -> Engine:
-        if drafter not in self._engines:
-            raise UserError(f"Unknown drafter {drafter!r}.", nearest(drafter, self._engines))
-        return self._engines[drafter]
+    def _heads(self, tree: Tree | None) -> HeadDrafter | None:
+        if self.tuning is not None:
+            return self.tuning.drafter(self.heads, tree)
+        return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
 
     def _answer(self, generation: Generation) -> Answer:
         tokenizer, ends = self.target.tokenizer, self.target.end_tokens
@@ -241,6 +270,7 @@ class Decoder:
             tokens_per_round=generation.tokens_per_round,
             tokens_per_second=1e3 * len(generation.tokens) / generation.token_ms[-1],
             first_token_ms=generation.first_token_ms,
+            drafter_error=generation.drafter_error,
         )
 
 
@@ -346,11 +376,40 @@ def _decode(tokenizer: Any, tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+def _decoding(options: GenerateOptions) -> DecodeOptions:
+    """The options of the decode loop; those about the prompt and the drafter are left out."""
+    unknown = sorted(set(options) - set(GenerateOptions.__annotations__))
+    if unknown:
+        raise UserError(f"Unknown option {unknown[0]!r}.", nearest(unknown[0], GenerateOptions.__annotations__))
+    stop = options.get("stop", ())
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(stops):
         raise UserError("A stop string is empty.", "Leave it out.")
-    return stops
+    return DecodeOptions(
+        max_new_tokens=options.get("max_new_tokens", 128),
+        temperature=options.get("temperature", 0.0),
+        seed=options.get("seed", 0),
+        stop_strings=stops,
+        top_k=options.get("top_k", 0),
+        top_p=options.get("top_p", 1.0),
+        min_p=options.get("min_p", 0.0),
+        repetition_penalty=options.get("repetition_penalty", 1.0),
+        processors=tuple(options.get("processors", ())),
+        verifier=options.get("verifier", "auto"),
+        draft=options.get("draft", "auto"),
+    )
+
+
+def _tuning(calibration: dict[str, Any]) -> Tuning | None:
+    if not calibration:
+        return None
+    try:
+        return Tuning.from_json(calibration)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"The heads' calibration is not whole ({type(error).__name__}: {error}).",
+            "Export or fetch the heads again, or tune them again.",
+        ) from None
 
 
 def _named_target(folder: Path) -> str:

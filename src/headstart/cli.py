@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from headstart.cli_heads import audit, chat, evaluate, generate, load_decoder
+from headstart.cli_options import Dtype, DtypeOption, Overrides, RecipeName, RunDir, TargetOption
 from headstart.errors import UserError
-from headstart.terminal import Commands, DataCommands, ask, complain, pour, say
+from headstart.terminal import Commands, DataCommands, say
 
 if TYPE_CHECKING:
-    from headstart.api import Decoder
     from headstart.pipeline.run import Run, Stage
-
-
-class Dtype(StrEnum):
-    """What `--dtype` takes."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class DrafterChoice(StrEnum):
-    """What `--drafter` takes."""
-
-    heads = "heads"
-    none = "none"
 
 
 app = typer.Typer(
@@ -50,25 +35,6 @@ data_app = typer.Typer(
 recipes_app = typer.Typer(help="List the packaged recipes, or show one.\n\nExample: headstart recipes show quickstart")
 app.add_typer(data_app, name="data")
 app.add_typer(recipes_app, name="recipes")
-
-RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A packaged recipe (see `headstart recipes`) or a YAML file.")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as train.lr=3e-4.")
-]
-RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/<name of the recipe>")]
-Heads = Annotated[str, typer.Argument(metavar="HEADS", help="A folder of heads, or a Hub id (user/name).")]
-TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Where the target is, when it is not where the heads say.")
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of heads on the Hub.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="auto is bfloat16 where the machine is fast at it.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 the target's distribution is sampled.")]
-Seed = Annotated[int, typer.Option(help="Of sampling.")]
-Stops = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends the answer; may be repeated.")]
-Drafter = Annotated[DrafterChoice, typer.Option(help="none decodes plainly, for comparison.")]
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
@@ -195,7 +161,7 @@ def tune(
         work = _run(str(folder / "recipe.yaml"), None, folder)
         _execute(work, stages_until("export"), again={"tune"})
         return
-    decoder = _load(place, target, None, dtype)
+    decoder = load_decoder(place, target, None, dtype)
     Console().print(retune(decoder, folder, conversations, Console()), highlight=False)
 
 
@@ -239,116 +205,10 @@ def push(
 # -- heads -----------------------------------------------------------------------------------------------------------
 
 
-@app.command("eval")
-def evaluate(
-    heads: Heads,
-    questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
-    out: Annotated[Path, typer.Option(help="Folder for results.json, report.md and report.html.")],
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions at most.")] = None,
-    max_new_tokens: MaxNewTokens = 128,
-    dtype: DtypeOption = Dtype.auto,
-    temperature: Temperature = 0.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
-    multi_turn: Annotated[bool, typer.Option(help="Ask every turn; without it the first only.")] = False,
-    seed: Seed = 0,
-    target: TargetOption = None,
-    revision: Revision = None,
-) -> None:
-    """Measure heads on a question file against plain decoding and transformers.
-
-    Example: headstart eval runs/quickstart/heads --questions questions.jsonl --out report
-    """
-    from headstart.data.questions import read_questions
-
-    asked = read_questions(questions)
-    from headstart.eval import EvalOptions
-    from headstart.pipeline.actions import report
-    from headstart.pipeline.summary import show_summary
-
-    console = Console()
-    options = EvalOptions(
-        limit=limit,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        batch_size=batch_size,
-        multi_turn=multi_turn,
-        heads_name=heads,
-    )
-    results = report(_load(heads, target, revision, dtype), asked, options, out, console)
-    show_summary(results, f"{heads} on {questions.name}", console)
-    say(console, ("Report", out / "report.html"))
-
-
-@app.command()
-def generate(
-    heads: Heads,
-    prompt: Annotated[str, typer.Option(help="What the user says.")],
-    drafter: Drafter = DrafterChoice.heads,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
-    stop: Stops = None,
-    raw: Annotated[bool, typer.Option(help="Continue the prompt as it is, without the chat template.")] = False,
-    dtype: DtypeOption = Dtype.auto,
-    target: TargetOption = None,
-    revision: Revision = None,
-) -> None:
-    """Answer one prompt; the text goes to stdout, the figures to stderr.
-
-    Example: headstart generate runs/quickstart/heads --prompt "Why is the sky blue?"
-    """
-    decoder = _load(heads, target, revision, dtype)
-    stream = decoder.stream(
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=stop or (),
-        drafter=drafter.value,
-        raw=raw,
-    )
-    pour(stream)
-
-
-@app.command()
-def chat(
-    heads: Heads,
-    drafter: Drafter = DrafterChoice.heads,
-    max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    dtype: DtypeOption = Dtype.auto,
-    target: TargetOption = None,
-    revision: Revision = None,
-) -> None:
-    """Talk with the target; after each answer its tokens/s and accepted length (τ).
-
-    Example: headstart chat runs/quickstart/heads
-    """
-    decoder = _load(heads, target, revision, dtype)
-    console = Console()
-    console.print(f"{decoder.target.name}. Empty line or Ctrl-D ends, /new forgets what was said.", style="dim")
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    while text := ask(console):
-        if text == "/new":
-            messages = list(opening)
-            continue
-        asked = [*messages, {"role": "user", "content": text}]
-        try:
-            stream = decoder.stream(
-                asked, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, drafter=drafter.value
-            )
-            answer = pour(stream)
-        except UserError as error:
-            complain(error.problem, f"{error.remedy} /new begins anew.")
-            continue
-        except KeyboardInterrupt:
-            console.print("\nStopped this answer.", style="dim")
-            continue
-        messages = [*asked, {"role": "assistant", "content": answer}]
+app.command("eval")(evaluate)
+app.command()(audit)
+app.command()(generate)
+app.command()(chat)
 
 
 @recipes_app.callback(invoke_without_command=True)
@@ -413,14 +273,6 @@ def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) ->
 
     check_inputs(work.recipe, stages)
     execute(work, stages, again)
-
-
-def _load(heads: str, target: str | None, revision: str | None, dtype: Dtype) -> Decoder:
-    console = Console(stderr=True)
-    with console.status("loading"):
-        from headstart.api import load
-
-        return load(heads, target, revision, dtype.value)
 
 
 def main() -> None:

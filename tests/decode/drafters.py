@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from headstart.decode.drafters import Request
 from headstart.target import DraftTree
 
 
@@ -40,12 +40,11 @@ class ReplayDrafter:
     def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Session:
         return Session(list(range(len(prompts))), [0] * len(prompts))
 
-    def propose(self, session: Session, root_B: Tensor) -> DraftTree:
-        size = self.chance.randint(1, self.max_nodes)
+    def propose(self, session: Session, root_B: Tensor, request: Request) -> DraftTree:
         tokens, parents = [], []
         for row, at, root in zip(session.rows, session.at, root_B.tolist(), strict=True):
             row_parents, depths, row_tokens = [-1], [0], [root]
-            for node in range(1, size):
+            for node in range(1, self.chance.randint(1, request.max_nodes)):
                 parent = self.chance.randrange(node)
                 depth = depths[parent] + 1
                 place = at + depth
@@ -56,7 +55,7 @@ class ReplayDrafter:
                 depths.append(depth)
             tokens.append(row_tokens)
             parents.append(row_parents)
-        return DraftTree.from_parents(torch.tensor(tokens), parents)
+        return DraftTree.from_rows(tokens, parents, root_B.device)
 
     def observe(self, session: Session, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
         session.at = [at + count for at, count in zip(session.at, counts, strict=True)]

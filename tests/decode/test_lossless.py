@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from headstart.decode.drafters import HeadDrafter
+from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.loop import DecodeOptions, Engine
-from headstart.decode.verify import Accepted
+from headstart.decode.verify import Accepted, GreedyVerifier
 from headstart.errors import UserError
 from headstart.heads import family, make_config
 from headstart.target import DraftTree, Target, TreeShape
@@ -152,27 +152,19 @@ def test_rounds_account_for_every_token() -> None:
     assert out.first_token_ms == out.token_ms[0] <= out.token_ms[-1]
 
 
-class _AcceptsEverything:
+class _AcceptsEverything(GreedyVerifier):
     """A broken verifier: takes the first chain of drafts whatever the target says."""
 
-    lossless = False
-
-    def pick(self, logits_BNV: torch.Tensor) -> torch.Tensor:
-        return logits_BNV.argmax(-1)
-
     def accept(self, tree: DraftTree, logits_BNV: torch.Tensor) -> list[Accepted]:
-        choice = self.pick(logits_BNV).tolist()
+        choice = logits_BNV.argmax(-1).tolist()
         return [Accepted([0, 1], [tree.tokens_BN[row, 1].item(), choice[row][1]]) for row in range(len(choice))]
-
-    def select(self, rows: Sequence[int]) -> None:
-        return None
 
 
 def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     texts = prompts(61)[:1]
     known = plain(target, texts)
-    monkeypatch.setattr("headstart.decode.loop._verifier", lambda *_: _AcceptsEverything())
+    monkeypatch.setattr("headstart.decode.loop.GreedyVerifier", _AcceptsEverything)
     drafter = ReplayDrafter(known, 61, 0.0, nodes=4)
     monkeypatch.setattr(drafter.chance, "randint", lambda *_: 4)
     assert Engine(target, drafter).generate(texts, OPTIONS)[0].tokens != known[0]

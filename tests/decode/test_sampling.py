@@ -1,57 +1,81 @@
-"""Sampling with drafts draws from the target's own distribution, enumerated exactly on a tiny vocabulary."""
+"""The distribution that sampling draws from is that of transformers, and a row's draws are its own."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from headstart.decode.loop import DecodeOptions, Engine
-from headstart.decode.verify import SampleVerifier, walk
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.decode.sampling import Sampling
+from headstart.decode.verify import draw, streams
+from headstart.errors import UserError
+from headstart.target import Target
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import tiny_model
 
-SHAPE = TreeShape.from_paths([(0, 0), (1, 0)])
-DRAWS = 40_000
+
+@pytest.mark.parametrize("size", [40, 3000])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7),
+        Sampling(temperature=1.0, top_k=5),
+        Sampling(temperature=1.0, top_p=0.9),
+        Sampling(temperature=3.0, top_p=0.99),  # more tokens than the short look of top-p holds
+        Sampling(temperature=0.8, min_p=0.05),
+        Sampling(temperature=1.3, top_k=20, top_p=0.8, min_p=0.02),
+    ],
+)
+def test_warping_is_that_of_transformers(sampling: Sampling, size: int) -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(6, size)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    expected = warpers(torch.zeros(6, 1, dtype=torch.long), logits).softmax(-1)
+    found = sampling.warp(logits)
+    assert torch.equal(found > 0, expected > 0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)  # float32 sums in another order
 
 
-def joint(verifier_pick: str = "honest") -> tuple[torch.Tensor, torch.Tensor]:
-    """(observed, exact) distribution of the first two tokens after the root, over a vocabulary of 5."""
-    torch.manual_seed(1)
-    vocab = 5
-    first_V = torch.randn(vocab)
-    second_VV = torch.randn(vocab, vocab)
-    exact = torch.softmax(first_V, -1)[:, None] * torch.softmax(second_VV, -1)
-    drafts = [4, 2, 0, 1, 3]  # root, two children 2 and 0, then 1 behind 2 and 3 behind 0
-    tree = DraftTree.from_shape(torch.tensor([drafts]).expand(DRAWS, -1), SHAPE)
-    # One row per draw: logits after the root, after each child, after each grandchild (any, it is never looked at).
-    logits = torch.stack([first_V, second_VV[2], second_VV[0], torch.zeros(vocab), torch.zeros(vocab)])
-    verifier = SampleVerifier(1.0, [0], torch.device("cpu"))
-    choice = torch.cat([verifier.pick(logits[None]) for _ in range(DRAWS)])
-    if verifier_pick == "greedy children":  # mutation: a drafted child is taken whenever it is the likeliest
-        choice[:, 0] = torch.where(choice[:, 0] == 1, 2, choice[:, 0])
-    counts = torch.zeros(vocab, vocab)
-    generator = torch.Generator().manual_seed(7)
-    for row in walk(tree, choice):
-        tokens = row.tokens[:2]
-        if len(tokens) == 1:  # rejected after one token: the next round draws the second from its own distribution
-            tokens.append(int(torch.multinomial(torch.softmax(second_VV[tokens[0]], -1), 1, generator=generator)))
-        counts[tokens[0], tokens[1]] += 1
-    return counts / DRAWS, exact
+def test_processing_is_that_of_transformers() -> None:
+    torch.manual_seed(0)
+    logits, prefix = torch.randn(30), [3, 5, 5]
+    expected = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([prefix]), logits[None].clone())[0]
+    assert torch.equal(Sampling(repetition_penalty=1.4).process(logits, prefix), expected)
 
 
-def chi_square(observed: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((DRAWS * (observed - exact) ** 2 / exact).sum())
+def test_greedy_warping_is_certain() -> None:
+    probs = Sampling().warp(torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]]))
+    assert probs.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
 
-def test_joint_distribution_is_exact() -> None:
-    observed, exact = joint()
-    # 24 degrees of freedom: the 99.99 % quantile of chi-square is 58.6.
-    assert chi_square(observed, exact) < 58.6
+def test_draws_follow_the_distribution_and_never_leave_its_support() -> None:
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
+    own, _ = streams(0)
+    counts = torch.bincount(torch.tensor([draw(probs, own.residual) for _ in range(20_000)]), minlength=6)
+    assert (counts[probs == 0] == 0).all()
+    expected = 20_000 * probs[probs > 0]
+    # Two degrees of freedom: the 99.99 % quantile of chi-square is 18.4.
+    assert ((counts[probs > 0] - expected) ** 2 / expected).sum() < 18.4
 
 
-def test_the_test_notices_a_wrong_rule() -> None:
-    observed, exact = joint("greedy children")
-    assert chi_square(observed, exact) > 500
+def test_streams_of_a_row_are_independent() -> None:
+    own, drafting = streams(5)
+    numbers = {torch.rand(3, generator=one) for one in (own.accept, own.residual, drafting)}
+    assert len({tuple(one.tolist()) for one in numbers}) == 3
 
 
 def test_seeded_and_independent_of_the_batch() -> None:
@@ -66,3 +90,56 @@ def test_seeded_and_independent_of_the_batch() -> None:
     assert Engine(target).generate(texts[1:], second)[0].tokens == once[1]
     drafted = Engine(target, ReplayDrafter(once, 61, 0.5)).generate(texts, options)
     assert all(len(row.tokens) == 20 for row in drafted)
+
+
+def test_path_dependent_processors_see_each_nodes_own_prefix() -> None:
+    """Greedy with a repetition penalty and a processor: drafts change nothing, whatever they are."""
+    target = Target(tiny_model("llama", vocab_size=61))
+
+    def never_twice_in_a_row(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
+
+    options = DecodeOptions(
+        max_new_tokens=24, repetition_penalty=1.3, processors=(never_twice_in_a_row,), ignore_end=True
+    )
+    texts = [[1, 2, 3], [4, 5, 6, 7]]
+    plain = [row.tokens for row in Engine(target).generate(texts, options)]
+    for right in (1.0, 0.6):
+        drafted = Engine(target, ReplayDrafter(plain, 61, right)).generate(texts, options)
+        assert [row.tokens for row in drafted] == plain
+    assert sum(len(row.rounds) for row in drafted) < 2 * 23, "some drafts were accepted"
+    stock = Engine(target).generate(texts, DecodeOptions(max_new_tokens=24, ignore_end=True))
+    assert [row.tokens for row in stock] != plain, "the processors matter here"
+
+
+class Counting:
+    """A processor that keeps a state."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores + self.calls * torch.arange(scores.shape[-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (DecodeOptions(temperature=-1), "temperature is -1"),
+        (DecodeOptions(temperature=float("nan")), "temperature is nan"),
+        (DecodeOptions(temperature=1, top_p=0), "top_p is 0"),
+        (DecodeOptions(temperature=1, top_p=1.5), "top_p is 1.5"),
+        (DecodeOptions(temperature=1, top_k=-1), "top_k is -1"),
+        (DecodeOptions(temperature=1, min_p=2), "min_p is 2"),
+        (DecodeOptions(repetition_penalty=0), "repetition_penalty is 0"),
+        (DecodeOptions(verifier="grady_draft"), "Did you mean 'greedy_draft'"),
+        (DecodeOptions(draft="maybe"), "draft is 'maybe'"),  # type: ignore[arg-type]
+        (DecodeOptions(processors=(Counting(),)), "Counting keeps a state"),
+        (DecodeOptions(processors=(lambda ids: ids,)), "cannot be applied to a token tree"),  # type: ignore[arg-type,misc,return-value]
+    ],
+)
+def test_bad_options_are_refused(options: DecodeOptions, message: str) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    with pytest.raises(UserError, match=message):
+        Engine(target).generate([[1, 2]], options)

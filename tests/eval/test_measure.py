@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from headstart.data.questions import Question
-from headstart.decode.drafters import HeadDrafter
+from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.loop import DecodeOptions, Engine
 from headstart.errors import UserError
 from headstart.eval import EvalOptions, evaluate
@@ -54,6 +54,9 @@ def test_schema(results: dict[str, Any]) -> None:
     assert all(0 <= share <= 1 for share in summary["acceptance_by_position"])
     assert 1 <= len(summary["acceptance_by_position"]) <= 2
     assert set(summary["round_ms"]) == {"draft", "verify", "host"}
+    assert summary["host_share"] == pytest.approx(summary["round_ms"]["host"] / sum(summary["round_ms"].values()))
+    assert (summary["drafter"], summary["lossless"], summary["drafter_error"]) == ("heads", True, None)
+    assert [row["name"] for row in results["compare"]] == list(METHODS)
     assert summary["nodes_per_round"] == 4
     assert summary["drafts_proposed"] == 3 * summary["rounds"]
     assert summary["predicted_speedup"] == 1.25

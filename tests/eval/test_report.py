@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from headstart.eval import write_report
-from headstart.eval.report import divergence_sentence, verdicts
+from headstart.eval.compare import OTHER, compare_rows
+from headstart.eval.divergence import Judgement
+from headstart.eval.report import LOSSY, divergence_sentence, verdicts
 from headstart.eval.summary import categories, per_prompt, summarise
 from tests.eval.test_summary import unit
 
@@ -111,3 +113,54 @@ def test_verdicts_are_honest() -> None:
 )
 def test_divergence_sentence(found: dict[str, Any] | None, words: str) -> None:
     assert re.search(words, divergence_sentence({"summary": {"divergences": found}}))
+
+
+# -- every drafter in one table --------------------------------------------------------------------------------------
+
+
+def compared(results: dict[str, Any], lossless: bool = True) -> dict[str, Any]:
+    """The same report with two more drafters; one of them failed."""
+    units = [unit(0, "writing", [1, 3, 2], (1.0, 1.5)), unit(1, "code", [4, 1], (1.0, 1.4))]
+    for number, one in enumerate(units):
+        runs = one.runs
+        runs["transformers"] = runs["plain"]
+        runs["transformers_prompt_lookup"] = runs["plain"]
+        runs[OTHER + "ngram"] = unit(number, "", [2, 2], (0.5, 1.0)).runs["heads"]
+        runs[OTHER + "a|b"] = unit(number, "", [1, 1], (2.0, 1.0)).runs["heads"]
+        runs[OTHER + "a|b"].drafter_error = "ValueError: no | drafts"
+    same = Judgement(2, 13, None, [])
+    rows = compare_rows(units, dict.fromkeys(units[0].runs, same), 0, "dynamic", lossless)
+    summary = {**results["summary"], "drafter": "dynamic", "lossless": lossless}
+    return {**results, "summary": summary, "compare": rows}
+
+
+def test_compared_drafters_share_a_table_and_a_plot(results: dict[str, Any], tmp_path: Path) -> None:
+    results = compared(results)
+    names = [row["name"] for row in results["compare"]]
+    assert names == ["dynamic", "plain", "transformers", "transformers_prompt_lookup", "ngram", "a|b"]
+    html, markdown = pages(results, tmp_path)
+    assert html.count("<svg") == 6
+    assert "<!-- tokens per second -->" in html
+    for text in (html, markdown):
+        assert "Every drafter" in text
+        assert "dynamic over it" in text.replace("<br>", " ")
+        assert "The drafter a" in text and "failed" in text
+        assert "LOSSY" not in text
+    table = next(part for part in markdown.split("\n\n") if part.startswith("| Drafter"))
+    lines = table.splitlines()
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
+        "| dynamic", "| plain", "| transformers", "| transformers_prompt_lookup", "| ngram", r"| a\|b",
+    ]  # fmt: skip
+
+
+def test_a_lossy_verifier_is_called_lossy_everywhere(results: dict[str, Any], tmp_path: Path) -> None:
+    results = compared(results, lossless=False)
+    assert [row["lossless"] for row in results["compare"]] == [False, True, True, True, False, False]
+    html, markdown = pages(results, tmp_path)
+    for text in (html, markdown):
+        assert text.count("dynamic (LOSSY)") >= 3, "wherever it is named"
+        assert "LOSSY: this verifier" in text.replace("&#39;", "'")
+        assert "The words are the same" not in text
+    assert "<!-- dynamic (LOSSY) -->" in html, "in the plot"
+    assert divergence_sentence(results) == LOSSY

@@ -56,6 +56,7 @@ def test_drafting_costs() -> None:
     assert summary["nodes_per_round"] == 4
     assert summary["round_ms"] == {"draft": 1.0, "verify": 6.0, "host": 3.0}
     assert summary["plain_round_ms"] is None
+    assert summary["host_share"] == 0.3
 
 
 def test_latencies() -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from headstart.decode.drafters import HeadDrafter
+from headstart.decode.drafters import Request
+from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.loop import DecodeOptions, Engine
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch, families, family, make_config
-from headstart.target import Target, TreeShape
+from headstart.target import DraftTree, Target, TreeShape
 from tests.tiny import tiny_model
 
 CASES: dict[str, dict[str, Any]] = {
@@ -53,6 +54,10 @@ def batch_of(target: Target, heads: DraftHead, texts: Sequence[Sequence[int]], p
             for tap in heads.taps
         },
     )
+
+
+def draft(heads: DraftHead, session: Any, root_B: torch.Tensor, shape: TreeShape) -> DraftTree:
+    return HeadDrafter(heads, shape).propose(session, root_B, Request(shape.size))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +104,7 @@ def test_drafting_equals_the_unrolled_training_forward(name: str, target: Target
         read = text[: origin + 1]
         states = target.prefill(target.new_cache(1, len(read)), [read], heads.taps).taps
         session = heads.open([read], states)
-        drafted = heads.propose(session, torch.tensor([text[origin + 1]]), TreeShape.chain(heads.steps))
+        drafted = draft(heads, session, torch.tensor([text[origin + 1]]), TreeShape.chain(heads.steps))
         if (origin, 0) in trained:
             assert drafted.tokens_BN[0, 1].item() == trained[origin, 0]
 
@@ -112,12 +117,12 @@ def test_observing_in_rounds_equals_opening_afresh(name: str, target: Target) ->
     states = target.prefill(target.new_cache(1, 8), [text], heads.taps).taps
     rounds = heads.open([text[:3]], {tap: state[:, :3] for tap, state in states.items()})
     for begin, end in ((3, 5), (5, 6), (6, 7)):
-        heads.propose(rounds, torch.tensor([text[begin]]), shape)
+        draft(heads, rounds, torch.tensor([text[begin]]), shape)
         part = {tap: state[:, begin:end] for tap, state in states.items()}
         heads.observe(rounds, torch.tensor([text[begin:end]]), part, [end - begin])
     root = torch.tensor([11])
-    afresh = heads.propose(heads.open([text], states), root, shape)
-    assert heads.propose(rounds, root, shape).tokens_BN.tolist() == afresh.tokens_BN.tolist()
+    afresh = draft(heads, heads.open([text], states), root, shape)
+    assert draft(heads, rounds, root, shape).tokens_BN.tolist() == afresh.tokens_BN.tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -127,12 +132,12 @@ def test_rows_of_a_batch_are_independent(name: str, target: Target) -> None:
     shape = TreeShape.from_paths([(0, 0), (1, 0)])
     roots = torch.tensor([6, 7])
     session = heads.open(texts, target.prefill(target.new_cache(2, 5), texts, heads.taps).taps)
-    together = heads.propose(session, roots, shape).tokens_BN
+    together = draft(heads, session, roots, shape).tokens_BN
     for row, text in enumerate(texts):
         alone = heads.open([text], target.prefill(target.new_cache(1, 5), [text], heads.taps).taps)
-        assert heads.propose(alone, roots[row : row + 1], shape).tokens_BN[0].tolist() == together[row].tolist()
+        assert draft(heads, alone, roots[row : row + 1], shape).tokens_BN[0].tolist() == together[row].tolist()
     heads.select(session, [1])
-    assert heads.propose(session, roots[1:], shape).tokens_BN[0].tolist() == together[1].tolist()
+    assert draft(heads, session, roots[1:], shape).tokens_BN[0].tolist() == together[1].tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -149,7 +154,7 @@ def test_greedy_output_is_the_targets_own(name: str, target: Target) -> None:
 def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target: Target) -> None:
     heads = shake(build(name, target))
     session = heads.open([[3, 9]], target.prefill(target.new_cache(1, 2), [[3, 9]], heads.taps).taps)
-    drafted = heads.propose(session, torch.tensor([5]), TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)]))
+    drafted = draft(heads, session, torch.tensor([5]), TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)]))
     tokens = drafted.tokens_BN[0].tolist()
     assert tokens[0] == 5
     assert len(set(tokens[1:4])) == 3

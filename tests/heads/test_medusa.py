@@ -6,7 +6,7 @@ import torch
 
 from headstart.heads import HeadBatch
 from headstart.heads.medusa import MedusaConfig, MedusaHead, head_logits, positions
-from headstart.target import FINAL, Target, TreeShape
+from headstart.target import FINAL, Target
 from tests.tiny import tiny_model
 
 
@@ -67,6 +67,6 @@ def test_seeing_the_root_changes_the_draft() -> None:
     torch.manual_seed(0)
     torch.nn.init.normal_(heads.input_KEF)
     state = heads.open([[5]], {FINAL: torch.randn(1, 1, 64)})
-    trees = [heads.propose(state, torch.tensor([root]), TreeShape.chain(1)) for root in range(9)]
-    drafted = {tree.tokens_BN[0, 1].item() for tree in trees}
+    level = torch.zeros(1, 1, dtype=torch.long)
+    drafted = {heads.expand(state, torch.tensor([[root]]), level, 0).argmax(-1).item() for root in range(9)}
     assert len(drafted) > 1

@@ -87,6 +87,18 @@ def test_cache_never_overruns() -> None:
         target.prefill(cache, TEXTS[:1])
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_tree_may_reach_past_the_end_of_the_context(kind: str) -> None:
+    """The drafts behind the last token are never emitted, and GPT-2 has no positions for them."""
+    target = Target(tiny_model(kind, max_length=16))
+    text = list(range(1, 16))
+    cache = target.new_cache(1, 20)
+    target.prefill(cache, [text])
+    tree = DraftTree.from_shape(torch.tensor([[20, 21, 22, 23]]), TreeShape.chain(3))
+    whole = target.prefill(target.new_cache(1, 16), [[*text, 20]]).logits_BTV
+    torch.testing.assert_close(target.forward_tree(cache, tree).logits_BTV[:, :1], whole, rtol=1e-4, atol=1e-5)
+
+
 def test_fingerprint_tells_models_apart_but_not_dtypes() -> None:
     first = Target(tiny_model("llama", seed=0)).identity().fingerprint
     assert first == Target(tiny_model("llama", seed=0).bfloat16()).identity().fingerprint
@@ -146,6 +158,12 @@ def test_folder_round_trip(tiny_target: Target, tiny_target_folder: Path) -> Non
 def test_unknown_targets(spec: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_target(spec)
+
+
+@pytest.mark.parametrize(("device", "message"), [("gpu", "Unknown device 'gpu'"), ("cuda:99", "no device 'cuda:99'")])
+def test_unknown_devices(tiny_target_folder: Path, device: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_target(str(tiny_target_folder), device=device)
 
 
 def test_folder_without_a_model(tmp_path: Path) -> None:

@@ -1,18 +1,58 @@
-"""Drafters: anything that proposes a token tree. Heads are one kind.
+"""Drafters: anything that proposes a token tree. The contract, and the two simplest of them.
 
-Shape suffixes: B rows, T prompt tokens, P committed tokens of a round, E hidden size.
+Shape suffixes: B rows, T prompt tokens, P committed tokens of a round, V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from headstart.errors import UserError
-from headstart.heads import DraftHead
 from headstart.target import DraftTree, TreeShape
+
+
+class Children(Enum):
+    """How the children of a node are chosen; a verifier says which choice it is lossless for.
+
+    Attributes:
+        TOP: the most likely ones, without randomness. Every verifier is lossless for these.
+        TOP_AND_DRAWN: all but the last are the most likely ones, the last is drawn from the rest of the drafter's
+            distribution.
+        DRAWN: all are drawn from the drafter's distribution, one after the other, without replacement.
+    """
+
+    TOP = "top"
+    TOP_AND_DRAWN = "top and drawn"
+    DRAWN = "drawn"
+
+
+@dataclass
+class Request:
+    """What the decode loop asks of a drafter in one round.
+
+    A drafter that finds less may propose less, down to the root alone.
+
+    Attributes:
+        max_nodes: nodes of a row at most, root included.
+        worth: how probable the acceptance of a node's whole path must be for the node to pay for its verification;
+            drafters that know such probabilities leave out nodes below it. 0 asks for all of them.
+        chain: no node may have more than one child.
+        children: how children may be chosen. Drafters without a distribution of their own always choose TOP.
+        warp: draft logits [..., D] to the distribution to draw from, float [..., D], temperature included.
+        streams: one random generator per row, for drawing children; used for nothing else.
+    """
+
+    max_nodes: int
+    worth: float = 0.0
+    chain: bool = False
+    children: Children = Children.TOP
+    warp: Callable[[Tensor], Tensor] | None = None
+    streams: Sequence[torch.Generator] = ()
 
 
 class Drafter(Protocol):
@@ -22,6 +62,9 @@ class Drafter(Protocol):
         name: what reports call it.
         taps: hidden states of the target that it wants to see.
         max_nodes: the widest tree it proposes, root included; the loop reserves cache for it.
+
+    An optional attribute `draft_share` says what a draft costs, as a share of a plain decoding step; drafters without
+    it cost what was measured for the heads.
     """
 
     name: str
@@ -32,17 +75,34 @@ class Drafter(Protocol):
         """Start drafting for a batch; see `DraftHead.open`."""
         ...
 
-    def propose(self, session: Any, root_B: Tensor) -> DraftTree:
-        """Draft behind each row's root token."""
+    def propose(self, session: Any, root_B: Tensor, request: Request) -> DraftTree:
+        """Draft behind each row's root token (int64 [B], decided, not yet read by the target)."""
         ...
 
     def observe(self, session: Any, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
-        """Learn what was committed; see `DraftHead.observe`."""
+        """Learn what was committed; see `DraftHead.observe`. Called every round, also when nothing was drafted."""
         ...
 
     def select(self, session: Any, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         ...
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A drafter that also learns from the target's choices at nodes that were not accepted (lookahead decoding)."""
+
+    def learn(self, session: Any, tree: DraftTree, choices: list[list[int]]) -> None:
+        """The target's argmax after every node of each row's verified tree; called before `observe`."""
+        ...
+
+
+def root_only(root_B: Tensor) -> DraftTree:
+    """A tree without drafts: a plain decoding step."""
+    return DraftTree.from_shape(root_B[:, None], _ROOT)
+
+
+_ROOT = TreeShape.chain(0)
 
 
 class NoDrafter:
@@ -52,60 +112,14 @@ class NoDrafter:
     taps: tuple[int, ...] = ()
     max_nodes = 1
 
-    def __init__(self) -> None:
-        self._root = TreeShape.chain(0)
-
     def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
         return None
 
-    def propose(self, session: Any, root_B: Tensor) -> DraftTree:
-        return DraftTree.from_shape(root_B[:, None], self._root)
+    def propose(self, session: None, root_B: Tensor, request: Request) -> DraftTree:
+        return root_only(root_B)
 
-    def observe(self, session: Any, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+    def observe(self, session: None, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
         return None
 
-    def select(self, session: Any, rows: Sequence[int]) -> None:
+    def select(self, session: None, rows: Sequence[int]) -> None:
         return None
-
-
-class HeadDrafter:
-    """Draft with trained heads, in a static tree.
-
-    Args:
-        heads: any registered family.
-        shape: the tree; no deeper than the heads.
-
-    Raises:
-        UserError: when the tree is deeper than the heads, or wider than their draft vocabulary.
-    """
-
-    name = "heads"
-
-    def __init__(self, heads: DraftHead, shape: TreeShape) -> None:
-        if shape.depth > heads.steps:
-            raise UserError(
-                f"The tree is {shape.depth} deep and the heads draft {heads.steps} tokens ahead.",
-                "Use a shallower tree, or train heads with more steps.",
-            )
-        if shape.width > heads.config.draft_width:
-            raise UserError(
-                f"The tree uses {shape.width} drafts of a depth and the draft vocabulary has "
-                f"{heads.config.draft_width} tokens.",
-                "Use a narrower tree.",
-            )
-        self.heads = heads.eval()
-        self.shape = shape
-        self.taps = heads.taps
-        self.max_nodes = shape.size
-
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        return self.heads.open(prompts, states)
-
-    def propose(self, session: Any, root_B: Tensor) -> DraftTree:
-        return self.heads.propose(session, root_B, self.shape)
-
-    def observe(self, session: Any, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
-        self.heads.observe(session, tokens_BP, states, counts)
-
-    def select(self, session: Any, rows: Sequence[int]) -> None:
-        self.heads.select(session, rows)

@@ -2,7 +2,7 @@
 
 Plain decoding is the same loop with a drafter that proposes nothing, so the two differ in nothing but the drafts.
 
-Shape suffixes: B rows, N tree nodes, P longest accepted path, E hidden size.
+Shape suffix: B rows.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from headstart.decode.drafters import Drafter, NoDrafter
+from headstart.decode.budget import Costs, Mode, Pace
+from headstart.decode.drafters import Drafter, NoDrafter, Request, root_only
+from headstart.decode.memory import reserve
+from headstart.decode.rules import RULES
+from headstart.decode.sampling import Processor, Sampling
+from headstart.decode.session import Session
 from headstart.decode.stopping import Stopper
-from headstart.decode.verify import Accepted, GreedyVerifier, SampleVerifier
-from headstart.errors import UserError
-from headstart.target import DraftTree, Target
+from headstart.decode.verify import GreedyVerifier, RuleVerifier, Verifier, streams
+from headstart.errors import UserError, nearest
+from headstart.target import Target
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,14 @@ class DecodeOptions:
         seed: of row 0; row b uses seed + b, so that a row's output does not depend on its batch.
         stop_strings: emission ends with the token that completes one of these; it is kept, as in transformers.
         ignore_end: go on past the end-of-turn token (for measuring).
+        top_k: see `Sampling`, like the next four.
+        top_p: see there.
+        min_p: see there.
+        repetition_penalty: see there.
+        processors: see there.
+        verifier: a rule of `headstart.decode.rules`; "auto" takes the argmax when greedy, else "greedy_draft".
+        draft: "on" drafts in every round, "off" never, "auto" as long as it pays.
+        stop: called with (row, tokens emitted so far) after each token; true ends the row's text with that token.
     """
 
     max_new_tokens: int = 128
@@ -39,6 +50,21 @@ class DecodeOptions:
     seed: int = 0
     stop_strings: tuple[str, ...] = ()
     ignore_end: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    processors: tuple[Processor, ...] = ()
+    verifier: str = "auto"
+    draft: Mode = "auto"
+    stop: Callable[[int, list[int]], bool] | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        """The distribution to draw from."""
+        return Sampling(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, tuple(self.processors)
+        )
 
 
 @dataclass
@@ -48,7 +74,7 @@ class Round:
     Attributes:
         nodes: width of the verified tree, root included.
         emitted: tokens emitted, the target's own included (before any cut at the end of the text).
-        draft_ms: proposing.
+        draft_ms: proposing, and choosing which of the proposed nodes to verify.
         verify_ms: the tree forward and reading the target's choices.
         host_ms: everything else (accepting, committing, bookkeeping).
     """
@@ -70,6 +96,7 @@ class Generation:
         first_token_ms: from the call to the first token (prefill included).
         token_ms: for each token, milliseconds since the call at which it was there.
         rounds: one entry a round; the first token comes from the prefill and has none.
+        drafter_error: what the drafter raised, when it did; from then on the row was decoded plainly.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -77,6 +104,7 @@ class Generation:
     first_token_ms: float = 0.0
     token_ms: list[float] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
+    drafter_error: str | None = None
 
     @property
     def tokens_per_round(self) -> float:
@@ -94,11 +122,14 @@ class Engine:
     Args:
         target: the frozen model.
         drafter: what drafts; None decodes plainly.
+        costs: of verifying on this machine. With them the number of nodes follows the costs, and drafting pauses
+            where it does not pay; without them everything that is proposed is verified.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None = None, costs: Costs | None = None) -> None:
         self.target = target
         self.drafter: Drafter = drafter or NoDrafter()
+        self.costs = costs
 
     @torch.inference_mode()
     def generate(
@@ -107,20 +138,21 @@ class Engine:
         """Decode a batch of tokenised prompts of any lengths.
 
         Raises:
-            UserError: an empty or too long prompt, or an option out of range.
+            UserError: an empty or too long prompt, an option out of range, or a batch that memory cannot hold.
         """
         started = perf_counter()
         check(self.target, prompts, options)
-        target, drafter = self.target, self.drafter
-        verifier = _verifier(options, len(prompts), target.device)
-        stoppers = [Stopper(target.tokenizer, options, target.end_tokens) for _ in prompts]
+        target, drafter = self.target, self.drafter if options.draft != "off" else NoDrafter()
+        verifier, draft_streams = make_verifier(options, prompts)
+        max_nodes = reserve(target, prompts, options.max_new_tokens, drafter.max_nodes)
+        stoppers = [Stopper(target.tokenizer, options, target.end_tokens, row) for row in range(len(prompts))]
         outputs = [Generation() for _ in prompts]
-        capacity = max(map(len, prompts)) + options.max_new_tokens + drafter.max_nodes
-        cache = target.new_cache(len(prompts), capacity)
+        cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
 
         out = target.prefill(cache, prompts, drafter.taps)
-        roots = verifier.pick(out.logits_BTV)[:, 0].tolist()
-        session = drafter.open(prompts, out.taps)
+        roots = verifier.first(out.logits_BTV[:, 0])
+        session = Session(drafter, prompts, out.taps)
+        pace = Pace(self.costs, options.draft, len(prompts), self._draft_ms(drafter))
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
         going = [_emit(row, [root], outputs, stoppers, started, on_tokens) for row, root in enumerate(roots)]
         for output in outputs:
@@ -130,28 +162,45 @@ class Engine:
             if not all(going):  # rows that ended leave the batch
                 kept = [place for place, goes in enumerate(going) if goes]
                 rows, roots = [rows[place] for place in kept], [roots[place] for place in kept]
-                for part in (cache, verifier):
+                draft_streams = [draft_streams[place] for place in kept]
+                for part in (cache, verifier, session):
                     part.select(kept)
-                drafter.select(session, kept)
+                pace.rows = len(rows)
             start = perf_counter()
-            tree = drafter.propose(session, torch.tensor(roots, device=target.device))
+            root_B = torch.tensor(roots, device=target.device)
+            drafts = pace.drafts and session.drafter.max_nodes > 1
+            if drafts:
+                request = Request(
+                    max_nodes, pace.worth, verifier.chains_only, verifier.children, options.sampling.warp, draft_streams
+                )
+                tree = pace.prune(session.propose(root_B, request))
+            else:
+                tree = root_only(root_B)
             drafted = perf_counter()
-            out = target.forward_tree(cache, tree, drafter.taps)
+            out = target.forward_tree(cache, tree, session.drafter.taps)
             accepted = verifier.accept(tree, out.logits_BTV)
             verified = perf_counter()
             cache.commit([row.path for row in accepted])
-            if drafter.taps or drafter.max_nodes > 1:
-                drafter.observe(session, *_committed(tree, out.taps, accepted))
+            session.observe(tree, out, accepted)
             roots = [row.tokens[-1] for row in accepted]
             going = [
                 _emit(row, step.tokens, outputs, stoppers, started, on_tokens)
                 for row, step in zip(rows, accepted, strict=True)
             ]
+            pace.note(tree, [len(step.tokens) for step in accepted])
             ended = perf_counter()
             ms = [1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (ended - verified)]
-            for row, step in zip(rows, accepted, strict=True):
-                outputs[row].rounds.append(Round(tree.size, len(step.tokens), *ms))
+            for number, (row, step) in enumerate(zip(rows, accepted, strict=True)):
+                nodes = len(tree.parents_of(number))
+                outputs[row].rounds.append(Round(nodes, len(step.tokens), *ms))
+                outputs[row].drafter_error = session.error
         return outputs
+
+    def _draft_ms(self, drafter: Drafter) -> float:
+        share = getattr(drafter, "draft_share", None)
+        if self.costs is None or share is None:
+            return self.costs.draft_ms if self.costs else 0.0
+        return float(share) * self.costs.verify(1)
 
 
 def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> None:
@@ -162,8 +211,11 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
     """
     if options.max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
-    if not options.temperature >= 0:
-        raise UserError(f"The temperature is {options.temperature}.", "Use 0 for greedy decoding, or a value above 0.")
+    options.sampling.check(target.vocab_size)
+    if options.verifier != "auto" and options.verifier not in RULES:
+        raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *RULES]))
+    if options.draft not in ("auto", "on", "off"):
+        raise UserError(f"draft is {options.draft!r}.", "Use auto, on or off.")
     if not prompts:
         raise UserError("There is no prompt.", "Give at least one prompt.")
     for number, prompt in enumerate(prompts):
@@ -177,15 +229,15 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
             )
 
 
-class _Greedy(GreedyVerifier):
-    def select(self, rows: Sequence[int]) -> None:
-        """Greedy decoding keeps nothing per row."""
-
-
-def _verifier(options: DecodeOptions, rows: int, device: torch.device) -> Any:
-    if options.temperature == 0:
-        return _Greedy()
-    return SampleVerifier(options.temperature, [options.seed + row for row in range(rows)], device)
+def make_verifier(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> tuple[Verifier, list[torch.Generator]]:
+    """The verifier for these options, and each row's random stream for drafting."""
+    seeded = [streams(options.seed + row) for row in range(len(prompts))]
+    drafting = [draft for _, draft in seeded]
+    sampling = options.sampling
+    if options.verifier == "auto" and sampling.greedy and not sampling.needs_prefix:
+        return GreedyVerifier(), drafting
+    rule = RULES[("top_k" if sampling.greedy else "greedy_draft") if options.verifier == "auto" else options.verifier]
+    return RuleVerifier(rule, sampling, prompts, [own for own, _ in seeded]), drafting
 
 
 def _emit(
@@ -206,16 +258,3 @@ def _emit(
     if finish:
         output.finish = finish
     return finish is None
-
-
-def _committed(
-    tree: DraftTree, taps: dict[int, Tensor], accepted: list[Accepted]
-) -> tuple[Tensor, dict[int, Tensor], list[int]]:
-    """Tokens [B, P] and states [B, P, E] along each row's accepted path, padded by repeating its last node."""
-    counts = [len(row.path) for row in accepted]
-    longest = max(counts)
-    paths_BP = torch.tensor(
-        [row.path + [row.path[-1]] * (longest - len(row.path)) for row in accepted], device=tree.tokens_BN.device
-    )
-    rows_B1 = torch.arange(len(accepted), device=paths_BP.device)[:, None]
-    return tree.tokens_BN[rows_B1, paths_BP], {tap: state[rows_B1, paths_BP] for tap, state in taps.items()}, counts

@@ -1,4 +1,4 @@
-"""Where a text ends: end-of-turn token, token limit, stop strings."""
+"""Where a text ends: end-of-turn token, token limit, stop strings, whatever the caller asks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ class Stopper:
 
     Args:
         tokenizer: needed for stop strings only.
-        options: token limit, stop strings, whether to ignore the end-of-turn token.
+        options: token limit, stop strings, the caller's own test, whether to ignore the end-of-turn token.
         ends: ids of end-of-turn tokens.
+        row: number of the row, for the caller's own test.
 
     Raises:
         UserError: stop strings without a tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, options: DecodeOptions, ends: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, options: DecodeOptions, ends: frozenset[int], row: int = 0) -> None:
         if options.stop_strings and tokenizer is None:
             raise UserError("Stop strings need a tokenizer.", "Load the target with its tokenizer.")
         self._tokenizer = tokenizer
         self._ends = frozenset() if options.ignore_end else ends
         self._left = options.max_new_tokens
         self._stops = options.stop_strings
+        self._stop = options.stop
+        self._row = row
         self._tokens: list[int] = []
 
     def take(self, tokens: list[int]) -> tuple[list[int], str | None]:
@@ -36,9 +39,10 @@ class Stopper:
         for count, token in enumerate(tokens, start=1):
             self._tokens.append(token)
             self._left -= 1
+            stopped = self._stop is not None and self._stop(self._row, self._tokens)  # sees every token of the text
             if token in self._ends:
                 return tokens[:count], "end"
-            if self._stops and self._at_stop():
+            if stopped or (self._stops and self._at_stop()):
                 return tokens[:count], "stop"
             if self._left == 0:
                 return tokens[:count], "length"

@@ -1,9 +1,11 @@
 """Tuning: measured costs and measured acceptance give the tree with the most expected tokens per second.
 
 Acceptance alone always asks for a wider tree; only the cost of verifying it on this machine says where to stop, and
-"no speculation" is one of the choices (compare Sequoia, arXiv 2402.12374, and CaDDTree, arXiv 2606.01813).
+"no speculation" is one of the choices (compare Sequoia, arXiv 2402.12374, and CaDDTree, arXiv 2606.01813). The best
+static tree, the best chain, and what dynamic trees need (costs, and how far the heads' probabilities can be believed)
+come out of the same two measurements.
 
-Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, K steps.
+Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, K steps, R ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from headstart.decode.drafters import HeadDrafter
+from headstart.decode.budget import Costs
+from headstart.decode.calibrate import Calibration, fit_calibration, replay_dynamic
+from headstart.decode.drafters import Request
+from headstart.decode.heads_drafter import HeadDrafter, Tree
 from headstart.decode.verify import GreedyVerifier
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch
@@ -51,8 +56,11 @@ class Tuning:
         acceptance: for each depth and rank, how often that draft is right when the better choices above it were
             right (rank 0 at every depth above).
         predicted: `tokens_per_round` (τ, replayed on the calibration answers), `speedup` over plain decoding,
-            `tokens_per_second`.
-        curve: for each node count tried, the predicted speed-up.
+            `tokens_per_second`, of decoding with `tree`.
+        curve: for each node count of a static tree tried, the predicted speed-up.
+        tree: what decodes fastest by prediction: "dynamic" trees, or the "static" one.
+        chain: length of the best chain.
+        calibration: of the heads' probabilities, see `Calibration`.
         settings: target, dtype, device, threads, context, positions measured.
     """
 
@@ -64,6 +72,28 @@ class Tuning:
     predicted: dict[str, float]
     curve: list[list[float]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    tree: Tree = "static"
+    chain: int = 0
+    calibration: dict[str, list[list[float]]] = field(default_factory=dict)
+
+    @property
+    def costs(self) -> Costs:
+        """What verifying costs on the machine that was measured."""
+        return Costs(self.widths, self.verify_ms, self.draft_ms)
+
+    def drafter(self, heads: DraftHead, tree: Tree | None = None) -> HeadDrafter | None:
+        """These heads as a drafter, with the tree that was found best or another kind; None when none pays.
+
+        Raises:
+            UserError: dynamic trees for heads that were tuned before there were any.
+        """
+        tree = tree or self.tree
+        if tree == "dynamic" and not self.calibration:
+            raise UserError("These heads have no calibration for dynamic trees.", "Tune them again: headstart tune.")
+        if tree == "chain":
+            return HeadDrafter(heads, TreeShape.chain(self.chain)) if self.chain else None
+        calibration = Calibration(**{name: tuple(map(tuple, knots)) for name, knots in self.calibration.items()})
+        return HeadDrafter(heads, self.shape, tree, calibration) if self.shape.size > 1 else None
 
     @property
     def shape(self) -> TreeShape:
@@ -115,7 +145,7 @@ def tune(
     """
     context = min(context, target.max_length - max(widths) - 1)
     widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
-    ranks_OK = measure_ranks(target, heads, conversations, max_rank, console)
+    ranks_OK, log_probs_OKR = measure_drafts(target, heads, conversations, max_rank, console)
     values = path_values(ranks_OK, max_rank)
     verify_ms = measure_verify(target, widths, context, heads.taps)
     draft_ms = _draft_ms(target, heads, values, context)
@@ -124,8 +154,18 @@ def tune(
     # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
     gains = [replay(ranks_OK, ordered[: nodes - 1]) for nodes in range(1, largest + 1)]
     best, curve = choose(gains, widths, verify_ms, draft_ms)
+    chain, _ = choose(
+        [replay(ranks_OK, TreeShape.chain(length).paths) for length in range(heads.steps + 1)],
+        widths, verify_ms, draft_ms,
+    )  # fmt: skip
     chosen, gain = tuple(ordered[: best - 1]), gains[best - 1]
-    round_ms = cost(best, widths, verify_ms) + (draft_ms if best > 1 else 0.0)
+    costs = Costs(tuple(widths), tuple(verify_ms))
+    round_ms = costs.verify(best) + (draft_ms if best > 1 else 0.0)
+    calibration = fit_calibration(ranks_OK.numpy(), log_probs_OKR.numpy())
+    dynamic_gain, dynamic_ms = replay_dynamic(ranks_OK.numpy(), log_probs_OKR.numpy(), calibration, costs, draft_ms)
+    dynamic = best > 1 and dynamic_gain / dynamic_ms > gain / round_ms
+    if dynamic:
+        gain, round_ms = dynamic_gain, dynamic_ms
     return Tuning(
         paths=tuple(TreeShape.from_paths(chosen).paths),
         widths=tuple(widths),
@@ -145,6 +185,12 @@ def tune(
             "threads": torch.get_num_threads(),
             "context": context,
             "positions": len(ranks_OK),
+        },
+        tree="dynamic" if dynamic else "static",
+        chain=chain - 1,
+        calibration={
+            "log_probs": [list(knots) for knots in calibration.log_probs],
+            "accepted": [list(knots) for knots in calibration.accepted],
         },
     )
 
@@ -189,16 +235,12 @@ def choose(
     >>> choose([1.0, 1.5, 1.75], (1, 2), (10.0, 20.0), 1.0)[0]
     1
     """
+    costs = Costs(tuple(widths), tuple(verify_ms))
     curve = [
-        [float(nodes), gain * verify_ms[0] / (cost(nodes, widths, verify_ms) + (draft_ms if nodes > 1 else 0.0))]
+        [float(nodes), gain * verify_ms[0] / (costs.verify(nodes) + (draft_ms if nodes > 1 else 0.0))]
         for nodes, gain in enumerate(gains, start=1)
     ]
     return max(range(len(curve)), key=lambda i: curve[i][1]) + 1, curve
-
-
-def cost(nodes: int, widths: Sequence[int], verify_ms: Sequence[float]) -> float:
-    """Milliseconds to verify `nodes`, interpolated between the measured widths."""
-    return float(np.interp(nodes, widths, verify_ms))
 
 
 def path_values(ranks_OK: Tensor, max_rank: int) -> dict[RankPath, float]:
@@ -218,7 +260,6 @@ def path_values(ranks_OK: Tensor, max_rank: int) -> dict[RankPath, float]:
     return {path: count / len(ranks_OK) for path, count in counts.items()}
 
 
-@torch.inference_mode()
 def measure_ranks(
     target: Target,
     heads: DraftHead,
@@ -226,16 +267,34 @@ def measure_ranks(
     max_rank: int,
     console: Console | None = None,
 ) -> Tensor:
-    """Rank of the true token among each step's drafts, [O, K] int64; `max_rank` stands for anything worse.
+    """The ranks of `measure_drafts` alone."""
+    return measure_drafts(target, heads, conversations, max_rank, console)[0]
 
-    Only origins from which every step is supervised count.
+
+@torch.inference_mode()
+def measure_drafts(
+    target: Target,
+    heads: DraftHead,
+    conversations: Sequence[Supervised],
+    max_rank: int,
+    console: Console | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the heads would have drafted on texts, and how well.
+
+    Only origins from which every step is supervised count; they come in the order of the text.
+
+    Returns:
+        Rank of the true token among each step's drafts, int64 [O, K], where `max_rank` stands for anything worse; and
+        the log-probabilities of the best drafts of each step, float32 [O, K, R] with R at most `max_rank`.
 
     Raises:
-        UserError: when there is none.
+        UserError: when there is no such origin.
     """
     to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
-    rows: list[list[int]] = []
+    width = min(max_rank, heads.config.draft_width)
+    ranks: list[Tensor] = []
+    log_probs: list[Tensor] = []
     for conversation in track(
         conversations, "measuring acceptance", console=console, disable=console is None, transient=True
     ):
@@ -246,20 +305,26 @@ def measure_ranks(
             torch.tensor([conversation.supervised], device=target.device),
             {tap: state[None] for tap, state in states.items()},
         )
-        found: list[dict[int, int]] = []
-        for step in heads.unroll(batch):
+        rank_KT = torch.full((heads.steps, tokens_BT.shape[1]), -1)
+        log_KTR = torch.zeros(heads.steps, tokens_BT.shape[1], width)
+        for depth, step in enumerate(heads.unroll(batch)):
+            logits_MD = step.logits_MD.float()
             truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
-            truth_M1 = step.logits_MD.gather(1, truth_M.clamp(min=0)[:, None])
-            rank_M = (step.logits_MD > truth_M1).sum(-1).clamp(max=max_rank)
-            rank_M = torch.where(truth_M < 0, max_rank, rank_M)
-            found.append(dict(zip(step.origin_M.tolist(), rank_M.tolist(), strict=True)))
-        rows.extend([step[origin] for step in found] for origin in found[-1] if all(origin in step for step in found))
-    if not rows:
+            truth_M1 = logits_MD.gather(1, truth_M.clamp(min=0)[:, None])
+            rank_M = (logits_MD > truth_M1).sum(-1).clamp(max=max_rank)
+            origin_M = step.origin_M.cpu()
+            rank_KT[depth, origin_M] = torch.where(truth_M < 0, max_rank, rank_M).cpu()
+            best_MR = logits_MD.topk(width, dim=-1).values - logits_MD.logsumexp(-1, keepdim=True)
+            log_KTR[depth, origin_M] = best_MR.cpu()
+        whole_T = (rank_KT >= 0).all(0)
+        ranks.append(rank_KT[:, whole_T].T)
+        log_probs.append(log_KTR[:, whole_T].transpose(0, 1))
+    if not sum(map(len, ranks)):
         raise UserError(
             f"No calibration answer is longer than the {heads.steps + 1} tokens that the heads look ahead.",
             "Write longer answers (data.max_new_tokens), or more of them (data.calibration).",
         )
-    return torch.tensor(rows)
+    return torch.cat(ranks), torch.cat(log_probs)
 
 
 @torch.inference_mode()
@@ -308,7 +373,7 @@ def _draft_ms(target: Target, heads: DraftHead, values: dict[RankPath, float], c
     times = []
     for _ in range(15):
         start = perf_counter()
-        drafter.propose(session, root_B).tokens_BN.tolist()
+        drafter.propose(session, root_B, Request(drafter.max_nodes)).tokens_BN.tolist()
         drafter.observe(session, root_B[:, None], last, [1])
         times.append(1e3 * (perf_counter() - start))
     return statistics.median(times[3:])

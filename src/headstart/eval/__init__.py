@@ -1,7 +1,7 @@
 """Measurements of a drafter against its baselines, the audit of losslessness, and reports."""
 
 from headstart.eval.audit import AlwaysWrongDrafter, AuditResult, audit, plain_answers, random_weights, unused_tokens
-from headstart.eval.measure import EvalOptions, evaluate
+from headstart.eval.measure import EvalOptions, evaluate, evaluate_decoder
 from headstart.eval.report import write_report
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "EvalOptions",
     "audit",
     "evaluate",
+    "evaluate_decoder",
     "plain_answers",
     "random_weights",
     "unused_tokens",

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headstart.decode.drafters import Drafter
+from headstart.decode.budget import Costs
+from headstart.decode.drafters import Drafter, Request
 from headstart.decode.loop import DecodeOptions, Engine, Generation
 from headstart.eval.divergence import Difference, difference
 from headstart.heads import DraftHead
@@ -35,6 +36,7 @@ class AuditResult:
         accepted: drafts that were accepted; 0 when every draft was wrong.
         rounds: draft-verify rounds.
         differences: the first difference of each prompt that has one.
+        drafter_error: what the drafter raised, when it did: then the audit says little about it.
     """
 
     prompts: int = 0
@@ -44,6 +46,7 @@ class AuditResult:
     accepted: int = 0
     rounds: int = 0
     differences: list[Difference] = field(default_factory=list)
+    drafter_error: str | None = None
 
 
 class AlwaysWrongDrafter:
@@ -61,14 +64,18 @@ class AlwaysWrongDrafter:
         assert len(set(tokens)) == len(tokens) >= shape.width, "each rank needs a token of its own"
         self.shape = shape
         self.max_nodes = shape.size
-        self._drafts_N = torch.tensor([tokens[rank] for rank in shape.ranks[1:]], dtype=torch.long)
+        self._tokens = list(tokens)
 
     def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
         return None
 
-    def propose(self, session: None, root_B: Tensor) -> DraftTree:
-        drafts_BN = self._drafts_N.to(root_B.device).expand(len(root_B), -1)
-        return DraftTree.from_shape(torch.cat([root_B[:, None], drafts_BN], dim=1), self.shape)
+    def propose(self, session: None, root_B: Tensor, request: Request) -> DraftTree:
+        shape = TreeShape.chain(min(self.shape.depth, request.max_nodes - 1))
+        if self.shape.size <= request.max_nodes and not request.chain:
+            shape = self.shape
+        drafts_N = torch.tensor([self._tokens[rank] for rank in shape.ranks[1:]], dtype=torch.long)
+        drafts_BN = drafts_N.to(root_B.device).expand(len(root_B), -1)
+        return DraftTree.from_shape(torch.cat([root_B[:, None], drafts_BN], dim=1), shape)
 
     def observe(self, session: None, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
         return None
@@ -78,13 +85,12 @@ class AlwaysWrongDrafter:
 
 
 def random_weights(heads: DraftHead, seed: int = 0, scale: float = 0.05) -> DraftHead:
-    """A copy of these heads whose trained weights are replaced by noise: normal, with this standard deviation."""
+    """A copy of these heads whose own weights are replaced by noise: normal, with this standard deviation."""
     noisy = copy.deepcopy(heads)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in noisy.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+        for parameter in noisy.parameters():  # loaded heads are frozen: requires_grad says nothing here
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
     return noisy
 
 
@@ -121,6 +127,7 @@ def audit(
     batch_size: int = 16,
     answers: Sequence[Sequence[int]] | None = None,
     advance: Callable[[str, int], None] | None = None,
+    costs: Costs | None = None,
 ) -> dict[str, AuditResult]:
     """Count the tokens in which each drafter's greedy outputs differ from plain greedy decoding.
 
@@ -132,17 +139,19 @@ def audit(
         batch_size: prompts decoded together; prompts of like length share a batch, the same one for every drafter.
         answers: the plain outputs, when they are known already (`plain_answers` with the same arguments).
         advance: told (name of what runs, prompts done) after each batch.
+        costs: of verifying on this machine, so that trees are as wide as in use; without them they are at their widest.
     """
     if answers is None:
         answers = plain_answers(target, prompts, max_new_tokens, batch_size, advance)
     results = {}
     for name, drafter in drafters.items():
-        outputs = _decode(target, drafter, prompts, max_new_tokens, batch_size, name, advance)
+        outputs = _decode(target, drafter, prompts, max_new_tokens, batch_size, name, advance, costs)
         result = AuditResult(prompts=len(prompts))
         for number, (answer, output) in enumerate(zip(answers, outputs, strict=True)):
             result.tokens += len(answer)
             result.rounds += len(output.rounds)
             result.accepted += sum(one.emitted - 1 for one in output.rounds)
+            result.drafter_error = result.drafter_error or output.drafter_error
             first = difference(number, answer, output.tokens)
             if first is not None:
                 result.different_prompts += 1
@@ -160,9 +169,10 @@ def _decode(
     batch_size: int,
     name: str,
     advance: Callable[[str, int], None] | None,
+    costs: Costs | None = None,
 ) -> list[Generation]:
-    engine = Engine(target, drafter)
-    options = DecodeOptions(max_new_tokens=max_new_tokens)
+    engine = Engine(target, drafter, costs)
+    options = DecodeOptions(max_new_tokens=max_new_tokens, draft="on")
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     outputs: dict[int, Generation] = {}
     for first in range(0, len(order), batch_size):

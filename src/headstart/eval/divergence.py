@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.decode.sampling import Sampling
 from headstart.target import Target
 
 EXACT_MARGIN = 1e-3
@@ -94,10 +95,16 @@ class Judgement:
 
 
 class Judge:
-    """Decides which differences rounding explains. Its float32 model is made at the first difference, and only then."""
+    """Decides which differences rounding explains. Its float32 model is made at the first difference, and only then.
 
-    def __init__(self, target: Target) -> None:
+    Args:
+        target: what decoded.
+        sampling: how; a repetition penalty moves logits, so margins are measured behind it.
+    """
+
+    def __init__(self, target: Target, sampling: Sampling | None = None) -> None:
         self._target = target
+        self._sampling = sampling or Sampling()
         self._reference: Any = None
         self._limit: float | None = None
 
@@ -128,6 +135,8 @@ class Judge:
     def margin(self, prefix: Sequence[int], tokens: Sequence[int | None]) -> float:
         """How far the worse of these tokens lies below the best one after `prefix`, in float32 logits."""
         logits_V = self._exact_logits(prefix, 1)[0]
+        if self._sampling.needs_prefix:
+            logits_V = self._sampling.process(logits_V, prefix)
         return float(logits_V.max() - min(logits_V[token] for token in tokens if token is not None))
 
     def limit(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:

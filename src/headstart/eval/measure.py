@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -25,12 +25,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import headstart
 from headstart.data.conversations import check_template, prompt_tokens
 from headstart.data.questions import Question
+from headstart.decode.budget import Costs, Mode
 from headstart.decode.drafters import Drafter
+from headstart.decode.heads_drafter import Tree
+from headstart.decode.loop import DecodeOptions, check
+from headstart.decode.rules import RULES
 from headstart.errors import UserError
+from headstart.eval.compare import OTHER, Drafters, compare_rows, named, wanted
 from headstart.eval.divergence import Judge, Judgement, as_entry
-from headstart.eval.methods import HEADS, LOOKUP, PLAIN, STOCK, Method, Ours, Transformers
+from headstart.eval.methods import ASSISTANT, HEADS, LOOKUP, PLAIN, STOCK, Method, Ours, Transformers
 from headstart.eval.summary import RESAMPLES, Prompt, Unit, categories, per_prompt, summarise
-from headstart.target import Target
+from headstart.target import Target, load_target
 
 SCHEMA_VERSION = 1
 """Of results.json; raised when a key changes its meaning or goes."""
@@ -53,6 +58,16 @@ class EvalOptions:
         baselines: measure transformers too; without it those entries are null.
         predicted_speedup: what tuning promised over the plain loop, to stand beside what was measured.
         heads_name: what the report calls the heads.
+        drafter: what the drafter under test is called.
+        tree: how the heads under test draft; None as tuned.
+        compare: other drafters to measure in the same turns, by name; `transformers_assistant:SPEC` is transformers'
+            own assisted generation with the model SPEC.
+        top_k: of every method's sampling, like the next three; see `headstart.decode.sampling.Sampling`.
+        top_p: see there.
+        min_p: see there.
+        repetition_penalty: see there.
+        verifier: rule of our loop; a lossy one makes the whole report say so.
+        draft: whether our loop may pause drafting; see `DecodeOptions`.
     """
 
     limit: int | None = None
@@ -65,33 +80,74 @@ class EvalOptions:
     baselines: bool = True
     predicted_speedup: float | None = None
     heads_name: str = "heads"
+    drafter: str = "heads"
+    tree: Tree | None = None
+    compare: tuple[str, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    verifier: str = "auto"
+    draft: Mode = "auto"
+
+    @property
+    def decoding(self) -> DecodeOptions:
+        """The same for our loop; length and seed change from prompt to prompt."""
+        return DecodeOptions(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            verifier=self.verifier,
+            draft=self.draft,
+        )
+
+    @property
+    def lossless(self) -> bool:
+        """Whether drafts leave the output as it is."""
+        return self.verifier == "auto" or RULES[self.verifier].lossless
+
+
+class Source(Drafters, Protocol):
+    """What is measured: `headstart.api.Decoder`."""
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def calibration(self) -> dict[str, Any]: ...
 
 
 def evaluate(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter | None,
     questions: Sequence[Question],
     options: EvalOptions | None = None,
     progress: Console | None = None,
+    costs: Costs | None = None,
+    others: Mapping[str, Drafter | None] | None = None,
 ) -> dict[str, Any]:
     """Measure a drafter on questions against the plain loop and transformers.
 
     Args:
         target: the frozen model, with a tokenizer that has a chat template.
-        drafter: what drafts.
+        drafter: what drafts; None measures plain decoding against itself.
         questions: what to ask.
         options: how to measure.
         progress: where to draw a progress bar; None for none.
+        costs: of verifying on this machine, for drafters that budget.
+        others: for each name of `options.compare` that is ours, what drafts.
 
     Returns:
-        The content of results.json: schema_version, summary, categories, settings, environment, per_prompt.
+        The content of results.json: schema_version, summary, compare, categories, settings, environment, per_prompt.
 
     Raises:
         UserError: no questions, an option out of range, a target without a chat template, or a question that does not
             fit the context; all before anything runs.
     """
     options = options or EvalOptions()
-    _check_options(options)
+    _check_options(target, options)
     questions = list(questions)[: options.limit]
     if not questions:
         raise UserError("There are no questions.", "Give a question file with at least one line, or raise --limit.")
@@ -99,30 +155,62 @@ def evaluate(
     for question in questions:
         _check_fits(target, question, options)
 
-    methods = _methods(target, drafter, options)
+    methods = _methods(target, drafter, options, costs, others or {})
     units = _measure(target, questions, options, methods, progress)
     summary = summarise(units, options.seed)
     rows = per_prompt(units)
-    summary["divergences"] = _nothing_compared()
-    summary["transformers_divergences"] = summary["prompt_lookup_divergences"] = None
+    judged = dict.fromkeys(methods, _nothing_compared())
     if options.temperature == 0:
-        judge = Judge(target)
-        ours = _judge(judge, units, HEADS)
-        summary["divergences"] = ours.to_json()
-        for verdict in ours.verdicts:
+        judge = Judge(target, options.decoding.sampling)
+        for name in methods:
+            judged[name] = _judge(judge, units, name)
+        for verdict in judged[HEADS].verdicts:
             rows[verdict.prompt]["divergence"] = as_entry(verdict)
-        for name, key in ((STOCK, "transformers_divergences"), (LOOKUP, "prompt_lookup_divergences")):
-            if name in methods:
-                summary[key] = _judge(judge, units, name).to_json()
+    compared = options.temperature == 0
+    summary["divergences"] = judged[HEADS].to_json()
+    for name, key in ((STOCK, "transformers_divergences"), (LOOKUP, "prompt_lookup_divergences")):
+        summary[key] = judged[name].to_json() if compared and name in methods else None
     summary["predicted_speedup"] = options.predicted_speedup
+    summary["drafter"], summary["lossless"] = options.drafter, options.lossless
     return {
         "schema_version": SCHEMA_VERSION,
         "summary": summary,
+        "compare": compare_rows(units, judged, options.seed, options.drafter, options.lossless),
         "categories": categories(units, options.seed),
         "settings": _settings(target, drafter, questions, options, methods),
         "environment": environment(target),
         "per_prompt": rows,
     }
+
+
+def evaluate_decoder(
+    source: Source,
+    questions: Sequence[Question],
+    options: EvalOptions | None = None,
+    progress: Console | None = None,
+) -> dict[str, Any]:
+    """`evaluate`, with drafters found by the names in the options.
+
+    Args:
+        source: target, heads and their tuning.
+        questions: what to ask.
+        options: how to measure; names to compare may be comma-separated, and "all" stands for several, see
+            `headstart.eval.compare.wanted`. `drafter` is a catalog name.
+        progress: see `evaluate`.
+
+    Raises:
+        UserError: as `evaluate`, or an unknown drafter.
+    """
+    options = options or EvalOptions()
+    name, tree = options.drafter, options.tree
+    drafter = source.drafter(name, tree)
+    if tree is not None and "heads" in name.split("+"):
+        name = tree if name == "heads" else f"{name} ({tree})"
+    compare = wanted(options.compare, name)
+    predicted = source.calibration.get("predicted", {}).get("speedup") if name == "heads" else None
+    others = {one: named(source, one) for one in compare if not one.startswith(ASSISTANT)}
+    options = replace(options, drafter=name, compare=compare, predicted_speedup=predicted)
+    return evaluate(source.target, drafter, questions, options, progress, source.costs, others)
 
 
 def environment(target: Target) -> dict[str, Any]:
@@ -158,15 +246,29 @@ def cpu_model() -> str:
 # -- running ---------------------------------------------------------------------------------------------------------
 
 
-def _methods(target: Target, drafter: Drafter, options: EvalOptions) -> dict[str, Method]:
+def _methods(
+    target: Target,
+    drafter: Drafter | None,
+    options: EvalOptions,
+    costs: Costs | None = None,
+    others: Mapping[str, Drafter | None] | None = None,
+) -> dict[str, Method]:
+    sampling = options.decoding.sampling
     methods: dict[str, Method] = {
-        HEADS: Ours(target, drafter, options.temperature),
-        PLAIN: Ours(target, None, options.temperature),
+        HEADS: Ours(target, drafter, options.decoding, costs),
+        PLAIN: Ours(target, None, options.decoding),
     }
     if options.baselines:
-        methods[STOCK] = Transformers(target, options.temperature)
+        methods[STOCK] = Transformers(target, sampling)
         if options.batch_size == 1:
-            methods[LOOKUP] = Transformers(target, options.temperature, options.prompt_lookup_tokens)
+            methods[LOOKUP] = Transformers(target, sampling, options.prompt_lookup_tokens)
+    for name in options.compare:
+        if name.startswith(ASSISTANT):
+            dtype = str(target.dtype).removeprefix("torch.")
+            assistant = load_target(name.removeprefix(ASSISTANT), dtype, str(target.device))
+            methods[OTHER + name] = Transformers(target, sampling, assistant=assistant)
+        else:
+            methods[OTHER + name] = Ours(target, (others or {})[name], options.decoding, costs)
     return methods
 
 
@@ -193,7 +295,7 @@ def _measure(
                 start = len(units) % len(ordered)
                 runs = {}
                 for name in ordered[start:] + ordered[:start]:
-                    bar.update(task, description=f"{prompts[0].id}: {name}")
+                    bar.update(task, description=f"{prompts[0].id}: {name.removeprefix(OTHER)}")
                     runs[name] = methods[name].run(tokens, options.max_new_tokens, seed)
                 units.append(Unit(group, prompts, runs))
                 bar.update(task, advance=len(prompts), speed=_speeds(units))
@@ -255,9 +357,9 @@ def _judge(judge: Judge, units: Sequence[Unit], name: str) -> Judgement:
     return judge.judge(prompts, outputs[PLAIN], outputs[name])
 
 
-def _nothing_compared() -> dict[str, Any]:
+def _nothing_compared() -> Judgement:
     """Sampled outputs are not compared token by token: each method draws its own random numbers."""
-    return Judgement(0, 0, None, []).to_json()
+    return Judgement(0, 0, None, [])
 
 
 # -- settings and checks ---------------------------------------------------------------------------------------------
@@ -265,7 +367,7 @@ def _nothing_compared() -> dict[str, Any]:
 
 def _settings(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter | None,
     questions: Sequence[Question],
     options: EvalOptions,
     methods: dict[str, Method],
@@ -275,10 +377,9 @@ def _settings(
         **asdict(options),
         "target": target.name,
         "target_fingerprint": identity.fingerprint,
-        "drafter": drafter.name,
-        "tree_nodes": drafter.max_nodes,
+        "tree_nodes": drafter.max_nodes if drafter is not None else 1,
         "questions": len(questions),
-        "methods": list(methods),
+        "methods": [name.removeprefix(OTHER) for name in methods],
         "order": "rotated from prompt to prompt",
         "warm_up_tokens": min(WARM_UP_TOKENS, options.max_new_tokens),
         "bootstrap_resamples": RESAMPLES,
@@ -291,13 +392,16 @@ def _settings(
     }
 
 
-def _check_options(options: EvalOptions) -> None:
+def _check_options(target: Target, options: EvalOptions) -> None:
     for name in ("limit", "max_new_tokens", "batch_size", "prompt_lookup_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}.", "Give a number of at least 1.")
-    if not options.temperature >= 0:
-        raise UserError(f"The temperature is {options.temperature}.", "Use 0 for greedy decoding, or a value above 0.")
+    check(target, [[0]], replace(options.decoding, max_new_tokens=1))
+    if options.batch_size > 1 and any(name.startswith(ASSISTANT) for name in options.compare):
+        raise UserError(
+            "transformers' assisted generation takes one prompt at a time.", "Use --batch-size 1, or leave it out."
+        )
 
 
 def _check_fits(target: Target, question: Question, options: EvalOptions) -> None:

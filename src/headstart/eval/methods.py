@@ -2,14 +2,14 @@
 
 Clocks start before the prompts become tensors and stop when the tokens are back as Python lists, for every method.
 
-Shape suffixes: B rows, T tokens, N tree nodes.
+Shape suffixes: B rows, T tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -19,12 +19,19 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from headstart.decode.budget import Costs
 from headstart.decode.drafters import Drafter
 from headstart.decode.loop import DecodeOptions, Engine, Round
-from headstart.target import DraftTree, Target
+from headstart.decode.sampling import Sampling
+from headstart.errors import UserError
+from headstart.eval.views import WatchedTarget
+from headstart.target import Target
 
 HEADS, PLAIN, STOCK, LOOKUP = "heads", "plain", "transformers", "transformers_prompt_lookup"
 METHODS = (HEADS, PLAIN, STOCK, LOOKUP)
+"""The methods of every report; `HEADS` stands for the drafter that the report is about."""
+ASSISTANT = "transformers_assistant:"
+"""Before the name of a model that drafts in transformers' own assisted generation."""
 
 Arrivals = list[tuple[float, int]]
 """(milliseconds since the call, tokens that came at that moment), in order."""
@@ -39,7 +46,8 @@ class Run:
         seconds: wall-clock time of the whole batch, prefill included.
         arrivals: when the tokens of each row came.
         rounds: of each row; empty for methods that do not draft through our loop.
-        depths: depth of the tree drafted in each of these rounds.
+        depths: depth of the tree verified in each of these rounds.
+        drafter_error: what the drafter raised, when it did; decoding went on plainly.
     """
 
     tokens: list[list[int]]
@@ -47,6 +55,7 @@ class Run:
     arrivals: list[Arrivals]
     rounds: list[list[Round]] = field(default_factory=list)
     depths: list[list[int]] = field(default_factory=list)
+    drafter_error: str | None = None
 
     @property
     def count(self) -> int:
@@ -63,44 +72,81 @@ class Method(Protocol):
 
 
 class Ours:
-    """Our loop, with a drafter or without."""
+    """Our loop, with a drafter or without.
 
-    def __init__(self, target: Target, drafter: Drafter | None, temperature: float) -> None:
-        self._recorder = DepthRecorder(drafter) if drafter is not None else None
-        self._engine = Engine(target, self._recorder)
-        self._temperature = temperature
+    Args:
+        target: the frozen model.
+        drafter: what drafts; None decodes plainly.
+        options: sampling, verifier and whether to draft; length and seed come with each run.
+        costs: of verifying on this machine.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        options: DecodeOptions | None = None,
+        costs: Costs | None = None,
+    ) -> None:
+        self._target = WatchedTarget(target)
+        self._engine = Engine(self._target, drafter, costs if drafter is not None else None)
+        self._options = options or DecodeOptions()
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
-        options = DecodeOptions(max_new_tokens=max_new_tokens, temperature=self._temperature, seed=seed)
+        options = replace(self._options, max_new_tokens=max_new_tokens, seed=seed)
         start = perf_counter()
         outputs = self._engine.generate(prompts, options)
         seconds = perf_counter() - start
-        rounds = [output.rounds for output in outputs]
-        depths = self._recorder.depths() if self._recorder else [[0] * len(row) for row in rounds]
-        arrivals = [_arrivals(output.token_ms) for output in outputs]
-        return Run([output.tokens for output in outputs], seconds, arrivals, rounds, depths)
+        return Run(
+            [output.tokens for output in outputs],
+            seconds,
+            [_arrivals(output.token_ms) for output in outputs],
+            [output.rounds for output in outputs],
+            self._target.depths([len(output.rounds) for output in outputs]),
+            next((output.drafter_error for output in outputs if output.drafter_error), None),
+        )
 
 
 class Transformers:
-    """`generate` of transformers on the untouched model, with its own prompt lookup or without.
+    """`generate` of transformers on the untouched model: plain, with its own prompt lookup, or with a draft model.
 
     The model's own generation defaults (repetition penalty, top-p, ...) are set aside, so that both loops draw from the
     same distribution.
 
     Args:
         target: whose model runs.
-        temperature: 0 is greedy; above 0 plain sampling, without top-k or top-p.
-        lookup_tokens: drafts per round of its prompt lookup (one prompt at a time only); None for the plain loop.
+        sampling: the distribution to draw from.
+        lookup_tokens: drafts per round of its prompt lookup (one prompt at a time only); None for no lookup.
+        assistant: a smaller model that drafts (one prompt at a time only), with transformers' own settings.
+
+    Raises:
+        UserError: logits processors, or a draft model with another tokenizer.
     """
 
-    def __init__(self, target: Target, temperature: float, lookup_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        sampling: Sampling | None = None,
+        lookup_tokens: int | None = None,
+        assistant: Target | None = None,
+    ) -> None:
+        sampling = sampling or Sampling()
+        if sampling.processors:
+            raise UserError("Logits processors cannot be measured beside transformers.", "Leave them out.")
+        if assistant is not None:
+            _check_same_words(target, assistant)
         self._target = target
+        self._assistant = assistant
         self._ends = target.end_tokens
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        warping = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k} | {
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p or None,
+        }
         self._settings: dict[str, Any] = {
             "eos_token_id": sorted(self._ends) or None,
             "pad_token_id": _pad_token(target, self._ends),
-            **(sampling if temperature > 0 else {"do_sample": False}),
+            "repetition_penalty": sampling.repetition_penalty,
+            **({"do_sample": False} if sampling.greedy else warping),
             **({"prompt_lookup_num_tokens": lookup_tokens} if lookup_tokens else {}),
         }
 
@@ -108,14 +154,14 @@ class Transformers:
         device = self._target.device
         clock = _Clock(len(prompts))
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), _quiet(), self._target.stock() as model:
+        with torch.random.fork_rng(devices=devices), _quiet(), self._target.stock() as model, self._helper() as helper:
             torch.manual_seed(seed)
             own = model.generation_config
             model.generation_config = GenerationConfig(max_new_tokens=max_new_tokens, **self._settings)
             try:
                 start = clock.start = perf_counter()
                 tokens_BT, mask_BT = _left_padded(prompts, self._settings["pad_token_id"], device)
-                out_BT = model.generate(input_ids=tokens_BT, attention_mask=mask_BT, streamer=clock)
+                out_BT = model.generate(input_ids=tokens_BT, attention_mask=mask_BT, streamer=clock, **helper)
                 rows = out_BT[:, tokens_BT.shape[1] :].tolist()
                 seconds = perf_counter() - start
             finally:
@@ -123,44 +169,24 @@ class Transformers:
         tokens = [_cut(row[:max_new_tokens], self._ends) for row in rows]
         return Run(tokens, seconds, [_until(clock.arrivals, len(row)) for row in tokens])
 
+    @contextmanager
+    def _helper(self) -> Iterator[dict[str, Any]]:
+        if self._assistant is None:
+            yield {}
+            return
+        with self._assistant.stock() as model:
+            yield {"assistant_model": model}
 
-@dataclass
-class _Recording:
-    inner: Any
-    rows: list[int]
 
-
-class DepthRecorder:
-    """A drafter that notes how deep each tree of another one is, without looking at it while the clock runs."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.name = drafter.name
-        self.taps = drafter.taps
-        self.max_nodes = drafter.max_nodes
-        self._seen: list[list[tuple[Tensor, int]]] = []
-
-    def depths(self) -> list[list[int]]:
-        """Depth of the tree of each round, for each row of the last generation."""
-        return [[int(depths_BN[place].max()) for depths_BN, place in row] for row in self._seen]
-
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> _Recording:
-        self._seen = [[] for _ in prompts]
-        return _Recording(self._drafter.open(prompts, states), list(range(len(prompts))))
-
-    def propose(self, session: _Recording, root_B: Tensor) -> DraftTree:
-        tree = self._drafter.propose(session.inner, root_B)
-        own = tree.depths_BN.shape[0] > 1
-        for place, row in enumerate(session.rows):
-            self._seen[row].append((tree.depths_BN, place if own else 0))
-        return tree
-
-    def observe(self, session: _Recording, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
-        self._drafter.observe(session.inner, tokens_BP, states, counts)
-
-    def select(self, session: _Recording, rows: Sequence[int]) -> None:
-        self._drafter.select(session.inner, rows)
-        session.rows = [session.rows[row] for row in rows]
+def _check_same_words(target: Target, assistant: Target) -> None:
+    """Drafts are token ids: they mean the same in both models only when the tokenizers do."""
+    ours, theirs = target.tokenizer, assistant.tokenizer
+    same = ours is not None and theirs is not None and ours.get_vocab() == theirs.get_vocab()
+    if not same:
+        raise UserError(
+            f"The draft model {assistant.name} has another tokenizer than {target.name}.",
+            "Choose a smaller model of the same family.",
+        )
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]

@@ -10,9 +10,9 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headstart.eval.methods import HEADS, LOOKUP, PLAIN, STOCK
+from headstart.eval.methods import HEADS, LOOKUP, METHODS, PLAIN, STOCK
 
-LABELS = {HEADS: "heads", PLAIN: "plain loop", STOCK: "transformers", LOOKUP: "transformers\nprompt lookup"}
+LABELS = {PLAIN: "plain loop", STOCK: "transformers", LOOKUP: "transformers\nprompt lookup"}
 COLOURS = {HEADS: "#0b6e4f", PLAIN: "#8a94a6", STOCK: "#b9c0cc", LOOKUP: "#c98a2b"}
 PARTS = {"draft": "#0b6e4f", "verify": "#5b8def", "host": "#c98a2b"}
 BASELINES = {
@@ -36,30 +36,65 @@ def plots(results: Mapping[str, Any]) -> list[dict[str, str]]:
     """Every plot whose numbers are there, as {"title", "note", "svg"}."""
     summary, categories = results["summary"], results.get("categories") or []
     drawn = [
-        _throughput(summary.get("tokens_per_second_interval") or {}),
+        _compare(results.get("compare") or []),
+        _throughput(summary.get("tokens_per_second_interval") or {}, summary.get("drafter") or HEADS),
         _acceptance(summary.get("acceptance_by_position") or []),
         _histogram(summary.get("tokens_per_round_histogram") or [], summary.get("tokens_per_round")),
-        _round_time(summary.get("round_ms"), summary.get("plain_round_ms")),
+        _round_time(summary.get("round_ms"), summary.get("plain_round_ms"), summary.get("drafter") or HEADS),
         _categories(categories),
     ]
     return [plot for plot in drawn if plot is not None]
 
 
-def _throughput(speeds: Mapping[str, Mapping[str, float] | None]) -> dict[str, str] | None:
+def _compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
+    """All methods, the fastest on top; only where more of them ran than in every report."""
+    speeds = [(row, row["tokens_per_second_interval"]) for row in rows if row.get("tokens_per_second_interval")]
+    if len(speeds) <= len(METHODS):
+        return None
+    speeds.sort(key=lambda pair: -pair[1]["mean"])
+    figure, axes = _figure(1.0 + 0.3 * len(speeds))
+    means = [speed["mean"] for _, speed in speeds]
+    bars = axes.barh(
+        [str(row["name"]) + ("" if row.get("lossless", True) else " (LOSSY)") for row, _ in speeds],
+        means,
+        height=0.62,
+        xerr=_whiskers([speed for _, speed in speeds]),
+        capsize=3,
+        color=[_colour(row["name"], rows[0]["name"]) for row, _ in speeds],
+    )
+    axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens per second")
+    axes.margins(x=0.15)
+    axes.grid(axis="y", visible=False)
+    note = "Bars: all tokens over all seconds, same prompts in turn. Whiskers: 95 % interval over prompts."
+    return _plot(figure, "Every drafter", note)
+
+
+def _colour(name: str, tested: str) -> str:
+    """The drafter under test stands out; baselines keep their colours in every plot."""
+    return COLOURS[HEADS] if name == tested else COLOURS.get(name, PARTS["verify"])
+
+
+def _whiskers(speeds: Sequence[Mapping[str, float]]) -> list[list[float]]:
+    """Distances from the mean down to the low end of each interval, and up to the high end."""
+    return [
+        [max(0.0, speed["mean"] - speed["low"]) for speed in speeds],
+        [max(0.0, speed["high"] - speed["mean"]) for speed in speeds],
+    ]
+
+
+def _throughput(speeds: Mapping[str, Mapping[str, float] | None], tested: str) -> dict[str, str] | None:
     shown = [(name, speed) for name, speed in speeds.items() if speed]
     if not shown:
         return None
     figure, axes = _figure()
     means = [speed["mean"] for _, speed in shown]
-    errors = [
-        [speed["mean"] - speed["low"] for _, speed in shown],
-        [speed["high"] - speed["mean"] for _, speed in shown],
-    ]
     bars = axes.bar(
-        [LABELS.get(name, name) for name, _ in shown],
+        [tested if name == HEADS else LABELS.get(name, name) for name, _ in shown],
         means,
         width=0.62,
-        yerr=[[max(0.0, one) for one in side] for side in errors],
+        yerr=_whiskers([speed for _, speed in shown]),
         capsize=4,
         color=[COLOURS.get(name, "#8a94a6") for name, _ in shown],
     )
@@ -106,8 +141,10 @@ def _histogram(counts: Sequence[int], mean: float | None) -> dict[str, str] | No
     return _plot(figure, "Tokens per round", "One token is the target's own; the others are accepted drafts.")
 
 
-def _round_time(heads: Mapping[str, float] | None, plain: Mapping[str, float] | None) -> dict[str, str] | None:
-    shown = [(label, ms) for label, ms in (("heads", heads), ("plain loop", plain)) if ms]
+def _round_time(
+    drafted: Mapping[str, float] | None, plain: Mapping[str, float] | None, tested: str
+) -> dict[str, str] | None:
+    shown = [(label, ms) for label, ms in ((tested, drafted), ("plain loop", plain)) if ms]
     if not shown:
         return None
     figure, axes = _figure(2.4)
@@ -123,7 +160,7 @@ def _round_time(heads: Mapping[str, float] | None, plain: Mapping[str, float] | 
     axes.set_xlabel("milliseconds per round")
     axes.grid(axis="y", visible=False)
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    note = "draft: the heads propose. verify: the target reads the tree. host: accepting, committing, bookkeeping."
+    note = "draft: the drafter proposes. verify: the target reads the tree. host: accepting, committing, bookkeeping."
     return _plot(figure, "Where a round's time goes", note)
 
 

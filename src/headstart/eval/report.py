@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from headstart.eval.plots import BASELINES, plots
 from headstart.files import write_json, write_text
 
 NAMES = {
-    HEADS: "our loop with the heads",
     PLAIN: "our plain loop",
     STOCK: "transformers generate",
     LOOKUP: "transformers prompt lookup",
@@ -24,17 +23,19 @@ AGAINST = {
     "speedup_vs_transformers": NAMES[STOCK],
     "speedup_vs_prompt_lookup": NAMES[LOOKUP],
 }
+LOSSY = "LOSSY: this verifier accepts drafts that the target would not have chosen. The words are not the target's own."
 DEFINITIONS = {
     "Tokens per round (τ)": "The mean number of tokens that one forward of the target yields: accepted drafts plus the "
     "target's own next token. Plain decoding has τ = 1.",
     "Acceptance at position k": "Of the rounds that drafted at least k tokens ahead and whose first k − 1 drafts were "
     "accepted, the share whose k-th was accepted too.",
-    "Speed-up": "Tokens per second with the heads divided by tokens per second without, all tokens over all seconds. "
+    "Speed-up": "Tokens per second with the drafter divided by tokens per second without, all tokens over all seconds. "
     "The interval is the middle 95 % of a paired bootstrap over prompts.",
     "Time to first token": "From the call to the first token, reading the prompt included.",
     "Time between tokens": "The wait for each arrival, shared evenly by the tokens that came with it.",
     "Verified in vain": "Nodes of the drafted trees that the target read and then dropped, per token emitted.",
-    "Divergence": "A prompt whose greedy output with the heads is not the plain loop's. It is explained when rounding "
+    "Host share": "The share of a round that is neither drafting nor verifying: accepting, committing, bookkeeping.",
+    "Divergence": "A prompt whose greedy output with drafts is not the plain loop's. It is explained when rounding "
     "alone accounts for it: in float32, at the same place, both tokens lie within a measured margin of the best one.",
 }
 
@@ -58,8 +59,9 @@ def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=number, times=times, percent=percent, cell=cell)
+    environment.filters.update(number=number, times=times, percent=percent, cell=cell, shares=shares, words=words)
     summary = {**dict.fromkeys(_KEYS), **results["summary"]}
+    compare = results.get("compare") or []
     return environment.get_template(template).render(
         summary=summary,
         settings=results.get("settings") or {},
@@ -70,12 +72,27 @@ def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]
         divergence=divergence_sentence(results),
         diverged=[row for row in results.get("per_prompt") or [] if row.get("divergence")],
         methods=METHODS,
-        names=NAMES,
+        names={HEADS: f"our loop with {tested(results)}", **NAMES},
+        tested=tested(results),
+        compare=compare if len(compare) > len(METHODS) else [],
+        lossy=LOSSY if summary["lossless"] is False else None,
+        failed=[(row["name"], row["drafter_error"]) for row in compare if row.get("drafter_error")],
         against=AGAINST,
         short={key: label for key, (label, _) in BASELINES.items()},
         definitions=DEFINITIONS,
         plots=[{**plot, "svg": Markup(plot["svg"])} for plot in drawn or []],
     )
+
+
+def tested(results: Mapping[str, Any]) -> str:
+    """What the report is about, in words; a drafter behind a lossy verifier is called lossy wherever it is named.
+
+    >>> tested({"summary": {"drafter": "ngram", "lossless": False}})
+    'ngram (LOSSY)'
+    """
+    drafter = results["summary"].get("drafter") or HEADS
+    mark = " (LOSSY)" if results["summary"].get("lossless") is False else ""
+    return ("the heads" if drafter == HEADS else str(drafter)) + mark
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
@@ -98,6 +115,8 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
 def divergence_sentence(results: Mapping[str, Any]) -> str:
     """Whether the words stayed the same, in one or two sentences."""
     summary = results["summary"]
+    if summary.get("lossless") is False:
+        return LOSSY
     found = summary.get("divergences") or {"prompts": 0}
     if not found["prompts"]:
         return "Outputs were not compared token by token: sampled outputs differ from run to run."
@@ -125,13 +144,39 @@ def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def percent(value: float | None) -> str:
+def percent(value: float | None, digits: int = 0) -> str:
     """A share as a percentage.
 
-    >>> percent(0.25)
-    '25 %'
+    >>> percent(0.25), percent(0.0125, 1)
+    ('25 %', '1.2 %')
     """
-    return "–" if value is None else f"{100 * value:.0f} %"
+    return "–" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def shares(values: Sequence[float] | None) -> str:
+    """Several shares in one cell, in per cent.
+
+    >>> shares([0.5, 0.25])
+    '50 / 25'
+    """
+    return " / ".join(f"{100 * value:.0f}" for value in values or ()) or "–"
+
+
+def words(row: Mapping[str, Any]) -> str:
+    """Whether a compared method leaves the words as they are, in a cell.
+
+    >>> words({"lossless": True, "divergences": {"prompts": 8, "count": 2, "unexplained": 0}})
+    '2 of 8 differ, by rounding'
+    """
+    found = row.get("divergences") or {}
+    if not row["lossless"]:
+        return "LOSSY"
+    if not found.get("prompts"):
+        return "sampled"
+    if not found["count"]:
+        return "the same"
+    cause = f"{found['unexplained']} unexplained" if found["unexplained"] else "by rounding"
+    return f"{found['count']} of {found['prompts']} differ, {cause}"
 
 
 def times(ratio: Mapping[str, float] | None, interval: bool = True) -> str:
@@ -167,7 +212,11 @@ _KEYS = (
     "ttft_ms",
     "inter_token_ms",
     "round_ms",
+    "host_share",
     "plain_round_ms",
+    "drafter",
+    "drafter_error",
+    "lossless",
     "nodes_per_round",
     "rounds",
     "drafts_accepted",

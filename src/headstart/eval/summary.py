@@ -126,10 +126,10 @@ def ratio_interval(
 
 def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
     """The part of `summary` that follows from the runs."""
-    drafted = [step for unit in units for row in steps(unit.runs[HEADS]) for step in row]
+    drafted = all_steps(units, HEADS)
     emitted = sum(one.emitted for one in drafted)
     nodes = sum(one.nodes for one in drafted)
-    speeds = {name: _rate(units, name, seed) for name in METHODS}
+    speeds = {name: rate(units, name, seed) for name in METHODS}
     proposed, accepted = nodes - len(drafted), emitted - len(drafted)
     histogram = [0] * (max((one.emitted for one in drafted), default=1) + 1)
     for one in drafted:
@@ -139,10 +139,10 @@ def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
         "acceptance_by_position": acceptance_by_position(drafted),
         "tokens_per_second": {name: speed["mean"] if speed else None for name, speed in speeds.items()},
         "tokens_per_second_interval": speeds,
-        "speedup_vs_plain": _speedup(units, PLAIN, seed),
-        "speedup_vs_transformers": _speedup(units, STOCK, seed),
-        "speedup_vs_prompt_lookup": _speedup(units, LOOKUP, seed),
-        "plain_vs_transformers": _speedup(units, STOCK, seed, PLAIN),
+        "speedup_vs_plain": speedup(units, PLAIN, seed),
+        "speedup_vs_transformers": speedup(units, STOCK, seed),
+        "speedup_vs_prompt_lookup": speedup(units, LOOKUP, seed),
+        "plain_vs_transformers": speedup(units, STOCK, seed, PLAIN),
         "rounds": len(drafted),
         "tokens_per_round_histogram": histogram,
         "nodes_per_round": nodes / len(drafted) if drafted else None,
@@ -150,10 +150,12 @@ def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
         "drafts_accepted": accepted,
         "accepted_per_proposed": accepted / proposed if proposed else None,
         "wasted_per_token": (nodes - emitted) / emitted if emitted else None,
-        "round_ms": _round_ms(units, HEADS),
-        "plain_round_ms": _round_ms(units, PLAIN),
+        "round_ms": mean_round_ms(units, HEADS),
+        "host_share": host_share(mean_round_ms(units, HEADS)),
+        "plain_round_ms": mean_round_ms(units, PLAIN),
         "ttft_ms": _by_method(units, _first_ms),
         "inter_token_ms": _by_method(units, _gaps_ms),
+        "drafter_error": drafter_error(units, HEADS),
     }
 
 
@@ -178,11 +180,12 @@ def categories(units: Sequence[Unit], seed: int) -> list[dict[str, Any]]:
                 "tokens_per_round": tokens_per_round(drafted),
                 "acceptance_by_position": acceptance_by_position(drafted),
                 "tokens_per_second": {
-                    method: rate["mean"] if alone and (rate := _rate(own, method, seed)) else None for method in METHODS
+                    method: found["mean"] if alone and (found := rate(own, method, seed)) else None
+                    for method in METHODS
                 },
-                "speedup_vs_plain": _speedup(own, PLAIN, seed) if alone else None,
-                "speedup_vs_transformers": _speedup(own, STOCK, seed) if alone else None,
-                "speedup_vs_prompt_lookup": _speedup(own, LOOKUP, seed) if alone else None,
+                "speedup_vs_plain": speedup(own, PLAIN, seed) if alone else None,
+                "speedup_vs_transformers": speedup(own, STOCK, seed) if alone else None,
+                "speedup_vs_prompt_lookup": speedup(own, LOOKUP, seed) if alone else None,
             }
         )
     return rows
@@ -222,17 +225,24 @@ def _totals(units: Sequence[Unit], method: str) -> tuple[list[float], list[float
     return list(tokens.values()), list(seconds.values())
 
 
-def _rate(units: Sequence[Unit], method: str, seed: int) -> Interval | None:
+def all_steps(units: Sequence[Unit], method: str) -> list[Step]:
+    """Rounds of all rows that a method decoded."""
+    return [step for unit in units if method in unit.runs for row in steps(unit.runs[method]) for step in row]
+
+
+def rate(units: Sequence[Unit], method: str, seed: int) -> Interval | None:
+    """Tokens per second of a method; None when it did not run."""
     totals = _totals(units, method)
     return rate_interval(*totals, seed) if totals else None
 
 
-def _speedup(units: Sequence[Unit], base: str, seed: int, method: str = HEADS) -> Interval | None:
+def speedup(units: Sequence[Unit], base: str, seed: int, method: str = HEADS) -> Interval | None:
+    """A method's tokens per second over another's; None when one of them did not run."""
     ours, theirs = _totals(units, method), _totals(units, base)
     return ratio_interval(*ours, *theirs, seed) if ours and theirs else None
 
 
-def _round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None:
+def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None:
     """Mean milliseconds of a round, by part. The rows of a batch share its rounds: the longest row has them all."""
     rounds: list[Round] = [
         one for unit in units if method in unit.runs for one in max(unit.runs[method].rounds, key=len, default=[])
@@ -244,6 +254,21 @@ def _round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None:
         "verify": float(np.mean([one.verify_ms for one in rounds])),
         "host": float(np.mean([one.host_ms for one in rounds])),
     }
+
+
+def host_share(round_ms: Mapping[str, float] | None) -> float | None:
+    """Share of a round that is neither drafting nor verifying: accepting, committing, bookkeeping.
+
+    >>> host_share({"draft": 1.0, "verify": 18.0, "host": 1.0})
+    0.05
+    """
+    return round_ms["host"] / sum(round_ms.values()) if round_ms else None
+
+
+def drafter_error(units: Sequence[Unit], method: str) -> str | None:
+    """What a method's drafter raised first, if it ever did; the loop went on plainly."""
+    found = (unit.runs[method].drafter_error for unit in units if method in unit.runs)
+    return next((error for error in found if error), None)
 
 
 def _first_ms(run: Run) -> Iterable[float]:

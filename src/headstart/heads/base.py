@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError, nearest
-from headstart.target import FINAL, DraftTree, Target, TreeShape
+from headstart.target import FINAL, Target, TreeShape
 
 
 class HeadConfig(BaseModel):
@@ -76,7 +76,7 @@ class StepPrediction:
 
 
 class DraftHead(nn.Module, ABC):
-    """A head family. Training (`unroll`) and drafting (`open`, `propose`, `observe`, `select`) are separate methods.
+    """A head family. Training (`unroll`) and drafting (`open`, `expand`, `observe`, `select`) are separate methods.
 
     Attributes:
         family: registered name.
@@ -141,12 +141,24 @@ class DraftHead(nn.Module, ABC):
             states: {tap: [B, T, E]} of the prefill, right-padded: row b is good up to len(prompts[b]).
 
         Returns:
-            A state of the family's own that `propose`, `observe` and `select` take.
+            A state of the family's own that `expand`, `observe` and `select` take.
         """
 
     @abstractmethod
-    def propose(self, state: Any, root_B: Tensor, shape: TreeShape) -> DraftTree:
-        """Draft a tree of this shape behind each row's root token (int64 [B], decided, not yet read by the target)."""
+    def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        """Draft behind the nodes of one level of a tree; the levels of a round come in order.
+
+        Args:
+            state: from `open`.
+            tokens_BW: int64, tokens of the nodes at this depth that get children. Level 0 is each row's root alone:
+                decided, not yet read by the target. Rows with fewer nodes are padded.
+            parents_BW: int64, each node's parent as a place in the level before; 0 at level 0.
+            depth: of these nodes, from 0 to `steps` - 1.
+
+        Returns:
+            logits [B, W, D] over the draft vocabulary for their children; [B, 1, D] when all nodes of a level share
+            them.
+        """
 
     @abstractmethod
     def observe(self, state: Any, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
@@ -164,6 +176,22 @@ class DraftHead(nn.Module, ABC):
         """Keep only these rows, in this order."""
 
     # -- shared --------------------------------------------------------------------------------------------------
+
+    def check_tree(self, shape: TreeShape) -> None:
+        """Refuse a tree that these heads cannot draft.
+
+        Raises:
+            UserError: when it is deeper than the heads, or wider than their draft vocabulary.
+        """
+        remedy = "Tune the heads again (headstart tune), or export them with the tree that was tuned for them."
+        if shape.depth > self.steps:
+            raise UserError(f"The tree is {shape.depth} deep and the heads draft {self.steps} tokens ahead.", remedy)
+        if shape.width > self.config.draft_width:
+            raise UserError(
+                f"The tree uses {shape.width} drafts of a depth and the draft vocabulary has "
+                f"{self.config.draft_width} tokens.",
+                remedy,
+            )
 
     @property
     def trainable_parameters(self) -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -27,7 +26,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, register
-from headstart.target import FINAL, DraftTree, Target, TreeShape
+from headstart.target import FINAL, Target
 
 _RIDGE = 1e-3
 """Ridge of the linear start, as a share of the mean squared size of a state's components."""
@@ -51,9 +50,15 @@ class MedusaConfig(HeadConfig):
 
 @dataclass
 class MedusaState:
-    """The final state of the last token that each row has committed, [B, E]."""
+    """What drafting reads.
+
+    Attributes:
+        final_BE: the final state of the last token that each row has committed.
+        seen_BF: what every head reads in this round.
+    """
 
     final_BE: Tensor
+    seen_BF: Tensor
 
 
 @register
@@ -149,18 +154,13 @@ class MedusaHead(DraftHead):
 
     def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> MedusaState:
         last_B = torch.tensor([len(prompt) - 1 for prompt in prompts], device=states[FINAL].device)
-        return MedusaState(states[FINAL][torch.arange(len(prompts), device=last_B.device), last_B])
+        final_BE = states[FINAL][torch.arange(len(prompts), device=last_B.device), last_B]
+        return MedusaState(final_BE, final_BE)
 
-    def propose(self, state: MedusaState, root_B: Tensor, shape: TreeShape) -> DraftTree:
-        depth, width = shape.depth, shape.width
+    def expand(self, state: MedusaState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         if depth == 0:
-            return DraftTree.from_shape(root_B[:, None], shape)
-        seen_BF = self.read(state.final_BE, root_B)
-        top_BKR = torch.stack(
-            [head_logits(seen_BF, *part).topk(width, dim=-1).indices for part in self.parts()[:depth]], dim=1
-        )
-        drafts_BN = self.draft_to_target_D[top_BKR].flatten(1)[:, _flat_nodes(shape, width).to(root_B.device)]
-        return DraftTree.from_shape(torch.cat([root_B[:, None], drafts_BN], dim=1), shape)
+            state.seen_BF = self.read(state.final_BE, tokens_BW[:, 0])
+        return head_logits(state.seen_BF, *self.parts()[depth])[:, None]
 
     def observe(self, state: MedusaState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
         last_B = torch.tensor(counts, device=tokens_BP.device) - 1
@@ -190,11 +190,3 @@ def positions(supervised_BT: Tensor, step: int) -> Tensor:
     stop = supervised_BT.shape[1] - reach
     valid_BT[:, :stop] = supervised_BT.unfold(1, reach, 1)[:, 1:].all(-1)
     return valid_BT.flatten().nonzero()[:, 0]
-
-
-@lru_cache(maxsize=64)
-def _flat_nodes(shape: TreeShape, width: int) -> Tensor:
-    """Where each node's draft lies in the flattened [K, R] table of the best drafts of each head."""
-    return torch.tensor(
-        [(depth - 1) * width + rank for depth, rank in zip(shape.depths[1:], shape.ranks[1:], strict=True)]
-    )

@@ -23,7 +23,6 @@ METHODS = {
     "heads": "with these heads",
     "plain": "the same loop without drafts",
     "transformers": "transformers generate",
-    "prompt_lookup": "transformers prompt lookup",
     "transformers_prompt_lookup": "transformers prompt lookup",
 }
 SPEEDUPS = {

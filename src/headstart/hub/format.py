@@ -1,18 +1,20 @@
-"""Our folder format: everything that decoding with heads needs, in five files.
+"""Our folder format: everything that decoding with heads needs, in five files and a folder.
 
     config.json         format version, the target (what to load, name, fingerprint), the heads' family and settings
     heads.safetensors   the heads' parameters and draft vocabulary
     tree.json           the tuned tree, as rank paths; no paths means that plain decoding is fastest
     calibration.json    what the tree follows from: costs and acceptance as measured, and on which machine
     README.md           the model card
+    custom_generate/    lets transformers decode with the heads: model.generate(..., custom_generate=FOLDER)
 
-A folder is written whole or not at all.
+Loading needs neither of the last two. A folder is written whole or not at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -33,7 +35,9 @@ FORMAT_VERSION = 1
 TREE = "tree.json"
 CALIBRATION = "calibration.json"
 CARD = "README.md"
+CUSTOM_GENERATE = "custom_generate"
 _NEEDED = (CONFIG, WEIGHTS, TREE, CALIBRATION)
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def export_heads(
@@ -73,6 +77,7 @@ def export_heads(
         write_json(partial / TREE, {"paths": paths})
         write_json(partial / CALIBRATION, {key: value for key, value in tuning.items() if key != "paths"})
         write_card(partial, facts)
+        copytree(_TEMPLATES / CUSTOM_GENERATE, partial / CUSTOM_GENERATE, ignore=ignore_patterns("__pycache__"))
 
     write_atomic(folder, write)
 
@@ -185,17 +190,7 @@ def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
     ):
         raise UserError(f"{folder / TREE} holds no rank paths.", "Export or fetch the heads again.")
     shape = TreeShape.from_paths(paths)
-    if shape.depth > heads.steps:
-        raise UserError(
-            f"The tree in {folder} is {shape.depth} deep and the heads draft {heads.steps} tokens ahead.",
-            "Tune the heads again, or export them with the tree that was tuned for them.",
-        )
-    if shape.width > heads.config.draft_width:
-        raise UserError(
-            f"The tree in {folder} uses {shape.width} drafts of a depth and the draft vocabulary has "
-            f"{heads.config.draft_width} tokens.",
-            "Tune the heads again, or export them with the tree that was tuned for them.",
-        )
+    heads.check_tree(shape)
     return shape
 
 

@@ -239,7 +239,9 @@ class Target:
             lengths_B1 = torch.full((1, 1), cache.lengths[0], device=self.device)
         else:
             lengths_B1 = torch.tensor(cache.lengths, device=self.device)[:, None]
-        positions_BT = (lengths_B1 + depths_BT).expand(tokens_BT.shape)
+        # Near the end of the context a tree reaches past it. Those nodes are never emitted, but learned position tables
+        # have no row for them, and some rotary scalings change for all tokens of a forward that passes the limit.
+        positions_BT = (lengths_B1 + depths_BT).clamp(max=self.max_length - 1).expand(tokens_BT.shape)
         mask = self._mask(lengths_B1, visible_BTT, positions_BT, width, seen)
         out = self.model(
             input_ids=tokens_BT,

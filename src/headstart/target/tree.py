@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,9 +93,22 @@ class TreeShape:
         return tuple(paths[1:])
 
     @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Child nodes of each node, in node order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return tuple(map(tuple, children))
+
+    @cached_property
+    def inner(self) -> frozenset[int]:
+        """Nodes that have children."""
+        return frozenset(self.parents[1:])
+
+    @cached_property
     def ancestors_NN(self) -> Tensor:
         """Bool [N, N]: entry (i, j) is true when node i may see node j, that is j is i or an ancestor of i."""
-        return ancestors(torch.tensor([self.parents]))[0]
+        return ancestors([self.parents])[0]
 
     @cached_property
     def depths_N(self) -> Tensor:
@@ -103,20 +117,53 @@ class TreeShape:
 
 
 @dataclass
+class Drawn:
+    """How some children of one node were drawn at random; children not listed were chosen without randomness.
+
+    Attributes:
+        children: the drawn child nodes, in the order in which they were drawn, each without those before it.
+        q_draft_D: float [D], the distribution over the draft vocabulary that the first one was drawn from.
+        draft_to_target_D: int64 [D], the target's token ids; None when the draft vocabulary is the target's.
+    """
+
+    children: list[int]
+    q_draft_D: Tensor
+    draft_to_target_D: Tensor | None = None
+
+    def q_draft_V(self, vocab_size: int) -> Tensor:
+        """The same distribution over the target's vocabulary, float [V]."""
+        if self.draft_to_target_D is None:
+            return self.q_draft_D
+        q_draft_V = self.q_draft_D.new_zeros(vocab_size)
+        q_draft_V[self.draft_to_target_D] = self.q_draft_D
+        return q_draft_V
+
+
+@dataclass
 class DraftTree:
     """Drafted tokens for every row of a batch, ready to be verified.
+
+    A row that drafts fewer nodes than others is padded with copies of its root as further children of the root
+    (`padding`); verifiers never follow those.
 
     Attributes:
         tokens_BN: int64 [B, N]; column 0 is each row's root token.
         parents: for each row the parent of each node, -1 for the root. One tuple when all rows share a shape.
         visible_BNN: bool [B or 1, N, N], which nodes each node may see (itself and its ancestors).
         depths_BN: int64 [B or 1, N].
+        counts: how many nodes of each row are real, root included; None when all are.
+        gains: for each row and real node, the probability that the node's whole path is accepted, as far as the
+            drafter knows (1 for the root); None when it does not know.
+        drawn: for each row, how the children of some nodes were drawn; None when no draft was drawn at random.
     """
 
     tokens_BN: Tensor
     parents: tuple[tuple[int, ...], ...]
     visible_BNN: Tensor
     depths_BN: Tensor
+    counts: tuple[int, ...] | None = None
+    gains: list[list[float]] | None = None
+    drawn: list[dict[int, Drawn]] | None = None
 
     @classmethod
     def from_shape(cls, tokens_BN: Tensor, shape: TreeShape) -> DraftTree:
@@ -125,13 +172,32 @@ class DraftTree:
         return cls(tokens_BN, (shape.parents,), shape.ancestors_NN[None].to(device), shape.depths_N[None].to(device))
 
     @classmethod
-    def from_parents(cls, tokens_BN: Tensor, parents: Sequence[Sequence[int]]) -> DraftTree:
-        """Each row has its own shape; rows are padded to one width by repeating any node as a leaf."""
-        parents_BN = torch.tensor([list(row) for row in parents])
-        visible_BNN = ancestors(parents_BN)
-        depths_BN = visible_BNN.sum(-1) - 1
-        device = tokens_BN.device
-        return cls(tokens_BN, tuple(tuple(row) for row in parents), visible_BNN.to(device), depths_BN.to(device))
+    def from_rows(
+        cls,
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+        gains: list[list[float]] | None = None,
+        drawn: list[dict[int, Drawn]] | None = None,
+    ) -> DraftTree:
+        """Each row has a tree of its own, given as lists: tokens with the root first, and each node's parent.
+
+        >>> tree = DraftTree.from_rows([[5, 6, 7], [8]], [[-1, 0, 1], [-1]])
+        >>> tree.tokens_BN.tolist(), tree.parents, tree.counts
+        ([[5, 6, 7], [8, 8, 8]], ((-1, 0, 1), (-1, 0, 0)), (3, 1))
+        """
+        width = max(map(len, tokens))
+        padded = tuple((*row, *(0,) * (width - len(row))) for row in parents)
+        visible_BNN = ancestors(padded)
+        return cls(
+            torch.tensor([[*row, *(row[0],) * (width - len(row))] for row in tokens], device=device),
+            padded,
+            visible_BNN.to(device),
+            (visible_BNN.sum(-1) - 1).to(device),
+            tuple(map(len, tokens)),
+            gains,
+            drawn,
+        )
 
     @property
     def size(self) -> int:
@@ -139,25 +205,25 @@ class DraftTree:
         return self.tokens_BN.shape[1]
 
     def parents_of(self, row: int) -> tuple[int, ...]:
-        """Parent of each node of one row."""
-        return self.parents[row] if len(self.parents) > 1 else self.parents[0]
+        """Parent of each real node of one row."""
+        parents = self.parents[row] if len(self.parents) > 1 else self.parents[0]
+        return parents if self.counts is None else parents[: self.counts[row]]
 
 
-def ancestors(parents_BN: Tensor) -> Tensor:
+def ancestors(parents: Sequence[Sequence[int]]) -> Tensor:
     """Which nodes each node may see: itself and its ancestors.
 
     Args:
-        parents_BN: int64 [B, N], -1 for the root, parents before children.
+        parents: of each row, equally many: the parent of each node, -1 for the root, parents before children.
 
     Returns:
         bool [B, N, N].
 
-    >>> ancestors(torch.tensor([[-1, 0, 0, 1]]))[0].int().tolist()
+    >>> ancestors([[-1, 0, 0, 1]])[0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     """
-    rows, size = parents_BN.shape
-    visible_BNN = torch.eye(size, dtype=torch.bool).repeat(rows, 1, 1)
-    row_index = torch.arange(rows)
-    for node in range(1, size):
-        visible_BNN[:, node] |= visible_BNN[row_index, parents_BN[:, node]]
-    return visible_BNN
+    visible_BNN = np.tile(np.eye(len(parents[0]), dtype=bool), (len(parents), 1, 1))
+    for visible_NN, row in zip(visible_BNN, parents, strict=True):
+        for node, parent in enumerate(row[1:], start=1):
+            visible_NN[node] |= visible_NN[parent]
+    return torch.from_numpy(visible_BNN)

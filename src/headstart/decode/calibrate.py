@@ -1,0 +1,132 @@
+"""How far the heads' probabilities can be believed, and what dynamic trees would have come to on known texts.
+
+Shape suffixes: O origins, K steps, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.decode.budget import Costs
+
+_BINS = 40
+"""Bins of equally many drafts that acceptance is counted in, at each depth."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """From the log-probability of a draft to how often such drafts are accepted, by depth; linear between the knots.
+
+    Attributes:
+        log_probs: knots of each depth, ascending.
+        accepted: share accepted at each knot, never falling.
+    """
+
+    log_probs: tuple[tuple[float, ...], ...] = ()
+    accepted: tuple[tuple[float, ...], ...] = ()
+
+    def chances(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Probability of acceptance of drafts at a depth (from 0); the drafts' own where nothing was measured.
+
+        >>> Calibration(((-2.0, 0.0),), ((0.0, 0.8),)).chances(0, np.array([-1.0, 0.0], dtype=np.float32)).tolist()
+        [0.4, 0.8]
+        """
+        if depth >= len(self.log_probs) or not self.log_probs[depth]:
+            return np.exp(log_probs.astype(np.float64))
+        return np.interp(log_probs, self.log_probs[depth], self.accepted[depth])
+
+
+def fit_calibration(ranks_OK: NDArray[np.int64], log_probs_OKR: NDArray[np.float32]) -> Calibration:
+    """Isotonic regression of acceptance on log-probability at each depth, over drafts whose path so far was drafted.
+
+    Args:
+        ranks_OK: rank of the true token among each step's drafts.
+        log_probs_OKR: of the best drafts of each step.
+    """
+    ranks = log_probs_OKR.shape[2]
+    alive_O = np.ones(len(ranks_OK), dtype=bool)
+    log_probs, accepted = [], []
+    for depth in range(ranks_OK.shape[1]):
+        right_OR = ranks_OK[alive_O, depth, None] == np.arange(ranks)
+        knots, shares = _isotonic(log_probs_OKR[alive_O, depth].ravel(), right_OR.ravel())
+        log_probs.append(knots)
+        accepted.append(shares)
+        alive_O &= ranks_OK[:, depth] < ranks
+    return Calibration(tuple(log_probs), tuple(accepted))
+
+
+def _isotonic(values: NDArray[np.float32], right: NDArray[np.bool_]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Means of equally filled bins, pooled until they never fall (pool adjacent violators).
+
+    >>> _isotonic(np.array([0.0, 1.0, 2.0, 3.0], dtype=np.float32), np.array([False, True, False, True]))
+    ((0.0, 1.5, 3.0), (0.0, 0.5, 1.0))
+    """
+    order = np.argsort(values, kind="stable")
+    pools: list[tuple[float, float, int]] = []  # sum of values, number right, size
+    for part in np.array_split(order, min(_BINS, len(order))) if len(order) else []:
+        pools.append((float(values[part].sum()), float(right[part].sum()), len(part)))
+        while len(pools) > 1 and pools[-2][1] * pools[-1][2] > pools[-1][1] * pools[-2][2]:
+            last = pools.pop()
+            pools[-1] = tuple(a + b for a, b in zip(pools[-1], last, strict=True))  # type: ignore[assignment]
+    return tuple(total / size for total, _, size in pools), tuple(hits / size for _, hits, size in pools)
+
+
+def replay_dynamic(
+    ranks_OK: NDArray[np.int64],
+    log_probs_OKR: NDArray[np.float32],
+    calibration: Calibration,
+    costs: Costs,
+    draft_ms: float,
+    max_nodes: int = 32,
+) -> tuple[float, float]:
+    """(τ, milliseconds of a round) that dynamic trees would have reached on these origins, decoded one after the other.
+
+    Drafts of a depth are taken to be the same whatever the path before them; for families whose drafts follow the
+    path this looks at the true path only.
+    """
+    chances = np.stack(
+        [calibration.chances(depth, log_probs_OKR[:, depth]) for depth in range(ranks_OK.shape[1])], axis=1
+    ).tolist()
+    truth = ranks_OK.tolist()
+    costs_ms = [costs.verify(nodes) for nodes in range(max_nodes + 1)]
+    rate, tokens_per_round, round_ms = 1 / costs_ms[1], 1.0, costs_ms[1]
+    for _ in range(3):  # the rate that decoding reaches decides what a node must bring; it settles at once
+        position = rounds = emitted = 0
+        spent = 0.0
+        while position < len(truth):
+            tree, nodes = _best_tree(chances[position], rate, costs_ms)
+            depth = 0
+            while depth < len(truth[position]) and tuple(truth[position][: depth + 1]) in tree:
+                depth += 1
+            rounds, emitted, position = rounds + 1, emitted + depth + 1, position + depth + 1
+            spent += costs_ms[nodes] + draft_ms
+        tokens_per_round, round_ms = emitted / rounds, spent / rounds
+        rate = max(1 / costs_ms[1], tokens_per_round / round_ms)
+    return tokens_per_round, round_ms
+
+
+def _best_tree(
+    chances_KR: Sequence[Sequence[float]], rate: float, costs_ms: Sequence[float]
+) -> tuple[set[tuple[int, ...]], int]:
+    """The rank paths that pay at this rate, and how many nodes that is with the root."""
+    least = rate * min(after - before for before, after in pairwise(costs_ms[1:]))
+    found: list[tuple[float, tuple[int, ...]]] = []
+    level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    for chances_R in chances_KR:
+        level = [
+            (gain * chance, (*path, rank))
+            for gain, path in level
+            for rank, chance in enumerate(chances_R)
+            if gain * chance > max(least, 0.01)
+        ]
+        found += level
+    found = sorted(found, key=lambda one: (-one[0], one[1]))[: len(costs_ms) - 2]
+    expected = accumulate([1.0, *(gain for gain, _ in found)])
+    net = [gain - rate * costs_ms[nodes] for nodes, gain in enumerate(expected, start=1)]
+    best = max(range(len(net)), key=net.__getitem__)
+    return {path for _, path in found[:best]}, best + 1

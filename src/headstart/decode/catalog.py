@@ -1,0 +1,86 @@
+"""Drafters by name, as users write them."""
+
+from __future__ import annotations
+
+import re
+from functools import reduce
+
+from headstart.decode.combine import CombinedDrafter
+from headstart.decode.draft_model import DraftModelDrafter, early_exit
+from headstart.decode.drafters import Drafter
+from headstart.decode.lookahead import LookaheadDrafter
+from headstart.decode.ngram import NgramDrafter
+from headstart.errors import UserError, nearest
+from headstart.target import Target, load_target
+from headstart.target.loading import DTYPES
+
+DRAFTERS = {
+    "none": "plain decoding",
+    "heads": "trained heads",
+    "ngram": "what followed the same words before, in the prompt or the answer",
+    "lookahead": "n-grams from the target's own guesses (a Jacobi window in every tree)",
+    "early-exit": "the target's first layers; early-exit:K takes K of them, by default a sixth",
+    "draft-model": "a smaller model with the same tokenizer: draft-model:SPEC, a hub id, folder or .gguf file",
+}
+"""What each name drafts with. Two or more joined with + draft together, as in heads+ngram."""
+
+
+def make_drafter(name: str, target: Target, heads: Drafter | None = None) -> Drafter | None:
+    """The drafter that a name stands for; None for plain decoding.
+
+    Args:
+        name: one of `DRAFTERS`, with its argument behind a colon where it takes one, or several joined with +.
+        target: the model that verifies.
+        heads: what "heads" stands for.
+
+    Raises:
+        UserError: an unknown name or argument, no heads where they are asked for, or a draft model that does not fit.
+    """
+    # A path or hub id may hold a plus sign of its own: only one before a known name joins.
+    names = re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
+    if names == ["none"]:
+        return None
+    if "none" in names:
+        raise UserError(f"The drafter {name!r} joins plain decoding with another.", "Leave out none.")
+    return reduce(CombinedDrafter, [_single(part, target, heads) for part in names])
+
+
+def describe() -> str:
+    """One line for each name.
+
+    >>> print(describe().splitlines()[0])
+    none: plain decoding
+    """
+    return "\n".join(f"{name}: {what}" for name, what in DRAFTERS.items())
+
+
+def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
+    kind, colon, argument = name.partition(":")
+    if kind not in DRAFTERS:
+        raise UserError(f"Unknown drafter {name!r}.", nearest(kind, DRAFTERS))
+    if colon and kind not in ("early-exit", "draft-model"):
+        raise UserError(f"The drafter {kind} takes no argument, and {name!r} gives one.", f"Write {kind}.")
+    match kind:
+        case "ngram":
+            return NgramDrafter()
+        case "lookahead":
+            return LookaheadDrafter()
+        case "early-exit":
+            layers = _layers(argument, target) if colon else max(1, target.num_layers // 6)
+            return DraftModelDrafter(early_exit(target, layers), target, name="early-exit")
+        case "draft-model":
+            if not argument:
+                raise UserError("The drafter draft-model names no model.", "Write draft-model:SPEC, such as a hub id.")
+            dtype = {kind: name for name, kind in DTYPES.items()}.get(target.dtype, "auto")
+            return DraftModelDrafter(load_target(argument, dtype, str(target.device)), target)
+    if heads is None:
+        raise UserError(f"The drafter {name!r} needs trained heads, and none are given.", "Name a heads folder.")
+    return heads
+
+
+def _layers(argument: str, target: Target) -> int:
+    if not argument.isdecimal():
+        raise UserError(
+            f"early-exit:{argument} names no number of layers.", f"Use 1 to {target.num_layers}, as in early-exit:4."
+        )
+    return int(argument)

@@ -1,0 +1,278 @@
+"""Drafting with a smaller model that reads the same tokens, and with the target's own first layers (early exit).
+
+The classic of speculative decoding (arXiv 2211.17192, 2302.01318): the small model decodes a chain, the target verifies
+it. The draft has a KV cache of its own, which keeps what was accepted; whatever of the text it has not read, it reads
+at its next draft, all at once.
+
+Shape suffixes: B rows, V vocabulary, P committed tokens of a round.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.decode.drafters import Children, Request, root_only
+from headstart.decode.verify import draw
+from headstart.errors import UserError
+from headstart.target import DraftTree, Target, TreeCache, TreeShape
+from headstart.target.tree import Drawn
+
+_SPARE = 512  # tokens of text that the draft's cache takes before it grows
+
+
+@dataclass
+class _Session:
+    """One generation.
+
+    Attributes:
+        cache: the draft's; row b holds the first `cache.lengths[b]` tokens of its text, after `propose` drafts too.
+        texts: committed tokens of each row.
+        read: drafted tokens that the cache holds behind the root, of the last proposal.
+    """
+
+    cache: TreeCache
+    texts: list[list[int]]
+    read: list[list[int]]
+
+
+@dataclass
+class _Chain:
+    """One row's drafts; node 0 is the root."""
+
+    tokens: list[int]
+    gains: list[float]
+    drawn: dict[int, Drawn]
+    going: bool = True
+
+
+class DraftModelDrafter:
+    """Draft a chain with another language model.
+
+    The gain of a draft is the product of the probabilities that the draft model gives to its best token at each step.
+    A chain ends where it falls below what the request asks for. That never depends on the token drawn last, only on
+    those before it, so drawn chains stay lossless.
+
+    Args:
+        draft: the small model, with the target's vocabulary.
+        target: the model that verifies.
+        steps: longest chain.
+        name: what reports call it.
+
+    Raises:
+        UserError: when the two models do not share a vocabulary.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, draft: Target, target: Target, steps: int = 6, name: str = "draft-model") -> None:
+        check_tokenizers(draft, target)
+        self.draft = draft
+        self.name = name
+        self.steps = steps
+        self.max_nodes = steps + 1
+        self.draft_share = (steps + 1) / 2 * draft.parameters / target.parameters  # chains are cut short about half way
+        # Embeddings are often padded, each model's in its own way: only the tokens that both have can be drafted.
+        self._width = min(draft.vocab_size, target.vocab_size)
+        same = self._width == target.vocab_size
+        self._draft_to_target_D = None if same else torch.arange(self._width, device=target.device)
+
+    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> _Session:
+        texts = [self._known(prompt) for prompt in prompts]
+        session = _Session(self._cache(texts), texts, [[] for _ in texts])
+        if max(map(len, texts)) <= self.draft.max_length:
+            self.draft.prefill(session.cache, texts)
+        return session
+
+    def propose(self, session: _Session, root_B: Tensor, request: Request) -> DraftTree:
+        chains = [_Chain([root], [1.0], {}) for root in root_B.tolist()]
+        longest = max(map(len, session.texts)) + 1
+        steps = min(self.steps, request.max_nodes - 1, self.draft.max_length - longest + 1)
+        if steps < 1:
+            return root_only(root_B)
+        for step in range(steps):
+            if step == 0:
+                logits_BV = self._read_text(session, root_B)
+            else:
+                tokens_B1 = torch.tensor([[chain.tokens[-1]] for chain in chains], device=self.draft.device)
+                logits_BV = self.draft.forward_tree(session.cache, _one(tokens_B1)).logits_BTV[:, 0]
+                session.cache.commit([[0] if chain.going else [] for chain in chains])
+                for chain, read in zip(chains, session.read, strict=True):
+                    read.extend(chain.tokens[-1:] if chain.going else ())
+            self._extend(chains, logits_BV[:, : self._width], request)
+            if not any(chain.going for chain in chains):
+                break
+        if max(len(chain.tokens) for chain in chains) == 1:
+            return root_only(root_B)
+        return DraftTree.from_rows(
+            [chain.tokens for chain in chains],
+            [range(-1, len(chain.tokens) - 1) for chain in chains],
+            root_B.device,
+            [chain.gains for chain in chains],
+            [chain.drawn for chain in chains] if any(chain.drawn for chain in chains) else None,
+        )
+
+    def observe(self, session: _Session, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+        lengths = session.cache.lengths
+        for row, (tokens, count) in enumerate(zip(tokens_BP.tolist(), counts, strict=True)):
+            before = len(session.texts[row])
+            kept = 0
+            for drafted, token in zip(session.read[row], tokens[1:count], strict=False):
+                if drafted != token:
+                    break
+                kept += 1
+            lengths[row] = min(lengths[row], before + 1 + kept)  # what was not accepted is forgotten
+            session.texts[row] += self._known(tokens[:count])
+            session.read[row] = []
+
+    def select(self, session: _Session, rows: Sequence[int]) -> None:
+        session.cache.select(rows)
+        session.texts = [session.texts[row] for row in rows]
+        session.read = [session.read[row] for row in rows]
+
+    def _read_text(self, session: _Session, root_B: Tensor) -> Tensor:
+        """Read what the cache lacks of each text and the root; logits [B, V] after the roots."""
+        roots = self._known(root_B.tolist())
+        rows = _unread(session, roots)
+        room = max(max(map(len, session.texts)) + self.max_nodes, max(session.cache.lengths) + max(map(len, rows)))
+        if room > session.cache.capacity:
+            session.cache = self._cache(session.texts)  # twice as large as the text, which is read anew
+            rows = _unread(session, roots)
+        session.read = [[] for _ in rows]
+        if max(map(len, rows)) > 1:
+            return self.draft.prefill(session.cache, rows).logits_BTV[:, 0]
+        tokens_B1 = torch.tensor(rows, device=self.draft.device)
+        logits_BTV = self.draft.forward_tree(session.cache, _one(tokens_B1)).logits_BTV
+        session.cache.commit([[0]] * len(rows))
+        return logits_BTV[:, 0]
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens as the draft reads them: padding of the target's embeddings that it lacks becomes its last token."""
+        last = self.draft.vocab_size - 1
+        return [min(token, last) for token in tokens]
+
+    def _cache(self, texts: Sequence[Sequence[int]]) -> TreeCache:
+        return self.draft.new_cache(len(texts), 2 * max(map(len, texts)) + self.max_nodes + _SPARE)
+
+    def _extend(self, chains: list[_Chain], logits_BV: Tensor, request: Request) -> None:
+        """Add one draft to each chain that goes on, or end it."""
+        logits_BV = logits_BV.float()
+        best_B = logits_BV.max(-1)
+        chances = (best_B.values - logits_BV.logsumexp(-1)).exp().tolist()
+        tokens = best_B.indices.tolist()
+        drawing = request.children is not Children.TOP and request.warp is not None
+        for row, chain in enumerate(chains):
+            gain = chain.gains[-1] * chances[row]
+            chain.going = chain.going and gain >= request.worth
+            if not chain.going:
+                continue
+            token = tokens[row]
+            if drawing:
+                assert request.warp is not None, "drawing needs a distribution"
+                q_draft_D = request.warp(logits_BV[row])
+                token = draw(q_draft_D, request.streams[row])
+                chain.drawn[len(chain.tokens) - 1] = Drawn([len(chain.tokens)], q_draft_D, self._draft_to_target_D)
+            chain.tokens.append(token)
+            chain.gains.append(gain)
+
+
+def _unread(session: _Session, roots: Sequence[int]) -> list[list[int]]:
+    """What the cache lacks of each text, and the root: never empty."""
+    texts = zip(session.texts, session.cache.lengths, roots, strict=True)
+    return [[*text[length:], root] for text, length, root in texts]
+
+
+def _one(tokens_B1: Tensor) -> DraftTree:
+    return DraftTree.from_shape(tokens_B1, _ROOT)
+
+
+_ROOT = TreeShape.chain(0)
+
+
+def check_tokenizers(draft: Target, target: Target) -> None:
+    """Refuse a draft model that numbers its tokens differently; only the padding of its embeddings may differ.
+
+    Models without a tokenizer must have equally many tokens.
+
+    Raises:
+        UserError: naming a token that differs.
+    """
+    remedy = f"Use a draft model of the same family as {target.name}, with the same tokenizer."
+    if draft.tokenizer is None or target.tokenizer is None:
+        if draft.vocab_size != target.vocab_size:
+            raise UserError(
+                f"The draft model {draft.name} has {draft.vocab_size} tokens and {target.name} has "
+                f"{target.vocab_size}.",
+                remedy,
+            )
+        return
+    own: dict[str, int] = draft.tokenizer.get_vocab()
+    known: dict[str, int] = target.tokenizer.get_vocab()
+    if own != known:
+        differing = [token for token in own.keys() | known.keys() if own.get(token) != known.get(token)]
+        token = min(differing, key=lambda token: (own.get(token, len(own)), token))
+        raise UserError(
+            f"The draft model {draft.name} has another tokenizer than {target.name}: {token!r} is "
+            f"{_number(own, token)} there and {_number(known, token)} here.",
+            remedy,
+        )
+
+
+def _number(vocab: dict[str, int], token: str) -> str:
+    return f"token {vocab[token]}" if token in vocab else "no token"
+
+
+# -- early exit ------------------------------------------------------------------------------------------------------
+
+
+def early_exit(target: Target, layers: int) -> Target:
+    """The target's first layers, with its own final norm and LM head: a draft model that takes no memory.
+
+    All weights are the target's; only the modules on the way from the model to its list of layers are copied, without
+    their hooks. The target is not changed.
+
+    Args:
+        target: any model that `Target` takes.
+        layers: how many to keep.
+
+    Raises:
+        UserError: when there are not that many.
+    """
+    if not 1 <= layers <= target.num_layers:
+        raise UserError(
+            f"Early exit after {layers} layers: {target.name} has {target.num_layers}.",
+            f"Choose 1 to {target.num_layers} layers; a sixth of them is a good start.",
+        )
+    config = copy.deepcopy(target.model.config)
+    text_config = config.get_text_config()
+    text_config.num_hidden_layers = layers
+    if getattr(text_config, "layer_types", None) is not None:
+        text_config.layer_types = list(text_config.layer_types[:layers])
+    configs = {id(target.model.config): config, id(target.config): text_config}
+    path = next(name for name, module in target.model.named_modules() if module is target.layers)
+    kept = nn.ModuleList(list(target.layers)[:layers])
+    model = _replaced(target.model, path.split("."), kept, configs)
+    return Target(model, target.tokenizer, f"{target.name} ({layers} of {target.num_layers} layers)")
+
+
+def _replaced(module: nn.Module, path: Sequence[str], leaf: nn.Module, configs: dict[int, Any]) -> nn.Module:
+    """A copy of a module that shares everything with it but what lies on the path, its configs and its hooks."""
+    if not path:
+        return leaf
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
+            twin.__dict__[name] = OrderedDict()
+    twin.__dict__["_modules"] = dict(module._modules)
+    if id(config := vars(module).get("config")) in configs:
+        twin.__dict__["config"] = configs[id(config)]
+    child = module._modules[path[0]]
+    assert child is not None, "the path exists"
+    twin._modules[path[0]] = _replaced(child, path[1:], leaf, configs)
+    return twin

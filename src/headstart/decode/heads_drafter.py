@@ -1,0 +1,71 @@
+"""Trained heads as a drafter.
+
+Shape suffixes: B rows, P committed tokens of a round, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from headstart.decode.calibrate import Calibration
+from headstart.decode.drafters import Request
+from headstart.decode.grow import grow
+from headstart.heads import DraftHead
+from headstart.target import DraftTree, TreeShape
+
+Tree = Literal["dynamic", "static", "chain"]
+
+
+class HeadDrafter:
+    """Draft with trained heads.
+
+    Args:
+        heads: any registered family.
+        shape: the static tree; no deeper than the heads.
+        tree: "static" drafts `shape`; "dynamic" chooses nodes each round; "chain" the best draft of each depth of
+            `shape`.
+        calibration: of the heads' probabilities, for dynamic trees.
+        max_nodes: nodes of a dynamic tree at most, root included.
+
+    Raises:
+        UserError: when the tree is deeper than the heads, or wider than their draft vocabulary.
+    """
+
+    name = "heads"
+
+    def __init__(
+        self,
+        heads: DraftHead,
+        shape: TreeShape,
+        tree: Tree = "static",
+        calibration: Calibration | None = None,
+        max_nodes: int = 32,
+    ) -> None:
+        heads.check_tree(shape)
+        self.heads = heads.eval()
+        self.tree = tree
+        self.shape = {"dynamic": None, "static": shape, "chain": TreeShape.chain(shape.depth)}[tree]
+        self.calibration = calibration or Calibration()
+        self.taps = heads.taps
+        self.max_nodes = max_nodes if self.shape is None else self.shape.size
+
+    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
+        return self.heads.open(prompts, states)
+
+    def propose(self, session: Any, root_B: Tensor, request: Request) -> DraftTree:
+        shape = self.shape
+        if shape is not None and (request.max_nodes < shape.size or (request.chain and shape.width > 1)):
+            # Memory is short, or the rule takes chains only.
+            shape = TreeShape.chain(min(shape.depth, request.max_nodes - 1))
+        tree = grow(self.heads, session, root_B, request, self.calibration, shape)
+        return tree if shape is None else replace(tree, gains=None)  # a static tree is verified whole
+
+    def observe(self, session: Any, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+        self.heads.observe(session, tokens_BP, states, counts)
+
+    def select(self, session: Any, rows: Sequence[int]) -> None:
+        self.heads.select(session, rows)

@@ -1,0 +1,50 @@
+"""Whether a batch fits in memory, before decoding starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+
+from headstart.errors import UserError
+from headstart.files import format_bytes
+from headstart.target import Target
+
+_SHARE = 0.9
+"""Of the free memory that a KV cache may take; activations need the rest."""
+
+
+def reserve(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, max_nodes: int, free: int | None = None
+) -> int:
+    """The widest tree (root included, at most `max_nodes`) whose KV cache fits beside the text.
+
+    Args:
+        target: whose cache it is.
+        prompts: of the batch.
+        max_new_tokens: longest answer.
+        max_nodes: what the drafter would like.
+        free: bytes of free memory; by default those of the target's device.
+
+    Raises:
+        UserError: when the text alone does not fit.
+    """
+    row_tokens = max(map(len, prompts)) + max_new_tokens
+    per_token = len(prompts) * target.kv_bytes_per_token
+    left = int(_SHARE * (free_bytes(target.device) if free is None else free))
+    if per_token * (row_tokens + 1) > left:
+        raise UserError(
+            f"The KV cache of {len(prompts)} prompts of up to {row_tokens} tokens takes "
+            f"{format_bytes(per_token * (row_tokens + 1))}, and {format_bytes(left)} are free on {target.device}.",
+            "Decode fewer prompts at a time, or lower --max-new-tokens.",
+        )
+    return max(1, min(max_nodes, left // per_token - row_tokens))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a device that nothing uses, or that could be had at once."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(psutil.virtual_memory().available)

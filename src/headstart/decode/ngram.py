@@ -1,0 +1,185 @@
+"""Drafting from the text itself: what followed the last time these words stood there.
+
+The idea of prompt lookup and of suffix-automaton drafting (SAM decoding, arXiv 2411.10666), with the index of deflate
+(RFC 1951): every pair of tokens is chained to its last occurrence, and a short walk along the chain finds the longest
+match. A step costs a dictionary entry, and a match that goes on needs no search at all.
+
+How long a chain is proposed follows from how often matches of each length went on rightly: a match of 2 tokens is
+right half of the time, one of 24 nearly always, and each accepted token makes the match longer by one.
+
+Shape suffixes: B rows, P committed tokens of a round.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from headstart.decode.drafters import Request, root_only
+from headstart.target import DraftTree
+
+PRIORS = ((1, 0.2), (2, 0.53), (3, 0.62), (4, 0.7), (5, 0.77), (6, 0.79), (8, 0.84), (12, 0.9), (16, 0.92), (24, 0.98))
+"""(match length from which it holds, share of right continuations), before a text has shown its own.
+
+Counted over greedy answers of SmolLM2-135M-Instruct to 399 prompts of its own (34,600 predictions) and to 240 of
+MT-bench, GSM8K and HumanEval, which agree within about .1. The share depends on the match's length, not on how much
+of it is accepted drafts. In 2 % of the searches the first continuation was wrong and another of that length at hand;
+that one was right in a quarter of them: not worth a branch.
+"""
+
+_LENGTHS = [length for length, _ in PRIORS]
+_CLASS = [bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 1)]  # place in PRIORS of each length
+_LONGEST = _LENGTHS[-1]  # matches are not compared further
+_LOOKS = 64  # occurrences of a pair that a search looks at, latest first
+_PRIOR_WEIGHT = 8.0  # observations that a prior counts for
+_MEMORY = 1 / 32  # least weight of the newest observation: a text may change
+
+
+class Index:
+    """A growing text that finds the longest earlier occurrence of its own end.
+
+    Args:
+        looks: occurrences of the last two tokens to look at, latest first; among these the match is the longest.
+
+    >>> index = Index()
+    >>> for token in [7, 8, 9, 1, 8, 9]:
+    ...     index.append(token)
+    >>> index.longest()  # the text ends like its first three tokens; number 3 followed
+    (3, 2)
+    """
+
+    def __init__(self, looks: int = _LOOKS) -> None:
+        self.text: list[int] = []
+        self._looks = looks
+        self._last_pair: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        self._earlier: list[int] = []  # for each token the one before at which the same pair ended, or -1
+        self._single = -1  # where the last token stood before
+
+    def append(self, token: int) -> None:
+        """Put a token behind the text."""
+        text, place = self.text, len(self.text)
+        pair = text[-1] << 32 | token if text else -1
+        self._earlier.append(self._last_pair.get(pair, -1))
+        self._last_pair[pair] = place
+        self._single = self._last.get(token, -1)
+        self._last[token] = place
+        text.append(token)
+
+    def longest(self) -> tuple[int, int]:
+        """(place of the token that followed, tokens that match); the latest of the longest matches, (-1, 0) if none."""
+        text, last = self.text, len(self.text) - 1
+        best, best_length = self._single, int(self._single >= 0)
+        place, looks = self._earlier[last], self._looks
+        while place >= 0 and looks and best_length < _LONGEST:
+            # Only what matches one token further back than the best can be better.
+            if best_length <= place and text[place - best_length] == text[last - best_length]:
+                length = 2
+                while length < _LONGEST and length <= place and text[place - length] == text[last - length]:
+                    length += 1
+                if length > best_length:
+                    best, best_length = place, length
+            place = self._earlier[place]
+            looks -= 1
+        return (best + 1, best_length) if best_length else (-1, 0)
+
+
+@dataclass
+class _Row:
+    """One row: its text, the match it follows, and how often matches of each class went on rightly.
+
+    Attributes:
+        source: place of the token that the match predicts next, -1 without a match.
+        length: of the match.
+        rates: by class of length; see `PRIORS`.
+        seen: observations of each class.
+        ahead: whether the last token of the text is the root, which is committed later.
+    """
+
+    index: Index = field(default_factory=Index)
+    source: int = -1
+    length: int = 0
+    rates: list[float] = field(default_factory=lambda: [rate for _, rate in PRIORS])
+    seen: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT] * len(PRIORS))
+    ahead: bool = False
+
+    def append(self, token: int) -> None:
+        """Take a decided token: it tells whether the match was right, and either goes on with it or ends it."""
+        if self.source >= 0:
+            hit = self.index.text[self.source] == token
+            kind = _CLASS[min(self.length, _LONGEST)]
+            self.seen[kind] += 1
+            self.rates[kind] += max(1 / self.seen[kind], _MEMORY) * (hit - self.rates[kind])
+            self.source, self.length = (self.source + 1, self.length + 1) if hit else (-1, 0)
+        self.index.append(token)
+
+    def chain(self, longest: int, least: float) -> tuple[list[int], list[float]]:
+        """Tokens that the match predicts, and the probability that each is accepted with all before it."""
+        if self.source < 0:
+            self.source, self.length = self.index.longest()
+        tokens: list[int] = []
+        gains: list[float] = []
+        if self.source < 0:
+            return tokens, gains
+        text, end, gain = self.index.text, len(self.index.text), 1.0
+        for step in range(longest):
+            gain *= self.rates[_CLASS[min(self.length + step, _LONGEST)]]
+            if gain < least:
+                break
+            place = self.source + step
+            tokens.append(text[place] if place < end else tokens[place - end])  # a text that repeats its own end
+            gains.append(gain)
+        return tokens, gains
+
+
+class NgramDrafter:
+    """Draft what followed the longest earlier occurrence of the text's end, in the prompt or in the answer.
+
+    Args:
+        max_nodes: longest chain, root included.
+        least: drafts less likely to be accepted than this are never proposed, whatever the request says.
+    """
+
+    name = "ngram"
+    taps: tuple[int, ...] = ()
+    draft_share = 0.005
+
+    def __init__(self, max_nodes: int = 32, least: float = 0.03) -> None:
+        self.max_nodes = max_nodes
+        self.least = least
+
+    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
+        rows = []
+        for prompt in prompts:
+            row = _Row()
+            for token in prompt:
+                row.index.append(token)
+            rows.append(row)
+        return rows
+
+    def propose(self, session: list[_Row], root_B: Tensor, request: Request) -> DraftTree:
+        longest = min(self.max_nodes, request.max_nodes) - 1
+        least = max(self.least, request.worth)
+        tokens, parents, gains = [], [], []
+        for row, root in zip(session, root_B.tolist(), strict=True):
+            row.append(root)
+            row.ahead = True
+            drafts, chances = row.chain(longest, least)
+            tokens.append([root, *drafts])
+            parents.append(list(range(-1, len(drafts))))
+            gains.append([1.0, *chances])
+        if max(map(len, tokens)) == 1:
+            return root_only(root_B)
+        return DraftTree.from_rows(tokens, parents, root_B.device, gains)
+
+    def observe(self, session: list[_Row], tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+        for row, tokens, count in zip(session, tokens_BP.tolist(), counts, strict=True):
+            for token in tokens[row.ahead : count]:
+                row.append(token)
+            row.ahead = False
+
+    def select(self, session: list[_Row], rows: Sequence[int]) -> None:
+        session[:] = [session[row] for row in rows]

@@ -1,0 +1,255 @@
+"""Verification rules for sampling: which drafts of a row are accepted, and the token that follows them.
+
+A rule is lossless when its tokens, continued by the target alone, are distributed as the target's own text, whatever
+was drafted. Every rule below proves this for one node: its outcome, taken over all its random choices, is a draw from
+p, the target's distribution after the node. The proofs need of a tree that
+
+- the children of a node hold different tokens;
+- drawn children are listed in the order in which they were drawn, each from q, the drafter's distribution, without
+  those before it, and with noise that nothing else used;
+- whether a drawn child is kept never depends on which token it holds. It may depend on tokens drawn elsewhere.
+
+Children chosen without randomness (guessed children) may stand beside drawn ones, and hold any tokens.
+
+Shape suffixes: V vocabulary. In formulas p is `p_target_V`, q is `q_draft_V` and norm(x+) is the positive part of x,
+scaled to sum to 1.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from headstart.decode.drafters import Children
+from headstart.decode.verify import Accepted, Row, Streams, draw, uniform
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule and what it needs.
+
+    Attributes:
+        name: what users call it.
+        accept_row: decides one round of one row.
+        children: how drafters should choose children for it. Lossless rules are so for every choice; this is the one
+            that they accept most of.
+        lossless: whether the output is distributed as the target's own.
+        chains_only: whether no node may have more than one child.
+    """
+
+    name: str
+    accept_row: Callable[[Row, Streams], Accepted]
+    children: Children
+    lossless: bool = True
+    chains_only: bool = False
+
+
+def top_k(row: Row, streams: Streams) -> Accepted:
+    """Draw the next token from p; go on behind the child that holds it, if there is one.
+
+    The verification of EAGLE-2 and EAGLE-3 (arXiv 2406.16858, 2503.01840) up to the order of its draws. No rule accepts
+    more of guessed children. Of drawn children it accepts less than the others, because it does not use q.
+    """
+    return _walk(row, lambda node: draw(row.p_target(node), streams.residual))
+
+
+def greedy_draft(row: Row, streams: Streams) -> Accepted:
+    """Greedy-draft sampling (arXiv 2502.18779): plain speculative sampling of one drawn child, then the guessed ones.
+
+    The drawn child x ~ q is accepted with probability min(1, p(x) / q(x)). Otherwise the next token is drawn from
+    norm((p - q)+), and the walk goes on behind the child that holds it. Together min(p, q) + (p - q)+ = p.
+
+    Drafters guess the most likely children and draw one more from the rest of their distribution, so q is 0 at the
+    guessed tokens, and the residual keeps all of p there.
+    """
+
+    def next_token(node: int) -> int:
+        p_target_V = row.p_target(node)
+        for child, q_draft_V in islice(_draws(row, node), 1):
+            if uniform(streams.accept) < _ratio(p_target_V, q_draft_V, row.tokens[child]):
+                return row.tokens[child]
+            p_target_V, _ = _residual(p_target_V, q_draft_V)
+        return draw(p_target_V, streams.residual)
+
+    return _walk(row, next_token)
+
+
+def rrs(row: Row, streams: Streams) -> Accepted:
+    """Recursive rejection sampling without replacement (arXiv 2305.09781, SpecInfer; 2402.14160, RSD).
+
+    Drawn children x are tried in the order of their draws: accept with probability min(1, p(x) / q(x)); after a
+    rejection p becomes norm((p - q)+) and q loses x. When all are rejected, the next token is drawn from what p has
+    become, and the walk goes on if a guessed child holds it.
+
+    Each try turns "a draw from p" into "this child, or else a draw from the new p", as in `greedy_draft`; the new p
+    does not depend on which token was rejected, so the next child may be drawn from any q.
+    """
+
+    def next_token(node: int) -> int:
+        p_target_V = row.p_target(node)
+        for child, q_draft_V in _draws(row, node):
+            if uniform(streams.accept) < _ratio(p_target_V, q_draft_V, row.tokens[child]):
+                return row.tokens[child]
+            p_target_V, _ = _residual(p_target_V, q_draft_V)
+        return draw(p_target_V, streams.residual)
+
+    return _walk(row, next_token)
+
+
+def block(row: Row, streams: Streams) -> Accepted:
+    """Block verification of a chain (arXiv 2403.10444, algorithm 2): accept the chain as a whole rather than by tokens.
+
+    `reach` is the probability with which the path down to a node may be accepted at most: 1 at the root, then
+    reach(child) = min(1, reach p(x) / q(x)). A node is kept with probability
+
+        mass / (mass + 1 - reach),  mass = sum of (reach p - q)+;  at the end of the chain with probability reach.
+
+    The chain is accepted down to the last node that is kept, and the next token is drawn from norm((reach p - q)+)
+    there, from p at the end. A guessed child counts as drawn from a distribution that holds nothing else.
+    """
+    path, reach = [0], 1.0
+    while True:
+        node, p_target_V = path[-1], row.p_target(path[-1])
+        tries = list(_tries(row, node))
+        assert len(tries) < 2, "block verification takes chains only"
+        keep, next_V, below = reach, p_target_V, 0.0
+        for child, q_draft_V in tries:
+            below = min(1.0, reach * _ratio(p_target_V, q_draft_V, row.tokens[child]))
+            next_V, mass = _residual(p_target_V, q_draft_V, reach)
+            keep = _keep(mass, reach)
+        if node == 0 or uniform(streams.accept) < keep:
+            accepted, bonus_V = path, next_V
+        if not tries:
+            return _accepted(row, accepted, draw(bonus_V, streams.residual))
+        path, reach = [*path, child], below
+
+
+def traversal(row: Row, streams: Streams) -> Accepted:
+    """Traversal verification of a tree (arXiv 2505.12398): from the leaves up, in the order of the draws.
+
+    Each node is visited with `reach`, the probability with which it or one of its descendants is to be accepted: 1 at
+    the root, reach(child) = min(1, reach p(x) / q(x)). A node without children left is accepted with probability
+    `reach`, and the next token is drawn from p. When a child was visited in vain, its parent goes on with
+
+        p <- norm((reach p - q)+),  reach <- mass / (mass + 1 - reach),  q without the child's token,
+
+    where mass is the sum of (reach p - q)+. The child takes sum of min(reach p, q) = reach - mass of the probability,
+    the parent then (1 - reach + mass) times its new reach = mass: together `reach`, and of the tokens, reach p.
+
+    Guessed children come after the drawn ones and count as drawn from a distribution that holds nothing else. For
+    chains this is `block`.
+    """
+
+    def visit(path: list[int], reach: float) -> Accepted | None:
+        node, p_target_V = path[-1], row.p_target(path[-1])
+        for child, q_draft_V in _tries(row, node):
+            if reach == 0:
+                return None
+            below = reach * _ratio(p_target_V, q_draft_V, row.tokens[child])
+            if below > 0 and (found := visit([*path, child], min(1.0, below))):
+                return found
+            p_target_V, mass = _residual(p_target_V, q_draft_V, reach)
+            reach = _keep(mass, reach)
+        if uniform(streams.accept) < reach:
+            return _accepted(row, path, draw(p_target_V, streams.residual))
+        return None
+
+    accepted = visit([0], 1.0)
+    assert accepted is not None, "the root's reach stays 1"
+    return accepted
+
+
+def typical(row: Row, streams: Streams, epsilon: float = 0.09, delta: float = 0.3) -> Accepted:
+    """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1). Lossy: the output is not the target's distribution.
+
+    A child is accepted when p(x) > min(epsilon, delta exp(-H(p))), H being the entropy in nats; delta is the square
+    root of epsilon. Of the deepest accepted paths the most likely one wins, and the next token is drawn from p there.
+    """
+    paths, best = [([0], 0.0)], ([0], 0.0)
+    while paths:
+        path, log_prob = paths.pop()
+        best = max(best, (path, log_prob), key=lambda found: (len(found[0]), found[1]))
+        p_target_V = row.p_target(path[-1])
+        threshold = min(epsilon, delta * math.exp(-float(torch.special.entr(p_target_V).sum())))
+        for child in row.children[path[-1]]:
+            p_child = float(p_target_V[row.tokens[child]])
+            if p_child > threshold:
+                paths.append(([*path, child], log_prob + math.log(p_child)))
+    return _accepted(row, best[0], draw(row.p_target(best[0][-1]), streams.residual))
+
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("top_k", top_k, Children.TOP),
+        Rule("greedy_draft", greedy_draft, Children.TOP_AND_DRAWN),
+        Rule("rrs", rrs, Children.DRAWN),
+        Rule("block", block, Children.DRAWN, chains_only=True),
+        Rule("traversal", traversal, Children.DRAWN),
+        Rule("typical", typical, Children.TOP, lossless=False),
+    )
+}
+
+
+def _walk(row: Row, next_token: Callable[[int], int]) -> Accepted:
+    """From the root down: draw the token after a node, and go on for as long as a child holds it."""
+    path = [0]
+    while True:
+        token = next_token(path[-1])
+        child = row.child(path[-1], token)
+        if child is None:
+            return _accepted(row, path, token)
+        path.append(child)
+
+
+def _accepted(row: Row, path: list[int], token: int) -> Accepted:
+    return Accepted(path, [*(row.tokens[node] for node in path[1:]), token])
+
+
+def _draws(row: Row, node: int) -> Iterator[tuple[int, Tensor]]:
+    """A node's drawn children in the order of their draws, each with the distribution [V] that it was drawn from."""
+    if node not in row.drawn:
+        return
+    q_draft_V = row.q_draft(node)
+    for child in row.drawn[node].children:
+        yield child, q_draft_V / q_draft_V.sum()
+        q_draft_V = q_draft_V.index_fill(0, torch.tensor(row.tokens[child], device=q_draft_V.device), 0.0)
+
+
+def _tries(row: Row, node: int) -> Iterator[tuple[int, Tensor]]:
+    """The drawn children, then the guessed ones, each as if drawn from a distribution that holds its token alone."""
+    drawn = row.drawn[node].children if node in row.drawn else []
+    yield from _draws(row, node)
+    for child in row.children[node]:
+        if child not in drawn:
+            q_draft_V = torch.zeros_like(row.p_target(node))
+            q_draft_V[row.tokens[child]] = 1.0
+            yield child, q_draft_V
+
+
+def _ratio(p_target_V: Tensor, q_draft_V: Tensor, token: int) -> float:
+    """p / q of a token; a q that was rounded to 0 counts as the smallest number, so that p = 0 is never accepted."""
+    return float(p_target_V[token]) / max(float(q_draft_V[token]), sys.float_info.min)
+
+
+def _residual(p_target_V: Tensor, q_draft_V: Tensor, reach: float = 1.0) -> tuple[Tensor, float]:
+    """norm((reach p - q)+), and the mass that it was scaled from.
+
+    Where nothing is left p is returned. With a reach of 1 that means p = q, so the draft was rejected by a rounding
+    error: any distribution would do in theory, and p is the one that cannot leave the target's support. With a
+    smaller reach the node is not going to be kept.
+    """
+    residual_V = (reach * p_target_V - q_draft_V).clamp_(min=0.0)
+    mass = float(residual_V.sum())
+    return (residual_V / mass, mass) if mass > 0 else (p_target_V, 0.0)
+
+
+def _keep(mass: float, reach: float) -> float:
+    """Probability of keeping a node whose children were rejected; see `traversal`. 1 when reach is 1."""
+    return mass / (mass + 1.0 - reach) if reach < 1 else 1.0

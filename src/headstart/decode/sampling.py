@@ -1,0 +1,142 @@
+"""The distribution that sampling draws from: a model's logits, processed and warped as transformers does it.
+
+Drafts are verified against this distribution and nothing else: the acceptance test, the residual and the bonus token
+all read it, so what comes out is what plain sampling with the same settings draws.
+
+Shape suffixes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from headstart.errors import UserError
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""A transformers LogitsProcessor: (input_ids [1, T], scores [1, V]) to scores [1, V]."""
+
+_HEAD = 512
+"""Tokens that top-p looks at before it sorts the whole vocabulary; a share of .9 seldom needs more."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. The names and their order of application are those of transformers.
+
+    Attributes:
+        temperature: 0 is greedy: all probability on the largest logit.
+        top_k: keep this many of the most likely tokens; 0 keeps all.
+        top_p: keep the fewest tokens that hold this share of the probability.
+        min_p: drop tokens less likely than this share of the most likely one.
+        repetition_penalty: above 1 makes every token that the prompt or the answer holds already less likely.
+        processors: transformers LogitsProcessors; each must depend on the tokens before and the scores alone. They are
+            applied at every node of a tree, with that node's own prefix.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    processors: tuple[Processor, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no randomness is involved."""
+        return self.temperature == 0
+
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether the distribution after a node depends on more than the node's logits."""
+        return self.repetition_penalty != 1 or bool(self.processors)
+
+    def check(self, vocab_size: int) -> None:
+        """Refuse what cannot be sampled, before any work.
+
+        Raises:
+            UserError: a setting out of its range, or a processor whose result depends on more than its arguments.
+        """
+        for wrong, name, remedy in (
+            (not self.temperature >= 0, "temperature", "Use 0 for greedy decoding, or a value above 0."),
+            (self.top_k < 0, "top_k", "Use 0 for all tokens, or the number of tokens to keep."),
+            (not 0 < self.top_p <= 1, "top_p", "Use a share above 0, at most 1; 1 keeps every token."),
+            (not 0 <= self.min_p <= 1, "min_p", "Use a share from 0 to 1; 0 keeps every token."),
+            (not self.repetition_penalty > 0, "repetition_penalty", "Use a value above 0; 1 changes nothing."),
+        ):
+            if wrong:
+                raise UserError(f"{name} is {getattr(self, name)}.", remedy)
+        for processor in self.processors:
+            _check_processor(processor, vocab_size)
+
+    def process(self, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
+        """Logits [V] after the repetition penalty and the processors, for the token behind `prefix`."""
+        ids_1T = torch.tensor([list(prefix)], device=logits_V.device)
+        scores_1V = logits_V[None].float()
+        if self.repetition_penalty != 1:
+            scores_1V = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)(ids_1T, scores_1V)
+        for processor in self.processors:
+            scores_1V = processor(ids_1T, scores_1V)
+        return scores_1V[0]
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] to probabilities, float32 of the same shape: temperature, top-k, top-p, min-p, in this order.
+
+        >>> Sampling(temperature=1.0, top_k=2).warp(torch.tensor([0.0, 0.0, -9.0])).tolist()
+        [0.5, 0.5, 0.0]
+        """
+        if self.greedy:
+            best = logits.max(-1, keepdim=True).indices
+            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
+        scores = logits.float() / self.temperature
+        if 0 < self.top_k < scores.shape[-1]:
+            least = scores.topk(self.top_k).values[..., -1:]
+            scores = scores.masked_fill(scores < least, float("-inf"))
+        probs = scores.softmax(-1)
+        if self.top_p < 1:
+            probs = nucleus(probs, self.top_p)
+        if self.min_p > 0:
+            probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
+
+
+def nucleus(probs: Tensor, share: float) -> Tensor:
+    """Keep the fewest most likely tokens that hold at least `share` of the probability, and renormalise.
+
+    >>> nucleus(torch.tensor([0.5, 0.25, 0.25]), 0.5).tolist()
+    [1.0, 0.0, 0.0]
+    """
+    size = probs.shape[-1]
+    for head in (min(_HEAD, size), size):
+        top, index = probs.topk(head)
+        before = top.cumsum(-1) - top  # held by more likely tokens
+        if head == size or bool((before[..., -1] >= share).all()):
+            break
+    top = top.masked_fill(before >= share, 0.0)
+    return torch.zeros_like(probs).scatter_(-1, index, top / top.sum(-1, keepdim=True))
+
+
+def _check_processor(processor: Any, vocab_size: int) -> None:
+    """A processor that keeps a state would mix up the branches of a tree: the same call must give the same scores."""
+    name = type(processor).__name__
+    scores_1V = torch.linspace(-1.0, 1.0, vocab_size)[None]
+    texts = [torch.tensor([text]) for text in ([0, 0, 0], [0, 0, 0, 0], [0, 0, 0])]
+    try:
+        first, _, again = (processor(text, scores_1V.clone()) for text in texts)
+    except Exception as error:
+        raise UserError(
+            f"The logits processor {name} cannot be applied to a token tree ({type(error).__name__}: {error}).",
+            "Use one that takes (input_ids, scores) of one row, or decode with transformers.generate.",
+        ) from error
+    if first.shape != scores_1V.shape or not torch.equal(first, again):
+        raise UserError(
+            f"The logits processor {name} keeps a state or draws random numbers, so it cannot be applied at every "
+            "node of a token tree.",
+            "Use one that depends on input_ids and scores alone, or decode with transformers.generate.",
+        )

@@ -1,0 +1,206 @@
+"""Are samples drawn from the right distribution? The exact one, enumerated with transformers alone, and the test.
+
+The first tokens after a prompt are enumerated with the untouched model, its own cache and transformers' own logits
+warpers: nothing of the code under test takes part. Samples are compared with them by Pearson's chi-square test and by
+total variation.
+
+Shape suffixes: V vocabulary, N texts of one length, T tokens, C cells.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from headstart.decode.sampling import Sampling
+from headstart.target import Target
+
+LEAST_EXPECTED = 5.0
+"""Cells expected fewer times than this are pooled into one: the chi-square approximation wants no rarer ones."""
+_ROWS = 32
+"""Texts read in one forward while enumerating."""
+
+Text = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The exact distribution of the first tokens after a prompt, enumerated as far as it was affordable.
+
+    Attributes:
+        depth: how many tokens.
+        probs: probability of each text of `depth` tokens that was enumerated.
+        rest: probability of all other texts together; they begin with a text that was not read on.
+        following: possible next tokens of each shorter text that was read on.
+    """
+
+    depth: int
+    probs: dict[Text, float]
+    rest: float
+    following: dict[Text, frozenset[int]] = field(repr=False, default_factory=dict)
+
+    def possible(self, text: Text) -> bool:
+        """False for a text that has no probability; true for one that has, or that begins with a text not read on."""
+        for length in range(self.depth):
+            known = self.following.get(text[:length])
+            if known is None:
+                return True
+            if text[length] not in known:
+                return False
+        return True
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well samples fit a distribution.
+
+    Attributes:
+        samples: drawn.
+        cells: compared: texts expected often enough, and all others pooled.
+        chi_square: Pearson's statistic; it has `cells` - 1 degrees of freedom.
+        p_value: how often honest samples would fit at least as badly; 1 where there is only one cell.
+        total_variation: half the sum of |share - probability| over the cells.
+        expected_variation: what it is on average for honest samples of this number: sampling noise.
+        impossible: samples that have no probability at all; honest ones have none.
+    """
+
+    samples: int
+    cells: int
+    chi_square: float
+    p_value: float
+    total_variation: float
+    expected_variation: float
+    impossible: int
+
+    def clean(self, level: float) -> bool:
+        """Whether the samples pass at a level of significance."""
+        return self.impossible == 0 and self.p_value >= level
+
+
+@torch.inference_mode()
+def enumerate_texts(target: Target, prompt: Sequence[int], sampling: Sampling, depth: int, most: int = 64) -> Exact:
+    """The exact distribution of the first `depth` tokens after a prompt.
+
+    Args:
+        target: the model; run it in float32.
+        prompt: token ids.
+        sampling: settings, temperature above 0, without processors of the user's own.
+        depth: tokens.
+        most: texts of one length that are read on: the most probable ones.
+    """
+    assert not sampling.greedy and not sampling.processors, "sampling with settings that transformers has warpers for"
+    warpers = _warpers(sampling)
+    prompt_1T = torch.tensor([list(prompt)], device=target.device)
+    with target.stock() as model:
+        read = model(input_ids=prompt_1T, attention_mask=torch.ones_like(prompt_1T), use_cache=True, logits_to_keep=1)
+        level: dict[Text, float] = {(): 1.0}
+        following: dict[Text, frozenset[int]] = {}
+        rest = 0.0
+        for length in range(depth):
+            ranked = sorted(level, key=lambda text: (-level[text], text))
+            rest += sum(level[text] for text in ranked[most:])
+            texts, longer = ranked[:most], dict[Text, float]()
+            for first in range(0, len(texts), _ROWS):
+                some = texts[first : first + _ROWS]
+                logits_NV = read.logits[:, -1] if length == 0 else _read_on(model, prompt_1T, read, some)
+                ids_NT = torch.tensor([[*prompt, *text] for text in some], device=target.device)
+                probs_NV = warpers(ids_NT, logits_NV.float()).softmax(-1)
+                for text, probs_V in zip(some, probs_NV, strict=True):
+                    tokens = probs_V.nonzero()[:, 0].tolist()
+                    following[text] = frozenset(tokens)
+                    for token, prob in zip(tokens, probs_V[tokens].tolist(), strict=True):
+                        longer[(*text, token)] = level[text] * prob
+            level = longer
+    return Exact(depth, level, rest, following)
+
+
+def compare(counts: Mapping[Text, int], exact: Exact) -> Fit:
+    """Test samples (texts of `exact.depth` tokens, with how often each was drawn) against the exact distribution."""
+    samples = sum(counts.values())
+    kept = [text for text, prob in exact.probs.items() if prob * samples >= LEAST_EXPECTED]
+    probs_C = torch.tensor([exact.probs[text] for text in kept], dtype=torch.float64)
+    seen_C = torch.tensor([counts.get(text, 0) for text in kept], dtype=torch.float64)
+    impossible = sum(count for text, count in counts.items() if not exact.possible(text))
+    # Everything rare stands together in a last cell. Too small for one of its own, it joins the least likely cell.
+    rare, seen_rare = max(0.0, 1.0 - float(probs_C.sum())), samples - float(seen_C.sum())
+    if rare * samples >= LEAST_EXPECTED or not kept:
+        probs_C = torch.cat([probs_C, probs_C.new_tensor([rare])])
+        seen_C = torch.cat([seen_C, seen_C.new_tensor([seen_rare])])
+    else:
+        least = int(probs_C.argmin())
+        probs_C[least] += rare
+        seen_C[least] += seen_rare
+    statistic = float((((seen_C - samples * probs_C) ** 2) / (samples * probs_C)).sum())
+    return Fit(
+        samples=samples,
+        cells=len(probs_C),
+        chi_square=statistic,
+        p_value=chi_square_p(statistic, len(probs_C) - 1),
+        total_variation=float((seen_C / samples - probs_C).abs().sum() / 2),
+        expected_variation=expected_variation(probs_C, samples),
+        impossible=impossible,
+    )
+
+
+def chi_square_p(statistic: float, freedom: int) -> float:
+    """Probability that a chi-square variable with `freedom` degrees of freedom is at least as large.
+
+    >>> round(chi_square_p(3.841, 1), 3), round(chi_square_p(18.307, 10), 3), chi_square_p(0.0, 0)
+    (0.05, 0.05, 1.0)
+    """
+    if freedom == 0:
+        return 1.0
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def expected_variation(probs_C: Tensor, samples: int) -> float:
+    """Total variation that honest samples have on average: half the sum of their mean absolute deviations.
+
+    Each share is close to normal, with standard deviation sqrt(p (1 - p) / samples), and its mean absolute deviation
+    is sqrt(2 / pi) of that.
+
+    >>> round(expected_variation(torch.tensor([0.5, 0.5]), 100), 3)
+    0.04
+    """
+    return float((probs_C * (1 - probs_C)).clamp(min=0).sqrt().sum()) * math.sqrt(2 / math.pi / samples) / 2
+
+
+def _read_on(model: Any, prompt_1T: Tensor, read: Any, texts: Sequence[Text]) -> Tensor:
+    """Logits [N, V] after the prompt and each of these texts of one length, behind the prompt's cache."""
+    cache = copy.deepcopy(read.past_key_values)
+    cache.batch_repeat_interleave(len(texts))
+    tokens_NT = torch.tensor(texts, device=prompt_1T.device)
+    mask_NT = torch.ones(len(texts), prompt_1T.shape[1] + tokens_NT.shape[1], dtype=torch.long, device=prompt_1T.device)
+    out = model(input_ids=tokens_NT, attention_mask=mask_NT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits_NV: Tensor = out.logits[:, -1]
+    return logits_NV
+
+
+def _warpers(sampling: Sampling) -> LogitsProcessorList:
+    """transformers' own processing for these settings, in the order in which its `generate` applies them."""
+    warpers = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        warpers.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return warpers

@@ -1,0 +1,78 @@
+"""The evidence of an audit for people: audit.json, the same as Markdown, and a table on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.console import Console
+from rich.table import Table
+
+from headstart.eval.report import cell
+from headstart.files import write_json, write_text
+
+
+def write_audit(results: Mapping[str, Any], out: Path) -> None:
+    """Write audit.json and audit.md into the folder `out`, each in one step."""
+    environment = Environment(
+        loader=PackageLoader("headstart.eval"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["cell"] = cell
+    text = environment.get_template("audit.md.j2").render(verdict=sentence(results), **results)
+    write_json(out / "audit.json", results)
+    write_text(out / "audit.md", text)
+
+
+def sentence(results: Mapping[str, Any]) -> str:
+    """The verdict."""
+    tokens = sum(row["tokens"] for row in results["greedy"])
+    samples = sum(row["samples"] for row in results["sampling"])
+    if results["clean"]:
+        return f"Clean: {tokens} greedy tokens and {samples} samples compared, and nothing differs from plain decoding."
+    return (
+        f"Not clean: {len(results['problems'])} of {len(results['greedy']) + len(results['sampling'])} checks failed."
+    )
+
+
+def show_audit(results: Mapping[str, Any], console: Console) -> None:
+    """Print one line per check, then the verdict and what failed."""
+    table = Table(title=f"Audit of {results['settings']['heads_name']}", title_justify="left")
+    table.add_column("check")
+    table.add_column("compared", justify="right")
+    table.add_column("found", justify="right")
+    table.add_column("verdict")
+    for row in _lines(results):
+        table.add_row(*row)
+    console.print(table)
+    console.print(sentence(results), style="green" if results["clean"] else "bold red", highlight=False, markup=False)
+    for problem in results["problems"]:
+        console.print(problem, highlight=False, markup=False, soft_wrap=True)
+
+
+def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Check, what was compared, what was found, verdict. Prompts of the sampling proof share a line."""
+    for row in results["greedy"]:
+        found = f"{row['different_tokens']} differ, {row['drafts_accepted']} drafts accepted"
+        yield (
+            f"greedy, {row['drafter']}, batch {row['batch_size']}",
+            f"{row['tokens']} tokens",
+            found,
+            _mark(row["problem"] is None),
+        )
+    groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    for row in results["sampling"]:
+        groups.setdefault((row["verifier"], row["temperature"]), []).append(row)
+    for (verifier, temperature), rows in groups.items():
+        off, noise = (sum(row[key] for row in rows) / len(rows) for key in ("total_variation", "expected_variation"))
+        yield (
+            f"{verifier}, temperature {temperature:g}",
+            f"{sum(row['samples'] for row in rows)} samples",
+            f"least p {min(row['p_value'] for row in rows):.2g}, off by {off:.3f} (noise {noise:.3f})",
+            _mark(all(row["problem"] is None for row in rows)) if rows[0]["lossless"] else "[yellow]LOSSY[/]",
+        )
+
+
+def _mark(clean: bool) -> str:
+    return "[green]clean[/]" if clean else "[bold red]not clean[/]"

@@ -1,0 +1,205 @@
+"""Views of a target: everything as it is, with something noted or remembered beside it.
+
+Shape suffixes: B rows, N tree nodes, V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.target import DraftTree, Target, TargetOutput
+from headstart.target.cache import TreeCache
+
+MOST_TEXTS = 2000
+"""Texts that `RememberingTarget` keeps: a vocabulary of 50k takes 0.2 MB each."""
+_MOST_NODES = 256
+"""Nodes read in one forward."""
+
+Text = tuple[int, ...]
+
+
+class TargetView(Target):
+    """A target by another name: forwards are the original's, and so is every attribute.
+
+    Args:
+        target: the original.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.original = target
+        self.__dict__["end_tokens"] = target.end_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["original"], name)
+
+    def new_cache(self, rows: int, capacity: int) -> TreeCache:
+        return self.original.new_cache(rows, capacity)
+
+    def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> TargetOutput:
+        return self.original.prefill(cache, rows, taps)
+
+    def forward_tree(self, cache: TreeCache, tree: DraftTree, taps: Sequence[int] = ()) -> TargetOutput:
+        return self.original.forward_tree(cache, tree, taps)
+
+
+class WatchedTarget(TargetView):
+    """Notes the trees of one generation, without looking at them while the clock runs."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._trees: list[DraftTree] = []
+
+    def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> TargetOutput:
+        self._trees = []
+        return super().prefill(cache, rows, taps)
+
+    def forward_tree(self, cache: TreeCache, tree: DraftTree, taps: Sequence[int] = ()) -> TargetOutput:
+        self._trees.append(tree)
+        return super().forward_tree(cache, tree, taps)
+
+    def depths(self, rounds_B: Sequence[int]) -> list[list[int]]:
+        """Depth of the tree of each round, for each row of the last generation.
+
+        Args:
+            rounds_B: how many rounds each row took; rows that have ended leave the batch, the others keep their order.
+        """
+        depths_B: list[list[int]] = [[] for _ in rounds_B]
+        for number, tree in enumerate(self._trees):
+            running = [row for row, count in enumerate(rounds_B) if count > number]
+            for place, row in enumerate(running):
+                depths_B[row].append(_depth(tree.parents_of(place)))
+        return depths_B
+
+
+@dataclass
+class Texts:
+    """What stands in for the cache: the tokens that each row has committed behind the prompt."""
+
+    prompt_length: int
+    rows_B: list[Text]
+    tree: DraftTree | None = None
+
+    @property
+    def rows(self) -> int:
+        """Batch size."""
+        return len(self.rows_B)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row."""
+        return [self.prompt_length + len(text) for text in self.rows_B]
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """See `TreeCache.commit`."""
+        assert self.tree is not None, "a forward comes before its commit"
+        tokens = self.tree.tokens_BN.tolist()
+        self.rows_B = [
+            (*text, *(tokens[row][node] for node in path))
+            for row, (text, path) in enumerate(zip(self.rows_B, paths, strict=True))
+        ]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """See `TreeCache.select`."""
+        self.rows_B = [self.rows_B[row] for row in rows]
+
+
+class RememberingTarget(TargetView):
+    """Reads every text behind one prompt only once, for drawing thousands of samples from it.
+
+    Thousands of rows with the same prompt take the same few paths. What the target says after a text does not depend on
+    the row, so it is computed once, by the target's own tree forward behind its own cache, and looked up from then on.
+    The decode loop, drafter, rules and random streams run as always; only the batched cache is left out (batches have a
+    test of their own, see `headstart.eval.audit`). All rows must have the same prompt, of at least two tokens.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._prompt: Text = ()
+        self._asked: tuple[int, ...] = ()
+        self._known: dict[Text, tuple[Tensor, dict[int, Tensor]]] = {}
+
+    def new_cache(self, rows: int, capacity: int) -> Any:
+        return Texts(0, [()] * rows)
+
+    def prefill(self, cache: Any, rows: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> TargetOutput:
+        prompt = tuple(rows[0])
+        assert len(prompt) > 1 and all(tuple(row) == prompt for row in rows), "one prompt for all rows"
+        if (prompt, tuple(taps)) != (self._prompt, self._asked):
+            self._start(prompt, tuple(taps))
+        cache.prompt_length = len(prompt)
+        return TargetOutput(
+            self._first.logits_BTV.expand(len(rows), -1, -1),
+            {tap: state.expand(len(rows), -1, -1) for tap, state in self._first.taps.items()},
+        )
+
+    def forward_tree(self, cache: Any, tree: DraftTree, taps: Sequence[int] = ()) -> TargetOutput:
+        cache.tree = tree
+        texts_BN = [_texts(text, tree, row) for row, text in enumerate(cache.rows_B)]
+        self._read({text for texts in texts_BN for text in texts})
+        found = [[self._known[text] for text in texts] for texts in texts_BN]
+        out = TargetOutput(
+            torch.stack([torch.stack([logits_V for logits_V, _ in row]) for row in found]),
+            {tap: torch.stack([torch.stack([states[tap] for _, states in row]) for row in found]) for tap in taps},
+        )
+        if len(self._known) > MOST_TEXTS:
+            self._known.clear()
+        return out
+
+    def _start(self, prompt: Text, taps: tuple[int, ...]) -> None:
+        self._prompt, self._asked = prompt, taps
+        self._known.clear()
+        self._first = self.original.prefill(self.original.new_cache(1, len(prompt)), [prompt], taps)
+        # The prompt's last token is the root of every tree that is read, so that one tree can hold many first tokens.
+        self._cache = self.original.new_cache(1, len(prompt) + _MOST_NODES)
+        self.original.prefill(self._cache, [prompt[:-1]])
+
+    def _read(self, texts: set[Text]) -> None:
+        """Compute what is not known yet, as trees behind the prompt."""
+        waiting = sorted(text for text in texts if text not in self._known)
+        while waiting:
+            nodes: dict[Text, int] = {(): 0}
+            taken = 0
+            for text in waiting:
+                if taken and len(nodes) + len(text) > _MOST_NODES:
+                    break
+                for length in range(1, len(text) + 1):
+                    nodes.setdefault(text[:length], len(nodes))
+                taken += 1
+            drafted = [text for text in nodes if text]
+            tree = DraftTree.from_rows(
+                [[self._prompt[-1], *(text[-1] for text in drafted)]],
+                [[-1, *(nodes[text[:-1]] for text in drafted)]],
+                self.device,
+            )
+            out = self.original.forward_tree(self._cache, tree, self._asked)
+            for text in waiting[:taken]:
+                node = nodes[text]
+                states = {tap: state_BNE[0, node].clone() for tap, state_BNE in out.taps.items()}
+                self._known[text] = (out.logits_BTV[0, node].clone(), states)
+            waiting = waiting[taken:]
+
+
+def _texts(before: Text, tree: DraftTree, row: int) -> list[Text]:
+    """The text that ends with each node of a row; padding nodes stand for the root."""
+    parents, tokens = tree.parents_of(row), tree.tokens_BN[row].tolist()
+    texts = [(*before, tokens[0])]
+    for node in range(1, len(parents)):
+        texts.append((*texts[parents[node]], tokens[node]))
+    return texts + [texts[0]] * (len(tokens) - len(parents))
+
+
+def _depth(parents: Sequence[int]) -> int:
+    """Depth of the deepest node.
+
+    >>> _depth((-1, 0, 1, 0))
+    2
+    """
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return max(depths)

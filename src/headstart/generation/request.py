@@ -1,0 +1,263 @@
+"""What a call of transformers' `generate` asks for, in the decode loop's terms; what cannot be had is refused here.
+
+transformers hands over lists of logits processors and stopping criteria that it built from the generation config, with
+the caller's own among them. What the decode loop does itself is taken out of them, so that nothing is applied twice.
+
+Shape suffixes: B rows (num_return_sequences included), L prompt tokens with padding, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitNormalization,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+
+from headstart.decode.sampling import Processor
+from headstart.errors import UserError
+
+PLAIN = "leave out custom_generate to decode with transformers' own loop"
+
+_WARPERS = (
+    (MinPLogitsWarper, "min_p"),
+    (TopPLogitsWarper, "top_p"),
+    (TopKLogitsWarper, "top_k"),
+    (TemperatureLogitsWarper, "temperature"),
+)
+"""What the decode loop does itself, last applied first, with the name of the value in both."""
+
+_STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+_WHOLE_BATCH = (
+    PrefixConstrainedLogitsProcessor,
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+)
+"""Processors that tell rows apart by their place in the batch; the decode loop calls them one row at a time."""
+
+_HARMLESS = {"attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache"}
+"""Model arguments that transformers prepares and the decode loop has its own of; the first three are checked."""
+
+
+def check_mode(model: Any, config: Any, assistant_model: Any, synced_gpus: Any) -> None:
+    """Refuse ways of generating that draft heads have no part in, and outputs that the decode loop does not keep.
+
+    Args:
+        model: the transformers model.
+        config: the generation config, with all defaults filled in.
+        assistant_model: as given to `generate`.
+        synced_gpus: as given to `generate`.
+
+    Raises:
+        UserError: naming the argument.
+    """
+    if model.config.is_encoder_decoder:
+        raise UserError(f"{type(model).__name__} is an encoder-decoder.", f"Heads need a decoder-only model; {PLAIN}.")
+    mode = config.get_generation_mode(assistant_model)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise UserError(
+            f"Heads decode greedily or by sampling, and these arguments ask for {mode.value.replace('_', ' ')}.",
+            "Leave out num_beams, assistant_model, prompt_lookup_num_tokens, penalty_alpha, dola_layers, constraints "
+            f"and the like, or {PLAIN}.",
+        )
+    if synced_gpus:
+        raise UserError("A model whose weights are sharded over processes cannot be lent to heads.", f"Or: {PLAIN}.")
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name, None):
+            raise UserError(
+                f"{name} is not available: the tokens of a round are verified at once, and only tokens are kept.",
+                f"Leave {name} out, or {PLAIN}.",
+            )
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The rows of a batch.
+
+    Attributes:
+        rows: token ids of each row, without padding.
+        padding: how many padding tokens stood before each.
+    """
+
+    rows: list[list[int]]
+    padding: list[int]
+
+    @classmethod
+    def read(cls, input_ids_BL: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
+        """Take the padding off.
+
+        Raises:
+            UserError: padding elsewhere than on the left, positions of the caller's own, a cache that holds something,
+                or inputs that are no token ids.
+        """
+        for name, value in model_kwargs.items():
+            if value is not None and name not in _HARMLESS and not name.startswith("output_"):
+                raise UserError(f"{name} cannot be given together with heads.", f"Leave it out, or {PLAIN}.")
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)):
+            raise UserError(
+                "Heads decode with a cache of their own and cannot go on from past_key_values.",
+                f"Give the whole text as input_ids, or {PLAIN}.",
+            )
+        rows, length = input_ids_BL.shape
+        mask_BL = model_kwargs.get("attention_mask")
+        if mask_BL is None:
+            mask_BL = torch.ones_like(input_ids_BL)
+        mask_BL = mask_BL.to(input_ids_BL.device) != 0
+        padding_B = length - mask_BL.sum(-1)
+        places_L = torch.arange(length, device=mask_BL.device)
+        if mask_BL.shape != (rows, length) or not torch.equal(mask_BL, places_L >= padding_B[:, None]):
+            raise UserError(
+                "The attention mask leaves out tokens that are not padding on the left.",
+                "Tokenize with padding_side='left'.",
+            )
+        positions_BL = model_kwargs.get("position_ids")
+        usual_BL = (places_L - padding_B[:, None]).clamp(min=0)
+        if positions_BL is not None and not bool((positions_BL.to(usual_BL.device) == usual_BL)[mask_BL].all()):
+            raise UserError("position_ids are not those of a text read from its start.", "Leave them out.")
+        padding = padding_B.tolist()
+        return cls([ids[skip:] for ids, skip in zip(input_ids_BL.tolist(), padding, strict=True)], padding)
+
+    def groups(self, together: bool) -> list[list[int]]:
+        """Row numbers to decode in one batch: all of them, or those with the same padding."""
+        if together:
+            return [list(range(len(self.rows)))]
+        return [[row for row, skip in enumerate(self.padding) if skip == size] for size in sorted(set(self.padding))]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A list of logits processors, split.
+
+    Attributes:
+        settings: fields of DecodeOptions, for what the decode loop does itself.
+        rest: the others, in their order; the loop applies them before `settings`, but for the repetition penalty.
+    """
+
+    settings: dict[str, Any]
+    rest: list[Any]
+
+    @classmethod
+    def read(cls, processors: Sequence[Any], do_sample: bool, prompts: Prompts) -> Chain:
+        """Take what the decode loop does itself off the ends of the list, where its order is the loop's.
+
+        Raises:
+            UserError: a processor that cannot be applied at the nodes of a token tree.
+        """
+        rest = list(processors)
+        for processor in rest:
+            _check_processor(processor, prompts)
+        while rest and type(rest[-1]) is LogitNormalization:
+            rest.pop()  # the same distribution
+        settings: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
+        if do_sample:
+            for kind, name in _WARPERS:
+                if rest and type(rest[-1]) is kind and _usual(rest[-1]):
+                    settings[name] = getattr(rest.pop(), name)
+        if rest and type(rest[0]) is RepetitionPenaltyLogitsProcessor and not isinstance(_ignored(rest[0]), int):
+            settings["repetition_penalty"] = rest.pop(0).penalty
+        return cls(settings, rest)
+
+    def processors(self, padding_ids: list[int]) -> tuple[Processor, ...]:
+        """The rest, for rows that stood behind this padding."""
+        skip = len(padding_ids)
+        chosen = [
+            RepetitionPenaltyLogitsProcessor(processor.penalty, skip)
+            if isinstance(_ignored(processor), Tensor)
+            else processor
+            for processor in self.rest
+        ]
+        return tuple(Padded(processor, padding_ids) if skip else processor for processor in chosen)
+
+
+class Padded:
+    """A processor that sees the padding which its row came with: some count places from the start of it."""
+
+    def __init__(self, processor: Any, padding_ids: list[int]) -> None:
+        self.processor = processor
+        self.padding_ids = padding_ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        padding = input_ids.new_tensor(self.padding_ids).expand(len(input_ids), -1)
+        scores = self.processor(torch.cat([padding, input_ids], dim=1), scores)
+        return scores
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where a row ends.
+
+    Attributes:
+        limit: length of a whole sequence, the padded prompt included.
+        ends: tokens that end a row.
+        criteria: everything else, called with one row at a time.
+    """
+
+    limit: int
+    ends: frozenset[int]
+    criteria: Any
+
+    @classmethod
+    def read(cls, criteria: Sequence[Any], stop_strings: str | Sequence[str] | None, tokenizer: Any) -> Ending:
+        """Take the token limit and the end-of-text tokens out of a list of stopping criteria.
+
+        Raises:
+            UserError: stop strings without a tokenizer.
+        """
+        rest = StoppingCriteriaList(c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria))
+        if stop_strings:
+            if tokenizer is None:
+                raise UserError(
+                    "stop_strings need a tokenizer, and transformers hands none to a callable.",
+                    "Give it here: custom_generate=headstart.custom_generate(heads, tokenizer=tokenizer).",
+                )
+            strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+            rest.append(StopStringCriteria(tokenizer, strings))
+        return cls(
+            limit=min(c.max_length for c in criteria if type(c) is MaxLengthCriteria),
+            ends=frozenset(end for c in criteria if type(c) is EosTokenCriteria for end in c.eos_token_id.tolist()),
+            criteria=rest,
+        )
+
+
+def _check_processor(processor: Any, prompts: Prompts) -> None:
+    name = type(processor).__name__
+    if isinstance(processor, _STATEFUL):
+        raise UserError(f"{name} keeps a state and cannot be applied to a token tree.", f"Leave it out, or {PLAIN}.")
+    if isinstance(processor, _WHOLE_BATCH) and len(prompts.rows) > 1:
+        raise UserError(f"{name} tells rows apart by their place in the batch.", f"Give one prompt a call, or {PLAIN}.")
+    ignored = _ignored(processor)
+    if isinstance(ignored, Tensor) and ignored.tolist() != prompts.padding:
+        raise UserError(
+            f"{name} has a prompt_ignore_length of its own for each row.", "Give one number, or one prompt a call."
+        )
+
+
+def _usual(warper: Any) -> bool:
+    """Whether a warper leaves out what it leaves out entirely, down to one token."""
+    return getattr(warper, "min_tokens_to_keep", 1) == 1 and getattr(warper, "filter_value", -math.inf) == -math.inf
+
+
+def _ignored(processor: Any) -> Any:
+    """What a repetition penalty leaves out: nothing (None), the same number of tokens in every row, or a tensor [B]."""
+    return processor.prompt_ignore_length if type(processor) is RepetitionPenaltyLogitsProcessor else None

@@ -1,0 +1,8 @@
+"""Lets transformers decode with the draft heads of this repository, losslessly; needs `pip install headstart`.
+
+model.generate(**inputs, custom_generate="USER/HEADS", trust_remote_code=True)
+"""
+
+from headstart.generation import generate
+
+__all__ = ["generate"]

@@ -1,0 +1,282 @@
+"""Two proofs that a verification rule is lossless, on the tables of `tests.decode.tables`.
+
+`prove_exactly` runs the rule's own code through every outcome of every random choice (the drafter's draws, the
+acceptance tests, the drawn tokens) and adds up the probabilities. `prove_by_sampling` judges texts that were decoded
+with the real random streams, so it also sees streams that are not independent.
+
+Shape suffixes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Generic, TypeVar
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headstart.decode import rules
+from headstart.decode.verify import Accepted, Row, Streams, draw, streams
+from tests.decode.tables import VOCAB, Grower, Pick, context, depth, exact_joint
+
+Accept = Callable[[Row, Streams], Accepted]
+Result = TypeVar("Result")
+
+# -- random choices as data --------------------------------------------------------------------------------------------
+
+
+class _Coin:
+    """Stands for a uniform number that is going to be compared with a probability."""
+
+    def __init__(self, pick: Pick, stream: str) -> None:
+        self.pick, self.stream = pick, stream
+
+    def __lt__(self, probability: float) -> bool:
+        heads = min(1.0, max(0.0, probability))
+        return self.pick(self.stream, [heads, 1.0 - heads]) == 0
+
+
+def emit(accept: Accept, row: Row, pick: Pick) -> tuple[int, ...]:
+    """The tokens of one round, by the rule's own code with all its randomness taken from `pick`."""
+    with (
+        patch.object(rules, "uniform", lambda stream: _Coin(pick, stream)),
+        patch.object(rules, "draw", lambda probs_V, stream: pick(stream, probs_V.tolist())),
+    ):
+        accepted = accept(row, Streams("accept", "residual"))
+    assert accepted.path[0] == 0
+    assert all(child in row.children[node] for node, child in itertools.pairwise(accepted.path))
+    assert accepted.tokens[:-1] == [row.tokens[node] for node in accepted.path[1:]]
+    return tuple(accepted.tokens)
+
+
+def outcomes(experiment: Callable[[Pick], Result]) -> Iterator[tuple[Result, float]]:
+    """Every result of an experiment with its probability."""
+    script: list[list[tuple[int, float]]] = []  # of each choice the options not yet finished; the last one is current
+    while True:
+        place, probability = 0, 1.0
+
+        def pick(stream: str, weights: list[float]) -> int:
+            nonlocal place, probability
+            if place == len(script):
+                script.append([(i, weight / sum(weights)) for i, weight in enumerate(weights) if weight > 0])
+            choice, chance = script[place][-1]
+            place, probability = place + 1, probability * chance
+            return choice
+
+        yield experiment(pick), probability
+        while script and len(script[-1]) == 1:
+            script.pop()
+        if not script:
+            return
+        script[-1].pop()
+
+
+class _Point:
+    """Where an experiment stands after some choices: before another choice, or at its result, or not met yet."""
+
+    __slots__ = ("after", "cumulative", "results", "stream")
+
+    def __init__(self) -> None:
+        self.after: list[_Point] = []
+        self.results: list[Any] = []
+
+    def meet(self, stream: str, weights: list[float]) -> None:
+        self.stream, self.cumulative = stream, list(itertools.accumulate(weights))
+        self.after = [_Point() for _ in weights]
+
+    def choose(self, number: float) -> int:
+        return bisect.bisect_right(self.cumulative, number * self.cumulative[-1])
+
+
+class Repeated(Generic[Result]):
+    """An experiment that is done many times. Choices that were made before lead where they led before, at no cost."""
+
+    def __init__(self, experiment: Callable[[Pick], Result]) -> None:
+        self._experiment = experiment
+        self._start = _Point()
+
+    def __call__(self, numbers: dict[str, Iterator[float]]) -> Result:
+        """Do it once, with uniform numbers from each stream."""
+        point, made = self._start, []
+        while point.after:
+            made.append(point.choose(next(numbers[point.stream])))
+            point = point.after[made[-1]]
+        if not point.results:
+            replayed = iter(made)
+
+            def pick(stream: str, weights: list[float]) -> int:
+                nonlocal point
+                if (choice := next(replayed, None)) is None:
+                    point.meet(stream, weights)
+                    choice = point.choose(next(numbers[stream]))
+                    point = point.after[choice]
+                return choice
+
+            result = self._experiment(pick)
+            point.results.append(result)
+        return point.results[0]
+
+
+# -- proof by enumeration --------------------------------------------------------------------------------------------
+
+EXACT = 1e-12
+"""Tolerance of a probability. All arithmetic is in float64: thousands of outcomes of total probability 1, each a
+product of a few factors with relative errors of 1e-16, add up to errors below 1e-14."""
+
+
+def enumerate_round(
+    accept: Accept, grower: Grower, prefix: tuple[int, ...] = (), row_type: type[Row] = Row
+) -> dict[tuple[int, ...], float]:
+    """The exact distribution of the tokens that one round emits behind a prefix."""
+    emitted: dict[tuple[int, ...], float] = defaultdict(float)
+    for draft, drafted in outcomes(lambda pick: grower.grow(prefix, pick)):
+        row = draft.row(prefix, row_type)
+        for tokens, chance in outcomes(partial(emit, accept, row)):
+            emitted[tokens] += drafted * chance
+    return emitted
+
+
+def exact_error(accept: Accept, grower: Grower, prefix: tuple[int, ...] = (), row_type: type[Row] = Row) -> float:
+    """How far one round followed by the target alone is from the target's joint distribution of the next 4 tokens.
+
+    Four tokens are all that a round emits from the shapes above. Later rounds do the same behind their own prefixes, so
+    by induction an error of 0 means that whole texts follow the target's distribution.
+
+    Returns:
+        The largest error of the probability of any four tokens.
+    """
+    joint = np.zeros((VOCAB,) * 4)
+    for tokens, probability in enumerate_round(accept, grower, prefix, row_type).items():
+        joint[tokens] += probability * exact_joint((*prefix, *tokens), 4 - len(tokens))
+    return float(np.abs(joint - exact_joint(prefix, 4)).max())
+
+
+def prove_exactly(accept: Accept, grower: Grower, row_type: type[Row] = Row, tolerance: float = EXACT) -> None:
+    """Assert that a rule is lossless behind several prefixes."""
+    for prefix in ((), (1,), (2, 3)):
+        error = exact_error(accept, grower, prefix, row_type)
+        assert error < tolerance, f"differs from the target: by {error:.2g} behind {prefix}"
+
+
+# -- proof by sampling -----------------------------------------------------------------------------------------------
+
+SAMPLES = 100_000
+UNLIKELY = 1e-6
+"""Probability with which a proof by sampling may fail on a right rule (the seeds are fixed, so it does or does not)."""
+
+_CHOICES = 8
+"""More numbers than a round behind a chain takes from one stream."""
+
+
+def sample_texts(
+    accept: Accept,
+    grower: Grower,
+    length: int | None = None,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    same_noise: tuple[str, str] | None = None,
+    row_type: type[Row] = Row,
+) -> NDArray[np.int64]:
+    """Decode texts round by round with the real random streams, and count their first `length` tokens.
+
+    Args:
+        length: by default 3, or what a round emits at most.
+        same_noise: two streams of draft, accept and residual that wrongly start each round with the same noise.
+
+    Returns:
+        Counts, one axis per token.
+    """
+    length = length or max(3, 1 + depth(grower.shape))
+    numbers = {name: _numbers(stream) for name, stream in _streams(seed).items()}
+    rounds: dict[tuple[int, ...], Repeated[Repeated[tuple[int, ...]]]] = {}
+
+    def draft(last_two: tuple[int, ...], pick: Pick) -> Repeated[tuple[int, ...]]:
+        return Repeated(partial(emit, accept, grower.grow(last_two, pick).row(last_two, row_type)))
+
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(samples):
+        text: tuple[int, ...] = ()
+        while len(text) < length:
+            if (last_two := context(text)) not in rounds:
+                rounds[last_two] = Repeated(partial(draft, last_two))
+            if same_noise:
+                noise = list(itertools.islice(numbers[same_noise[0]], _CHOICES))
+                drawing = numbers | {name: iter(noise) for name in same_noise}
+            else:
+                drawing = numbers
+            text = (*text, *rounds[last_two](drawing)(drawing))
+        counts[text[:length]] += 1
+    return _table(counts, length)
+
+
+def sample_texts_plainly(accept: Accept, grower: Grower, length: int, samples: int, seed: int = 0) -> NDArray[np.int64]:
+    """The reference of `sample_texts`: the rule draws its own random numbers, and nothing is remembered."""
+    own = _streams(seed)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(samples):
+        text: tuple[int, ...] = ()
+        while len(text) < length:
+            grown = grower.grow(text, lambda stream, weights: draw(torch.tensor(weights), own[stream]))
+            text = (*text, *accept(grown.row(text), Streams(own["accept"], own["residual"])).tokens)
+        counts[text[:length]] += 1
+    return _table(counts, length)
+
+
+def _streams(seed: int) -> dict[str, torch.Generator]:
+    verify, draft = streams(seed)
+    return {"accept": verify.accept, "residual": verify.residual, "draft": draft}
+
+
+def _numbers(stream: torch.Generator) -> Iterator[float]:
+    """The numbers that `uniform` would draw, one after the other, drawn in blocks."""
+    while True:
+        yield from torch.rand(10_000, generator=stream, dtype=torch.float64).tolist()
+
+
+def _table(counts: Counter[tuple[int, ...]], length: int) -> NDArray[np.int64]:
+    table = np.zeros((VOCAB,) * length, dtype=np.int64)
+    for tokens, count in counts.items():
+        table[tokens] = count
+    return table
+
+
+def chi_square_p(counts: NDArray[np.int64], exact: NDArray[np.float64]) -> float:
+    """The probability that right samples deviate at least as much as `counts`; rare cells are counted as one."""
+    expected = exact.flatten() * counts.sum()
+    rare = expected < 5
+    observed = np.append(counts.flatten()[~rare], counts.flatten()[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    if expected[-1] < 5:
+        observed, expected = observed[:-1], expected[:-1]
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    half = torch.tensor([(len(expected) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def variation_bound(cells: int, samples: int) -> float:
+    """A total variation that right samples exceed with probability UNLIKELY at most.
+
+    Its mean is at most half the sum over cells of sqrt(p / samples), thus at most sqrt(cells / samples) / 2. One sample
+    moves it by 1 / samples at most, so by McDiarmid's inequality it is beyond its mean by t with probability
+    exp(-2 samples t^2) at most.
+    """
+    return 0.5 * math.sqrt(cells / samples) + math.sqrt(-math.log(UNLIKELY) / (2 * samples))
+
+
+def prove_by_sampling(counts: NDArray[np.int64]) -> None:
+    """Assert that counts of texts fit the target's joint distribution: no impossible text, chi-square, variation."""
+    exact = exact_joint((), counts.ndim)
+    samples = int(counts.sum())
+    variation = 0.5 * float(np.abs(counts / samples - exact).sum())
+    p_value = chi_square_p(counts, exact)
+    fits = p_value > UNLIKELY and variation < variation_bound(int((exact > 0).sum()), samples)
+    message = f"chi-square p {p_value:.2g}, total variation {variation:.4f}"
+    assert not counts[exact == 0].any(), "differs from the target: an impossible text came out"
+    assert fits, f"differs from the target: {message}"

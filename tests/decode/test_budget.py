@@ -1,0 +1,95 @@
+"""Nodes are chosen by cost and gain, and drafting pauses where it does not pay."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from headstart.decode.budget import Costs, Pace
+from headstart.decode.drafters import root_only
+from headstart.target import DraftTree, TreeShape
+
+FLAT = Costs((1, 64), (10.0, 10.0))
+STEEP = Costs((1, 64), (10.0, 640.0))
+REAL = Costs((1, 2, 4, 8, 16, 32, 64), (23.7, 24.2, 24.8, 27.1, 32.0, 43.0, 65.0))
+
+
+def tree(gains: list[list[float]], parents: list[list[int]]) -> DraftTree:
+    tokens = [[row * 100 + node for node in range(len(own))] for row, own in enumerate(gains)]
+    return DraftTree.from_rows(tokens, parents, gains=gains)
+
+
+def test_free_nodes_are_all_kept_and_dear_ones_all_dropped() -> None:
+    drafted = tree([[1.0, 0.5, 0.4, 0.3]], [[-1, 0, 0, 1]])
+    assert Pace(FLAT, "on", 1).prune(drafted).size == 4
+    assert Pace(STEEP, "on", 1).prune(drafted).size == 1
+
+
+def test_pruning_keeps_the_best_nodes_with_their_parents() -> None:
+    drafted = tree([[1.0, 0.01, 0.9, 0.8, 0.005]], [[-1, 0, 0, 2, 1]])
+    kept = Pace(REAL, "on", 1).prune(drafted)
+    assert kept.tokens_BN.tolist() == [[0, 2, 3]]
+    assert kept.parents == ((-1, 0, 1),)
+    assert kept.gains == [[1.0, 0.9, 0.8]]
+
+
+def test_rows_share_one_width_by_gain() -> None:
+    drafted = tree([[1.0, 0.9, 0.8, 0.7], [1.0, 0.1]], [[-1, 0, 1, 2], [-1, 0]])
+    kept = Pace(REAL, "on", 2).prune(drafted)
+    assert kept.size == 4, "one row pays for the width; the other brings what it has"
+    assert kept.counts == (4, 2)
+
+
+def test_the_best_width_is_that_of_exhaustive_search() -> None:
+    chance = random.Random(0)
+    for _ in range(20):
+        pace = Pace(REAL, "on", 1)
+        gains = [1.0, *sorted((chance.random() ** 2 for _ in range(20)), reverse=True)]
+        drafted = tree([gains], [[-1, *[0] * 20]])
+        rate = pace._rate(drafted.size)
+        net = [sum(gains[:nodes]) - rate * REAL.verify(nodes) for nodes in range(1, 22)]
+        assert pace.prune(drafted).size == net.index(max(net)) + 1
+
+
+def test_trees_with_drawn_children_are_never_pruned() -> None:
+    drafted = tree([[1.0, 0.01]], [[-1, 0]])
+    drafted.drawn = [{}]
+    assert Pace(STEEP, "on", 1).prune(drafted) is drafted
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
+    pace = Pace(REAL, "auto", 1, draft_ms=1.6)
+    shape = TreeShape.chain(4)
+    drafted = 0
+    for _ in range(300):
+        if pace.drafts:
+            drafted += 1
+            pace.note(DraftTree.from_shape(torch.zeros(1, 5, dtype=torch.long), shape), [1 + accepted])
+        else:
+            pace.note(root_only(torch.tensor([0])), [1])
+    assert drafted == 300 if accepted else drafted < 25
+
+
+def test_drafting_returns_when_it_pays_again() -> None:
+    pace = Pace(REAL, "auto", 1, draft_ms=1.6)
+    shape = TreeShape.chain(4)
+    history = []
+    for number in range(400):
+        history.append(pace.drafts)
+        if pace.drafts:
+            emitted = 1 if number < 100 else 3
+            pace.note(DraftTree.from_shape(torch.zeros(1, 5, dtype=torch.long), shape), [emitted])
+        else:
+            pace.note(root_only(torch.tensor([0])), [1])
+    assert not all(history[20:100])
+    assert all(history[200:])
+
+
+def test_modes() -> None:
+    assert Pace(None, "auto", 1).drafts
+    assert not Pace(REAL, "off", 1).drafts
+    assert Pace(None, "auto", 1).worth == 0.0
+    assert 0 < Pace(REAL, "auto", 1).worth < Pace(REAL, "auto", 16).worth < 1

@@ -1,0 +1,50 @@
+"""Calibrated probabilities match what is accepted, and the replay of dynamic trees counts right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headstart.decode.budget import Costs
+from headstart.decode.calibrate import Calibration, fit_calibration, replay_dynamic
+
+
+def overconfident(origins: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
+    """Heads that claim probability c for their best draft, which is right with probability c / 2."""
+    rng = np.random.default_rng(0)
+    claimed = rng.uniform(0.05, 0.9, (origins, 2))
+    right = rng.uniform(size=(origins, 2)) < claimed / 2
+    ranks = np.where(right, 0, 4)
+    log_probs = np.log(np.stack([claimed, np.full_like(claimed, 0.01)], axis=-1)).astype(np.float32)
+    return ranks, log_probs
+
+
+def test_calibration_corrects_overconfidence() -> None:
+    ranks, log_probs = overconfident()
+    found = fit_calibration(ranks, log_probs)
+    asked = np.log(np.array([0.2, 0.5, 0.8], dtype=np.float32))
+    # 40 bins of 1000 drafts: three standard errors of a share are .05.
+    np.testing.assert_allclose(found.chances(0, asked), [0.1, 0.25, 0.4], atol=0.05)
+    for shares in found.accepted:
+        assert list(shares) == sorted(shares)
+
+
+def test_without_measurements_the_heads_are_believed() -> None:
+    assert Calibration().chances(2, np.log(np.array([0.25], dtype=np.float32)))[0] == pytest.approx(0.25)
+    empty = fit_calibration(np.zeros((0, 2), dtype=np.int64), np.zeros((0, 2, 3), dtype=np.float32))
+    assert empty.chances(0, np.zeros(1, dtype=np.float32))[0] == 1.0
+
+
+def test_replay_of_certain_drafts_accepts_all_of_them() -> None:
+    ranks = np.zeros((30, 2), dtype=np.int64)
+    log_probs = np.full((30, 2, 1), -1e-6, dtype=np.float32)
+    tokens, ms = replay_dynamic(ranks, log_probs, Calibration(), Costs((1, 4), (10.0, 11.0)), 1.0)
+    assert tokens == 3.0
+    assert ms == pytest.approx(10.0 + 2 / 3 + 1.0)
+
+
+def test_replay_of_hopeless_drafts_verifies_nothing() -> None:
+    ranks = np.full((30, 2), 3)
+    log_probs = np.full((30, 2, 1), -8.0, dtype=np.float32)
+    tokens, ms = replay_dynamic(ranks, log_probs, Calibration(), Costs((1, 4), (10.0, 20.0)), 1.0)
+    assert (tokens, ms) == (1.0, 11.0)

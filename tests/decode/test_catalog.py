@@ -1,0 +1,71 @@
+"""Drafters by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headstart.decode.catalog import DRAFTERS, describe, make_drafter
+from headstart.decode.combine import CombinedDrafter
+from headstart.decode.draft_model import DraftModelDrafter
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.errors import UserError
+from headstart.target import Target
+from tests.decode.drafters import ReplayDrafter
+
+HEADS = ReplayDrafter([], 61, 0.0)
+
+
+def test_plain_decoding_is_no_drafter(tiny_target: Target) -> None:
+    assert make_drafter("none", tiny_target) is None
+
+
+def test_names(tiny_target: Target, tiny_target_folder: Path) -> None:
+    assert make_drafter("heads", tiny_target, HEADS) is HEADS
+    for name in ("ngram", "lookahead", "early-exit", "ngram+lookahead", "lookahead+ngram+early-exit"):
+        drafter = make_drafter(name, tiny_target)
+        assert drafter is not None and drafter.name == name
+    combined = make_drafter("heads+ngram", tiny_target, HEADS)
+    assert isinstance(combined, CombinedDrafter)
+    assert combined.first is HEADS
+    early = make_drafter("early-exit:2", tiny_target)
+    assert isinstance(early, DraftModelDrafter) and early.draft.num_layers == 2
+    default = make_drafter("early-exit", tiny_target)
+    assert isinstance(default, DraftModelDrafter) and default.draft.num_layers == 1
+    model = make_drafter(f"draft-model:{tiny_target_folder}+ngram", tiny_target)
+    assert isinstance(model, CombinedDrafter)
+    options = DecodeOptions(max_new_tokens=12, ignore_end=True)
+    text = [[5, 6, 7]]
+    expected = Engine(tiny_target).generate(text, options)[0].tokens
+    assert Engine(tiny_target, model).generate(text, options)[0].tokens == expected
+
+
+def test_a_plus_in_a_path_does_not_join(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=r"'\./a\+b'"):
+        make_drafter("draft-model:./a+b", tiny_target)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ngramm", "Unknown drafter 'ngramm'. Did you mean 'ngram'?"),
+        ("heads+n-gram", "Unknown drafter 'heads+n-gram'"),
+        ("", "Unknown drafter ''. Known: draft-model, early-exit, heads"),
+        ("heads", "needs trained heads"),
+        ("none+ngram", "Leave out none"),
+        ("ngram:4", "takes no argument"),
+        ("early-exit:", "no number of layers"),
+        ("early-exit:9", "has 3"),
+        ("draft-model", "names no model"),
+        ("draft-model:./nothing-here", "nothing-here"),
+    ],
+)
+def test_bad_names_are_refused(tiny_target: Target, name: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_drafter(name, tiny_target)
+    assert message in str(caught.value)
+
+
+def test_every_name_is_described_in_one_line() -> None:
+    assert [line.split(": ")[0] for line in describe().splitlines()] == list(DRAFTERS)

@@ -1,0 +1,168 @@
+"""Two trees as one, by hand, and the output of drafters that draft together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.decode.combine import CombinedDrafter
+from headstart.decode.draft_model import DraftModelDrafter, early_exit
+from headstart.decode.drafters import Children, Drafter, Learner, NoDrafter, Request
+from headstart.decode.lookahead import LookaheadDrafter
+from headstart.decode.loop import Engine
+from headstart.decode.ngram import NgramDrafter
+from headstart.target import DraftTree, Target
+from headstart.target.tree import Drawn
+from tests.decode.drafters import ReplayDrafter
+from tests.decode.test_draft_model import OPTIONS, plain, texts, tiny
+
+ROOTS = torch.tensor([5])
+
+
+class Fixed(NoDrafter):
+    """Always the same tree."""
+
+    def __init__(
+        self,
+        tokens: list[int],
+        parents: list[int],
+        gains: list[float] | None = None,
+        drawn: dict[int, Drawn] | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        self.max_nodes = len(tokens)
+        self.taps = taps
+        self.requests: list[Request] = []
+        self._tree = DraftTree.from_rows(
+            [tokens], [parents], gains=None if gains is None else [gains], drawn=None if drawn is None else [drawn]
+        )
+
+    def propose(self, session: None, root_B: Tensor, request: Request) -> DraftTree:
+        self.requests.append(request)
+        return self._tree
+
+
+def together(one: Drafter, two: Drafter, request: Request | None = None) -> DraftTree:
+    return CombinedDrafter(one, two).propose((None, None), ROOTS, request or Request(32))
+
+
+ONE = ([5, 6, 7, 8], [-1, 0, 0, 1], [1.0, 0.6, 0.3, 0.2])
+TWO = ([5, 7, 9, 9, 8], [-1, 0, 1, 0, 3], [1.0, 0.5, 0.4, 0.1, 0.05])
+
+
+def test_the_union_by_hand() -> None:
+    drafter = CombinedDrafter(Fixed(*ONE, taps=(-1, 3)), Fixed(*TWO, taps=(3, 1)))
+    assert (drafter.name, drafter.taps, drafter.max_nodes) == ("none+none", (-1, 3, 1), 8)
+    assert not isinstance(drafter, Learner)
+    tree = drafter.propose((None, None), ROOTS, Request(8))
+    #     5 - 6 - 8, 5 - 7 - 9, 5 - 9 - 8
+    assert tree.tokens_BN.tolist() == [[5, 6, 7, 8, 9, 9, 8]]
+    assert tree.parents_of(0) == (-1, 0, 0, 1, 2, 0, 5)
+    assert tree.gains == [[1.0, 0.6, 0.5, 0.2, 0.4, 0.1, 0.05]]
+    assert tree.drawn is None
+
+
+def test_the_best_nodes_stay_when_room_is_short() -> None:
+    tree = together(Fixed(*ONE), Fixed(*TWO), Request(5))
+    assert tree.tokens_BN.tolist() == [[5, 6, 7, 8, 9]]
+    assert tree.parents_of(0) == (-1, 0, 0, 1, 2)
+    tree = together(Fixed(*ONE), Fixed(*TWO), Request(4))
+    assert tree.tokens_BN.tolist() == [[5, 6, 7, 9]]
+    assert tree.parents_of(0) == (-1, 0, 0, 2)
+
+
+@pytest.mark.parametrize("unknown", [0, 1])
+def test_a_tree_of_unknown_gains_goes_first_if_first(unknown: int) -> None:
+    parts = [(*ONE[:2], None), TWO] if unknown == 0 else [ONE, (*TWO[:2], None)]
+    tree = together(Fixed(*parts[0]), Fixed(*parts[1]), Request(6))
+    assert tree.gains is None
+    assert tree.tokens_BN.tolist() == [[5, 6, 7, 8, 9, 9]]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_drawn_children_keep_their_numbers_and_are_never_dropped(swapped: bool) -> None:
+    q_draft_D = torch.full((10,), 0.1)
+    drawn = {0: Drawn([2], q_draft_D), 1: Drawn([3], q_draft_D)}
+    draws = Fixed(ONE[0], ONE[1], [1.0, 0.01, 0.01, 0.01], drawn)
+    parts = (Fixed(*TWO), draws) if swapped else (draws, Fixed(*TWO))
+    tree = together(*parts, Request(5, children=Children.DRAWN))
+    assert tree.tokens_BN.tolist() == [[5, 6, 7, 8, 9]]
+    assert tree.parents_of(0) == (-1, 0, 0, 1, 2)
+    assert tree.drawn == [drawn]
+    asked = [part.requests[0].children for part in parts]
+    assert asked == ([Children.DRAWN, Children.DRAWN] if swapped else [Children.DRAWN, Children.TOP])
+    chain = Fixed([5, 6, 8], [-1, 0, 1], [1.0, 0.01, 0.01], {0: Drawn([1], q_draft_D)})
+    tree = together(chain, Fixed([5, 7, 9], [-1, 0, 1], [1.0, 0.9, 0.9]), Request(9, chain=True))
+    assert tree.tokens_BN.tolist() == [[5, 6, 8]], "a drawn chain is not given up for a better one"
+
+
+def test_of_two_chains_the_more_promising_one_is_verified() -> None:
+    one = Fixed([5, 6, 8], [-1, 0, 1], [1.0, 0.5, 0.2])
+    two = Fixed([5, 7, 9], [-1, 0, 1], [1.0, 0.9, 0.8])
+    assert together(one, two, Request(9, chain=True)).tokens_BN.tolist() == [[5, 7, 9]]
+
+
+def test_rows_are_merged_one_by_one() -> None:
+    one = DraftTree.from_rows([[1, 2], [3]], [[-1, 0], [-1]], gains=[[1.0, 0.5], [1.0]])
+    two = DraftTree.from_rows([[1], [3, 4, 5]], [[-1], [-1, 0, 1]], gains=[[1.0], [1.0, 0.5, 0.4]])
+    parts = Fixed([1], [-1]), Fixed([1], [-1])
+    parts[0]._tree, parts[1]._tree = one, two
+    tree = together(*parts)
+    assert tree.counts == (2, 3)
+    assert tree.tokens_BN.tolist() == [[1, 2, 1], [3, 4, 5]]
+    assert tree.gains == [[1.0, 0.5], [1.0, 0.5, 0.4]]
+
+
+def test_nothing_beside_a_tree_is_that_tree() -> None:
+    one = Fixed(*ONE)
+    assert together(one, NoDrafter()) is one._tree
+    assert together(NoDrafter(), one) is one._tree
+
+
+def pairs(target: Target, known: Sequence[Sequence[int]]) -> dict[str, tuple[Drafter, Drafter]]:
+    return {
+        "replay and n-gram": (ReplayDrafter(known, 61, 0.7), NgramDrafter()),
+        "wrong and early exit": (ReplayDrafter(known, 61, 0.0), DraftModelDrafter(early_exit(target, 2), target)),
+        "n-gram and lookahead": (NgramDrafter(), LookaheadDrafter()),
+        "draft model and n-gram": (DraftModelDrafter(tiny(), target), NgramDrafter()),
+        "n-gram and draft model": (NgramDrafter(), DraftModelDrafter(tiny(1), target)),
+    }
+
+
+@pytest.mark.parametrize("pair", pairs(tiny(), []))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_output_is_that_of_plain_decoding(pair: str, temperature: float) -> None:
+    target = tiny()
+    known = plain(target)
+    options = replace(OPTIONS, temperature=temperature)
+    drafter = CombinedDrafter(*pairs(target, known)[pair])
+    assert isinstance(drafter, Learner) == ("lookahead" in pair)
+    rows = Engine(target, drafter).generate(texts(), options)
+    assert all(row.drafter_error is None for row in rows)
+    if temperature == 0:
+        assert [row.tokens for row in rows] == known
+        alone = CombinedDrafter(*pairs(target, known[2:])[pair])
+        assert Engine(target, alone).generate(texts()[2:], options)[0].tokens == known[2]
+
+
+def test_both_learn_and_rows_leave_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = NgramDrafter(), LookaheadDrafter()
+    drafter = CombinedDrafter(one, two)
+    session = drafter.open([[1, 2, 1], [3, 4, 3]], {})
+    tree = drafter.propose(session, torch.tensor([2, 4]), Request(drafter.max_nodes))
+    columns = [[list(column) for column in row.columns] for row in session[1]]
+    choices = [[9] * tree.size] * 2
+    assert isinstance(drafter, Learner)
+    drafter.learn(session, tree, choices)
+    assert [[column[-1] for column in row.columns] for row in session[1]] == [[9] * 4] * 2
+    assert [[column[:-1] for column in row.columns] for row in session[1]] == [
+        [column[1:] for column in row] for row in columns
+    ]
+    drafter.observe(session, torch.tensor([[2, 1], [4, 4]]), {}, [2, 1])
+    drafter.select(session, [1])
+    assert len(session[0]) == len(session[1]) == 1
+    assert session[0][0].index.text == [3, 4, 3, 4]

@@ -1,0 +1,217 @@
+"""A draft model and early exit: output, the draft's cache, vocabularies, and a target that stays as it was."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.decode.draft_model import DraftModelDrafter, check_tokenizers, early_exit
+from headstart.decode.drafters import Children, Request
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.sampling import Sampling
+from headstart.errors import UserError
+from headstart.target import FINAL, DraftTree, Target
+from tests.tiny import KINDS, tiny_model, tiny_tokenizer
+
+OPTIONS = DecodeOptions(max_new_tokens=40, ignore_end=True)
+
+
+def tiny(seed: int = 0, vocab: int = 61, **settings: Any) -> Target:
+    return Target(tiny_model("llama", seed=seed, vocab_size=vocab, **settings))
+
+
+def texts(lengths: tuple[int, ...] = (3, 17, 9)) -> list[list[int]]:
+    chance = random.Random(3)
+    return [[chance.randrange(1, 61) for _ in range(length)] for length in lengths]
+
+
+def plain(target: Target) -> list[list[int]]:
+    return [Engine(target).generate([text], OPTIONS)[0].tokens for text in texts()]
+
+
+@pytest.mark.parametrize(("seed", "right"), [(0, True), (1, False)])
+@pytest.mark.parametrize("spare", [0, 512], ids=["cache grows", "cache is large"])
+def test_output_is_that_of_plain_decoding(seed: int, right: bool, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.decode.draft_model._SPARE", spare)
+    target = tiny()
+    drafter = DraftModelDrafter(tiny(seed), target, steps=5)
+    expected = plain(target)
+    together = Engine(target, drafter).generate(texts(), OPTIONS)
+    assert all(row.drafter_error is None for row in together)
+    assert [row.tokens for row in together] == expected
+    assert [Engine(target, drafter).generate([text], OPTIONS)[0].tokens for text in texts()] == expected
+    if right:  # the draft is the target: only a cache that holds the right tokens accepts everything
+        assert all(round.emitted == 6 for row in together for round in row.rounds)
+
+
+@pytest.mark.parametrize("vocab", [50, 70])
+def test_embeddings_may_be_padded_differently(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.decode.draft_model.check_tokenizers", lambda draft, target: None)
+    target = tiny()
+    drafter = DraftModelDrafter(tiny(1, vocab), target)
+    rows = Engine(target, drafter).generate(texts(), OPTIONS)
+    assert all(row.drafter_error is None for row in rows)
+    assert [row.tokens for row in rows] == plain(target)
+    session = drafter.open(texts(), {})
+    request = Request(5, children=Children.DRAWN, warp=Sampling(1.0).warp, streams=[torch.Generator()] * 3)
+    tree = drafter.propose(session, torch.tensor([60, 1, 2]), request)
+    assert tree.drawn is not None
+    for row in tree.drawn:
+        for drawn in row.values():
+            assert drawn.q_draft_V(61).shape == (61,)
+            assert drawn.q_draft_V(61).sum() == pytest.approx(1.0)
+
+
+def drafted(
+    drafter: DraftModelDrafter, rows: list[list[int]], roots: list[int], request: Request | None = None
+) -> DraftTree:
+    return drafter.propose(drafter.open(rows, {}), torch.tensor(roots), request or Request(8))
+
+
+def test_what_was_accepted_is_not_read_again() -> None:
+    draft = tiny()
+    drafter = DraftModelDrafter(draft, draft, steps=4)
+    rows = texts()
+    session = drafter.open(rows, {})
+    tree = drafter.propose(session, torch.tensor([1, 2, 3]), Request(8))
+    assert session.cache.lengths == [3 + 4, 17 + 4, 9 + 4]  # the root and three of the four drafts
+    first, second, third = tree.tokens_BN.tolist()
+    other = (second[2] + 1) % 61
+    committed = [first[:5], [second[0], second[1], other], third[:1]]
+    drafter.observe(session, torch.tensor([[*row, *[0] * (5 - len(row))] for row in committed]), {}, [5, 3, 1])
+    assert session.cache.lengths == [3 + 4, 17 + 2, 9 + 1]
+    now = [[*row, *more] for row, more in zip(rows, committed, strict=True)]
+    assert session.texts == now
+    again = drafter.propose(session, torch.tensor([7, 8, 9]), Request(8))
+    assert again.tokens_BN.tolist() == drafted(drafter, now, [7, 8, 9]).tokens_BN.tolist()
+    # rounds without a draft, then fewer rows
+    drafter.observe(session, torch.tensor([[7], [8], [9]]), {}, [1, 1, 1])
+    drafter.observe(session, torch.tensor([[4, 4], [5, 0], [6, 6]]), {}, [2, 1, 2])
+    drafter.select(session, [2, 0])
+    late = [[*now[2], 9, 6, 6], [*now[0], 7, 4, 4]]
+    assert session.texts == late
+    again = drafter.propose(session, torch.tensor([1, 2]), Request(8))
+    assert again.tokens_BN.tolist() == drafted(drafter, late, [1, 2]).tokens_BN.tolist()
+
+
+def test_gains_are_the_draft_models_own_and_end_the_chain() -> None:
+    draft = tiny()
+    with torch.no_grad():
+        draft.model.get_output_embeddings().weight.mul_(12.0)
+    drafter = DraftModelDrafter(draft, draft, steps=6)
+    whole = drafted(drafter, texts(), [1, 2, 3])
+    assert whole.gains is not None and whole.counts == (7, 7, 7)
+    for number, text in enumerate(texts()):
+        gain, tokens = 1.0, whole.tokens_BN[number].tolist()
+        for step in range(6):
+            cache = draft.new_cache(1, 40)
+            logits_V = draft.prefill(cache, [[*text, *tokens[: step + 1]]]).logits_BTV[0, 0]
+            assert int(logits_V.argmax()) == tokens[step + 1]
+            gain *= float(logits_V.softmax(-1).max())
+            assert whole.gains[number][step + 1] == pytest.approx(gain, rel=1e-4)
+    worth = sorted(row[2] for row in whole.gains)[1]
+    cut = drafted(drafter, texts(), [1, 2, 3], Request(8, worth=worth))
+    assert cut.counts == tuple(sum(gain >= worth for gain in row) for row in whole.gains)
+    assert len(set(cut.counts)) > 1, "rows end at different depths"
+    expected = [row[:count] for row, count in zip(whole.tokens_BN.tolist(), cut.counts, strict=True)]
+    assert [row[:count] for row, count in zip(cut.tokens_BN.tolist(), cut.counts, strict=True)] == expected
+
+
+def test_drawn_chains_follow_the_warped_distribution() -> None:
+    draft = tiny()
+    drafter = DraftModelDrafter(draft, draft, steps=2)
+    warp = Sampling(temperature=1.0, top_k=3).warp
+    root, text = 5, texts()[0]
+    cache = draft.new_cache(1, 8)
+    q_draft_V = warp(draft.prefill(cache, [[*text, root]]).logits_BTV[0, 0])
+    stream = torch.Generator().manual_seed(0)
+    counts = torch.zeros(61)
+    rows = 40
+    for _ in range(10):
+        request = Request(3, children=Children.TOP_AND_DRAWN, warp=warp, streams=[stream] * rows)
+        tree = drafted(drafter, [text] * rows, [root] * rows, request)
+        assert tree.drawn is not None
+        for row, drawn in zip(tree.tokens_BN.tolist(), tree.drawn, strict=True):
+            assert {node: one.children for node, one in drawn.items()} == {0: [1], 1: [2]}
+            torch.testing.assert_close(drawn[0].q_draft_V(61), q_draft_V)
+            assert drawn[1].q_draft_V(61)[row[2]] > 0
+            counts[row[1]] += 1
+    assert (counts / 400 - q_draft_V).abs().max() < 0.1
+
+
+def test_sampling_runs_with_drawn_drafts() -> None:
+    target = tiny()
+    options = DecodeOptions(max_new_tokens=30, ignore_end=True, temperature=1.0, top_p=0.9)
+    rows = Engine(target, DraftModelDrafter(tiny(), target)).generate(texts(), options)
+    assert all(row.drafter_error is None for row in rows)
+    assert all(row.tokens_per_round > 5 for row in rows), "a draft that is the target is accepted whole"
+
+
+def test_a_full_draft_context_ends_drafting() -> None:
+    target = tiny()
+    draft = tiny(max_length=32)
+    rows = Engine(target, DraftModelDrafter(draft, target)).generate(texts(), OPTIONS)
+    assert all(row.drafter_error is None for row in rows)
+    assert [row.tokens for row in rows] == plain(target)
+    assert rows[0].rounds[0].nodes > 1 and rows[0].rounds[-1].nodes == 1
+    long = texts((40,))
+    short = DecodeOptions(max_new_tokens=8, ignore_end=True)
+    out = Engine(target, DraftModelDrafter(draft, target)).generate(long, short)[0]
+    assert out.tokens == Engine(target).generate(long, short)[0].tokens
+
+
+def test_other_tokenizers_are_refused() -> None:
+    one, two = tiny_tokenizer(), tiny_tokenizer(special=("<|endoftext|>", "<|user|>", "<|im_end|>"))
+    target = Target(tiny_model("llama", vocab_size=len(one)), one, "the-target")
+    same = Target(tiny_model("llama", vocab_size=len(one) + 8), one, "padded")
+    check_tokenizers(same, target)
+    other = Target(tiny_model("llama", vocab_size=len(two)), two, "the-draft")
+    with pytest.raises(UserError, match=r"the-draft has another tokenizer than the-target.*'<\|.*same tokenizer"):
+        DraftModelDrafter(other, target)
+    with pytest.raises(UserError, match=r"has 70 tokens and .* has 61"):
+        DraftModelDrafter(tiny(vocab=70), tiny())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_early_exit_is_the_first_layers_and_leaves_the_target_alone(kind: str) -> None:
+    target = Target(tiny_model(kind, vocab_size=61))
+    before = target.identity()
+    settings = target.model.config.to_dict()
+    modules = {name: id(module) for name, module in target.model.named_modules()}
+    memory = {parameter.data_ptr() for parameter in target.model.parameters()}
+    text = texts()[1]
+    answer = Engine(target).generate([text], OPTIONS)[0].tokens
+    states = target.hidden_states([text], (1, 2, FINAL))[0]
+
+    short = early_exit(target, 2)
+    assert len(short.layers) == short.num_layers == 2
+    assert {parameter.data_ptr() for parameter in short.model.parameters()} < memory
+    short_states = short.hidden_states([text], (1, 2, FINAL))[0]
+    torch.testing.assert_close(short_states[1], states[1])
+    torch.testing.assert_close(short_states[2], states[2])
+    logits = short.prefill(short.new_cache(1, len(text)), [text]).logits_BTV[0, 0]
+    torch.testing.assert_close(logits, target.lm_head(short_states[FINAL][-1]))
+
+    assert len(target.layers) == target.num_layers == 3
+    assert {name: id(module) for name, module in target.model.named_modules()} == modules
+    assert target.identity() == before
+    assert target.model.config.to_dict() == settings
+    drafter = DraftModelDrafter(short, target, name="early-exit")
+    out = Engine(target, drafter).generate([text], OPTIONS)[0]
+    assert (out.tokens, out.drafter_error) == (answer, None)
+    after = target.hidden_states([text], (1, 2, FINAL))[0]
+    assert all(torch.equal(after[tap], states[tap]) for tap in states)
+    with target.stock() as model:
+        stock = model.generate(
+            torch.tensor([text]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    assert stock[0, len(text) :].tolist() == answer
+
+
+@pytest.mark.parametrize("layers", [0, 4])
+def test_early_exit_needs_layers_that_exist(layers: int) -> None:
+    with pytest.raises(UserError, match=r"has 3.*Choose 1 to 3"):
+        early_exit(tiny(), layers)

@@ -1,0 +1,141 @@
+"""Trees grown from heads hold the right tokens in the right places, whatever the mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.decode.calibrate import Calibration
+from headstart.decode.drafters import Children, Request
+from headstart.decode.grow import grow
+from headstart.decode.sampling import Sampling
+from headstart.heads import DraftHead, HeadConfig
+from headstart.target import TreeShape
+
+VOCAB = 12
+
+
+class TableHead(DraftHead):
+    """Drafts from a table indexed by the path, as families do whose drafts follow the path."""
+
+    family = "table"
+    Config = HeadConfig
+    steps = 3
+
+    def __init__(self, shared: bool = False, size: int = VOCAB) -> None:
+        super().__init__(HeadConfig(family="table", vocab_size=VOCAB, draft_vocab_size=size))
+        self.shared = shared
+        self.asked: list[list[list[tuple[int, ...]]]] = []
+
+    def table(self, path: tuple[int, ...]) -> Tensor:
+        seed = hash(path if not self.shared else len(path)) % (1 << 31)
+        return 2 * torch.randn(self.config.draft_width, generator=torch.Generator().manual_seed(seed))
+
+    def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        if depth == 0:
+            self.asked = [[[()] for _ in tokens_BW]]
+        else:
+            self.asked.append(
+                [
+                    [(*self.asked[-1][row][above], token) for token, above in zip(tokens, parents, strict=True)]
+                    for row, (tokens, parents) in enumerate(zip(tokens_BW.tolist(), parents_BW.tolist(), strict=True))
+                ]
+            )
+        columns = slice(0, 1) if self.shared else slice(None)
+        return torch.stack([torch.stack([self.table(path) for path in row[columns]]) for row in self.asked[-1]])
+
+    def warm_start(self, target: Any) -> None: ...
+    def unroll(self, batch: Any) -> Any: ...
+    def open(self, prompts: Any, states: Any) -> None: ...
+    def observe(self, *_: Any) -> None: ...
+    def select(self, *_: Any) -> None: ...
+
+
+def paths(tree: Any, row: int) -> list[tuple[int, ...]]:
+    parents, tokens, found = tree.parents_of(row), tree.tokens_BN[row].tolist(), []
+    for node in range(len(parents)):
+        found.append(() if node == 0 else (*found[parents[node]], tokens[node]))
+    return found[1:]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_static_trees_hold_the_named_ranks(shared: bool) -> None:
+    heads = TableHead(shared)
+    shape = TreeShape.from_paths([(0, 0, 1), (0, 2), (2,), (1, 0)])
+    tree = grow(heads, None, torch.tensor([3, 4]), Request(shape.size), Calibration(), shape)
+    for row in range(2):
+        expected = []
+        for ranks in shape.paths:
+            path: tuple[int, ...] = ()
+            for rank in ranks:
+                path = (*path, int(heads.table(path).argsort(descending=True)[rank]))
+            expected.append(path)
+        assert sorted(paths(tree, row)) == sorted(expected)
+
+
+def test_dynamic_trees_hold_every_path_that_is_worth_it() -> None:
+    heads = TableHead()
+    request = Request(64, worth=0.05)
+    tree = grow(heads, None, torch.tensor([3]), request, Calibration(), max_rank=VOCAB)
+    expected: dict[tuple[int, ...], float] = {}
+    level: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(heads.steps):
+        level = {
+            (*path, token): gain * chance
+            for path, gain in level.items()
+            for token, chance in enumerate(heads.table(path).softmax(-1).tolist())
+            if gain * chance >= 0.05
+        }
+        expected |= level
+    assert sorted(paths(tree, 0)) == sorted(expected)
+    assert tree.gains is not None
+    for path, gain in zip(paths(tree, 0), tree.gains[0][1:], strict=True):
+        assert gain == pytest.approx(expected[path], rel=1e-5)
+
+
+def test_rows_of_different_size_are_padded_and_room_is_kept() -> None:
+    heads = TableHead()
+    tree = grow(heads, None, torch.tensor([3, 4]), Request(5, worth=0.01), Calibration())
+    assert tree.size == 5
+    chain = grow(heads, None, torch.tensor([3]), Request(9, worth=0.0, chain=True), Calibration())
+    assert chain.parents == ((-1, 0, 1, 2),)
+    assert grow(heads, None, torch.tensor([3]), Request(9, worth=2.0), Calibration()).size == 1
+
+
+@pytest.mark.parametrize("children", [Children.TOP_AND_DRAWN, Children.DRAWN])
+@pytest.mark.parametrize("shape", [None, TreeShape.from_paths([(0, 0), (0, 1), (1, 0), (2,)])])
+def test_drawn_children_are_described_and_distinct(children: Children, shape: TreeShape | None) -> None:
+    heads = TableHead(size=8)
+    heads.set_draft_vocabulary(torch.arange(4, 12))
+    sampling = Sampling(temperature=1.0)
+    counts = []
+    for seed in range(20):
+        stream = torch.Generator().manual_seed(seed)
+        request = Request(12, 0.04, False, children, sampling.warp, [stream])
+        tree = grow(heads, None, torch.tensor([3]), request, Calibration(), shape)
+        assert tree.drawn is not None
+        parents, tokens = tree.parents_of(0), tree.tokens_BN[0].tolist()
+        inner = set(parents[1:])
+        assert set(tree.drawn[0]) == inner, "every node with children has a drawn one"
+        for node, drawn in tree.drawn[0].items():
+            own = [child for child in range(1, len(parents)) if parents[child] == node]
+            fixed = [child for child in own if child not in drawn.children]
+            assert len({tokens[child] for child in own}) == len(own)
+            assert len(drawn.children) == (1 if children is Children.TOP_AND_DRAWN else len(own))
+            q_draft_V = drawn.q_draft_V(VOCAB)
+            assert q_draft_V.sum().item() == pytest.approx(1.0, abs=1e-6)
+            assert all(q_draft_V[tokens[child]] == 0 for child in fixed)
+            assert all(q_draft_V[tokens[child]] > 0 for child in drawn.children)
+        counts.append(sum(parent == 0 for parent in parents))
+    assert len(set(counts)) == 1, "how many children the root has depends on nothing that was drawn"
+
+
+def test_what_top_p_leaves_out_is_not_drawn() -> None:
+    heads = TableHead()
+    narrow = Sampling(temperature=1.0, top_k=2)
+    request = Request(9, 0.0, False, Children.DRAWN, narrow.warp, [torch.Generator().manual_seed(0)])
+    tree = grow(heads, None, torch.tensor([3]), request, Calibration(), TreeShape.from_paths([(0,), (1,), (2,), (3,)]))
+    assert tree.size == 3, "only two tokens can be drawn"

@@ -1,0 +1,150 @@
+"""The index against brute force, and what the n-gram drafter makes of it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.decode.drafters import Request
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.ngram import PRIORS, Index, NgramDrafter
+from headstart.target import DraftTree, Target
+from tests.tiny import tiny_model
+
+LONGEST = PRIORS[-1][0]
+
+
+def brute_force(text: list[int], looks: int) -> tuple[int, int]:
+    """Place and length by comparing the end of the text with every earlier place."""
+    lengths = {}
+    for end in range(len(text) - 1):
+        length = 0
+        while length <= end and text[end - length] == text[-1 - length] and length < LONGEST:
+            length += 1
+        if length:
+            lengths[end + 1] = length
+    latest = {place: length for place, length in sorted(lengths.items(), reverse=True) if length >= 2}
+    found = dict(list(latest.items())[:looks]) or lengths
+    if not found:
+        return -1, 0
+    return max(found.items(), key=lambda item: (item[1], item[0]))
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 3, 10, 60])
+@pytest.mark.parametrize("looks", [1, 3, 10_000])
+def test_longest_match_by_brute_force(alphabet: int, looks: int) -> None:
+    chance = random.Random(alphabet)
+    text: list[int] = []
+    index = Index(looks)
+    for _ in range(160):
+        repeats = text and chance.random() < 0.1
+        more = text[chance.randrange(len(text)) :][:12] if repeats else [chance.randrange(alphabet)]
+        for token in more:
+            text.append(token)
+            index.append(token)
+            assert index.longest() == brute_force(text, looks)
+
+
+def propose(drafter: NgramDrafter, session: Any, roots: list[int], **wishes: Any) -> DraftTree:
+    return drafter.propose(session, torch.tensor(roots), Request(**{"max_nodes": 32, **wishes}))
+
+
+def observe(drafter: NgramDrafter, session: Any, rows: list[list[int]]) -> None:
+    width = max(map(len, rows))
+    tokens_BP = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows])
+    drafter.observe(session, tokens_BP, {}, [len(row) for row in rows])
+
+
+def test_each_row_continues_its_own_match() -> None:
+    drafter = NgramDrafter()
+    session = drafter.open([[1, 2, 3, 4, 5, 9, 1], [7, 7, 8]], {})
+    tree = propose(drafter, session, [2, 3], max_nodes=5)
+    assert tree.tokens_BN.tolist() == [[2, 3, 4, 5, 9], [3, 3, 3, 3, 3]]
+    assert tree.counts == (5, 1)
+    assert tree.parents_of(0) == (-1, 0, 1, 2, 3)
+    assert tree.gains is not None
+    by_length = dict(PRIORS)
+    expected = [1.0, by_length[2], by_length[3], by_length[4], by_length[5]]
+    assert tree.gains[0] == pytest.approx(torch.tensor(expected).cumprod(0).tolist())
+    assert tree.gains[1] == [1.0]
+
+
+def test_a_text_that_repeats_its_end_is_continued_beyond_it() -> None:
+    drafter = NgramDrafter()
+    session = drafter.open([[5, 1, 2, 1, 2, 1]], {})
+    assert propose(drafter, session, [2], max_nodes=8).tokens_BN.tolist() == [[2, 1, 2, 1, 2, 1, 2, 1]]
+
+
+def test_nodes_that_are_not_worth_it_are_left_out() -> None:
+    drafter = NgramDrafter()
+    session = drafter.open([[1, 2, 3, 4, 5, 9, 1]], {})
+    assert propose(drafter, session, [2], worth=0.3).size == 3  # .53, .53 * .62, .53 * .62 * .7 < .3
+    session = drafter.open([[1, 2, 3]], {})
+    assert propose(drafter, session, [1], worth=0.3).size == 1  # a single token in common: .2
+
+
+def test_rates_follow_the_text() -> None:
+    chance = random.Random(0)
+    drafter = NgramDrafter()
+    session = drafter.open([[0], [0]], {})
+    for step in range(300):
+        tokens = [chance.randrange(20), step % 7]
+        propose(drafter, session, tokens)
+        observe(drafter, session, [[token] for token in tokens])
+    tree = propose(drafter, session, [1, 300 % 7], worth=0.15)
+    assert tree.counts is not None
+    assert tree.counts[0] == 1, "random text: matches go on rightly in one of 20 cases, so none is worth it"
+    assert tree.counts[1] == 32, "text in a circle: every draft is as good as certain"
+
+
+def test_paused_rounds_are_read_too() -> None:
+    texts = [[3, 1, 4, 1, 5, 9, 2, 6, 3, 1], [2, 7, 1, 8, 2, 8, 2, 7]]
+    drafter = NgramDrafter()
+    one = drafter.open([text[:2] for text in texts], {})
+    observe(drafter, one, [texts[0][2:5], texts[1][2:3]])
+    observe(drafter, one, [texts[0][5:], texts[1][3:]])
+    two = drafter.open(texts, {})
+    assert [row.index.text for row in one] == [row.index.text for row in two] == texts
+    assert propose(drafter, one, [4, 1]).tokens_BN.tolist() == propose(drafter, two, [4, 1]).tokens_BN.tolist()
+    drafter.select(one, [1])
+    assert [row.index.text for row in one] == [[*texts[1], 1]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_output_is_that_of_plain_decoding(temperature: float) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    chance = random.Random(1)
+    texts = [[chance.randrange(6) for _ in range(length)] for length in (30, 5, 17)]
+    if temperature:
+        target.model.get_output_embeddings().weight.mul_(60.0)  # nearly certain everywhere, so draws hardly matter
+    options = DecodeOptions(max_new_tokens=40, ignore_end=True, temperature=temperature)
+    plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
+    together = Engine(target, NgramDrafter()).generate(texts, options)
+    assert all(row.drafter_error is None for row in together)
+    if temperature == 0:
+        assert [row.tokens for row in together] == plain
+        assert [Engine(target, NgramDrafter()).generate([text], options)[0].tokens for text in texts] == plain
+    assert all(len(row.tokens) == 40 for row in together)
+
+
+def test_quoted_text_is_accepted_in_long_runs() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    options = DecodeOptions(max_new_tokens=60, ignore_end=True)
+    text = [1, 2, 3]
+    answer = Engine(target).generate([text], options)[0].tokens
+    # The prompt holds its own continuation; a model that quotes is imitated by a drafter that is told the answer.
+    drafter = NgramDrafter()
+    session = drafter.open([[*text, *answer, *text]], {})
+    rounds, done = 0, 0
+    while done < len(answer) - 1:
+        tree = propose(drafter, session, [answer[done]], max_nodes=16)
+        drafts = tree.tokens_BN[0].tolist()
+        right = 1
+        while right < len(drafts) and done + right < len(answer) and drafts[right] == answer[done + right]:
+            right += 1
+        observe(drafter, session, [answer[done : done + right]])
+        done, rounds = done + right, rounds + 1
+    assert rounds <= len(answer) / 8

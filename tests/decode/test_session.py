@@ -1,0 +1,79 @@
+"""A drafter that fails, and a batch that memory cannot hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.decode.drafters import Request
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.memory import free_bytes, reserve
+from headstart.errors import UserError
+from headstart.target import DraftTree, Target
+from tests.decode.drafters import ReplayDrafter
+from tests.tiny import tiny_model
+
+OPTIONS = DecodeOptions(max_new_tokens=24, ignore_end=True)
+TEXTS = [[1, 2, 3], [4, 5, 6, 7]]
+
+
+class FailingDrafter(ReplayDrafter):
+    """Raises in one of its methods, in the third round."""
+
+    def __init__(self, known: Sequence[Sequence[int]], where: str) -> None:
+        super().__init__(known, 61, 0.9)
+        self.where = where
+        self.calls = 0
+
+    def fail(self, where: str) -> None:
+        self.calls += where == self.where
+        if where == self.where and (self.calls == 3 or where == "open"):
+            raise RuntimeError("out of ideas")
+
+    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
+        self.fail("open")
+        return super().open(prompts, states)
+
+    def propose(self, session: Any, root_B: Tensor, request: Request) -> DraftTree:
+        self.fail("propose")
+        return super().propose(session, root_B, request)
+
+    def observe(self, session: Any, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+        self.fail("observe")
+        super().observe(session, tokens_BP, states, counts)
+
+
+@pytest.mark.parametrize("where", ["open", "propose", "observe"])
+def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    plain = Engine(target).generate(TEXTS, OPTIONS)
+    outputs = Engine(target, FailingDrafter([row.tokens for row in plain], where)).generate(TEXTS, OPTIONS)
+    assert [row.tokens for row in outputs] == [row.tokens for row in plain]
+    assert all(row.drafter_error == "RuntimeError: out of ideas" for row in outputs)
+    assert all(round.emitted == 1 for row in outputs for round in row.rounds[4:])
+    assert all(row.drafter_error is None for row in plain)
+
+
+def test_memory_lowers_the_budget_and_refuses_what_cannot_fit() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    per_token = 2 * target.kv_bytes_per_token
+    text = 4 + 24
+    free = int((text + 5) * per_token / 0.9) + 1
+    assert reserve(target, TEXTS, 24, 32, free) == 5
+    assert reserve(target, TEXTS, 24, 3, free) == 3
+    with pytest.raises(UserError, match=r"The KV cache of 2 prompts of up to 28 tokens takes .* are free on cpu"):
+        reserve(target, TEXTS, 24, 32, text * per_token)
+    assert free_bytes(torch.device("cpu")) > 1 << 20
+
+
+def test_a_narrow_budget_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    plain = [row.tokens for row in Engine(target).generate(TEXTS, OPTIONS)]
+    monkeypatch.setattr("headstart.decode.loop.reserve", lambda *_: 3)
+    outputs = Engine(target, ReplayDrafter(plain, 61, 0.8)).generate(TEXTS, OPTIONS)
+    assert [row.tokens for row in outputs] == plain
+    assert max(round.nodes for row in outputs for round in row.rounds) == 3

@@ -1,0 +1,181 @@
+"""Several drafters in one evaluation: names, rows, options that reach every method, failures, lossy verifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.api import Decoder
+from headstart.data.questions import Question
+from headstart.decode.drafters import NoDrafter, Request
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.sampling import Sampling
+from headstart.errors import UserError
+from headstart.eval import EvalOptions, evaluate, evaluate_decoder
+from headstart.eval.compare import ALL, wanted
+from headstart.eval.divergence import Judge
+from headstart.eval.methods import METHODS, Ours, Transformers
+from headstart.target import DraftTree, Target, TreeShape
+from tests.hub.helpers import TUNING, make_heads
+from tests.tiny import tiny_model, tiny_tokenizer
+
+QUESTIONS = [Question(1, "", ["one two one two one two"]), Question(2, "", ["Hello"])]
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_target: Target) -> Decoder:
+    shape = TreeShape.from_paths(TUNING["paths"])
+    return Decoder(tiny_target, make_heads(tiny_target), shape, {**TUNING, "chain": 2})
+
+
+def test_names() -> None:
+    assert wanted(["all"], "static") == tuple(name for name in ALL if name != "static")
+    assert wanted(["plain,transformers, ngram ,", "draft-model:a"], "heads") == ("ngram", "draft-model:a")
+    assert wanted([], "heads") == ()
+
+
+def test_every_drafter_in_one_table(decoder: Decoder) -> None:
+    options = EvalOptions(max_new_tokens=10, compare=("static,chain", "ngram", "heads+ngram"))
+    results = evaluate_decoder(decoder, QUESTIONS, options)
+    rows = {row["name"]: row for row in results["compare"]}
+    assert list(rows) == [*METHODS, "static", "chain", "ngram", "heads+ngram"]
+    assert results["settings"]["compare"] == ("static", "chain", "ngram", "heads+ngram")
+    assert set(results["summary"]["tokens_per_second"]) == set(METHODS), "the summary keeps its four methods"
+    for name, row in rows.items():
+        assert row["lossless"] and row["drafter_error"] is None
+        assert row["divergences"]["count"] == 0, name
+        assert row["divergences"]["tokens_compared"] == rows["plain"]["divergences"]["tokens_compared"]
+        for key in ("speedup_vs_plain", "speedup_vs_transformers", "tested_over_it"):
+            assert 0 < row[key]["low"] <= row[key]["mean"] <= row[key]["high"], (name, key)
+    assert rows["plain"]["speedup_vs_plain"]["mean"] == 1
+    assert rows["heads"]["tested_over_it"]["mean"] == 1
+    assert rows["plain"]["tokens_per_round"] == 1
+    assert rows["transformers"]["tokens_per_round"] is None
+    assert rows["chain"]["nodes_per_round"] <= 3
+    assert 0 < rows["chain"]["host_share"] < 1
+    assert results["summary"]["speedup_vs_plain"] == rows["heads"]["speedup_vs_plain"]
+
+
+def test_another_drafter_can_stand_for_the_heads(decoder: Decoder) -> None:
+    options = EvalOptions(max_new_tokens=6, baselines=False, drafter="ngram", compare=("heads",))
+    results = evaluate_decoder(decoder, QUESTIONS[:1], options)
+    assert [row["name"] for row in results["compare"]] == ["ngram", "plain", "heads"]
+    assert results["summary"]["drafter"] == "ngram"
+    assert results["summary"]["predicted_speedup"] is None, "tuning predicts heads"
+    chained = evaluate_decoder(decoder, QUESTIONS[:1], EvalOptions(max_new_tokens=4, baselines=False, tree="chain"))
+    assert chained["summary"]["drafter"] == "chain"
+
+
+def test_transformers_own_draft_model(tiny_target: Target, tiny_target_folder: Path, decoder: Decoder) -> None:
+    name = f"transformers_assistant:{tiny_target_folder}"
+    options = EvalOptions(max_new_tokens=8, compare=(name,))
+    results = evaluate(tiny_target, decoder.drafter(), QUESTIONS, options)
+    row = results["compare"][-1]
+    assert row["name"] == name
+    assert row["tokens_per_second"] > 0
+    assert row["divergences"]["count"] == 0
+    with pytest.raises(UserError, match=r"one prompt at a time"):
+        evaluate(tiny_target, None, QUESTIONS, EvalOptions(batch_size=2, compare=(name,)))
+    other = Target(tiny_model("llama"), tiny_tokenizer(special=("<a>", "<b>", "<c>")), "other")
+    with pytest.raises(UserError, match=r"other has another tokenizer than tiny.*same family"):
+        Transformers(tiny_target, assistant=other)
+
+
+def test_a_lossy_verifier_marks_what_it_touches(decoder: Decoder) -> None:
+    options = EvalOptions(max_new_tokens=6, temperature=1.0, verifier="typical", compare=("chain",), limit=1)
+    results = evaluate_decoder(decoder, QUESTIONS, options)
+    assert results["summary"]["lossless"] is False
+    assert [row["lossless"] for row in results["compare"]] == [False, True, True, True, False]
+
+
+class Failing(NoDrafter):
+    """Raises in its first round."""
+
+    name = "failing"
+    max_nodes = 4
+
+    def propose(self, session: None, root_B: torch.Tensor, request: Request) -> DraftTree:
+        raise ValueError("nothing to say")
+
+
+def test_a_drafter_that_fails_is_reported(tiny_target: Target) -> None:
+    options = EvalOptions(max_new_tokens=6, baselines=False, compare=("good",))
+    results = evaluate(tiny_target, Failing(), QUESTIONS, options, others={"good": None})
+    assert results["summary"]["drafter_error"] == "ValueError: nothing to say"
+    assert [row["drafter_error"] for row in results["compare"]] == ["ValueError: nothing to say", None, None]
+    assert results["summary"]["divergences"]["count"] == 0, "the words go on"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.8, top_p=0.5),
+        Sampling(1.3, top_k=3),
+        Sampling(1.0, min_p=0.2),
+        Sampling(1.0, top_k=5, repetition_penalty=3.0),
+    ],
+)
+def test_both_loops_draw_from_the_same_tokens(tiny_target: Target, sampling: Sampling) -> None:
+    """First tokens, many times: each loop draws all of the tokens that the settings leave, and only those."""
+    prompt = [5, 9, 7, 30]
+    with tiny_target.stock() as model, torch.inference_mode():
+        logits_V = model(torch.tensor([prompt])).logits[0, -1]
+    sharp = sampling.warp(sampling.process(8 * logits_V, prompt))
+    left = set(sharp.nonzero()[:, 0].tolist())
+    assert 1 < len(left) < 60
+    scaled = Target(tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024), tiny_target.tokenizer, "t")
+    scaled.model.lm_head.weight.data *= 8
+    options = DecodeOptions(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+    )
+
+    def firsts(method: Any, seeds: Sequence[int]) -> set[int]:
+        return {row[0] for seed in seeds for row in method.run([prompt] * 64, 1, seed).tokens}
+
+    for method in (Ours(scaled, options=options), Transformers(scaled, sampling)):
+        drawn = firsts(method, range(0, 640, 64))
+        assert drawn <= left
+        likely = {token for token in left if sharp[token] > 0.02}
+        assert likely <= drawn
+
+
+def test_margins_are_measured_behind_the_repetition_penalty(tiny_target: Target) -> None:
+    prompt = [5, 9, 7, 30]
+    options = DecodeOptions(max_new_tokens=12, repetition_penalty=1.5)
+    answer = Engine(tiny_target).generate([prompt], options)[0].tokens
+    judge = Judge(tiny_target, options.sampling)
+    for place, token in enumerate(answer):
+        assert judge.margin([*prompt, *answer[:place]], [token]) < 1e-4, "what was chosen is the best"
+    results = evaluate(
+        tiny_target,
+        None,
+        QUESTIONS,
+        EvalOptions(max_new_tokens=12, repetition_penalty=1.5, compare=("same",)),
+        others={"same": None},
+    )
+    assert all(row["divergences"]["count"] == 0 for row in results["compare"]), "transformers penalises alike"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (EvalOptions(drafter="ngrm"), "ngram"),
+        (EvalOptions(compare=("ngrm",)), "ngram"),
+        (EvalOptions(verifier="typicl"), "Did you mean 'typical'"),
+        (EvalOptions(top_p=0.0), "top_p is 0"),
+        (EvalOptions(top_p=1.5), "top_p is 1.5"),
+        (EvalOptions(min_p=-1.0), "min_p is -1"),
+        (EvalOptions(repetition_penalty=0.0), "repetition_penalty is 0"),
+    ],
+)
+def test_bad_names_and_settings_are_refused(decoder: Decoder, options: EvalOptions, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        evaluate_decoder(decoder, QUESTIONS, options)

@@ -1,0 +1,96 @@
+"""The exact distribution, by hand and against brute force; the test finds what is wrong and passes what is right."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from headstart.decode.sampling import Sampling
+from headstart.eval.distribution import Exact, chi_square_p, compare, enumerate_texts, expected_variation
+from headstart.target import Target
+from tests.tiny import tiny_model
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    model = tiny_model("llama", vocab_size=12)
+    model.lm_head.weight.data *= 6  # a peaked distribution
+    return Target(model)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.0), Sampling(0.7, top_p=0.9), Sampling(1.0, top_k=3, min_p=0.1), Sampling(1.0, repetition_penalty=2.0)],
+)
+def test_enumeration_is_brute_force(target: Target, sampling: Sampling) -> None:
+    exact = enumerate_texts(target, PROMPT, sampling, depth=2, most=100)
+    assert exact.rest == 0
+    assert sum(exact.probs.values()) == pytest.approx(1, abs=1e-5)
+    with target.stock() as model, torch.inference_mode():
+        for text in itertools.product(range(12), repeat=2):
+            expected, prefix = 1.0, list(PROMPT)
+            for token in text:
+                logits_V = model(torch.tensor([prefix])).logits[0, -1]
+                expected *= float(sampling.warp(sampling.process(logits_V, prefix))[token])
+                prefix.append(token)
+            assert exact.probs.get(text, 0.0) == pytest.approx(expected, abs=1e-5)
+            assert exact.possible(text) == (expected > 0)
+
+
+def test_what_is_not_read_on_stays_in_the_rest(target: Target) -> None:
+    whole = enumerate_texts(target, PROMPT, Sampling(1.0), depth=3, most=200)
+    part = enumerate_texts(target, PROMPT, Sampling(1.0), depth=3, most=4)
+    assert 0 < part.rest < 1
+    assert part.rest + sum(part.probs.values()) == pytest.approx(1, abs=1e-5)
+    assert all(whole.probs[text] == pytest.approx(prob, abs=1e-6) for text, prob in part.probs.items())
+    assert all(part.possible(text) for text in whole.probs)
+
+
+def draw(probs: dict[tuple[int, ...], float], samples: int, seed: int) -> Counter[tuple[int, ...]]:
+    texts = list(probs)
+    picks = torch.multinomial(
+        torch.tensor([probs[text] for text in texts]), samples, True, generator=torch.Generator().manual_seed(seed)
+    )
+    return Counter(texts[pick] for pick in picks.tolist())
+
+
+def test_honest_samples_fit_and_others_do_not(target: Target) -> None:
+    exact = enumerate_texts(target, PROMPT, Sampling(1.0, top_p=0.9), depth=2)
+    fits = [compare(draw(exact.probs, 2000, seed), exact) for seed in range(200)]
+    assert 0.02 < sum(fit.p_value < 0.1 for fit in fits) / 200 < 0.2, "a tenth, give or take"
+    assert all(fit.clean(1e-4) for fit in fits)
+    noise = sum(fit.total_variation for fit in fits) / 200
+    assert noise == pytest.approx(fits[0].expected_variation, rel=0.1)
+    other = enumerate_texts(target, PROMPT, Sampling(1.15, top_p=0.9), depth=2)
+    shared = {text: prob for text, prob in other.probs.items() if text in exact.probs}
+    wrong = compare(draw(shared, 2000, 0), exact)
+    assert not wrong.clean(1e-3)
+    assert wrong.total_variation > 1.5 * wrong.expected_variation
+
+
+def test_a_single_impossible_sample_is_caught() -> None:
+    exact = Exact(1, {(0,): 0.5, (1,): 0.5}, 0.0, {(): frozenset({0, 1})})
+    assert compare({(0,): 50, (1,): 50}, exact).clean(0.01)
+    caught = compare({(0,): 50, (1,): 49, (7,): 1}, exact)
+    assert caught.impossible == 1
+    assert not caught.clean(0.01)
+
+
+def test_rare_cells_are_pooled() -> None:
+    probs = {(0,): 0.9, (1,): 0.06, **{(token,): 0.001 for token in range(2, 42)}}
+    exact = Exact(1, probs, 0.0, {(): frozenset(range(42))})
+    assert compare({(0,): 900, (1,): 60, (5,): 40}, exact).cells == 3
+    assert compare({(0,): 96, (1,): 4}, exact).cells == 2, "the pool of 4 joins the least likely cell"
+    only = compare({(0,): 3}, Exact(1, {(0,): 1.0}, 0.0, {(): frozenset({0})}))
+    assert (only.cells, only.p_value, only.total_variation) == (1, 1.0, 0.0)
+
+
+def test_p_values_of_the_tables() -> None:
+    for statistic, freedom, p_value in ((6.635, 1, 0.01), (23.209, 10, 0.01), (124.342, 100, 0.05)):
+        assert chi_square_p(statistic, freedom) == pytest.approx(p_value, rel=2e-3)
+    assert expected_variation(torch.tensor([1.0]), 10) == 0

@@ -1,0 +1,110 @@
+"""Views of a target give what the target gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headstart.decode.heads_drafter import HeadDrafter
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.eval import views
+from headstart.eval.views import RememberingTarget, WatchedTarget
+from headstart.heads import family, make_config
+from headstart.target import DraftTree, Target, TreeShape
+from tests.tiny import tiny_model
+
+SHAPE = TreeShape.from_paths([(0, 0), (1,)])
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=40))
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Target) -> HeadDrafter:
+    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
+    heads.warm_start(target)
+    return HeadDrafter(heads, SHAPE)
+
+
+def test_a_view_has_what_the_target_has(target: Target) -> None:
+    view = WatchedTarget(target)
+    assert (view.name, view.dtype, view.vocab_size, view.end_tokens) == (
+        target.name, target.dtype, target.vocab_size, target.end_tokens,
+    )  # fmt: skip
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = view.nothing_like_it
+
+
+def test_depths_are_those_of_the_trees_that_were_verified(target: Target, drafter: HeadDrafter) -> None:
+    view = WatchedTarget(target)
+    free = Engine(target).generate([[5, 9]], DecodeOptions(max_new_tokens=12, ignore_end=True))[0].tokens
+    texts = [[5, 9], [7, 8, 9]]
+    target.__dict__["end_tokens"] = view.__dict__["end_tokens"] = frozenset({free[4]})
+    try:
+        outputs = Engine(view, drafter).generate(texts, DecodeOptions(max_new_tokens=12))
+    finally:
+        target.__dict__["end_tokens"] = frozenset()
+    depths = view.depths([len(output.rounds) for output in outputs])
+    assert [len(row) for row in depths] == [len(output.rounds) for output in outputs]
+    assert {depth for row in depths for depth in row} == {2}
+    plain = Engine(view).generate(texts, DecodeOptions(max_new_tokens=3, ignore_end=True))
+    assert view.depths([len(output.rounds) for output in plain]) == [[0, 0], [0, 0]], "of the last generation only"
+
+
+@torch.inference_mode()
+def test_remembered_logits_are_the_targets(target: Target) -> None:
+    view, prompt = RememberingTarget(target), [3, 1, 4, 1]
+    taps = (1, 3)
+    caches = [one.new_cache(2, 40) for one in (target, view)]
+    outs = [one.prefill(cache, [prompt] * 2, taps) for one, cache in zip((target, view), caches, strict=True)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        torch.testing.assert_close(outs[1].logits_BTV, outs[0].logits_BTV, atol=1e-5, rtol=1e-4)
+        for tap in taps:
+            torch.testing.assert_close(outs[1].taps[tap], outs[0].taps[tap], atol=1e-5, rtol=1e-4)
+        tokens = torch.randint(40, (2, 5), generator=generator).tolist()
+        tree = DraftTree.from_rows([tokens[0], tokens[1][:4]], [[-1, 0, 0, 1, 3], [-1, 0, 1, 2]])
+        outs = [one.forward_tree(cache, tree, taps) for one, cache in zip((target, view), caches, strict=True)]
+        outs[0].logits_BTV[1, 4] = outs[1].logits_BTV[1, 4]  # padding is garbage
+        for tap in taps:
+            outs[0].taps[tap][1, 4] = outs[1].taps[tap][1, 4]
+        for cache in caches:
+            cache.commit([[0, 1, 3], [0]])
+        assert caches[1].lengths == caches[0].lengths
+    for cache in caches:
+        cache.select([1])
+    tree = DraftTree.from_rows([[7, 8]], [[-1, 0]])
+    outs = [one.forward_tree(cache, tree) for one, cache in zip((target, view), caches, strict=True)]
+    torch.testing.assert_close(outs[1].logits_BTV, outs[0].logits_BTV, atol=1e-5, rtol=1e-4)
+    assert (caches[1].rows, caches[0].rows) == (1, 1)
+
+
+def test_samples_through_the_memory_are_those_without_it(
+    target: Target, drafter: HeadDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = DecodeOptions(max_new_tokens=5, temperature=1.0, ignore_end=True, draft="on")
+    monkeypatch.setattr(views, "_MOST_NODES", 16)
+    monkeypatch.setattr(views, "MOST_TEXTS", 30)
+    for prompt in ([3, 1, 4, 1], [2, 7]):
+        expected = [row.tokens for row in Engine(target, drafter).generate([prompt] * 16, options)]
+        view = RememberingTarget(target)
+        for _ in range(2):
+            assert [row.tokens for row in Engine(view, drafter).generate([prompt] * 16, options)] == expected
+
+
+def test_a_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    honest = Target.forward_tree
+
+    def counted(self: Target, cache: object, tree: DraftTree, taps: tuple[int, ...] = ()) -> object:
+        if type(self) is Target:
+            read.append(tree.size)
+        return honest(self, cache, tree, taps)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Target, "forward_tree", counted)
+    view = RememberingTarget(target)
+    for _ in range(3):
+        Engine(view).generate([[3, 1, 4]] * 8, DecodeOptions(max_new_tokens=4, ignore_end=True))
+    assert read == [2, 3, 4], "greedy rows are all alike: one new text a round, behind the prompt's last token"
