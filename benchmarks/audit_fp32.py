@@ -16,7 +16,8 @@ from pathlib import Path
 import headstart
 from headstart.data.conversations import prompt_tokens
 from headstart.data.questions import read_questions
-from headstart.decode.drafters import HeadDrafter
+from headstart.decode.drafters import Drafter
+from headstart.decode.heads_drafter import HeadDrafter
 from headstart.eval import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
 from headstart.files import write_json
 from headstart.target import TreeShape
@@ -39,15 +40,21 @@ def main() -> None:
     answers = plain_answers(target, prompts, options.max_new_tokens, options.batch_size)
     print(f"plain answers to {len(prompts)} prompts: {time.perf_counter() - started:.0f} s", flush=True)
     narrow = TreeShape.from_paths([(0, 0), (1,)])
-    drafters = {
-        "trained heads": HeadDrafter(decoder.heads, shape),
+    drafters: dict[str, Drafter] = {
+        "trained heads, static tree": HeadDrafter(decoder.heads, shape),
         "random heads": HeadDrafter(random_weights(decoder.heads), narrow),
         "always wrong": AlwaysWrongDrafter(narrow, unused_tokens(answers, target.vocab_size, narrow.width)),
     }
+    tuned = decoder.drafter()
+    if tuned is not None:
+        drafters = {"trained heads, as tuned": tuned, **drafters}
     rows = {}
     for name, drafter in drafters.items():
         started = time.perf_counter()
-        found = audit(target, {name: drafter}, prompts, options.max_new_tokens, options.batch_size, answers)[name]
+        costs = decoder.costs if drafter is tuned else None
+        found = audit(
+            target, {name: drafter}, prompts, options.max_new_tokens, options.batch_size, answers, costs=costs
+        )[name]
         rows[name] = {
             "prompts": found.prompts,
             "tokens": found.tokens,
