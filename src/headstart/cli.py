@@ -137,7 +137,11 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
 
     work = _run(recipe, overrides, run_dir)
     _execute(work, stages_until("train"))
-    say(work.console, ("Heads", work.folder / TRAIN / "best"), ("Go on", f"headstart run {recipe}"))
+    say(
+        work.console,
+        ("Heads", work.folder / TRAIN / "best"),
+        ("Go on", f"headstart run {work.folder / 'recipe.yaml'} --run-dir {work.folder}"),
+    )
 
 
 @app.command()

@@ -187,13 +187,13 @@ def sample_texts(
     """Decode texts round by round with the real random streams, and count their first `length` tokens.
 
     Args:
-        length: by default 3, or what a round emits at most.
+        length: by default what a round emits at most, and 2 at least.
         same_noise: two streams of draft, accept and residual that wrongly start each round with the same noise.
 
     Returns:
         Counts, one axis per token.
     """
-    length = length or max(3, 1 + depth(grower.shape))
+    length = length or max(2, 1 + depth(grower.shape))
     numbers = {name: _numbers(stream) for name, stream in _streams(seed).items()}
     rounds: dict[tuple[int, ...], Repeated[Repeated[tuple[int, ...]]]] = {}
 

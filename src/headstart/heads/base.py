@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from headstart.errors import UserError, nearest
@@ -241,14 +241,21 @@ def make_config(settings: dict[str, Any], target: Target) -> HeadConfig:
     """A family's config from recipe settings, with the target's sizes filled in.
 
     Raises:
-        UserError: unknown family or key, or a draft vocabulary larger than the target's.
+        UserError: unknown family or key, a value out of range, or a draft vocabulary larger than the target's.
     """
     cls = family(str(settings.get("family", "")))
     unknown = set(settings) - set(cls.Config.model_fields)
     if unknown:
         name = sorted(unknown)[0]
         raise UserError(f"{cls.family} heads have no setting {name!r}.", nearest(name, cls.Config.model_fields))
-    config = cls.Config(**{**settings, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size})
+    try:
+        config = cls.Config(**{**settings, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"heads.{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg'].lower()}.",
+            f"See what {cls.family} heads can be set to: headstart recipes show quickstart.",
+        ) from None
     if config.draft_vocab_size > target.vocab_size:
         raise UserError(
             f"A draft vocabulary of {config.draft_vocab_size} is larger than the target's {target.vocab_size}.",
