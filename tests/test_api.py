@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MinNewTokensLengthLogitsProcessor
 
 import headstart
 from headstart.api import Decoder, TextPieces
+from headstart.decode.heads_drafter import HeadDrafter
 from headstart.errors import UserError
 from headstart.hub import export_heads
-from headstart.target import Target
+from headstart.target import Target, TreeShape
 from tests.hub.helpers import TUNING, export, make_heads
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -80,6 +82,61 @@ def test_generate_is_lossless_and_counts(decoder: Decoder) -> None:
         assert fast.first_token_ms > 0
 
 
+@pytest.mark.parametrize("drafter", ["heads", "ngram", "lookahead", "early-exit:1", "heads+ngram", "none"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"repetition_penalty": 1.3}, {"processors": [MinNewTokensLengthLogitsProcessor(3, 8, 2)]}, {"draft": "on"}],
+)
+def test_every_drafter_writes_the_same_words(decoder: Decoder, drafter: str, options: dict[str, Any]) -> None:
+    plain = decoder.generate("one two one two", max_new_tokens=16, **{**options, "draft": "off"})
+    assert decoder.generate("one two one two", max_new_tokens=16, drafter=drafter, **options).tokens == plain.tokens
+
+
+def test_sampling_settings_reach_the_loop(decoder: Decoder) -> None:
+    greedy = decoder.generate("Hello", max_new_tokens=8).tokens
+    for only_the_best in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        for verifier in ("auto", "rrs", "typical"):
+            answer = decoder.generate("Hello", max_new_tokens=8, temperature=1.0, verifier=verifier, **only_the_best)
+            assert answer.tokens == greedy, (only_the_best, verifier)
+    drawn = decoder.generate("Hello", max_new_tokens=8, temperature=1.0, seed=5)
+    assert drawn.tokens != greedy
+    assert drawn.tokens == decoder.generate("Hello", max_new_tokens=8, temperature=1.0, seed=5).tokens
+
+
+def test_kinds_of_trees(tiny_target: Target) -> None:
+    heads, shape = make_heads(tiny_target), TreeShape.from_paths(TUNING["paths"])
+    measured = {"chain": 1, "calibration": {"log_probs": [[-5.0, 0.0]] * 2, "accepted": [[0.1, 0.9]] * 2}}
+    tuned = Decoder(tiny_target, heads, shape, {**TUNING, **measured, "tree": "dynamic"})
+    kinds = {tree: tuned.drafter("heads", tree) for tree in ("dynamic", "static", "chain", None)}
+    assert {tree: drafter.tree for tree, drafter in kinds.items() if isinstance(drafter, HeadDrafter)} == {
+        "dynamic": "dynamic", "static": "static", "chain": "static", None: "dynamic",
+    }  # fmt: skip
+    assert kinds["chain"] is not None and kinds["chain"].max_nodes == 2
+    assert tuned.costs is not None and tuned.costs.widths == (1, 2, 4)
+    assert tuned.engine("heads", "chain") is tuned.engine("heads", "chain"), "made once"
+    words = {tuple(tuned.generate("Hello", max_new_tokens=12, tree=tree).tokens) for tree in kinds}
+    assert len(words) == 1
+    untuned = Decoder(tiny_target, heads, shape)
+    assert untuned.costs is None
+    assert untuned.drafter() is not None
+    with pytest.raises(UserError, match="calibration is not whole"):
+        Decoder(tiny_target, heads, shape, {"widths": [1]})
+
+
+def test_a_drafter_that_fails_is_named_in_the_answer(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = make_heads(tiny_target)
+    decoder = Decoder(tiny_target, heads, TreeShape.from_paths(TUNING["paths"]), TUNING)
+    plain = decoder.generate("Hello", max_new_tokens=8, drafter="none")
+    assert plain.drafter_error is None
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no drafts today")
+
+    monkeypatch.setattr(type(heads), "expand", fail)
+    answer = decoder.generate("Hello", max_new_tokens=8)
+    assert (answer.tokens, answer.drafter_error) == (plain.tokens, "ValueError: no drafts today")
+
+
 def test_batch_equals_one_by_one(decoder: Decoder) -> None:
     one = [decoder.generate(prompt, max_new_tokens=16).tokens for prompt in PROMPTS]
     assert [answer.tokens for answer in decoder.generate_batch(PROMPTS, max_new_tokens=16)] == one
@@ -108,6 +165,18 @@ def test_the_three_kinds_of_prompt(decoder: Decoder) -> None:
         ({"prompt": [1, 100_000]}, "Token ids run from 1 to 100000"),
         ({"prompt": [-1]}, "Token ids"),
         ({"prompt": "a", "drafter": "head"}, "Did you mean 'heads'"),
+        ({"prompt": "a", "drafter": "heads+ngrm"}, "Did you mean 'ngram'"),
+        ({"prompt": "a", "tree": "chian"}, "Did you mean 'chain'"),
+        ({"prompt": "a", "tree": "dynamic"}, "Tune them again"),
+        ({"prompt": "a", "topp": 0.5}, "Unknown option 'topp'. Did you mean 'top_p'"),
+        ({"prompt": "a", "top_p": 0.0}, "top_p is 0"),
+        ({"prompt": "a", "top_p": 1.1}, "top_p is 1.1"),
+        ({"prompt": "a", "top_k": -1}, "top_k is -1"),
+        ({"prompt": "a", "min_p": 2.0}, "min_p is 2"),
+        ({"prompt": "a", "repetition_penalty": 0.0}, "repetition_penalty is 0"),
+        ({"prompt": "a", "verifier": "typicl"}, "Did you mean 'typical'"),
+        ({"prompt": "a", "draft": "always"}, "draft is 'always'"),
+        ({"prompt": "a", "processors": [lambda ids, scores: scores + torch.rand(1)]}, "keeps a state or draws random"),
         ({"prompt": "a", "stop": ""}, "stop string is empty"),
         ({"prompt": "a", "stop": ["x", ""]}, "stop string is empty"),
         ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens is 0"),

@@ -20,8 +20,8 @@ from tests.test_pipeline import recipe_text, tiny_recipe
 from tests.tiny import tiny_model, tiny_tokenizer
 
 COMMANDS = (
-    "run", "plan", "data", "data build", "data show", "train", "tune", "eval", "generate", "chat", "export", "push",
-    "recipes", "recipes show",
+    "run", "plan", "data", "data build", "data show", "train", "tune", "eval", "audit", "generate", "chat", "export",
+    "push", "recipes", "recipes show",
 )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def evaluate(
     from headstart.data.questions import read_questions
 
     asked = read_questions(questions)
-    from headstart.eval import EvalOptions
+    from headstart.eval import EvalOptions, show_compare
     from headstart.pipeline.actions import report
     from headstart.pipeline.summary import show_summary
 
@@ -101,6 +101,7 @@ def evaluate(
     )
     results = report(load_decoder(heads, target, revision, dtype), asked, options, out, console)
     show_summary(results, f"{heads} on {questions.name}", console)
+    show_compare(results, console)
     say(console, ("Report", out / "report.html"))
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headstart.decode import rules
 from headstart.decode.verify import Row
-from tests.decode.tables import ROOT, Grower, Kind, Shape, raw_table
+from tests.decode.tables import Grower, Kind, Shape
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,7 @@ class RawBonusRow(Row):
     """The token behind a fully accepted path comes from the plain softmax, before temperature and cut."""
 
     def p_target(self, node: int) -> Tensor:
-        if self.children[node]:
-            return super().p_target(node)
-        path, place = [], node
-        while place:
-            path.append(self.tokens[place])
-            place = self._parents[place]
-        return raw_table([ROOT, *path[::-1]])
+        return super().p_target(node) if self.children[node] else torch.softmax(self._logits_NV[node], -1)
 
 
 class PruningGrower(Grower):

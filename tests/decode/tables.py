@@ -98,9 +98,9 @@ def q_table(prefix: Sequence[int]) -> Tensor:
     return _warped(context(prefix), 0.4)
 
 
-def raw_table(prefix: Sequence[int]) -> Tensor:
-    """The target's plain softmax, before temperature and cut."""
-    return torch.softmax(_logits_V(context(prefix))[0], -1)
+def logits_table(prefix: Sequence[int]) -> Tensor:
+    """The target's logits, before temperature and cut."""
+    return _logits_V(context(prefix))[0]
 
 
 @cache
@@ -117,15 +117,16 @@ def exact_joint(prefix: tuple[int, ...], length: int) -> NDArray[np.float64]:
 
 @dataclass
 class Draft:
-    """A tree for one row, as a list of nodes."""
+    """A tree for one row, as a list of nodes, each with the target's logits after it."""
 
     tokens: list[int]
     parents: list[int]
+    logits: list[Tensor]
     drawn: dict[int, Drawn]
 
     def row(self, prefix: tuple[int, ...], row_type: type[Row] = Row) -> Row:
-        nothing_NV = torch.zeros(1, VOCAB).expand(len(self.tokens), -1)
-        return row_type(self.tokens, self.parents, self.drawn, nothing_NV, lambda _, path: p_table((*prefix, *path)))
+        logits_NV = torch.stack(self.logits)
+        return row_type(self.tokens, self.parents, self.drawn, logits_NV, lambda _, path: p_table((*prefix, *path)))
 
 
 class Grower:
@@ -144,7 +145,7 @@ class Grower:
 
     def grow(self, prefix: tuple[int, ...], pick: Pick) -> Draft:
         """Draft behind a prefix; with draws from the stream "draft"."""
-        draft = Draft([ROOT], [-1], {})
+        draft = Draft([ROOT], [-1], [logits_table(prefix)], {})
         self._extend(draft, 0, prefix, self.shape, self.kind.branch, pick)
         return draft
 
@@ -154,6 +155,7 @@ class Grower:
         def add(token: int) -> None:
             draft.tokens.append(token)
             draft.parents.append(node)
+            draft.logits.append(logits_table((*prefix, token)))
             children[token] = len(draft.tokens) - 1
 
         guessed, q_drawn_V = _plan(self.kind.children, context(prefix), len(shape))

@@ -113,38 +113,32 @@ def test_paused_rounds_are_read_too() -> None:
     assert [row.index.text for row in one] == [[*texts[1], 1]]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_is_that_of_plain_decoding(temperature: float) -> None:
+def test_output_is_that_of_plain_decoding() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     chance = random.Random(1)
     texts = [[chance.randrange(6) for _ in range(length)] for length in (30, 5, 17)]
-    if temperature:
-        target.model.get_output_embeddings().weight.mul_(60.0)  # nearly certain everywhere, so draws hardly matter
-    options = DecodeOptions(max_new_tokens=40, ignore_end=True, temperature=temperature)
+    options = DecodeOptions(max_new_tokens=40, ignore_end=True)
     plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
     together = Engine(target, NgramDrafter()).generate(texts, options)
     assert all(row.drafter_error is None for row in together)
-    if temperature == 0:
-        assert [row.tokens for row in together] == plain
-        assert [Engine(target, NgramDrafter()).generate([text], options)[0].tokens for text in texts] == plain
-    assert all(len(row.tokens) == 40 for row in together)
+    assert [row.tokens for row in together] == plain
+    assert [Engine(target, NgramDrafter()).generate([text], options)[0].tokens for text in texts] == plain
+    assert max(row.tokens_per_round for row in together) > 1.2, "the proof must exercise accepted drafts"
+    assert any(round.emitted == 1 < round.nodes for row in together for round in row.rounds), "and rejected ones"
 
 
 def test_quoted_text_is_accepted_in_long_runs() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
-    options = DecodeOptions(max_new_tokens=60, ignore_end=True)
-    text = [1, 2, 3]
-    answer = Engine(target).generate([text], options)[0].tokens
-    # The prompt holds its own continuation; a model that quotes is imitated by a drafter that is told the answer.
+    chance = random.Random(2)
+    answer = [chance.randrange(50) for _ in range(120)]
     drafter = NgramDrafter()
-    session = drafter.open([[*text, *answer, *text]], {})
-    rounds, done = 0, 0
-    while done < len(answer) - 1:
-        tree = propose(drafter, session, [answer[done]], max_nodes=16)
-        drafts = tree.tokens_BN[0].tolist()
-        right = 1
-        while right < len(drafts) and done + right < len(answer) and drafts[right] == answer[done + right]:
-            right += 1
+    session = drafter.open([[60, *answer, 61, 60]], {})  # the prompt holds the answer
+    rounds = done = 0
+    while done < len(answer):
+        drafts = propose(drafter, session, [answer[done]]).tokens_BN[0].tolist()
+        right = next(
+            (place for place, pair in enumerate(zip(drafts, answer[done:], strict=False)) if pair[0] != pair[1]),
+            min(len(drafts), len(answer) - done),
+        )
         observe(drafter, session, [answer[done : done + right]])
         done, rounds = done + right, rounds + 1
-    assert rounds <= len(answer) / 8
+    assert rounds <= 10

@@ -148,12 +148,11 @@ def test_without_randomness_the_argmax_decides(rule: str) -> None:
     assert (accepted.path, accepted.tokens) == ([0, 1], [1, 2])
 
 
-@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("rule", ["greedy_draft", "rrs", "block", "traversal"])
 def test_equal_distributions_accept_everything(rule: str) -> None:
     p_target = [[0.1, 0.2, 0.3, 0.4]] * 4
     drawn = {node: Drawn([node + 1], torch.tensor(p_target[0])) for node in range(3)}
-    if rule != "top_k":
-        assert one_round(rule, p_target, [0, 1, 0, 3], drawn).path == [0, 1, 2, 3]
+    assert one_round(rule, p_target, [0, 1, 0, 3], drawn).path == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("rule", ["greedy_draft", "rrs", "block", "traversal"])

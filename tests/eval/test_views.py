@@ -86,7 +86,7 @@ def test_samples_through_the_memory_are_those_without_it(
 ) -> None:
     options = DecodeOptions(max_new_tokens=5, temperature=1.0, ignore_end=True, draft="on")
     monkeypatch.setattr(views, "_MOST_NODES", 16)
-    monkeypatch.setattr(views, "MOST_TEXTS", 30)
+    monkeypatch.setattr(views, "MOST_TEXTS", 100)
     for prompt in ([3, 1, 4, 1], [2, 7]):
         expected = [row.tokens for row in Engine(target, drafter).generate([prompt] * 16, options)]
         view = RememberingTarget(target)

@@ -211,7 +211,7 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
     """
     if options.max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
-    options.sampling.check(target.vocab_size)
+    options.sampling.check(target.vocab_size, target.device)
     if options.verifier != "auto" and options.verifier not in RULES:
         raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *RULES]))
     if options.draft not in ("auto", "on", "off"):

@@ -56,7 +56,7 @@ class Sampling:
         """Whether the distribution after a node depends on more than the node's logits."""
         return self.repetition_penalty != 1 or bool(self.processors)
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         """Refuse what cannot be sampled, before any work.
 
         Raises:
@@ -72,12 +72,12 @@ class Sampling:
             if wrong:
                 raise UserError(f"{name} is {getattr(self, name)}.", remedy)
         for processor in self.processors:
-            _check_processor(processor, vocab_size)
+            _check_processor(processor, vocab_size, device)
 
     def process(self, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
         """Logits [V] after the repetition penalty and the processors, for the token behind `prefix`."""
         ids_1T = torch.tensor([list(prefix)], device=logits_V.device)
-        scores_1V = logits_V[None].float()
+        scores_1V = logits_V[None].to(torch.float32, copy=True)  # processors may write in place
         if self.repetition_penalty != 1:
             scores_1V = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)(ids_1T, scores_1V)
         for processor in self.processors:
@@ -122,11 +122,11 @@ def nucleus(probs: Tensor, share: float) -> Tensor:
     return torch.zeros_like(probs).scatter_(-1, index, top / top.sum(-1, keepdim=True))
 
 
-def _check_processor(processor: Any, vocab_size: int) -> None:
+def _check_processor(processor: Any, vocab_size: int, device: torch.device | str) -> None:
     """A processor that keeps a state would mix up the branches of a tree: the same call must give the same scores."""
     name = type(processor).__name__
-    scores_1V = torch.linspace(-1.0, 1.0, vocab_size)[None]
-    texts = [torch.tensor([text]) for text in ([0, 0, 0], [0, 0, 0, 0], [0, 0, 0])]
+    scores_1V = torch.linspace(-1.0, 1.0, vocab_size, device=device)[None]
+    texts = [torch.tensor([text], device=device) for text in ([0, 0, 0], [0, 0, 0, 0], [0, 0, 0])]
     try:
         first, _, again = (processor(text, scores_1V.clone()) for text in texts)
     except Exception as error:

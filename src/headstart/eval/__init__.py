@@ -2,7 +2,7 @@
 
 from headstart.eval.audit import AlwaysWrongDrafter, AuditResult, audit, plain_answers, random_weights, unused_tokens
 from headstart.eval.measure import EvalOptions, evaluate, evaluate_decoder
-from headstart.eval.report import write_report
+from headstart.eval.report import show_compare, write_report
 
 __all__ = [
     "AlwaysWrongDrafter",
@@ -13,6 +13,7 @@ __all__ = [
     "evaluate_decoder",
     "plain_answers",
     "random_weights",
+    "show_compare",
     "unused_tokens",
     "write_report",
 ]

@@ -16,6 +16,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -62,7 +63,7 @@ PROMPTS = (
 )
 """What is asked when the user brings no questions: short, of many kinds, some with a nearly certain answer."""
 
-_ROWS = 64
+_ROWS = 32
 """Rows that are sampled together."""
 
 
@@ -353,6 +354,10 @@ def _check(target: Target, prompts: Sequence[Sequence[int]], options: AuditOptio
             raise UserError(f"{name} is {getattr(options, name)}.", "Give a number of at least 1.")
     if options.depth < 2:
         raise UserError(f"depth is {options.depth}.", "Sample 2 tokens or more: the first one is never drafted.")
+    if target.dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"The target is in {target.dtype}, where trees and single tokens round differently.", "Load it in float32."
+        )
     longest = max(options.max_new_tokens, options.depth)
     for temperature in options.temperatures or (0.0,):
         for verifier in options.verifiers or ("auto",):

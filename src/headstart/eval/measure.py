@@ -208,6 +208,9 @@ def evaluate_decoder(
         name = tree if name == "heads" else f"{name} ({tree})"
     compare = wanted(options.compare, name)
     predicted = source.calibration.get("predicted", {}).get("speedup") if name == "heads" else None
+    tuned_dtype = source.calibration.get("settings", {}).get("dtype")
+    if options.temperature > 0 or options.batch_size > 1 or tuned_dtype != _dtype(source.target):
+        predicted = None  # tuning spoke of greedy decoding, one prompt at a time, in the dtype it ran in
     others = {one: named(source, one) for one in compare if not one.startswith(ASSISTANT)}
     options = replace(options, drafter=name, compare=compare, predicted_speedup=predicted)
     return evaluate(source.target, drafter, questions, options, progress, source.costs, others)
@@ -222,7 +225,7 @@ def environment(target: Target) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": str(device),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": _dtype(target),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -230,6 +233,10 @@ def environment(target: Target) -> dict[str, Any]:
         "headstart": headstart.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _dtype(target: Target) -> str:
+    return str(target.dtype).removeprefix("torch.")
 
 
 def cpu_model() -> str:

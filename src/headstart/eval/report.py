@@ -8,6 +8,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
 
 from headstart.eval.methods import HEADS, LOOKUP, METHODS, PLAIN, STOCK
 from headstart.eval.plots import BASELINES, plots
@@ -48,6 +50,34 @@ def write_report(results: Mapping[str, Any], out: Path) -> None:
     write_json(out / "results.json", results)
     write_text(out / "report.md", render(results, "report.md.j2"))
     write_text(out / "report.html", render(results, "report.html.j2", plots(results)))
+
+
+def show_compare(results: Mapping[str, Any], console: Console) -> None:
+    """Print what the summary table leaves out: compared drafters, a lossy verifier, drafters that failed."""
+    rows = results["compare"]
+    if len(rows) > len(METHODS):
+        table = Table(title="Every drafter", title_justify="left")
+        table.add_column("drafter")
+        for title in ("tokens/s", "over plain", f"{tested(results)} over it", "τ", "host share"):
+            table.add_column(title, justify="right")
+        table.add_column("words")
+        for row in rows:
+            table.add_row(
+                row["name"],
+                number(row["tokens_per_second"], 1),
+                times(row["speedup_vs_plain"]),
+                times(row["tested_over_it"]),
+                number(row["tokens_per_round"]),
+                percent(row["host_share"], 1),
+                words(row),
+            )
+        console.print(table)
+    if not results["summary"]["lossless"]:
+        console.print(LOSSY, style="bold red", highlight=False, soft_wrap=True)
+    for row in rows:
+        if row["drafter_error"]:
+            failed = f"The drafter {row['name']} failed ({row['drafter_error']}); decoding went on plainly."
+            console.print(failed, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]] | None = None) -> str:

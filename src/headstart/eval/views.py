@@ -1,11 +1,11 @@
 """Views of a target: everything as it is, with something noted or remembered beside it.
 
-Shape suffixes: B rows, N tree nodes, V vocabulary, E hidden size.
+Shape suffixes: B rows, N tree nodes, X = B * N, M remembered texts, V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import Tensor
 from headstart.target import DraftTree, Target, TargetOutput
 from headstart.target.cache import TreeCache
 
-MOST_TEXTS = 2000
-"""Texts that `RememberingTarget` keeps: a vocabulary of 50k takes 0.2 MB each."""
+MOST_TEXTS = 4000
+"""Texts that `RememberingTarget` keeps."""
+MOST_BYTES = 1 << 30
+"""Memory for their logits; a vocabulary of 50k takes 0.2 MB a text."""
 _MOST_NODES = 256
 """Nodes read in one forward."""
 
@@ -114,14 +116,20 @@ class RememberingTarget(TargetView):
     Thousands of rows with the same prompt take the same few paths. What the target says after a text does not depend on
     the row, so it is computed once, by the target's own tree forward behind its own cache, and looked up from then on.
     The decode loop, drafter, rules and random streams run as always; only the batched cache is left out (batches have a
-    test of their own, see `headstart.eval.audit`). All rows must have the same prompt, of at least two tokens.
+    test of their own, see `headstart.eval.audit`). All rows must have the same prompt, of at least two tokens. Logits
+    are good until the next forward.
     """
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self._prompt: Text = ()
         self._asked: tuple[int, ...] = ()
-        self._known: dict[Text, tuple[Tensor, dict[int, Tensor]]] = {}
+        self._places: dict[Text, int] = {}
+        most = max(_MOST_NODES, min(MOST_TEXTS, MOST_BYTES // (4 * self.vocab_size)))
+        with torch.inference_mode():
+            self._logits_MV = torch.empty(most, self.vocab_size, device=self.device)
+            self._found_XV = torch.empty(0, self.vocab_size, device=self.device)
+        self._states: dict[int, Tensor] = {}
 
     def new_cache(self, rows: int, capacity: int) -> Any:
         return Texts(0, [()] * rows)
@@ -137,30 +145,37 @@ class RememberingTarget(TargetView):
             {tap: state.expand(len(rows), -1, -1) for tap, state in self._first.taps.items()},
         )
 
+    @torch.inference_mode()
     def forward_tree(self, cache: Any, tree: DraftTree, taps: Sequence[int] = ()) -> TargetOutput:
         cache.tree = tree
-        texts_BN = [_texts(text, tree, row) for row, text in enumerate(cache.rows_B)]
-        self._read({text for texts in texts_BN for text in texts})
-        found = [[self._known[text] for text in texts] for texts in texts_BN]
-        out = TargetOutput(
-            torch.stack([torch.stack([logits_V for logits_V, _ in row]) for row in found]),
-            {tap: torch.stack([torch.stack([states[tap] for _, states in row]) for row in found]) for tap in taps},
+        texts_X = [text for row, before in enumerate(cache.rows_B) for text in _texts(before, tree, row)]
+        self._read(dict.fromkeys(texts_X))
+        places_X = torch.tensor([self._places[text] for text in texts_X], device=self.device)
+        if len(texts_X) > len(self._found_XV):  # kept from call to call: fresh memory costs more than the copy
+            self._found_XV = torch.empty(len(texts_X), self.vocab_size, device=self.device)
+        found_XV = torch.index_select(self._logits_MV, 0, places_X, out=self._found_XV[: len(texts_X)])
+        return TargetOutput(
+            found_XV.view(cache.rows, tree.size, -1),
+            {tap: self._states[tap][places_X].view(cache.rows, tree.size, -1) for tap in taps},
         )
-        if len(self._known) > MOST_TEXTS:
-            self._known.clear()
-        return out
 
     def _start(self, prompt: Text, taps: tuple[int, ...]) -> None:
         self._prompt, self._asked = prompt, taps
-        self._known.clear()
+        self._places.clear()
         self._first = self.original.prefill(self.original.new_cache(1, len(prompt)), [prompt], taps)
+        size = len(self._logits_MV), self.hidden_size
+        self._states = {tap: torch.empty(size, dtype=self.dtype, device=self.device) for tap in taps}
         # The prompt's last token is the root of every tree that is read, so that one tree can hold many first tokens.
         self._cache = self.original.new_cache(1, len(prompt) + _MOST_NODES)
         self.original.prefill(self._cache, [prompt[:-1]])
 
-    def _read(self, texts: set[Text]) -> None:
+    def _read(self, texts: Iterable[Text]) -> None:
         """Compute what is not known yet, as trees behind the prompt."""
-        waiting = sorted(text for text in texts if text not in self._known)
+        texts = set(texts)
+        if len(self._places) + len(texts - self._places.keys()) > len(self._logits_MV):
+            self._places.clear()
+        assert len(texts) <= len(self._logits_MV), "a batch and its trees fit"
+        waiting = sorted(texts - self._places.keys())
         while waiting:
             nodes: dict[Text, int] = {(): 0}
             taken = 0
@@ -177,10 +192,12 @@ class RememberingTarget(TargetView):
                 self.device,
             )
             out = self.original.forward_tree(self._cache, tree, self._asked)
-            for text in waiting[:taken]:
-                node = nodes[text]
-                states = {tap: state_BNE[0, node].clone() for tap, state_BNE in out.taps.items()}
-                self._known[text] = (out.logits_BTV[0, node].clone(), states)
+            read = torch.tensor([nodes[text] for text in waiting[:taken]], device=self.device)
+            first = len(self._places)
+            self._logits_MV[first : first + taken] = out.logits_BTV[0, read]
+            for tap, state_BNE in out.taps.items():
+                self._states[tap][first : first + taken] = state_BNE[0, read]
+            self._places.update(zip(waiting[:taken], range(first, first + taken), strict=True))
             waiting = waiting[taken:]
 
 

@@ -87,7 +87,8 @@ def metadata(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, A
         values["base_model_relation"] = "adapter"
     values["library_name"] = "headstart"
     values["pipeline_tag"] = "text-generation"
-    values["tags"] = ["headstart", "speculative-decoding", "draft-heads", str(config["heads"]["family"])]
+    family = str(config["heads"]["family"])
+    values["tags"] = ["headstart", "speculative-decoding", "draft-heads", "custom_generate", family]
     return values
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.errors import UserError, nearest
 from headstart.files import need_disk, write_atomic
@@ -89,9 +89,7 @@ def _dequantised(folder: Path, gguf: str) -> Path:
 
     def convert(partial: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=gguf, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32, **_dequantised())
         # A dequantised model is still flagged as quantised, which blocks save_pretrained.
         model.is_quantized = False
         model.hf_quantizer = None
@@ -175,3 +173,10 @@ def _locate(spec: str) -> tuple[str, str | None]:
             f"Unknown target {spec!r}.", f"{nearest(spec, PACKAGED)} A hub id (user/name) or a folder works too."
         )
     return spec, None
+
+
+def _dequantised() -> dict[str, Any]:
+    """What makes transformers unpack the weights of a GGUF file; versions before 5.17 always do."""
+    if not hasattr(transformers, "GgufConfig"):
+        return {}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}

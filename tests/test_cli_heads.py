@@ -1,0 +1,132 @@
+"""The commands that take heads: every drafting and sampling option, comparisons, the audit, and bad values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import cli_heads
+from headstart.target import Target
+from tests.hub.helpers import export
+from tests.test_cli import call, refused, works
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target, tiny_target_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "heads"
+    export(folder, Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder)))
+    return folder
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"turns": ["one two one two"]}\n{"turns": ["hello"]}\n')
+    return file
+
+
+def said(heads: Path, *options: object) -> Any:
+    return works(
+        "generate", heads, "--prompt", "one two one two", "--max-new-tokens", 10, "--dtype", "float32", *options
+    )
+
+
+def test_every_drafter_and_mode_writes_the_same_words(heads: Path) -> None:
+    plain = said(heads, "--drafter", "none").stdout
+    for options in (
+        ("--drafter", "ngram"),
+        ("--drafter", "heads+ngram", "--draft", "on"),
+        ("--drafter", "early-exit:1"),
+        ("--tree", "static"),
+        ("--draft", "off"),
+        ("--temperature", 1, "--top-k", 1),
+        ("--temperature", 1, "--top-p", 0.000001, "--verifier", "rrs"),
+        ("--temperature", 1, "--min-p", 1, "--verifier", "block"),
+    ):
+        assert said(heads, *options).stdout == plain, options
+    assert said(heads, "--repetition-penalty", 5).stdout != plain
+
+
+def test_a_lossy_verifier_is_called_lossy(heads: Path) -> None:
+    assert "LOSSY" in said(heads, "--temperature", 1, "--verifier", "typical").stderr
+    assert "LOSSY" not in said(heads, "--temperature", 1, "--verifier", "top_k").stderr
+    lines = works("chat", heads, "--max-new-tokens", 4, "--verifier", "typical", "--temperature", 1, stdin="hi\n\n")
+    assert "LOSSY" in lines.stderr
+
+
+def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
+    asked = ("eval", heads, "--questions", questions, "--out", tmp_path, "--max-new-tokens", 6, "--dtype", "float32")
+    shown = works(*asked, "--compare", "ngram,early-exit:1", "--compare", "static").stdout
+    assert "Every drafter" in shown
+    results = json.loads((tmp_path / "results.json").read_text())
+    names = [row["name"] for row in results["compare"]]
+    assert names == ["heads", "plain", "transformers", "transformers_prompt_lookup", "ngram", "early-exit:1", "static"]
+    shown = works(*asked, "--limit", 1, "--temperature", 1, "--verifier", "typical", "--drafter", "ngram").stdout
+    assert "LOSSY" in shown
+    settings = json.loads((tmp_path / "results.json").read_text())["settings"]
+    assert (settings["drafter"], settings["verifier"], settings["temperature"]) == ("ngram", "typical", 1.0)
+    works(*asked, "--limit", 1, "--tree", "static", "--top-p", 0.5, "--top-k", 5, "--min-p", 0.1, "--temperature", 0.5)
+    settings = json.loads((tmp_path / "results.json").read_text())["settings"]
+    assert (settings["tree"], settings["top_p"], settings["top_k"], settings["min_p"]) == ("static", 0.5, 5, 0.1)
+
+
+def test_audit_ends_clean_and_leaves_evidence(heads: Path, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "audit"
+    asked = ("audit", heads, "--questions", questions, "--limit", 2, "--samples", 60, "--max-new-tokens", 6)
+    shown = works(*asked, "--drafters", "static,always wrong", "--temperature", 1, "--verifier", "top_k,block").stdout
+    assert "Clean: " in shown
+    works(*asked, "--drafters", "ngram", "--temperature", 0, "--top-p", 0.5, "--out", out)
+    found = json.loads((out / "audit.json").read_text())
+    assert found["clean"] and found["sampling"] == []
+    assert [row["drafter"] for row in found["greedy"]] == ["ngram", "ngram"]
+    assert found["environment"]["dtype"] == "float32"
+    assert "one two one two" in found["prompts"][0]
+    assert (out / "audit.md").is_file()
+
+
+def test_an_audit_that_finds_something_fails(heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Target.forward_tree
+
+    def shifted(self: Target, cache: Any, tree: Any, taps: Any = ()) -> Any:
+        out = honest(self, cache, tree, taps)
+        if tree.size > 1:
+            out.logits_BTV = out.logits_BTV.roll(1, -1)
+        return out
+
+    asked = ("audit", heads, "--limit", 1, "--max-new-tokens", 4, "--drafters", "static", "--temperature", 0)
+    works(*asked)
+    # A target is checked when it is loaded: break it behind that.
+    load = cli_heads.load_decoder
+
+    def load_then_break(*arguments: Any) -> Any:
+        decoder = load(*arguments)
+        monkeypatch.setattr(Target, "forward_tree", shifted)
+        return decoder
+
+    monkeypatch.setattr(cli_heads, "load_decoder", load_then_break)
+    result = call(*asked, "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "Not clean" in result.stdout
+    assert "tokens differ" in result.stdout
+    assert json.loads((tmp_path / "audit.json").read_text())["clean"] is False
+
+
+def test_bad_values_are_refused(heads: Path, questions: Path, tmp_path: Path) -> None:
+    speak = ("generate", heads, "--prompt", "hi")
+    assert "Did you mean 'heads'" in refused(*speak, "--drafter", "headz")
+    assert "Tune them again" in refused(*speak, "--tree", "dynamic")
+    assert "top_p is 1.5" in refused(*speak, "--top-p", 1.5)
+    assert "min_p is -1" in refused(*speak, "--min-p", -1)
+    assert "repetition_penalty is 0" in refused(*speak, "--repetition-penalty", 0)
+    assert "Did you mean 'typical'" in refused(*speak, "--verifier", "typicl")
+    measure = ("eval", heads, "--questions", questions, "--out", tmp_path / "out")
+    assert "Did you mean 'ngram'" in refused(*measure, "--compare", "ngrm")
+    assert "one prompt at a time" in refused(*measure, "--compare", "transformers_assistant:x", "--batch-size", 2)
+    assert "top_p is 0" in refused(*measure, "--top-p", 0)
+    assert not (tmp_path / "out").exists()
+    assert "Did you mean 'ngram'" in refused("audit", heads, "--drafters", "ngrm")
+    assert "Did you mean 'block'" in refused("audit", heads, "--verifier", "blok")
+    assert "missing.jsonl" in refused("audit", heads, "--questions", tmp_path / "missing.jsonl")
