@@ -89,7 +89,7 @@ def _dequantised(folder: Path, gguf: str) -> Path:
 
     def convert(partial: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32, **_dequantised())
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32, **_unpacking())
         # A dequantised model is still flagged as quantised, which blocks save_pretrained.
         model.is_quantized = False
         model.hf_quantizer = None
@@ -175,7 +175,7 @@ def _locate(spec: str) -> tuple[str, str | None]:
     return spec, None
 
 
-def _dequantised() -> dict[str, Any]:
+def _unpacking() -> dict[str, Any]:
     """What makes transformers unpack the weights of a GGUF file; versions before 5.17 always do."""
     if not hasattr(transformers, "GgufConfig"):
         return {}
