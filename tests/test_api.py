@@ -165,7 +165,7 @@ def test_the_three_kinds_of_prompt(decoder: Decoder) -> None:
         ({"prompt": [1, 100_000]}, "Token ids run from 1 to 100000"),
         ({"prompt": [-1]}, "Token ids"),
         ({"prompt": "a", "drafter": "head"}, "Did you mean 'heads'"),
-        ({"prompt": "a", "drafter": "heads+ngrm"}, "Did you mean 'ngram'"),
+        ({"prompt": "a", "drafter": "heads+ngrm"}, "Unknown drafter"),
         ({"prompt": "a", "tree": "chian"}, "Did you mean 'chain'"),
         ({"prompt": "a", "tree": "dynamic"}, "Tune them again"),
         ({"prompt": "a", "topp": 0.5}, "Unknown option 'topp'. Did you mean 'top_p'"),

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, Unpack, get_args
 
 from headstart.data.conversations import Message, prompt_tokens
 from headstart.decode.budget import Costs, Mode
-from headstart.decode.catalog import make_drafter
+from headstart.decode.catalog import DEFAULT, make_drafter
 from headstart.decode.drafters import Drafter
 from headstart.decode.heads_drafter import HeadDrafter, Tree
 from headstart.decode.loop import DecodeOptions, Engine, Generation, OnTokens, check
@@ -41,8 +41,8 @@ class GenerateOptions(TypedDict, total=False):
         seed: of sampling; 0.
         stop: strings that end the text.
         raw: read a text prompt as it is, without the chat template.
-        drafter: what drafts: "heads" (as when left out), "none" for plain decoding, "ngram", "lookahead", "early-exit",
-            "draft-model:SPEC", or several joined, as in "heads+ngram".
+        drafter: what drafts: "heads", "none" for plain decoding, "ngram", "lookahead", "early-exit",
+            "draft-model:SPEC", or several joined; "heads+ngram" when left out.
         tree: how the heads draft: "dynamic", "static" or "chain"; by default as tuning found best.
         draft: "auto" pauses drafting where it does not pay, "on" always drafts, "off" never.
         verifier: how drafts are accepted when sampling; "auto" is lossless, and so are all but "typical".
@@ -164,7 +164,7 @@ class Decoder:
             name = "+".join(part for part in parts if part != "heads") or "none"
         return make_drafter(name, self.target, heads)
 
-    def engine(self, drafter: str = "heads", tree: Tree | None = None) -> Engine:
+    def engine(self, drafter: str = DEFAULT, tree: Tree | None = None) -> Engine:
         """The decode loop with a drafter, see `drafter`; made once, so that a draft model is loaded once."""
         if (drafter, tree) not in self._engines:
             self._engines[drafter, tree] = Engine(self.target, self.drafter(drafter, tree), self.costs)
@@ -193,7 +193,7 @@ class Decoder:
         decoding = _decoding(options)
         tokens = [self.tokens(prompt, options.get("raw", False)) for prompt in prompts]
         check(self.target, tokens, decoding)
-        engine = self.engine(options.get("drafter", "heads"), options.get("tree"))
+        engine = self.engine(options.get("drafter", DEFAULT), options.get("tree"))
         return [self._answer(generation) for generation in engine.generate(tokens, decoding)]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
@@ -212,7 +212,7 @@ class Decoder:
         decoding = _decoding(options)
         tokens = self.tokens(prompt, options.get("raw", False))
         check(self.target, [tokens], decoding)
-        engine = self.engine(options.get("drafter", "heads"), options.get("tree"))
+        engine = self.engine(options.get("drafter", DEFAULT), options.get("tree"))
         pieces = TextPieces(tokenizer, self.target.end_tokens)
         return Stream(lambda on_tokens: self._answer(engine.generate([tokens], decoding, on_tokens)[0]), pieces)
 

@@ -110,7 +110,7 @@ def audit(
     questions: Questions = None,
     out: Annotated[Path | None, typer.Option(help="Folder for audit.json and audit.md.")] = None,
     limit: Limit = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest greedy answer, in tokens.")] = 48,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest greedy answer, in tokens.")] = 32,
     temperature: Temperatures = None,
     top_p: TopP = 0.9,
     samples: Samples = 2000,
@@ -159,7 +159,7 @@ def audit(
 def generate(
     heads: Heads,
     prompt: Annotated[str, typer.Option(help="What the user says.")],
-    drafter: DrafterName = "heads",
+    drafter: DrafterName = "heads+ngram",
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -203,7 +203,7 @@ def generate(
 
 def chat(
     heads: Heads,
-    drafter: DrafterName = "heads",
+    drafter: DrafterName = "heads+ngram",
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,

@@ -73,6 +73,15 @@ def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
     assert drafted == 300 if accepted else drafted < 25
 
 
+def test_dear_drafts_that_fail_are_given_up_early() -> None:
+    pace = Pace(REAL, "auto", 1, draft_ms=20.0)
+    rounds = 0
+    while pace.drafts:
+        rounds += 1
+        pace.note(DraftTree.from_shape(torch.zeros(1, 5, dtype=torch.long), TreeShape.chain(4)), [1])
+    assert rounds == 2, "two such rounds cost a token and a half"
+
+
 def test_drafting_returns_when_it_pays_again() -> None:
     pace = Pace(REAL, "auto", 1, draft_ms=1.6)
     shape = TreeShape.chain(4)

@@ -100,3 +100,14 @@ def test_first_difference() -> None:
 def test_common_shift_of_the_logits_is_no_error() -> None:
     exact = torch.tensor([[1.0, 0.9, 0.1, 0.0]])
     assert gap_error(exact + 5, exact, torch.bfloat16) == pytest.approx(2**-7, rel=0.01), "one step of bfloat16 at 1"
+
+
+def test_rounding_is_measured_where_the_gaps_are_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, rounded = targets()
+    judge, seen = Judge(rounded), []
+    gaps = dict(zip(range(40), torch.rand(40, generator=torch.Generator().manual_seed(0)).tolist(), strict=True))
+    monkeypatch.setattr(judge, "margin", lambda prefix, tokens: gaps[prefix[0]])
+    monkeypatch.setattr(judge, "limit", lambda texts: seen.extend(prompt[0] for prompt, _ in texts) or 0.5)
+    found = judge.judge([[number] for number in range(40)], [[1]] * 40, [[2]] * 40)
+    assert seen == sorted(gaps, key=gaps.__getitem__, reverse=True)[:16]
+    assert [verdict.explained for verdict in found.verdicts] == [gaps[number] <= 0.5 for number in range(40)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -92,6 +94,15 @@ def test_samples_through_the_memory_are_those_without_it(
         view = RememberingTarget(target)
         for _ in range(2):
             assert [row.tokens for row in Engine(view, drafter).generate([prompt] * 16, options)] == expected
+
+
+def test_a_horizon_leaves_the_first_tokens_as_they_are(target: Target, drafter: HeadDrafter) -> None:
+    options = DecodeOptions(max_new_tokens=3, temperature=1.0, ignore_end=True, draft="on")
+    for verifier in ("top_k", "greedy_draft", "rrs"):  # decided from the root down: the very same draws
+        asked = replace(options, verifier=verifier)
+        expected = [row.tokens for row in Engine(target, drafter).generate([[3, 1, 4]] * 32, asked)]
+        near = Engine(RememberingTarget(target, horizon=2), drafter).generate([[3, 1, 4]] * 32, asked)
+        assert [row.tokens for row in near] == expected
 
 
 def test_a_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ Mode = Literal["auto", "on", "off"]
 
 _FIRST_ROUNDS = 6
 """Drafted rounds before the first judgement whether drafting pays."""
+_PATIENCE = 1.0
+"""Tokens that the first rounds may fall behind plain decoding before they are judged early."""
 _MEMORY = 1 / 8
 """Weight of the newest round in the running means."""
 _PROBE_ROUNDS = 2
@@ -150,7 +152,7 @@ class Pace:
                 self._judge(self._net > 0)
         else:
             self._net += max(_MEMORY, 1 / self._rounds) * (net - self._net)
-            if self._rounds >= _FIRST_ROUNDS:
+            if self._rounds >= _FIRST_ROUNDS or self._net * self._rounds < -_PATIENCE:
                 self._judge(self._net > 0)
 
     def _judge(self, pays: bool) -> None:

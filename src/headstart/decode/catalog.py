@@ -25,6 +25,10 @@ DRAFTERS = {
 """What each name drafts with. Two or more joined with + draft together, as in heads+ngram."""
 
 
+DEFAULT = "heads+ngram"
+"""What generation drafts with when nothing else is said: n-grams cost next to nothing and see what heads miss."""
+
+
 def make_drafter(name: str, target: Target, heads: Drafter | None = None) -> Drafter | None:
     """The drafter that a name stands for; None for plain decoding.
 

@@ -64,8 +64,9 @@ class CombinedDrafter:
         self.name = f"{first.name}+{second.name}"
         self.taps = tuple(dict.fromkeys([*first.taps, *second.taps]))
         self.max_nodes = first.max_nodes + second.max_nodes - 1
-        shares = [getattr(part, "draft_share", None) for part in (first, second)]
-        self.draft_share = None if None in shares else sum(shares)
+        shares: list[float | None] = [getattr(part, "draft_share", None) for part in (first, second)]
+        known = [share for share in shares if share is not None]
+        self.draft_share = sum(known) if len(known) == len(shares) else None
         if isinstance(first, Learner) or isinstance(second, Learner):
             self.learn = self._learn  # not a method: the target's choices are read only for drafters that learn
 

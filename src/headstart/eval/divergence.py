@@ -28,7 +28,7 @@ EXACT_MARGIN = 1e-3
 LEADERS = 4
 """How many of the best tokens of a position the rounding error is measured on."""
 MEASURED_PROMPTS = 16
-"""On how many of the diverging prompts the rounding error is measured."""
+"""On how many of the diverging prompts the rounding error is measured, those with the largest margins first."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Judge:
         self._target = target
         self._sampling = sampling or Sampling()
         self._reference: Any = None
-        self._limit: float | None = None
+        self._errors: dict[tuple[int, ...], float] = {}  # of each text that was measured
 
     def judge(
         self, prompts: Sequence[Sequence[int]], plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]
@@ -122,15 +122,22 @@ class Judge:
         differences = [one for one in found if one is not None]
         if not differences:
             return Judgement(len(prompts), compared, None, [])
-        limit = self.limit([(prompts[one.prompt], plain[one.prompt]) for one in differences])
-        verdicts = []
-        for one in differences:
-            margin = None
-            if None not in one.tokens:
-                margin = self.margin([*prompts[one.prompt], *plain[one.prompt][: one.position]], one.tokens)
-            explained = margin is not None and margin <= limit
-            verdicts.append(Verdict(one.prompt, one.position, one.tokens, margin, explained))
+        margins = [self._margin(prompts, plain, one) for one in differences]
+        # The text where the gap is largest is where rounding must have done most: the error is measured there first.
+        worst = sorted(range(len(differences)), key=lambda place: -(margins[place] or 0.0))[:MEASURED_PROMPTS]
+        limit = self.limit([(prompts[differences[k].prompt], plain[differences[k].prompt]) for k in worst])
+        verdicts = [
+            Verdict(one.prompt, one.position, one.tokens, margin, margin is not None and margin <= limit)
+            for one, margin in zip(differences, margins, strict=True)
+        ]
         return Judgement(len(prompts), compared, limit, verdicts)
+
+    def _margin(
+        self, prompts: Sequence[Sequence[int]], plain: Sequence[Sequence[int]], one: Difference
+    ) -> float | None:
+        if None in one.tokens:
+            return None
+        return self.margin([*prompts[one.prompt], *plain[one.prompt][: one.position]], one.tokens)
 
     def margin(self, prefix: Sequence[int], tokens: Sequence[int | None]) -> float:
         """How far the worse of these tokens lies below the best one after `prefix`, in float32 logits."""
@@ -140,18 +147,16 @@ class Judge:
         return float(logits_V.max() - min(logits_V[token] for token in tokens if token is not None))
 
     def limit(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
-        """The margin that rounding explains; measured once, on the first (prompt, answer) texts that it gets."""
+        """The margin that rounding explains: the largest error on all (prompt, answer) texts given so far."""
         if self._target.dtype in (torch.float32, torch.float64):
             return EXACT_MARGIN
-        if self._limit is None:
-            errors = []
-            for prompt, answer in texts[:MEASURED_PROMPTS]:
-                text, keep = [*prompt, *answer], len(answer) + 1
+        for prompt, answer in texts:
+            text, keep = (*prompt, *answer), len(answer) + 1
+            if text not in self._errors:
                 with self._target.stock() as model:
                     rounded_TV = _logits(model, text, keep)
-                errors.append(gap_error(rounded_TV, self._exact_logits(text, keep), self._target.dtype))
-            self._limit = max(errors)
-        return self._limit
+                self._errors[text] = gap_error(rounded_TV, self._exact_logits(text, keep), self._target.dtype)
+        return max(self._errors.values())
 
     def _exact_logits(self, tokens: Sequence[int], keep: int) -> Tensor:
         """Float32 logits [keep, V] after the last `keep` tokens, by transformers' own attention."""

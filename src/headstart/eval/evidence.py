@@ -63,6 +63,8 @@ PROMPTS = (
 )
 """What is asked when the user brings no questions: short, of many kinds, some with a nearly certain answer."""
 
+_CANDIDATES = 8
+"""Prompts that those of the sampling proof are chosen from: the first ones."""
 _ROWS = 32
 """Rows that are sampled together."""
 
@@ -80,7 +82,7 @@ class AuditOptions:
         temperatures: of the sampling proof; 0 is the greedy proof and always there.
         top_p: of the sampling proof.
         samples: drawn for each prompt, verifier and temperature.
-        texts: prompts of the sampling proof: of those at hand, the ones whose distribution is tested most sharply.
+        texts: prompts of the sampling proof: of the first few, the ones whose distribution is tested most sharply.
         depth: tokens of a sample; all but the first are decided by verifying drafts.
         seed: of sampling.
         heads_name: what the report calls the heads.
@@ -88,7 +90,7 @@ class AuditOptions:
 
     drafters: tuple[str, ...] = DRAFTERS
     batch_sizes: tuple[int, ...] = (1, 16)
-    max_new_tokens: int = 48
+    max_new_tokens: int = 32
     verifiers: tuple[str, ...] = tuple(name for name, rule in RULES.items() if rule.lossless)
     temperatures: tuple[float, ...] = (0.7, 1.0)
     top_p: float = 0.9
@@ -246,11 +248,12 @@ def _sampling(
     target = source.target
     hottest = Sampling(max(warm), top_p=options.top_p)
     advance("sampling, choosing prompts", 0)
-    known = {number: enumerate_texts(target, prompt, hottest, options.depth) for number, prompt in enumerate(prompts)}
+    at_hand = enumerate(prompts[:_CANDIDATES])
+    known = {number: enumerate_texts(target, prompt, hottest, options.depth) for number, prompt in at_hand}
     chosen = sorted(known, key=lambda number: (-_sharpness(known[number], options.samples), number))[: options.texts]
     lossless = [name for name in options.verifiers if RULES[name].lossless]
     level = LEVEL / max(1, len(lossless) * len(warm) * len(chosen))
-    remembering = RememberingTarget(target)
+    remembering = RememberingTarget(target, options.depth - 1)
     rows = []
     for number in chosen:
         for temperature in warm:

@@ -183,13 +183,19 @@ def percent(value: float | None, digits: int = 0) -> str:
     return "–" if value is None else f"{100 * value:.{digits}f} %"
 
 
+_SHARES = 6  # positions that a cell shows
+
+
 def shares(values: Sequence[float] | None) -> str:
-    """Several shares in one cell, in per cent.
+    """Several shares in one cell, in per cent; no more than fit.
 
     >>> shares([0.5, 0.25])
     '50 / 25'
+    >>> shares([0.5] * 9)
+    '50 / 50 / 50 / 50 / 50 / 50 …'
     """
-    return " / ".join(f"{100 * value:.0f}" for value in values or ()) or "–"
+    more = " …" if len(values or ()) > _SHARES else ""
+    return " / ".join(f"{100 * value:.0f}" for value in (values or ())[:_SHARES]) + more or "–"
 
 
 def words(row: Mapping[str, Any]) -> str:

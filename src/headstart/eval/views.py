@@ -118,10 +118,16 @@ class RememberingTarget(TargetView):
     The decode loop, drafter, rules and random streams run as always; only the batched cache is left out (batches have a
     test of their own, see `headstart.eval.audit`). All rows must have the same prompt, of at least two tokens. Logits
     are good until the next forward.
+
+    Args:
+        target: what is asked.
+        horizon: longer texts are answered as their first `horizon` tokens are. This is another model, with the same
+            distribution of the first `horizon` + 1 tokens; trees reach far beyond them, and need not be read there.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, horizon: int | None = None) -> None:
         super().__init__(target)
+        self._horizon = horizon
         self._prompt: Text = ()
         self._asked: tuple[int, ...] = ()
         self._places: dict[Text, int] = {}
@@ -148,7 +154,8 @@ class RememberingTarget(TargetView):
     @torch.inference_mode()
     def forward_tree(self, cache: Any, tree: DraftTree, taps: Sequence[int] = ()) -> TargetOutput:
         cache.tree = tree
-        texts_X = [text for row, before in enumerate(cache.rows_B) for text in _texts(before, tree, row)]
+        texts_BN = [_texts(before, tree, row) for row, before in enumerate(cache.rows_B)]
+        texts_X = [text[: self._horizon] for texts_N in texts_BN for text in texts_N]
         self._read(dict.fromkeys(texts_X))
         places_X = torch.tensor([self._places[text] for text in texts_X], device=self.device)
         if len(texts_X) > len(self._found_XV):  # kept from call to call: fresh memory costs more than the copy

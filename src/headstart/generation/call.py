@@ -21,6 +21,7 @@ from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from headstart.decode.budget import Mode
+from headstart.decode.catalog import DEFAULT
 from headstart.decode.heads_drafter import Tree
 from headstart.decode.loop import DecodeOptions, Engine, Generation
 from headstart.errors import UserError
@@ -116,7 +117,7 @@ class CustomGenerate:
         generation_config: Any,
         *,
         stop_strings: str | Sequence[str] | None = None,
-        drafter: str = "heads",
+        drafter: str = DEFAULT,
         tree: Tree | None = None,
         draft: Mode = "auto",
         verifier: str = "auto",

@@ -26,7 +26,7 @@ from headstart.target import DraftTree, Target, TreeShape
 from headstart.train.losses import Teacher, soft_ce, weighted
 
 EVAL_METHODS = 4
-"""Ways of decoding that the report times: heads, plain, transformers, transformers' prompt lookup."""
+"""Ways of decoding that every report times: heads, plain, transformers, transformers' prompt lookup."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,14 @@ def make_plan(run: Run) -> Plan:
     asked = run.recipe.eval.questions
     prompts = data.heldout if asked == "heldout" else len(read_questions(Path(asked).expanduser()))
     prompts = min(prompts, run.recipe.eval.limit or prompts)
+    ways = EVAL_METHODS + len(run.recipe.eval.compare)
     seconds = {
         "target": loading,
         "conversations": train_seconds + kept_apart,
         "states": tokens * speeds.prefill_token,
         "train": seconds_training,
         "tune": 30 * len(run.recipe.tune.widths) * speeds.single + data.calibration * 2 * answer * speeds.prefill_token,
-        "eval": prompts * run.recipe.eval.max_new_tokens * speeds.single * EVAL_METHODS,
+        "eval": prompts * run.recipe.eval.max_new_tokens * speeds.single * ways,
         "export": 2.0,
     }
     problems = []

@@ -295,7 +295,12 @@ def _eval(run: Run) -> Outcome:
 
     section, asked = run.recipe.eval, run.recipe.eval.questions
     questions = read_questions(run.folder / QUESTIONS if asked == "heldout" else Path(asked).expanduser())
-    options = EvalOptions(limit=section.limit, max_new_tokens=section.max_new_tokens, temperature=section.temperature)
+    options = EvalOptions(
+        limit=section.limit,
+        max_new_tokens=section.max_new_tokens,
+        temperature=section.temperature,
+        compare=section.compare,
+    )
     # Read back what was exported: the report is about what people will load.
     decoder = load(run.folder / HEADS, run.target)
     results = report(decoder, questions, options, run.folder / REPORT, run.console)

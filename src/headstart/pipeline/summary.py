@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from headstart.decode.catalog import DEFAULT
+
 ROWS = (
     ("with the heads", "heads", None),
     ("plain loop", "plain", "speedup_vs_plain"),
@@ -47,6 +49,15 @@ def show_summary(results: Mapping[str, Any], title: str, console: Console) -> No
         highlight=False,
         soft_wrap=True,
     )
+    for row in results.get("compare") or []:
+        gain = row.get("speedup_vs_plain")
+        if row["name"] == DEFAULT and gain:
+            console.print(
+                f"{DEFAULT}, what decoding uses when nothing else is said: {row['tokens_per_second']:.1f} tokens/s, "
+                f"{gain['mean']:.2f}x ({gain['low']:.2f}–{gain['high']:.2f}) over the plain loop",
+                highlight=False,
+                soft_wrap=True,
+            )
     found = summary.get("divergences") or {}
     if found.get("count") is not None and found.get("prompts"):
         same = found["prompts"] - found["count"]

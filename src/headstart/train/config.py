@@ -95,6 +95,9 @@ class EvalSection(Section):
     limit: int | None = Field(16, ge=1, description="Prompts measured at most.")
     max_new_tokens: int = Field(128, ge=1, description="Tokens of an answer.")
     temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    compare: tuple[str, ...] = Field(
+        ("heads+ngram",), description="Other drafters in the same report; see `headstart eval --compare`."
+    )
 
 
 class Recipe(Section):
