@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("heads")
     parser.add_argument("questions", nargs="+", type=Path)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=48)
+    parser.add_argument("--batch-size", type=int, default=80)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
@@ -41,7 +41,7 @@ def main() -> None:
     print(f"plain answers to {len(prompts)} prompts: {time.perf_counter() - started:.0f} s", flush=True)
     narrow = TreeShape.chain(1)  # its drafts are read for nothing, nearly all of them
     drafters: dict[str, Drafter] = {
-        "trained heads": HeadDrafter(decoder.heads, decoder.shape),
+        "trained heads": HeadDrafter(decoder.heads, TreeShape.chain(min(2, decoder.heads.steps))),
         "random heads": HeadDrafter(random_weights(decoder.heads), narrow),
         "always wrong": AlwaysWrongDrafter(narrow, unused_tokens(answers, target.vocab_size, narrow.width)),
     }

@@ -18,6 +18,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return [*_HOMES, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     """The public names, imported when first used: `import headstart` alone loads neither torch nor transformers."""
     if name in _HOMES:

@@ -12,7 +12,7 @@ from rich.console import Console
 from headstart.cli_heads import audit, chat, evaluate, generate, load_decoder
 from headstart.cli_options import Dtype, DtypeOption, Overrides, RecipeName, RunDir, TargetOption
 from headstart.errors import UserError
-from headstart.terminal import Commands, DataCommands, say
+from headstart.terminal import Commands, DataCommands, program, say
 
 if TYPE_CHECKING:
     from headstart.pipeline.run import Run, Stage
@@ -63,7 +63,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
         work.console,
         ("Report", work.folder / REPORT / "report.html"),
         ("Heads", work.folder / HEADS),
-        ("Try them", f"headstart chat {work.folder / HEADS}"),
+        ("Try them", f"{program()} chat {work.folder / HEADS}"),
     )
 
 
@@ -140,7 +140,7 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
     say(
         work.console,
         ("Heads", work.folder / TRAIN / "best"),
-        ("Go on", f"headstart run {work.folder / 'recipe.yaml'} --run-dir {work.folder}"),
+        ("Go on", f"{program()} run {work.folder / 'recipe.yaml'} --run-dir {work.folder}"),
     )
 
 
@@ -181,7 +181,7 @@ def export(
     from headstart.pipeline.actions import copy_heads
 
     copy_heads(run_folder, out)
-    say(Console(), ("Heads", out), ("Share them", f"headstart push {out} user/name"))
+    say(Console(), ("Heads", out), ("Share them", f"{program()} push {out} user/name"))
 
 
 @app.command()

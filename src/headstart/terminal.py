@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import shlex
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +68,13 @@ def complain(problem: str, remedy: str) -> None:
 def command_line() -> str:
     """This command as one could type it again."""
     return shlex.join(["headstart", *sys.argv[1:]])
+
+
+def program() -> str:
+    """How to call headstart again: by its name where the shell finds it, else as it was called."""
+    if shutil.which("headstart") is not None or not sys.argv[0].endswith("headstart"):
+        return "headstart"
+    return os.path.relpath(sys.argv[0])
 
 
 def say(console: Console, *pairs: tuple[str, object]) -> None:

@@ -50,7 +50,8 @@ def test_a_plus_in_a_path_does_not_join(tiny_target: Target) -> None:
     ("name", "message"),
     [
         ("ngramm", "Unknown drafter 'ngramm'. Did you mean 'ngram'?"),
-        ("heads+n-gram", "Unknown drafter 'heads+n-gram'"),
+        ("heads+ngrma", "Unknown drafter 'ngrma' in 'heads+ngrma'. Did you mean 'ngram'?"),
+        ("heads+n-gram", "Unknown drafter 'n-gram' in 'heads+n-gram'"),
         ("", "Unknown drafter ''. Known: draft-model, early-exit, heads"),
         ("heads", "needs trained heads"),
         ("none+ngram", "Leave out none"),

@@ -61,7 +61,9 @@ def describe() -> str:
 def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
     kind, colon, argument = name.partition(":")
     if kind not in DRAFTERS:
-        raise UserError(f"Unknown drafter {name!r}.", nearest(kind, DRAFTERS))
+        wrong = next((part for part in kind.split("+") if part not in DRAFTERS), kind)
+        inside = f" in {name!r}" if wrong != name else ""
+        raise UserError(f"Unknown drafter {wrong!r}{inside}.", nearest(wrong, DRAFTERS))
     if colon and kind not in ("early-exit", "draft-model"):
         raise UserError(f"The drafter {kind} takes no argument, and {name!r} gives one.", f"Write {kind}.")
     match kind:

@@ -68,6 +68,7 @@ def export_heads(
             "fingerprint": identity.fingerprint,
         },
         "heads": settings_of(heads),
+        "training": dict(facts.get("training") or {}),
     }
 
     def write(partial: Path) -> None:

@@ -60,6 +60,7 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
     from headstart.data.conversations import read_conversations
     from headstart.decode.tune import tune
     from headstart.hub import export_heads
+    from headstart.hub.format import read_config
 
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder here.", "Tuning writes into the folder: give a copy of the heads.")
@@ -71,8 +72,10 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
             "Name a file with --conversations; a run keeps its own in data/conversations/calibration.jsonl.",
         )
     tuning = tune(decoder.target, decoder.heads, read_conversations(calibration), console=console)
-    export_heads(folder, decoder.heads, decoder.target, tuning.to_json(), {})
-    return describe_tuning(tuning)
+    # What was measured belongs to the tree before; what the heads learned from stays true.
+    facts = {"training": read_config(folder).get("training", {})}
+    export_heads(folder, decoder.heads, decoder.target, tuning.to_json(), facts)
+    return f"{describe_tuning(tuning)}. Tree, calibration and model card in {folder} are new"
 
 
 def copy_heads(run_folder: Path, out: Path) -> None:
