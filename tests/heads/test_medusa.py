@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from headstart.heads import HeadBatch
-from headstart.heads.medusa import MedusaConfig, MedusaHead, head_logits, positions
+from headstart.heads.base import positions
+from headstart.heads.medusa import MedusaConfig, MedusaHead, head_hidden
 from headstart.target import FINAL, Target
 from tests.tiny import tiny_model
 
@@ -31,7 +32,9 @@ def test_warm_started_heads_repeat_the_targets_own_distribution() -> None:
     heads.warm_start(target)
     state = torch.randn(5, 64)
     for step in range(2):
-        torch.testing.assert_close(head_logits(state, *heads.parts()[step]), target.lm_head(state)[:, vocabulary])
+        *body, lm_head = heads.parts()[step]
+        logits = head_hidden(state, *body) @ lm_head.T
+        torch.testing.assert_close(logits, target.lm_head(state)[:, vocabulary])
 
 
 def test_linear_start_finds_a_linear_rule() -> None:

@@ -3,7 +3,8 @@
 A family is one file in this folder: a config class, a module class, `@register`. Everything else (training, tree
 decoding, tuning, export, reports, the test suite) follows from this contract and never names a family.
 
-Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, M predictions of one step, K draft steps.
+Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, M predictions of one step, K draft steps, H width
+of what an LM head reads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
@@ -42,6 +44,15 @@ class HeadConfig(BaseModel):
         """Size D of the vocabulary the heads draft from."""
         return self.draft_vocab_size or self.vocab_size
 
+    @classmethod
+    def of_target(cls, target: Target) -> dict[str, Any]:
+        """Settings that follow from the target where a recipe does not set them, for families that need any.
+
+        Raises:
+            UserError: when the family cannot serve this target.
+        """
+        return {}
+
 
 @dataclass
 class HeadBatch:
@@ -62,17 +73,28 @@ class HeadBatch:
 class StepPrediction:
     """What one draft step (or one head) predicts over a batch.
 
+    Logits are left to whoever needs them, so that a loss can compute them a few rows at a time.
+
     Attributes:
-        logits_MD: draft logits over the draft vocabulary.
+        hidden_MH: what the LM head reads.
+        lm_head_DH: the LM head over the draft vocabulary, trained or frozen.
         source_M: flat index b * T + t of the position whose FINAL state gives the target's own distribution for the
             same token: the token predicted is number t + 1 of row b.
         origin_M: flat index of the position the drafting started from, so that the steps of one draft can be lined
             up: step k of origin t predicts token t + k + 2 (k from 0).
+        feature_ME: the head's guess of the FINAL state at `source_M`, for families that draft features.
     """
 
-    logits_MD: Tensor
+    hidden_MH: Tensor
+    lm_head_DH: Tensor
     source_M: Tensor
     origin_M: Tensor
+    feature_ME: Tensor | None = None
+
+    @property
+    def logits_MD(self) -> Tensor:
+        """Draft logits over the draft vocabulary."""
+        return F.linear(self.hidden_MH, self.lm_head_DH)
 
 
 class DraftHead(nn.Module, ABC):
@@ -204,6 +226,20 @@ class DraftHead(nn.Module, ABC):
         self.draft_to_target_D.copy_(token_ids)
 
 
+def positions(supervised_BT: Tensor, step: int) -> Tensor:
+    """Flat indices b * T + t from which draft step `step` learns: tokens t + 1 .. t + step + 2 are all supervised.
+
+    The drafted tokens then belong to one answer, as they do when decoding.
+    """
+    reach = step + 2
+    if supervised_BT.shape[1] <= reach:
+        return torch.zeros(0, dtype=torch.long, device=supervised_BT.device)
+    valid_BT = torch.zeros_like(supervised_BT)
+    stop = supervised_BT.shape[1] - reach
+    valid_BT[:, :stop] = supervised_BT.unfold(1, reach, 1)[:, 1:].all(-1)
+    return valid_BT.flatten().nonzero()[:, 0]
+
+
 _FAMILIES: dict[str, type[DraftHead]] = {}
 
 H = TypeVar("H", bound=type[DraftHead])
@@ -249,7 +285,8 @@ def make_config(settings: dict[str, Any], target: Target) -> HeadConfig:
         name = sorted(unknown)[0]
         raise UserError(f"{cls.family} heads have no setting {name!r}.", nearest(name, cls.Config.model_fields))
     try:
-        config = cls.Config(**{**settings, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size})
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        config = cls.Config(**{**cls.Config.of_target(target), **settings, **sizes})
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, register
+from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, positions, register
 from headstart.target import FINAL, Target
 
 _RIDGE = 1e-3
@@ -147,8 +147,9 @@ class MedusaHead(DraftHead):
         final_XE, tokens_X = batch.states[FINAL].flatten(0, 1), batch.tokens_BT.flatten()
         for step, part in enumerate(self.parts()):
             origin_M = positions(batch.supervised_BT, step)
-            seen_MF = self.read(final_XE[origin_M], tokens_X[origin_M + 1])
-            yield StepPrediction(head_logits(seen_MF, *part), origin_M + step + 1, origin_M)
+            *body, lm_head_DE = part
+            hidden_ME = head_hidden(self.read(final_XE[origin_M], tokens_X[origin_M + 1]), *body)
+            yield StepPrediction(hidden_ME, lm_head_DE, origin_M + step + 1, origin_M)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -160,7 +161,8 @@ class MedusaHead(DraftHead):
     def expand(self, state: MedusaState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         if depth == 0:
             state.seen_BF = self.read(state.final_BE, tokens_BW[:, 0])
-        return head_logits(state.seen_BF, *self.parts()[depth])[:, None]
+        *body, lm_head_DE = self.parts()[depth]
+        return F.linear(head_hidden(state.seen_BF, *body), lm_head_DE)[:, None]
 
     def observe(self, state: MedusaState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
         last_B = torch.tensor(counts, device=tokens_BP.device) - 1
@@ -170,23 +172,9 @@ class MedusaHead(DraftHead):
         state.final_BE = state.final_BE[list(rows)]
 
 
-def head_logits(seen_MF: Tensor, input_EF: Tensor, weight_LEE: Tensor, bias_LE: Tensor, lm_head_DE: Tensor) -> Tensor:
-    """Logits [M, D] of one head on what it reads, [M, F]."""
+def head_hidden(seen_MF: Tensor, input_EF: Tensor, weight_LEE: Tensor, bias_LE: Tensor) -> Tensor:
+    """What the LM head of one head reads, [M, E], from what the head reads, [M, F]."""
     x_ME = F.linear(seen_MF, input_EF)
     for weight_EE, bias_E in zip(weight_LEE, bias_LE, strict=True):
         x_ME = x_ME + F.silu(F.linear(x_ME, weight_EE, bias_E))
-    return F.linear(x_ME, lm_head_DE)
-
-
-def positions(supervised_BT: Tensor, step: int) -> Tensor:
-    """Flat indices b * T + t from which head `step` learns: tokens t + 1 .. t + step + 2 are all supervised.
-
-    The drafted tokens then belong to one answer, as they do when decoding.
-    """
-    reach = step + 2
-    if supervised_BT.shape[1] <= reach:
-        return torch.zeros(0, dtype=torch.long, device=supervised_BT.device)
-    valid_BT = torch.zeros_like(supervised_BT)
-    stop = supervised_BT.shape[1] - reach
-    valid_BT[:, :stop] = supervised_BT.unfold(1, reach, 1)[:, 1:].all(-1)
-    return valid_BT.flatten().nonzero()[:, 0]
+    return x_ME
