@@ -38,7 +38,7 @@ def test_without_measurements_the_heads_are_believed() -> None:
 def test_replay_of_certain_drafts_accepts_all_of_them() -> None:
     ranks = np.zeros((30, 2), dtype=np.int64)
     log_probs = np.full((30, 2, 1), -1e-6, dtype=np.float32)
-    tokens, ms = replay_dynamic(ranks, log_probs, Calibration(), Costs((1, 4), (10.0, 11.0)), 1.0)
+    tokens, ms = replay_dynamic(ranks, log_probs, Calibration(), Costs((1, 4), (10.0, 11.0), 1.0))
     assert tokens == 3.0
     assert ms == pytest.approx(10.0 + 2 / 3 + 1.0)
 
@@ -46,5 +46,5 @@ def test_replay_of_certain_drafts_accepts_all_of_them() -> None:
 def test_replay_of_hopeless_drafts_verifies_nothing() -> None:
     ranks = np.full((30, 2), 3)
     log_probs = np.full((30, 2, 1), -8.0, dtype=np.float32)
-    tokens, ms = replay_dynamic(ranks, log_probs, Calibration(), Costs((1, 4), (10.0, 20.0)), 1.0)
+    tokens, ms = replay_dynamic(ranks, log_probs, Calibration(), Costs((1, 4), (10.0, 20.0), 1.0))
     assert (tokens, ms) == (1.0, 11.0)

@@ -114,7 +114,7 @@ def test_drawn_children_are_described_and_distinct(children: Children, shape: Tr
     counts = []
     for seed in range(20):
         stream = torch.Generator().manual_seed(seed)
-        request = Request(12, 0.04, False, children, sampling.warp, [stream])
+        request = Request(12, 0.04, 0.0, False, children, sampling.warp, [stream])
         tree = grow(heads, None, torch.tensor([3]), request, Calibration(), shape)
         assert tree.drawn is not None
         parents, tokens = tree.parents_of(0), tree.tokens_BN[0].tolist()
@@ -136,6 +136,6 @@ def test_drawn_children_are_described_and_distinct(children: Children, shape: Tr
 def test_what_top_p_leaves_out_is_not_drawn() -> None:
     heads = TableHead()
     narrow = Sampling(temperature=1.0, top_k=2)
-    request = Request(9, 0.0, False, Children.DRAWN, narrow.warp, [torch.Generator().manual_seed(0)])
+    request = Request(9, 0.0, 0.0, False, Children.DRAWN, narrow.warp, [torch.Generator().manual_seed(0)])
     tree = grow(heads, None, torch.tensor([3]), request, Calibration(), TreeShape.from_paths([(0,), (1,), (2,), (3,)]))
     assert tree.size == 3, "only two tokens can be drawn"

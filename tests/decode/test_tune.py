@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from headstart.decode.budget import Costs
 from headstart.decode.tune import Tuning, choose, measure_ranks, path_values, tune
 from headstart.errors import UserError
 from headstart.heads import family, make_config
-from headstart.heads.medusa import head_logits
+from headstart.heads.medusa import head_hidden
 from headstart.target import FINAL, Target, TreeShape
 from tests.tiny import tiny_model
 
@@ -48,11 +49,17 @@ def test_no_tree_of_the_same_size_is_accepted_more() -> None:
 
 def test_costs_decide_the_size() -> None:
     gains = [1.0, 1.6, 1.96, 2.16]
-    free, _ = choose(gains, (1, 8), (10.0, 10.0), 0.0)
-    steep, curve = choose(gains, (1, 2, 4), (10.0, 20.0, 40.0), 0.0)
+    free, _ = choose(gains, Costs((1, 8), (10.0, 10.0)), [0, 1, 2, 2])
+    steep, curve = choose(gains, Costs((1, 2, 4), (10.0, 20.0, 40.0)), [0, 1, 2, 2])
     assert free == 4
     assert steep == 1, "no speculation is one of the choices"
     assert curve[1] == [2.0, pytest.approx(0.8)]
+
+
+def test_dear_levels_make_trees_wide_rather_than_deep() -> None:
+    gains, flat = [1.0, 1.5, 1.9, 2.1], ((1, 8), (10.0, 10.0))
+    assert choose(gains, Costs(*flat, 3.0, 0.0, 3), [0, 1, 1, 3])[0] == 4
+    assert choose(gains, Costs(*flat, 9.0, 3.0, 3), [0, 1, 1, 3])[0] == 3
 
 
 def test_ranks_are_those_of_the_true_tokens() -> None:
@@ -65,7 +72,8 @@ def test_ranks_are_those_of_the_true_tokens() -> None:
     final = target.hidden_states([tokens], (FINAL,))[0][FINAL]
     for origin, row in zip((1, 2, 3), ranks.tolist(), strict=True):
         for step in range(3):
-            logits = head_logits(final[origin][None], *heads.parts()[step])[0]
+            *body, lm_head = heads.parts()[step]
+            logits = (head_hidden(final[origin][None], *body) @ lm_head.T)[0]
             truth = tokens[origin + step + 2]
             order = heads.draft_to_target_D[logits.argsort(descending=True)].tolist()
             expected = order.index(truth) if truth in order else 10

@@ -21,6 +21,23 @@ CASES: dict[str, dict[str, Any]] = {
     "medusa-draft-vocabulary": {"family": "medusa", "num_heads": 2, "draft_vocab_size": 30},
     "medusa-root": {"family": "medusa", "num_heads": 2, "see_root": True},
     "medusa-shared-deep": {"family": "medusa", "num_heads": 3, "num_layers": 2, "shared_lm_head": True},
+    "hydra": {"family": "hydra", "num_heads": 3},
+    "hydra-draft-vocabulary": {"family": "hydra", "num_heads": 2, "draft_vocab_size": 30},
+    "hydra-shared-deep": {"family": "hydra", "num_heads": 3, "num_layers": 2, "shared_lm_head": True},
+    "hydra-prefix": {"family": "hydra", "num_heads": 3, "num_layers": 4, "prefix_attention": True},
+    "eagle": {"family": "eagle", "steps": 3},
+    "eagle-draft-vocabulary": {"family": "eagle", "steps": 2, "draft_vocab_size": 30},
+    "eagle3": {"family": "eagle3", "steps": 3, "tap_layers": (1, 2, 3)},
+    "eagle3-draft-vocabulary": {"family": "eagle3", "steps": 2, "tap_layers": (1, 3), "draft_vocab_size": 30},
+    "eagle3-cold": {"family": "eagle3", "steps": 2, "tap_layers": (1, 2, 3), "start": "cold"},
+    "eagle3-deep-normed": {
+        "family": "eagle3",
+        "steps": 3,
+        "num_layers": 2,
+        "tap_layers": (1, 2),
+        "tap_norms": True,
+        "feedback": "post_norm",
+    },
 }
 
 
@@ -165,6 +182,14 @@ def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target
     assert len(set(tokens[1:4])) == 3
     assert len(set(tokens[4:6])) == 2
     assert set(tokens[1:]) <= set(heads.draft_to_target_D.tolist())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operations_of_a_draft_are_counted(name: str, target: Target) -> None:
+    heads = build(name, target)
+    lm_head = 2 * heads.config.draft_width * heads.config.hidden_size
+    weights = 2 * sum(parameter.numel() for parameter in heads.parameters())
+    assert lm_head < heads.flops_per_draft() <= weights + lm_head, "each weight is used once a draft at most"
 
 
 def test_unknown_families_and_settings_are_refused(target: Target) -> None:

@@ -6,7 +6,8 @@ import torch
 
 from headstart.heads import HeadBatch
 from headstart.heads.base import positions
-from headstart.heads.medusa import MedusaConfig, MedusaHead, head_hidden
+from headstart.heads.medusa import MedusaConfig, MedusaHead
+from headstart.heads.residual import head_hidden
 from headstart.target import FINAL, Target
 from tests.tiny import tiny_model
 
@@ -73,3 +74,10 @@ def test_seeing_the_root_changes_the_draft() -> None:
     level = torch.zeros(1, 1, dtype=torch.long)
     drafted = {heads.expand(state, torch.tensor([[root]]), level, 0).argmax(-1).item() for root in range(9)}
     assert len(drafted) > 1
+
+
+def test_operations_of_a_draft() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    heads = MedusaHead(MedusaConfig(hidden_size=64, vocab_size=61, num_heads=3, see_root=True))
+    heads.warm_start(target)
+    assert heads.flops_per_draft() == 2 * (2 * 64 * 64 + 64 * 64 + 61 * 64), "one head: input map, block, LM head"

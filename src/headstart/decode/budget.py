@@ -13,7 +13,7 @@ Shape suffixes: B rows, N nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -42,12 +42,26 @@ class Costs:
     Attributes:
         widths: numbers of tokens read in one forward, rows times nodes, ascending from 1.
         verify_ms: milliseconds of such a forward, choosing and committing included.
-        draft_ms: milliseconds of a draft with the heads that were measured.
+        draft_ms: milliseconds of a draft with the heads that were measured, `levels` deep.
+        level_ms: of which each level behind the first takes.
+        levels: how deep that draft was.
     """
 
     widths: tuple[int, ...]
     verify_ms: tuple[float, ...]
     draft_ms: float = 0.0
+    level_ms: float = 0.0
+    levels: int = 0
+
+    def draft(self, depth: int) -> float:
+        """Milliseconds of a draft of this depth.
+
+        >>> Costs((1,), (10.0,), 5.0, 1.0, 4).draft(4), Costs((1,), (10.0,), 5.0, 1.0, 4).draft(2)
+        (5.0, 3.0)
+        """
+        if depth == 0:
+            return 0.0
+        return self.draft_ms - self.level_ms * max(0, self.levels - depth)
 
     def verify(self, tokens: int) -> float:
         """Milliseconds to verify this many tokens: interpolated, and behind the last width on the last slope.
@@ -71,15 +85,19 @@ class Pace:
         costs: as measured on this machine; None when nothing was measured.
         mode: "on" drafts always, "off" never, "auto" as long as it pays.
         rows: of the batch.
-        draft_ms: milliseconds of a draft.
+        draft_ms: milliseconds of a draft, for drafters that cost the same however deep they draft; None takes those
+            of `costs`.
     """
 
-    def __init__(self, costs: Costs | None, mode: Mode, rows: int, draft_ms: float = 0.0) -> None:
+    def __init__(self, costs: Costs | None, mode: Mode, rows: int, draft_ms: float | None = None) -> None:
+        if costs is not None and draft_ms is not None:
+            costs = replace(costs, draft_ms=draft_ms, level_ms=0.0)
         self._costs = costs
         self._mode = mode
         self.rows = rows
         self._tokens_per_round = 1.5  # of a row; a start, soon replaced by what is seen
-        self._draft_ms = draft_ms
+        self._draft_ms = costs.draft_ms if costs else 0.0  # of recent drafts
+        self._depth = 0  # of the newest draft
         self._trust = 1.0  # accepted drafts, as a share of what the gains promised
         self._promised = self._kept = 2.0
         self._rounds = 0
@@ -104,13 +122,23 @@ class Pace:
         slope = (self._costs.verify(many) - self._costs.verify(few)) / (many - few)
         return min(0.9, self._rate(few) * slope / self._trust)
 
+    @property
+    def level_worth(self) -> float:
+        """How many tokens another level of drafting must promise; see `Request.level_worth`."""
+        if self._costs is None or self._mode == "off":
+            return 0.0
+        return self._rate(4 * self.rows) * self._costs.level_ms / self._trust
+
     def prune(self, tree: DraftTree) -> DraftTree:
         """The best nodes of each row, as many as pay together; every row gets the same number, as the forward costs it.
 
         Trees with children drawn at random stay as they are: leaving out a child for what it turned out to be would
         break losslessness.
         """
-        if self._costs is None or tree.gains is None or tree.drawn is not None or tree.size == 1:
+        if self._costs is None:
+            return tree
+        self._depth = max(1, int(tree.depths_BN.max())) if self._costs.level_ms else self._costs.levels
+        if tree.gains is None or tree.drawn is not None or tree.size == 1:
             return tree
         ranked = [sorted(range(len(row)), key=lambda node: (-row[node], node)) for row in tree.gains]
         columns = [
@@ -143,7 +171,9 @@ class Pace:
             self._kept += _MEMORY * ((tokens - rows) / rows - self._kept)
             self._trust = min(1.25, max(0.25, (self._kept + 0.1) / (self._promised + 0.1)))
         plain_ms = self._costs.verify(rows)
-        spent_ms = self._costs.verify(rows * tree.size) + self._draft_ms
+        draft_ms = self._costs.draft(max(1, self._depth))
+        self._draft_ms += _MEMORY * (draft_ms - self._draft_ms)
+        spent_ms = self._costs.verify(rows * tree.size) + draft_ms
         net = tokens / rows - spent_ms / plain_ms  # tokens of a row more than plain decoding in the same time
         if self._probes_left:
             self._net += net

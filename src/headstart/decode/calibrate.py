@@ -16,6 +16,8 @@ from headstart.decode.budget import Costs
 
 _BINS = 40
 """Bins of equally many drafts that acceptance is counted in, at each depth."""
+_TRIED = 3
+"""Drafts of a node that count as its best: what a tree usually verifies of them."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,16 @@ class Calibration:
     Attributes:
         log_probs: knots of each depth, ascending.
         accepted: share accepted at each knot, never falling.
+        reached: at each depth, how often one of the best drafts is right behind a path that was right.
     """
 
     log_probs: tuple[tuple[float, ...], ...] = ()
     accepted: tuple[tuple[float, ...], ...] = ()
+    reached: tuple[float, ...] = ()
+
+    def reach(self, depth: int) -> float:
+        """How often a node at this depth (from 0, the root) has a child that is accepted; 1 where it is unknown."""
+        return self.reached[depth] if depth < len(self.reached) else 1.0
 
     def chances(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
         """Probability of acceptance of drafts at a depth (from 0); the drafts' own where nothing was measured.
@@ -50,14 +58,15 @@ def fit_calibration(ranks_OK: NDArray[np.int64], log_probs_OKR: NDArray[np.float
     """
     ranks = log_probs_OKR.shape[2]
     alive_O = np.ones(len(ranks_OK), dtype=bool)
-    log_probs, accepted = [], []
+    log_probs, accepted, reached = [], [], []
     for depth in range(ranks_OK.shape[1]):
         right_OR = ranks_OK[alive_O, depth, None] == np.arange(ranks)
         knots, shares = _isotonic(log_probs_OKR[alive_O, depth].ravel(), right_OR.ravel())
         log_probs.append(knots)
         accepted.append(shares)
+        reached.append(float(right_OR[:, :_TRIED].any(1).mean()) if len(right_OR) else 0.0)
         alive_O &= ranks_OK[:, depth] < ranks
-    return Calibration(tuple(log_probs), tuple(accepted))
+    return Calibration(tuple(log_probs), tuple(accepted), tuple(reached))
 
 
 def _isotonic(values: NDArray[np.float32], right: NDArray[np.bool_]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -81,7 +90,6 @@ def replay_dynamic(
     log_probs_OKR: NDArray[np.float32],
     calibration: Calibration,
     costs: Costs,
-    draft_ms: float,
     max_nodes: int = 32,
 ) -> tuple[float, float]:
     """(τ, milliseconds of a round) that dynamic trees would have reached on these origins, decoded one after the other.
@@ -99,25 +107,27 @@ def replay_dynamic(
         position = rounds = emitted = 0
         spent = 0.0
         while position < len(truth):
-            tree, nodes = _best_tree(chances[position], rate, costs_ms)
+            tree, nodes = _best_tree(chances[position], rate, costs, costs_ms)
             depth = 0
             while depth < len(truth[position]) and tuple(truth[position][: depth + 1]) in tree:
                 depth += 1
             rounds, emitted, position = rounds + 1, emitted + depth + 1, position + depth + 1
-            spent += costs_ms[nodes] + draft_ms
+            spent += costs_ms[nodes] + costs.draft(max([1, *map(len, tree)]))
         tokens_per_round, round_ms = emitted / rounds, spent / rounds
         rate = max(1 / costs_ms[1], tokens_per_round / round_ms)
     return tokens_per_round, round_ms
 
 
 def _best_tree(
-    chances_KR: Sequence[Sequence[float]], rate: float, costs_ms: Sequence[float]
+    chances_KR: Sequence[Sequence[float]], rate: float, costs: Costs, costs_ms: Sequence[float]
 ) -> tuple[set[tuple[int, ...]], int]:
-    """The rank paths that pay at this rate, and how many nodes that is with the root."""
+    """The rank paths that pay at this rate, and how many nodes that is with the root; levels must pay as well."""
     least = rate * min(after - before for before, after in pairwise(costs_ms[1:]))
     found: list[tuple[float, tuple[int, ...]]] = []
     level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
-    for chances_R in chances_KR:
+    for depth, chances_R in enumerate(chances_KR):
+        if depth and sum(gain for gain, _ in level) < rate * costs.level_ms:
+            break
         level = [
             (gain * chance, (*path, rank))
             for gain, path in level

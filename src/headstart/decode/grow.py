@@ -82,6 +82,10 @@ def grow(
     levels = min(shape.depth if shape else heads.steps, request.max_nodes - 1)
     tokens_BW, parents_BW = root_B[:, None], torch.zeros_like(root_B)[:, None]
     for depth in range(levels):
+        if depth and shape is None:
+            promised = sum(row.gains[node] for row in rows for node, _ in row.level) * calibration.reach(depth)
+            if promised < request.level_worth:
+                break
         logits_BWD = heads.expand(state, tokens_BW, parents_BW, depth).float()
         top = logits_BWD.topk(ranks, dim=-1)
         log_probs_BWR = (top.values - logits_BWD.logsumexp(-1, keepdim=True)).cpu().numpy()

@@ -171,7 +171,13 @@ class Engine:
             drafts = pace.drafts and session.drafter.max_nodes > 1
             if drafts:
                 request = Request(
-                    max_nodes, pace.worth, verifier.chains_only, verifier.children, options.sampling.warp, draft_streams
+                    max_nodes,
+                    pace.worth,
+                    pace.level_worth,
+                    verifier.chains_only,
+                    verifier.children,
+                    options.sampling.warp,
+                    draft_streams,
                 )
                 tree = pace.prune(session.propose(root_B, request))
             else:
@@ -196,11 +202,9 @@ class Engine:
                 outputs[row].drafter_error = session.error
         return outputs
 
-    def _draft_ms(self, drafter: Drafter) -> float:
+    def _draft_ms(self, drafter: Drafter) -> float | None:
         share = getattr(drafter, "draft_share", None)
-        if self.costs is None or share is None:
-            return self.costs.draft_ms if self.costs else 0.0
-        return float(share) * self.costs.verify(1)
+        return None if self.costs is None or share is None else float(share) * self.costs.verify(1)
 
 
 def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> None:

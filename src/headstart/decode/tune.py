@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -51,7 +52,8 @@ class Tuning:
         paths: rank paths of the chosen tree's nodes, root left out; empty means plain decoding is fastest.
         widths: tree widths (root included) whose verification was timed.
         verify_ms: for each width, milliseconds of a tree forward, choosing and committing, at batch 1.
-        draft_ms: milliseconds of one draft with these heads, at the chosen width.
+        draft_ms: milliseconds of one draft with these heads, to their full depth with a tree of up to 16 nodes.
+        level_ms: of which each level behind the first takes.
         acceptance: for each depth and rank, how often that draft is right when the better choices above it were
             right (rank 0 at every depth above).
         predicted: `tokens_per_round` (τ, replayed on the calibration answers), `speedup` over plain decoding,
@@ -74,11 +76,12 @@ class Tuning:
     tree: Tree = "static"
     chain: int = 0
     calibration: dict[str, list[list[float]]] = field(default_factory=dict)
+    level_ms: float = 0.0
 
     @property
     def costs(self) -> Costs:
-        """What verifying costs on the machine that was measured."""
-        return Costs(self.widths, self.verify_ms, self.draft_ms)
+        """What drafting and verifying cost on the machine that was measured."""
+        return Costs(self.widths, self.verify_ms, self.draft_ms, self.level_ms, len(self.acceptance))
 
     def drafter(self, heads: DraftHead, tree: Tree | None = None) -> HeadDrafter | None:
         """These heads as a drafter, with the tree that was found best or another kind; None when none pays.
@@ -91,7 +94,9 @@ class Tuning:
             raise UserError("These heads have no calibration for dynamic trees.", "Tune them again: headstart tune.")
         if tree == "chain":
             return HeadDrafter(heads, TreeShape.chain(self.chain)) if self.chain else None
-        calibration = Calibration(**{name: tuple(map(tuple, knots)) for name, knots in self.calibration.items()})
+        knots = {name: tuple(map(tuple, values)) for name, values in self.calibration.items()}
+        reached = tuple(sum(best[:3]) for best in self.acceptance)
+        calibration = Calibration(knots.get("log_probs", ()), knots.get("accepted", ()), reached)
         return HeadDrafter(heads, self.shape, tree, calibration) if self.shape.size > 1 else None
 
     @property
@@ -147,21 +152,20 @@ def tune(
     ranks_OK, log_probs_OKR = measure_drafts(target, heads, conversations, max_rank, console)
     values = path_values(ranks_OK, max_rank)
     verify_ms = measure_verify(target, widths, context, heads.taps)
-    draft_ms = _draft_ms(target, heads, values, context)
+    draft_ms, level_ms = _draft_ms(target, heads, values, context)
+    costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.steps)
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
     largest = min(max_nodes, max(widths), len(ordered) + 1)
     # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
     gains = [replay(ranks_OK, ordered[: nodes - 1]) for nodes in range(1, largest + 1)]
-    best, curve = choose(gains, widths, verify_ms, draft_ms)
-    chain, _ = choose(
-        [replay(ranks_OK, TreeShape.chain(length).paths) for length in range(heads.steps + 1)],
-        widths, verify_ms, draft_ms,
-    )  # fmt: skip
+    depths = list(accumulate((len(path) for path in ordered), max, initial=0))
+    best, curve = choose(gains, costs, depths)
+    chains = range(heads.steps + 1)
+    chain, _ = choose([replay(ranks_OK, TreeShape.chain(length).paths) for length in chains], costs, chains)
     chosen, gain = tuple(ordered[: best - 1]), gains[best - 1]
-    costs = Costs(tuple(widths), tuple(verify_ms))
-    round_ms = costs.verify(best) + (draft_ms if best > 1 else 0.0)
+    round_ms = costs.verify(best) + costs.draft(depths[best - 1])
     calibration = fit_calibration(ranks_OK.numpy(), log_probs_OKR.numpy())
-    dynamic_gain, dynamic_ms = replay_dynamic(ranks_OK.numpy(), log_probs_OKR.numpy(), calibration, costs, draft_ms)
+    dynamic_gain, dynamic_ms = replay_dynamic(ranks_OK.numpy(), log_probs_OKR.numpy(), calibration, costs)
     dynamic = best > 1 and dynamic_gain / dynamic_ms > gain / round_ms
     if dynamic:
         gain, round_ms = dynamic_gain, dynamic_ms
@@ -191,6 +195,7 @@ def tune(
             "log_probs": [list(knots) for knots in calibration.log_probs],
             "accepted": [list(knots) for knots in calibration.accepted],
         },
+        level_ms=level_ms,
     )
 
 
@@ -215,29 +220,25 @@ def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
     return emitted / rounds
 
 
-def choose(
-    gains: Sequence[float], widths: Sequence[int], verify_ms: Sequence[float], draft_ms: float
-) -> tuple[int, list[list[float]]]:
+def choose(gains: Sequence[float], costs: Costs, depths: Sequence[int]) -> tuple[int, list[list[float]]]:
     """The node count (root included) with the most expected tokens per millisecond; 1 is plain decoding.
 
     Args:
         gains: τ of the best tree of 1, 2, 3, ... nodes; the first is plain decoding.
-        widths: see `Tuning`, like the rest.
-        verify_ms: see there.
-        draft_ms: see there.
+        costs: as measured.
+        depths: of those trees, 0 for plain decoding.
 
     Returns:
         (best node count, [[node count, predicted speed-up], ...]).
 
-    >>> choose([1.0, 1.5, 1.75], (1, 4), (10.0, 10.0), 1.0)[0]
+    >>> choose([1.0, 1.5, 1.75], Costs((1, 4), (10.0, 10.0), 1.0), [0, 1, 1])[0]
     3
-    >>> choose([1.0, 1.5, 1.75], (1, 2), (10.0, 20.0), 1.0)[0]
+    >>> choose([1.0, 1.5, 1.75], Costs((1, 2), (10.0, 20.0), 1.0), [0, 1, 1])[0]
     1
     """
-    costs = Costs(tuple(widths), tuple(verify_ms))
     curve = [
-        [float(nodes), gain * verify_ms[0] / (costs.verify(nodes) + (draft_ms if nodes > 1 else 0.0))]
-        for nodes, gain in enumerate(gains, start=1)
+        [float(nodes), gain * costs.verify(1) / (costs.verify(nodes) + costs.draft(depth))]
+        for nodes, (gain, depth) in enumerate(zip(gains, depths, strict=False), start=1)
     ]
     return max(range(len(curve)), key=lambda i: curve[i][1]) + 1, curve
 
@@ -362,27 +363,32 @@ def measure_verify(
 
 
 @torch.inference_mode()
-def _draft_ms(target: Target, heads: DraftHead, values: dict[RankPath, float], context: int) -> float:
-    """Milliseconds of one draft and one observation, with a tree of up to 16 of the best nodes; the lower quartile.
+def _draft_ms(target: Target, heads: DraftHead, values: dict[RankPath, float], context: int) -> tuple[float, float]:
+    """Milliseconds of one draft and one observation with a tree of up to 16 of the best nodes, and of a further level.
 
-    The target runs in between, as it does in decoding: its weights push those of the heads out of the caches.
+    Trees cut behind their first level and whole ones take turns; the lower quartile of each counts. The target runs in
+    between, as it does in decoding: its weights push those of the heads out of the caches.
     """
     paths = sorted(values, key=lambda path: (-values[path], len(path), path))[:15]
-    drafter = HeadDrafter(heads, TreeShape.from_paths(paths))
+    shapes = [TreeShape.from_paths([path for path in paths if len(path) == 1]), TreeShape.from_paths(paths)]
     prompt = [1 + i % (target.vocab_size - 1) for i in range(min(context, 32))]
     cache = target.new_cache(1, len(prompt) + 1)
-    states = target.prefill(cache, [prompt], drafter.taps).taps
-    session = drafter.open([prompt], states)
+    states = target.prefill(cache, [prompt], heads.taps).taps
     root_B = torch.tensor([1], device=target.device)
     last = {tap: state[:, -1:] for tap, state in states.items()}
-    times = []
+    drafters = [HeadDrafter(heads, shape) for shape in shapes]
+    sessions = [drafter.open([prompt], states) for drafter in drafters]
+    times: list[list[float]] = [[], []]
     for _ in range(18):
-        target.forward_tree(cache, root_only(root_B)).logits_BTV.sum().item()  # waits for the device, too
-        start = perf_counter()
-        drafter.propose(session, root_B, Request(drafter.max_nodes)).tokens_BN.tolist()
-        drafter.observe(session, root_B[:, None], last, [1])
-        times.append(1e3 * (perf_counter() - start))
-    return float(np.percentile(times[3:], 25))
+        for drafter, session, spent in zip(drafters, sessions, times, strict=True):
+            target.forward_tree(cache, root_only(root_B)).logits_BTV.sum().item()  # waits for the device, too
+            start = perf_counter()
+            drafter.propose(session, root_B, Request(drafter.max_nodes)).tokens_BN.tolist()
+            drafter.observe(session, root_B[:, None], last, [1])
+            spent.append(1e3 * (perf_counter() - start))
+    first, whole = (float(np.percentile(spent[3:], 25)) for spent in times)
+    level = max(0.0, whole - first) / max(1, shapes[1].depth - 1)
+    return whole + level * (heads.steps - shapes[1].depth), level
 
 
 def _acceptance(ranks_OK: Tensor, max_rank: int) -> list[list[float]]:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
 from headstart.target import FINAL, Target, TreeShape
@@ -219,6 +220,24 @@ class DraftHead(nn.Module, ABC):
     def trainable_parameters(self) -> int:
         """Number of parameters that training changes."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    @torch.no_grad()
+    def flops_per_draft(self) -> int:
+        """Floating-point operations of one drafted token, LM head included; a multiply-add is two.
+
+        Counted, not derived: a chain of `steps` drafts behind a text of one token, divided by `steps`. What a family
+        does once a round is thus shared by the drafts of a round, and attention over the text, which grows with it, is
+        left out. The heads are bound to their target.
+        """
+        where = self.draft_to_target_D.device
+        dtype = next((p.dtype for p in self.parameters()), torch.float32)
+        state_11E = torch.zeros(1, 1, self.config.hidden_size, dtype=dtype, device=where)
+        node_11 = torch.zeros(1, 1, dtype=torch.long, device=where)
+        with FlopCounterMode(display=False) as counter:
+            session = self.open([[0]], dict.fromkeys(self.taps, state_11E))
+            for depth in range(self.steps):
+                self.expand(session, node_11, node_11, depth)
+        return int(counter.get_total_flops()) // self.steps
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Draft only these tokens of the target (sorted int64 [D])."""

@@ -26,10 +26,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, positions, register
+from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.target import FINAL, Target
-
-_RIDGE = 1e-3
-"""Ridge of the linear start, as a share of the mean squared size of a state's components."""
 
 
 class MedusaConfig(HeadConfig):
@@ -104,19 +102,14 @@ class MedusaHead(DraftHead):
         own, with confidence.
         """
         size, inputs = self.input_KEF.shape[1:]
-        gram_FF = torch.zeros(inputs, inputs)
-        cross_KFE = torch.zeros(self.steps, inputs, size)
+        start = LinearStart([inputs] * self.steps, size)
         for batch in batches:
-            final_XE = batch.states[FINAL].flatten(0, 1).float()
+            final_XE = batch.states[FINAL].flatten(0, 1)
             origin_M = positions(batch.supervised_BT, self.steps - 1)
-            seen_MF = self.read(final_XE[origin_M], batch.tokens_BT.flatten()[origin_M + 1]).float()
-            gram_FF += seen_MF.T @ seen_MF
-            for step in range(self.steps):
-                cross_KFE[step] += seen_MF.T @ final_XE[origin_M + step + 1]
-        scale = gram_FF.diagonal().mean()
-        if scale > 0:  # else no position reaches the last head
-            maps_KFE = torch.linalg.solve(gram_FF + _RIDGE * scale * torch.eye(inputs), cross_KFE)
-            self.input_KEF.data.copy_(maps_KFE.mT)
+            seen_MF = self.read(final_XE[origin_M], batch.tokens_BT.flatten()[origin_M + 1])
+            start.add(seen_MF, [final_XE[origin_M + step + 1] for step in range(self.steps)])
+        for step, map_EF in enumerate(start.maps()):
+            self.input_KEF.data[step] = map_EF
 
     def bind(self, target: Target) -> None:
         """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
@@ -129,9 +122,7 @@ class MedusaHead(DraftHead):
         """What every head reads, [M, F]: the final state and, with `see_root`, the decided token's embedding."""
         if self._embedding_VE is None:
             return final_ME
-        # Normalised: embeddings are an order of magnitude smaller than final states.
-        root_ME = F.rms_norm(F.embedding(root_M, self._embedding_VE).float(), final_ME.shape[-1:])
-        return torch.cat([final_ME, root_ME.to(final_ME)], dim=-1)
+        return torch.cat([final_ME, embed(root_M, self._embedding_VE, final_ME)], dim=-1)
 
     def parts(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Input map [E, F], block weights [L, E, E], block biases [L, E] and LM head [D, E] of each head.
@@ -154,8 +145,7 @@ class MedusaHead(DraftHead):
     # -- drafting ------------------------------------------------------------------------------------------------
 
     def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> MedusaState:
-        last_B = torch.tensor([len(prompt) - 1 for prompt in prompts], device=states[FINAL].device)
-        final_BE = states[FINAL][torch.arange(len(prompts), device=last_B.device), last_B]
+        final_BE = last_states(states[FINAL], [len(prompt) for prompt in prompts])
         return MedusaState(final_BE, final_BE)
 
     def expand(self, state: MedusaState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
@@ -165,16 +155,7 @@ class MedusaHead(DraftHead):
         return F.linear(head_hidden(state.seen_BF, *body), lm_head_DE)[:, None]
 
     def observe(self, state: MedusaState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
-        last_B = torch.tensor(counts, device=tokens_BP.device) - 1
-        state.final_BE = states[FINAL][torch.arange(len(counts), device=last_B.device), last_B]
+        state.final_BE = last_states(states[FINAL], counts)
 
     def select(self, state: MedusaState, rows: Sequence[int]) -> None:
         state.final_BE = state.final_BE[list(rows)]
-
-
-def head_hidden(seen_MF: Tensor, input_EF: Tensor, weight_LEE: Tensor, bias_LE: Tensor) -> Tensor:
-    """What the LM head of one head reads, [M, E], from what the head reads, [M, F]."""
-    x_ME = F.linear(seen_MF, input_EF)
-    for weight_EE, bias_E in zip(weight_LEE, bias_LE, strict=True):
-        x_ME = x_ME + F.silu(F.linear(x_ME, weight_EE, bias_E))
-    return x_ME

@@ -1,0 +1,109 @@
+"""EAGLE-1: a decoder layer that drafts the target's next final states (Li et al., arXiv 2401.15077).
+
+The state of token t and the embedding of token t + 1 are joined by a linear map; a decoder layer without an input norm
+turns them into a guess of the final state of token t + 1, which the target's own frozen LM head reads. The guess is fed
+back. With dynamic trees this is EAGLE-2 (arXiv 2406.16858). See `recurrent` for what each step reads and drafts.
+
+Shape suffixes: E hidden size, D draft vocabulary, M positions, J what the joining map reads, X = B * T flat positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from headstart.heads.base import HeadBatch, positions, register
+from headstart.heads.layer import DraftLayer, LayerConfig
+from headstart.heads.recurrent import RecurrentHead
+from headstart.heads.residual import LinearStart
+from headstart.target import FINAL, Target
+
+
+class EagleConfig(LayerConfig):
+    """Settings of EAGLE-1 heads."""
+
+    family: str = "eagle"
+    steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
+    start: Literal["target", "cold"] = Field(
+        "target", description="Start from the target's last layer and a linear guess, or from random numbers."
+    )
+
+
+@register
+class EagleHead(RecurrentHead):
+    """Joining map and one decoder layer; the LM head is the target's."""
+
+    family: ClassVar[str] = "eagle"
+    Config: ClassVar[type[LayerConfig]] = EagleConfig
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig) -> None:
+        size = config.hidden_size
+        super().__init__(config, config.steps, [DraftLayer(config, size, input_norm=False)])
+        self.fc = nn.Linear(2 * size, size)
+        self.register_buffer("_frozen_DE", torch.zeros(config.draft_width, size), persistent=False)
+
+    @property
+    def lm_head_DE(self) -> Tensor:
+        return self._frozen_DE
+
+    def bind(self, target: Target) -> None:
+        """Take the target's embeddings, and its LM head over the draft vocabulary."""
+        super().bind(target)
+        self._frozen_DE = target.lm_head_weight[self.draft_to_target_D.to(target.device)].detach().to(self.fc.weight)
+
+    @torch.no_grad()
+    def warm_start(self, target: Target) -> None:
+        """The target's last layer; the map starts as the state alone."""
+        self.bind(target)
+        if self.config.start == "cold":
+            return
+        size = self.config.hidden_size
+        layer = self.layers[0]
+        assert isinstance(layer, DraftLayer), "the stack is made of draft layers"
+        layer.warm_start(target)
+        # The joined state is a final one already: the layer starts without effect and learns what is missing.
+        layer.o.weight.zero_()
+        layer.down.weight.zero_()
+        self.fc.weight.zero_()
+        self.fc.weight[:, size:] = torch.eye(size)
+        self.fc.bias.zero_()
+
+    @torch.no_grad()
+    def fit(self, batches: Iterable[HeadBatch]) -> None:
+        """Join state and embedding into the best linear guess of the next final state, by ridge regression."""
+        if self.config.start == "cold":
+            return
+        start = LinearStart([self.fc.in_features], self.fc.out_features)
+        for batch in batches:
+            final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
+            origin_M = positions(batch.supervised_BT, 0)
+            joined_MJ = self._join(final_XE[origin_M], self._embed(tokens_X[origin_M + 1], final_XE))
+            start.add(joined_MJ, [final_XE[origin_M + 1]])
+        for map_EJ in start.maps():
+            self.fc.weight.copy_(map_EJ)
+
+    def see(self, states: dict[int, Tensor]) -> Tensor:
+        return states[FINAL]
+
+    def fuse(self, seen: Tensor) -> Tensor:
+        return seen
+
+    def enter(self, fed: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        joined: Tensor = self.fc(self._join(fed, embedded))
+        return joined, joined
+
+    def leave(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        return stream, stream
+
+    def feature(self, fed_ME: Tensor) -> Tensor:
+        return fed_ME
+
+    def _join(self, fed: Tensor, embedded: Tensor) -> Tensor:
+        """Embedding first; normalised, since embeddings are an order of magnitude smaller than final states."""
+        return torch.cat([F.rms_norm(embedded, embedded.shape[-1:]), fed], dim=-1)

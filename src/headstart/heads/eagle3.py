@@ -1,0 +1,140 @@
+"""EAGLE-3: one decoder layer over fused states of several target layers (Li et al., arXiv 2503.01840).
+
+Three tapped states are fused by a linear map; attention reads the normed embedding of the next token beside the
+normed fused state, the stream is the fused state itself, and the layer's output is fed back. The heads have a final
+norm and an LM head of their own over the draft vocabulary. EAGLE-3.1 normalises every tapped state before the map and
+feeds back the normed output. See `recurrent` for what each step reads and drafts.
+
+Shape suffixes: E hidden size, D draft vocabulary, M positions, X = taps * E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from headstart.errors import UserError
+from headstart.heads.base import HeadBatch, positions, register
+from headstart.heads.layer import DraftLayer, LayerConfig, norm_scale
+from headstart.heads.recurrent import RecurrentHead
+from headstart.heads.residual import LinearStart
+from headstart.target import FINAL, Target
+
+
+class Eagle3Config(LayerConfig):
+    """Settings of EAGLE-3 heads."""
+
+    family: str = "eagle3"
+    steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
+    num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
+    tap_layers: tuple[int, ...] = Field(
+        (), description="Target layers whose outputs are read, as transformers' hidden_states; (2, L // 2, L - 3)."
+    )
+    tap_norms: bool = Field(False, description="Normalise each tapped state before the fusion (EAGLE-3.1).")
+    feedback: Literal["pre_norm", "post_norm"] = Field(
+        "pre_norm", description="Feed back the layer's output as it is, or normed (EAGLE-3.1)."
+    )
+    start: Literal["target", "cold"] = Field(
+        "target", description="Start from the target's last layer, norm and LM head, or from random numbers."
+    )
+
+    @classmethod
+    def of_target(cls, target: Target) -> dict[str, Any]:
+        taps = (2, target.num_layers // 2, target.num_layers - 3)
+        return {**super().of_target(target), "tap_layers": taps}
+
+
+@register
+class Eagle3Head(RecurrentHead):
+    """Fusion, decoder layers, norm and LM head."""
+
+    family: ClassVar[str] = "eagle3"
+    Config: ClassVar[type[LayerConfig]] = Eagle3Config
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config) -> None:
+        if not config.tap_layers or len(set(config.tap_layers)) < len(config.tap_layers) or min(config.tap_layers) < 1:
+            raise UserError(
+                f"The heads would read layers {list(config.tap_layers)} of the target, which must be different ones, "
+                "from 1 on.",
+                "Name them, for example heads.tap_layers=[1,2,3]; a target of few layers needs it.",
+            )
+        size = config.hidden_size
+        first = DraftLayer(config, 2 * size, input_norm=False)
+        super().__init__(
+            config, config.steps, [first, *(DraftLayer(config, size) for _ in range(config.num_layers - 1))]
+        )
+        taps = len(config.tap_layers)
+        self.tap_norms = nn.ModuleList(nn.RMSNorm(size, config.rms_norm_eps) for _ in range(taps * config.tap_norms))
+        self.fc = nn.Linear(taps * size, size, bias=False)
+        self.embedding_norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.draft_width, bias=False)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.tap_layers
+
+    @property
+    def lm_head_DE(self) -> Tensor:
+        return self.lm_head.weight
+
+    @torch.no_grad()
+    def warm_start(self, target: Target) -> None:
+        """The target's last layer on the deepest tapped state, then its final norm and LM head."""
+        self.bind(target)
+        if self.config.start == "cold":
+            return
+        self.fc.weight.zero_()
+        self.fc.weight[:, -self.config.hidden_size :] = torch.eye(self.config.hidden_size)
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, DraftLayer), "the stack is made of draft layers"
+            behind = self.config.hidden_size if number == 0 else 0
+            layer.warm_start(target, number - len(self.layers), behind)
+        last = target.layers[-len(self.layers)]
+        self.hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", nn.Identity()), self.norm.weight))
+        self.norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", nn.Identity()), self.norm.weight))
+        self.lm_head.weight.copy_(target.lm_head_weight[self.draft_to_target_D.to(target.device)])
+
+    @torch.no_grad()
+    def fit(self, batches: Iterable[HeadBatch]) -> None:
+        """Fuse the tapped states into the best linear guess of where the next token's stream will end.
+
+        Ridge regression on the direction that the target's own LM head reads one token later, undone by its norm and
+        scaled like the deepest tapped state.
+        """
+        if self.config.start == "cold":
+            return
+        start, scale, size = LinearStart([self.fc.in_features], self.fc.out_features), 0.0, self.config.hidden_size
+        for batch in batches:
+            origin_M = positions(batch.supervised_BT, 0)
+            seen_MX = self._normed(self.see(batch.states).flatten(0, 1)[origin_M].float())
+            start.add(seen_MX, [batch.states[FINAL].flatten(0, 1)[origin_M + 1].float() / self.norm.weight.float()])
+            scale += float(seen_MX[:, -size:].square().mean(-1).sqrt().sum())
+        for map_EX in start.maps():
+            self.fc.weight.copy_(scale / start.rows * map_EX)
+
+    def see(self, states: dict[int, Tensor]) -> Tensor:
+        return torch.cat([states[tap] for tap in self.config.tap_layers], dim=-1)
+
+    def fuse(self, seen: Tensor) -> Tensor:
+        fused: Tensor = self.fc(self._normed(seen))
+        return fused
+
+    def enter(self, fed: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.embedding_norm(embedded), self.hidden_norm(fed)], dim=-1), fed
+
+    def leave(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.norm(stream)
+        return normed, stream if self.config.feedback == "pre_norm" else normed
+
+    def _normed(self, seen: Tensor) -> Tensor:
+        if not self.config.tap_norms:
+            return seen
+        parts = seen.chunk(len(self.config.tap_layers), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], dim=-1)

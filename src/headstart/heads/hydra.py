@@ -1,0 +1,265 @@
+"""Hydra: heads that also read the tokens drafted before theirs (Ankner et al., arXiv 2402.05109).
+
+Head k (from 0) reads the final state h_t of the last token the target has read and the embeddings of tokens t + 1 (the
+root, decided by the target) to t + k + 1, and predicts token t + k + 2. Training reads the conversation's own tokens,
+which are what stands on an accepted path. On tokens a b c d e f, from the state after `b` (t = 1):
+
+>>> import torch
+>>> text = "abcdef"
+>>> for step in range(3):
+...     origin_M = positions(torch.tensor([[False, False, True, True, True, True]]), step)[:1]
+...     read = " ".join(text[place] for place in read_places(origin_M, step)[0])
+...     print(f"head {step}: state({text[origin_M]}) {read} -> {text[origin_M + step + 2]}")
+head 0: state(b) c -> d
+head 1: state(b) c d -> e
+head 2: state(b) c d e -> f
+
+Hydra++ (`prefix_attention`, with `num_layers: 4`) replaces h_t by the output of a decoder layer of the heads' own over
+the final states of the whole text. It runs once for each committed token, not for each draft.
+
+While drafting, a node keeps what its head read, and its children put their own embedding behind it. Partial sums would
+save multiplications instead, but a level would then read the maps of all deeper heads as well, and a tree that ends
+early would have read them for nothing; at a few nodes a level, reading weights is what takes the time.
+
+Shape suffixes: B rows, T tokens, P committed tokens, W nodes of a level, E hidden size, F what a head reads, D draft
+vocabulary, V vocabulary, M predictions, L blocks of a head, S cache slots, X = B * T flat positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, positions, register
+from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention
+from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
+from headstart.target import FINAL, Target
+
+_SPARE = 256
+"""Cache slots beyond the prompt that a session starts with."""
+
+_ENOUGH = 12
+"""Positions for each number that the last head reads, after which the linear start stops looking: what more of them
+would gain is a tenth of what is left to learn at most, and takes seconds of a run of minutes."""
+
+
+class HydraConfig(LayerConfig):
+    """Settings of Hydra heads; those of a decoder layer matter with `prefix_attention` only."""
+
+    family: str = "hydra"
+    num_heads: int = Field(4, ge=1, le=16, description="How many tokens ahead the heads look.")
+    num_layers: int = Field(1, ge=1, le=8, description="Residual blocks in each head; 4 in Hydra++.")
+    shared_lm_head: bool = Field(
+        False, description="Read logits through the target's frozen LM head instead of one trained LM head per head."
+    )
+    prefix_attention: bool = Field(
+        False, description="Put a decoder layer between the target's final states and the heads (Hydra++)."
+    )
+    start: Literal["target", "cold"] = Field(
+        "target", description="Start from the target's weights and a linear guess, or from random numbers."
+    )
+
+
+@dataclass
+class HydraState:
+    """Drafting of a batch.
+
+    Attributes:
+        final_BE: what stands for h_t, of the last token that each row has committed.
+        seen_BWF: what the heads at the nodes of the last level read.
+        cache: of the prefix layer, with the committed tokens.
+    """
+
+    final_BE: Tensor
+    seen_BWF: Tensor
+    cache: LayerCache | None
+
+
+class HydraStep(nn.Module):
+    """The head of one draft step: input map, residual blocks and, unless it is shared, its LM head."""
+
+    lm_head_DE: nn.Parameter | None
+
+    def __init__(self, config: HydraConfig, step: int) -> None:
+        super().__init__()
+        size, layers = config.hidden_size, config.num_layers
+        self.input_EF = nn.Parameter(torch.zeros(size, (step + 2) * size))
+        # Blocks start as the identity: x + SiLU(0) = x.
+        self.block_weight_LEE = nn.Parameter(torch.zeros(layers, size, size))
+        self.block_bias_LE = nn.Parameter(torch.zeros(layers, size))
+        lm_head = None if config.shared_lm_head else nn.Parameter(torch.zeros(config.draft_width, size))
+        self.register_parameter("lm_head_DE", lm_head)
+
+    def forward(self, seen: Tensor) -> Tensor:
+        """What the LM head reads, [..., E], from what this head reads, [..., F]."""
+        return head_hidden(seen, self.input_EF, self.block_weight_LEE, self.block_bias_LE)
+
+
+@register
+class HydraHead(DraftHead):
+    """K heads, each reading one drafted token more than the one before, and for Hydra++ the layer under them."""
+
+    family: ClassVar[str] = "hydra"
+    Config: ClassVar[type[LayerConfig]] = HydraConfig
+    config: HydraConfig
+    lm_head_DE: Tensor
+
+    def __init__(self, config: HydraConfig) -> None:
+        super().__init__(config)
+        self.heads = nn.ModuleList(HydraStep(config, step) for step in range(config.num_heads))
+        self.prefix = DraftLayer(config, config.hidden_size) if config.prefix_attention else None
+        if config.shared_lm_head:
+            self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
+        self._rotary = Rotary(config)
+        self._embedding_VE: Tensor | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.config.num_heads
+
+    @torch.no_grad()
+    def warm_start(self, target: Target) -> None:
+        """Every head starts as the target's own LM head, cut to the draft vocabulary, on the target's own state."""
+        self.bind(target)
+        size = self.config.hidden_size
+        if self.config.start == "cold":
+            for head in self._heads():
+                for weight in (head.input_EF, head.lm_head_DE):
+                    if weight is not None:
+                        nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+            return
+        for head in self._heads():
+            head.input_EF[:, :size] = torch.eye(size)
+            if head.lm_head_DE is not None:
+                head.lm_head_DE.copy_(target.lm_head_weight[self.draft_to_target_D.to(target.device)])
+        if self.prefix is not None:
+            # Its features are those of the target's last layer; it starts without effect and learns what to add.
+            self.prefix.warm_start(target)
+            self.prefix.o.weight.zero_()
+            self.prefix.down.weight.zero_()
+
+    @torch.no_grad()
+    def fit(self, batches: Iterable[HeadBatch]) -> None:
+        """Start head k from the best linear guess of the state it should have seen.
+
+        Ridge regression gives the input map that takes all that the head reads closest to h_{t+k+1}, the state from
+        which the target itself predicts head k's token.
+        """
+        if self.config.start == "cold":
+            return
+        assert self._embedding_VE is not None, "heads are bound to their target"
+        size = self.config.hidden_size
+        widths = [(step + 2) * size for step in range(self.steps)]
+        start = LinearStart(widths, size, self._embedding_VE.device)
+        for batch in batches:
+            final_XE = batch.states[FINAL].flatten(0, 1)
+            origin_M = positions(batch.supervised_BT, self.steps - 1)
+            seen_MF = _seen(*self._inputs(batch), origin_M, self.steps - 1)
+            start.add(seen_MF, [final_XE[origin_M + step + 1] for step in range(self.steps)])
+            if start.rows >= _ENOUGH * widths[-1]:
+                break
+        for head, map_EF in zip(self._heads(), start.maps(), strict=False):
+            head.input_EF.copy_(map_EF)
+
+    def bind(self, target: Target) -> None:
+        """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
+        self._embedding_VE = target.embedding_weight.detach()
+        if self.config.shared_lm_head:
+            rows_DE = target.lm_head_weight[self.draft_to_target_D.to(target.device)]
+            self.lm_head_DE = rows_DE.detach().to(self._heads()[0].input_EF)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
+        final_XE, embedded_XE = self._inputs(batch)
+        for step, head in enumerate(self._heads()):
+            origin_M = positions(batch.supervised_BT, step)
+            hidden_ME = head(_seen(final_XE, embedded_XE, origin_M, step))
+            yield StepPrediction(hidden_ME, self._lm_head(head), origin_M + step + 1, origin_M)
+
+    def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
+        """What stands for the final states, and the tokens' embeddings, both [X, E]."""
+        final_BTE, length = batch.states[FINAL], batch.tokens_BT.shape[1]
+        embedded_XE = self._embed(batch.tokens_BT, final_BTE).flatten(0, 1)
+        if self.prefix is not None:
+            places_1T = torch.arange(length, device=final_BTE.device)[None]
+            queries, keys, values = self.prefix.read(final_BTE, self._rotary.at(places_1T, final_BTE.dtype))
+            causal_1TT = torch.ones(1, length, length, dtype=torch.bool, device=final_BTE.device).tril()
+            final_BTE = self.prefix.write(final_BTE, cached_attention(queries, (keys, values), length, causal_1TT))
+        return final_BTE.flatten(0, 1), embedded_XE
+
+    # -- drafting ------------------------------------------------------------------------------------------------
+
+    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> HydraState:
+        counts, final_BPE = [len(prompt) for prompt in prompts], states[FINAL]
+        cache = None
+        if self.prefix is not None:
+            cache = LayerCache(self.config, 1, len(prompts), final_BPE.shape[1] + _SPARE, final_BPE)
+        final_BE = self._follow(cache, final_BPE, counts)
+        return HydraState(final_BE, final_BE[:, None], cache)
+
+    def expand(self, state: HydraState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        above_BWF = state.final_BE[:, None]
+        if depth:
+            rows_B1 = torch.arange(len(tokens_BW), device=tokens_BW.device)[:, None]
+            above_BWF = state.seen_BWF[rows_B1, parents_BW]
+        state.seen_BWF = torch.cat([above_BWF, self._embed(tokens_BW, above_BWF)], dim=-1)
+        head = cast(HydraStep, self.heads[depth])
+        return F.linear(head(state.seen_BWF), self._lm_head(head))
+
+    def observe(self, state: HydraState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+        state.final_BE = self._follow(state.cache, states[FINAL], counts)
+
+    def select(self, state: HydraState, rows: Sequence[int]) -> None:
+        state.final_BE = state.final_BE[list(rows)]
+        if state.cache is not None:
+            state.cache.select(rows)
+
+    @torch.no_grad()
+    def _follow(self, cache: LayerCache | None, final_BPE: Tensor, counts: Sequence[int]) -> Tensor:
+        """What stands for the state of each row's last token, [B, E], after reading `counts` tokens of each row."""
+        if cache is None or self.prefix is None:
+            return last_states(final_BPE, counts)
+        device, width = final_BPE.device, final_BPE.shape[1]
+        starts, cache.lengths = cache.lengths, [a + b for a, b in zip(cache.lengths, counts, strict=True)]
+        places_BP = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        queries, keys, values = self.prefix.read(final_BPE, self._rotary.at(places_BP, final_BPE.dtype))
+        cache.reserve(max(starts) + width)
+        cache.put(0, starts, keys, values)
+        # Only the last token's output is read: the rest of the layer runs for it alone.
+        last_B = torch.tensor(counts, device=device) - 1
+        queries_BNG1d = queries[torch.arange(len(counts), device=device), :, :, last_B][:, :, :, None]
+        slots, allowed_B1S = max(cache.lengths), None
+        if min(cache.lengths) < slots:
+            lengths_B = torch.tensor(cache.lengths, device=device)
+            allowed_B1S = (torch.arange(slots, device=device) < lengths_B[:, None])[:, None]
+        mixed = cached_attention(queries_BNG1d, cache.kv[0], slots, allowed_B1S)
+        return self.prefix.write(last_states(final_BPE, counts)[:, None], mixed)[:, 0]
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _heads(self) -> list[HydraStep]:
+        return [cast(HydraStep, head) for head in self.heads]
+
+    def _lm_head(self, head: HydraStep) -> Tensor:
+        return self.lm_head_DE if head.lm_head_DE is None else head.lm_head_DE
+
+    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
+        assert self._embedding_VE is not None, "heads are bound to their target"
+        return embed(tokens, self._embedding_VE, like)
+
+
+def read_places(origin_M: Tensor, step: int) -> Tensor:
+    """Flat positions of the tokens that the head of a step reads, [M, step + 1]: those behind the origin."""
+    return origin_M[:, None] + torch.arange(1, step + 2, device=origin_M.device)
+
+
+def _seen(final_XE: Tensor, embedded_XE: Tensor, origin_M: Tensor, step: int) -> Tensor:
+    """What the head of a step reads, [M, F]: the state at the origin, then the tokens' embeddings, first to last."""
+    return torch.cat([final_XE[origin_M], embedded_XE[read_places(origin_M, step)].flatten(1)], dim=-1)

@@ -1,0 +1,305 @@
+"""What families that feed their own state back have in common: unrolling in training, drafting level by level.
+
+Entry t of such a head reads the target's state of token t and the embedding of token t + 1, and drafts token t + 2.
+Its output stands in for the target's next state: together with the drafted token's embedding it is the entry of the
+next step. On tokens a b c d e (positions 0-4), the draft that starts from the state after `b` (origin 1):
+
+    step 0   state(b), emb(c) -> d      sees the entries of a, b
+    step 1   own(0),   emb(d) -> e      sees the entries of a, b, and its own of step 0
+
+The entry of step k stands at position t + k. Training computes step k of all origins of a conversation at once; an
+origin sees the text's entries up to itself and its own earlier steps, never those of another origin, exactly as when
+drafting (the "training-time test" of EAGLE-3, arXiv 2503.01840).
+
+Shape suffixes: B rows, T tokens, A origins of a row, M predictions, P pending entries, W nodes of a level, S cache
+slots, E hidden size, I width of what attention reads, X what a family reads of the target, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, positions
+from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, chain_attention
+from headstart.target import Target
+
+_SPARE = 256
+"""Cache slots beyond the prompt that a session starts with."""
+
+
+@dataclass
+class RecurrentState:
+    """Drafting of a batch.
+
+    Attributes:
+        cache: keys and values of the entries so far.
+        seen_BPX: target states of committed tokens whose entries are not in the cache yet.
+        tokens_BP: the token behind each of them; that of a row's last one is the root, known when drafting begins.
+        counts: how many are real, for each row.
+        drafted: whether their entries were computed (with the root) in this round.
+        base: slot of each row's root entry.
+        fed_BWE: what the nodes of the last level feed back.
+        visible_BWS: nodes of this round that each node of the last level sees, by order of drafting.
+    """
+
+    cache: LayerCache
+    seen_BPX: Tensor
+    tokens_BP: Tensor
+    counts: list[int]
+    drafted: bool = False
+    base: list[int] | None = None
+    fed_BWE: Tensor | None = None
+    visible_BWS: Tensor | None = None
+
+
+class RecurrentHead(DraftHead):
+    """A stack of decoder layers over (state, next token's embedding); families say how the two enter and leave.
+
+    Args:
+        config: sizes.
+        steps: K, in training and drafting.
+        layers: from the first, which reads what `enter` mixes, to the last.
+    """
+
+    config: LayerConfig
+
+    def __init__(self, config: LayerConfig, steps: int, layers: Sequence[DraftLayer]) -> None:
+        super().__init__(config)
+        self._steps = steps
+        self.layers = nn.ModuleList(layers)
+        self._rotary = Rotary(config)
+        self._embedding_VE: Tensor | None = None
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def bind(self, target: Target) -> None:
+        """Take the target's embeddings."""
+        self._embedding_VE = target.embedding_weight.detach()
+
+    # -- what a family says --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def see(self, states: dict[int, Tensor]) -> Tensor:
+        """What is read of the target's states, [..., X]."""
+
+    @abstractmethod
+    def fuse(self, seen: Tensor) -> Tensor:
+        """From what was read of the target to the form that is fed back, [..., E]."""
+
+    @abstractmethod
+    def enter(self, fed: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer's attention reads [..., I] and the stream that it adds to [..., E]."""
+
+    @abstractmethod
+    def leave(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """From the last layer's stream: what the LM head reads, and what is fed back, both [..., E]."""
+
+    @property
+    @abstractmethod
+    def lm_head_DE(self) -> Tensor:
+        """The LM head over the draft vocabulary."""
+
+    def feature(self, fed_ME: Tensor) -> Tensor | None:
+        """What is fed back, where it stands for the target's FINAL state."""
+        return None
+
+    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
+        assert self._embedding_VE is not None, "heads are bound to their target"
+        return F.embedding(tokens, self._embedding_VE).to(like)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
+        origin_M = positions(batch.supervised_BT, 0)
+        if not len(origin_M):
+            return
+        length = batch.tokens_BT.shape[1]
+        place_BA, real_BA = _by_row(origin_M, batch.tokens_BT.shape)
+        fed_BTE = self.fuse(self.see(batch.states))
+        text = _Text(self, fed_BTE, batch.tokens_BT, place_BA)
+        for step in range(self.steps):
+            wanted_X = torch.zeros(batch.tokens_BT.numel(), dtype=torch.bool, device=place_BA.device)
+            wanted_X[positions(batch.supervised_BT, step)] = True
+            flat_BA = place_BA + length * torch.arange(len(place_BA), device=place_BA.device)[:, None]
+            wanted_BA = wanted_X[flat_BA] & real_BA
+            if not wanted_BA.any():
+                return
+            hidden_BAE, fed_BAE = self.leave(text.step(step))
+            text.fed_BAE = fed_BAE
+            origin_M = flat_BA[wanted_BA]
+            feature_ME = self.feature(fed_BAE[wanted_BA])
+            yield StepPrediction(hidden_BAE[wanted_BA], self.lm_head_DE, origin_M + step + 1, origin_M, feature_ME)
+
+    # -- drafting ------------------------------------------------------------------------------------------------
+
+    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> RecurrentState:
+        seen_BPX = self.see(states)
+        width = seen_BPX.shape[1]
+        following = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
+        cache = LayerCache(self.config, len(self.layers), len(prompts), width + _SPARE, seen_BPX)
+        tokens_BP = torch.tensor(following, device=seen_BPX.device)
+        return RecurrentState(cache, seen_BPX, tokens_BP, [len(prompt) for prompt in prompts])
+
+    def expand(self, state: RecurrentState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        cache, device = state.cache, tokens_BW.device
+        rows_B = torch.arange(len(tokens_BW), device=device)
+        if depth == 0:
+            last_B = torch.tensor(state.counts, device=device) - 1
+            tokens_BP = state.tokens_BP.index_put((rows_B, last_B), tokens_BW[:, 0])
+            stream_BPE = self._run(state, self.fuse(state.seen_BPX), tokens_BP, cache.lengths, None, 0)
+            stream_BWE = stream_BPE[rows_B, last_B][:, None]
+            state.base = [length + count - 1 for length, count in zip(cache.lengths, state.counts, strict=True)]
+            state.visible_BWS = torch.zeros(len(rows_B), 1, 0, dtype=torch.bool, device=device)
+            state.drafted = True
+        else:
+            assert state.base is not None and state.fed_BWE is not None and state.visible_BWS is not None, (
+                "levels in order"
+            )
+            width = tokens_BW.shape[1]
+            above_BWS = state.visible_BWS[rows_B[:, None], parents_BW]
+            own = torch.eye(width, dtype=torch.bool, device=device).expand(len(rows_B), width, width)
+            state.visible_BWS = torch.cat([above_BWS, own], dim=-1)
+            fed_BWE = state.fed_BWE[rows_B[:, None], parents_BW]
+            starts = [base + 1 + above_BWS.shape[2] for base in state.base]
+            stream_BWE = self._run(state, fed_BWE, tokens_BW, starts, state.visible_BWS, depth)
+        hidden_BWE, state.fed_BWE = self.leave(stream_BWE)
+        return F.linear(hidden_BWE, self.lm_head_DE)
+
+    def observe(
+        self, state: RecurrentState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]
+    ) -> None:
+        seen_BPX = self.see(states)
+        if state.drafted:  # the entries of what was pending are in the cache, with the root that is now committed
+            state.cache.lengths = [a + b for a, b in zip(state.cache.lengths, state.counts, strict=True)]
+            state.seen_BPX, state.counts, state.drafted = seen_BPX, list(counts), False
+            state.tokens_BP = F.pad(tokens_BP[:, 1:], (0, 1))
+            return
+        old, state.counts = state.counts, [a + b for a, b in zip(state.counts, counts, strict=True)]
+        wider = max(state.counts) - state.seen_BPX.shape[1]
+        state.seen_BPX = F.pad(state.seen_BPX, (0, 0, 0, max(0, wider)))
+        state.tokens_BP = F.pad(state.tokens_BP, (0, max(0, wider)))
+        for row, (start, count) in enumerate(zip(old, counts, strict=True)):
+            state.seen_BPX[row, start : start + count] = seen_BPX[row, :count]
+            state.tokens_BP[row, start - 1 : start - 1 + count] = tokens_BP[row, :count]
+
+    def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
+        state.cache.select(rows)
+        state.seen_BPX, state.tokens_BP = state.seen_BPX[list(rows)], state.tokens_BP[list(rows)]
+        state.counts = [state.counts[row] for row in rows]
+        state.drafted = False
+
+    def _run(
+        self,
+        state: RecurrentState,
+        fed_BWE: Tensor,
+        tokens_BW: Tensor,
+        starts: Sequence[int],
+        visible_BWS: Tensor | None,
+        depth: int,
+    ) -> Tensor:
+        """The stack over new entries, written to each row's slots from `starts` on.
+
+        Args:
+            state: of the session.
+            fed_BWE: what enters.
+            tokens_BW: the token behind each entry.
+            starts: first slot of each row.
+            visible_BWS: drafted nodes that each sees; None for entries of the text, which see all before them.
+            depth: of the nodes.
+
+        Returns:
+            The last layer's stream, [B, W, E].
+        """
+        cache, width, device = state.cache, tokens_BW.shape[1], tokens_BW.device
+        slots = max(starts) + width
+        cache.reserve(slots)
+        starts_B1 = torch.tensor(starts, device=device)[:, None]
+        if visible_BWS is None:
+            positions_BW = starts_B1 + torch.arange(width, device=device)
+            allowed_BWS = torch.arange(slots, device=device) <= positions_BW[:, :, None]
+        else:
+            assert state.base is not None, "nodes stand behind a root"
+            base_B1 = torch.tensor(state.base, device=device)[:, None]
+            positions_BW = (base_B1 + depth).expand(-1, width)
+            place_BS = torch.arange(slots, device=device) - base_B1 - 1  # below zero: the text
+            inside_BWS = visible_BWS.gather(
+                2, place_BS.clamp(0, visible_BWS.shape[2] - 1)[:, None].expand(-1, width, -1)
+            )
+            in_tree_BS = (place_BS >= 0) & (place_BS < visible_BWS.shape[2])
+            allowed_BWS = (place_BS < 0)[:, None] | (inside_BWS & in_tree_BS[:, None])
+        mask = None if len(starts) == 1 and bool(allowed_BWS.all()) else allowed_BWS
+        attended_BWI, stream_BWE = self.enter(fed_BWE, self._embed(tokens_BW, fed_BWE))
+        turn = self._rotary.at(positions_BW, fed_BWE.dtype)
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, DraftLayer), "the stack is made of draft layers"
+            queries, keys, values = layer.read(attended_BWI, turn)
+            cache.put(number, starts, keys, values)
+            stream_BWE = layer.write(stream_BWE, cached_attention(queries, cache.kv[number], slots, mask))
+            attended_BWI = stream_BWE
+        return stream_BWE
+
+
+class _Text:
+    """One batch of conversations while its origins are unrolled: the entries of the text, and each origin's own."""
+
+    def __init__(self, heads: RecurrentHead, fed_BTE: Tensor, tokens_BT: Tensor, place_BA: Tensor) -> None:
+        self.heads, self.tokens_BT, self.place_BA = heads, tokens_BT, place_BA
+        self.text_BTE = fed_BTE
+        self.fed_BAE = fed_BTE  # of the step before; at step 0 the text's own
+        self.kv: list[tuple[Tensor, Tensor]] = []
+        self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in heads.layers]
+        places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        self.hidden_BAT = places_T > place_BA[:, :, None]
+        self.hidden_1TT = (places_T > places_T[:, None])[None]
+
+    def step(self, step: int) -> Tensor:
+        """The last layer's stream at step `step` of every origin, [B, A, E]."""
+        heads, place_BA = self.heads, self.place_BA
+        if step == 0:
+            places = torch.arange(self.tokens_BT.shape[1], device=place_BA.device).expand_as(self.tokens_BT)
+            tokens = F.pad(self.tokens_BT[:, 1:], (0, 1))
+        else:
+            places = place_BA + step
+            tokens = self.tokens_BT.gather(1, (places + 1).clamp(max=self.tokens_BT.shape[1] - 1))
+        turn = heads._rotary.at(places, self.fed_BAE.dtype)
+        attended, stream = heads.enter(self.fed_BAE, heads._embed(tokens, self.fed_BAE))
+        for number, layer in enumerate(heads.layers):
+            assert isinstance(layer, DraftLayer), "the stack is made of draft layers"
+            queries, keys, values = layer.read(attended, turn)
+            if step == 0:
+                self.kv.append((keys, values))
+                if number == len(heads.layers) - 1:  # behind the last layer only the origins matter
+                    place_BA1 = place_BA[:, :, None]
+                    stream = stream.gather(1, place_BA1.expand(-1, -1, stream.shape[2]))
+                    index = place_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
+                    mixed = chain_attention(queries.gather(3, index), keys, values, self.hidden_BAT)
+                else:
+                    mixed = chain_attention(queries, keys, values, self.hidden_1TT)
+            else:
+                self.chains[number].append((keys, values))
+                mixed = chain_attention(queries, *self.kv[number], self.hidden_BAT, self.chains[number])
+            attended = stream = layer.write(stream, mixed)
+        return stream
+
+
+def _by_row(origin_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Origins by row: places [B, A], short rows padded with place 0, and which of them are real.
+
+    >>> [part.tolist() for part in _by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]))]
+    [[[1, 2], [1, 0]], [[True, True], [True, False]]]
+    """
+    valid_BT = torch.zeros(shape, dtype=torch.bool, device=origin_M.device)
+    valid_BT.view(-1)[origin_M] = True
+    counts_B = valid_BT.sum(1)
+    most = int(counts_B.max())
+    place_BA = (~valid_BT).long().argsort(dim=1, stable=True)[:, :most]
+    real_BA = torch.arange(most, device=origin_M.device) < counts_B[:, None]
+    return place_BA.masked_fill(~real_BA, 0), real_BA
