@@ -148,6 +148,37 @@ def test_observing_in_rounds_equals_opening_afresh(name: str, target: Target) ->
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("drafting", [True, False])
+def test_rows_that_commit_unevenly_draft_as_afresh(name: str, drafting: bool, target: Target) -> None:
+    """Two rows that accept different lengths, with or without a draft in each round (drafting pauses)."""
+    heads = shake(build(name, target))
+    texts = [[3, 9, 14, 27, 33, 8, 40], [8, 40, 12, 5, 51, 22, 19, 2]]
+    shape = TreeShape.from_paths([(0, 0), (1,)])
+    states = target.prefill(target.new_cache(2, 8), texts, heads.taps).taps
+    starts = [2, 3]
+    session = heads.open([text[:start] for text, start in zip(texts, starts, strict=True)], _part(states, [0, 0], 3))
+    for counts in ([1, 3], [3, 1], [1, 1]):
+        if drafting:
+            draft(heads, session, torch.tensor([text[at] for text, at in zip(texts, starts, strict=True)]), shape)
+        width = max(counts)
+        tokens = [[*text, *[0] * width][at : at + width] for text, at in zip(texts, starts, strict=True)]
+        heads.observe(session, torch.tensor(tokens), _part(states, starts, width), counts)
+        starts = [at + count for at, count in zip(starts, counts, strict=True)]
+    root = torch.tensor([11, 12])
+    afresh = draft(heads, heads.open(texts, states), root, shape)
+    assert draft(heads, session, root, shape).tokens_BN.tolist() == afresh.tokens_BN.tolist()
+
+
+def _part(states: dict[int, torch.Tensor], starts: Sequence[int], width: int) -> dict[int, torch.Tensor]:
+    """States of `width` tokens of each row from its own start on; behind a row's end anything."""
+    padded = {tap: torch.nn.functional.pad(state, (0, 0, 0, width), value=7.0) for tap, state in states.items()}
+    return {
+        tap: torch.stack([state[row, start : start + width] for row, start in enumerate(starts)])
+        for tap, state in padded.items()
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_rows_of_a_batch_are_independent(name: str, target: Target) -> None:
     heads = shake(build(name, target))
     texts = [[3, 9, 14, 27, 33], [8, 40, 12]]

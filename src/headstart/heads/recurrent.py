@@ -221,21 +221,16 @@ class RecurrentHead(DraftHead):
         cache, width, device = state.cache, tokens_BW.shape[1], tokens_BW.device
         slots = max(starts) + width
         cache.reserve(slots)
-        starts_B1 = torch.tensor(starts, device=device)[:, None]
         if visible_BWS is None:
-            positions_BW = starts_B1 + torch.arange(width, device=device)
-            allowed_BWS = torch.arange(slots, device=device) <= positions_BW[:, :, None]
+            first = starts
+            steps_W = torch.arange(width, device=device)
+            visible_BWS = (steps_W <= steps_W[:, None]).expand(len(starts), width, width)
         else:
             assert state.base is not None, "nodes stand behind a root"
-            base_B1 = torch.tensor(state.base, device=device)[:, None]
-            positions_BW = (base_B1 + depth).expand(-1, width)
-            place_BS = torch.arange(slots, device=device) - base_B1 - 1  # below zero: the text
-            inside_BWS = visible_BWS.gather(
-                2, place_BS.clamp(0, visible_BWS.shape[2] - 1)[:, None].expand(-1, width, -1)
-            )
-            in_tree_BS = (place_BS >= 0) & (place_BS < visible_BWS.shape[2])
-            allowed_BWS = (place_BS < 0)[:, None] | (inside_BWS & in_tree_BS[:, None])
-        mask = None if len(starts) == 1 and bool(allowed_BWS.all()) else allowed_BWS
+            first = [base + 1 for base in state.base]
+            steps_W = torch.full((width,), depth - 1, device=device)
+        positions_BW = torch.tensor(first, device=device)[:, None] + steps_W
+        mask = _allowed(visible_BWS, first, slots)
         attended_BWI, stream_BWE = self.enter(fed_BWE, self._embed(tokens_BW, fed_BWE))
         turn = self._rotary.at(positions_BW, fed_BWE.dtype)
         for number, layer in enumerate(self.layers):
@@ -245,6 +240,23 @@ class RecurrentHead(DraftHead):
             stream_BWE = layer.write(stream_BWE, cached_attention(queries, cache.kv[number], slots, mask))
             attended_BWI = stream_BWE
         return stream_BWE
+
+
+def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int) -> Tensor | None:
+    """Slots that each new entry sees, bool [B, W, slots], or None for all: those of the text, and of the new ones some.
+
+    Args:
+        visible_BWS: new slots, from `first` on, that it sees.
+        first: of each row, behind the text.
+        slots: in all.
+    """
+    rows, width, new = visible_BWS.shape
+    if rows == 1:
+        alone = width == 1 and bool(visible_BWS.all())
+        return None if alone else F.pad(visible_BWS, (first[0], 0), value=True)
+    place_BS = torch.arange(slots, device=visible_BWS.device) - torch.tensor(first, device=visible_BWS.device)[:, None]
+    inside_BWS = visible_BWS.gather(2, place_BS.clamp(0, new - 1)[:, None].expand(-1, width, -1))
+    return (place_BS < 0)[:, None] | (inside_BWS & ((place_BS >= 0) & (place_BS < new))[:, None])
 
 
 class _Text:
