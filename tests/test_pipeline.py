@@ -493,6 +493,7 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     assert plan.problems == []
     assert set(plan.seconds) == {stage.name for stage in STAGES}
     assert "Hidden states on disk" in text
+    assert "A drafted token" in text
     assert "done before" in text
     greedy = tiny_recipe(tmp_path, tiny_target_folder, data={"conversations": 10**12, "cache_gigabytes": 1e9})
     problems = make_plan(quiet(tmp_path / "none", greedy)).problems

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, positions, register
-from headstart.heads.layer import DraftLayer, LayerConfig, norm_scale
+from headstart.heads.layer import DraftLayer, LayerConfig, norm_scale, normed
 from headstart.heads.recurrent import RecurrentHead
 from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target
@@ -113,7 +113,7 @@ class Eagle3Head(RecurrentHead):
         start, scale, size = LinearStart([self.fc.in_features], self.fc.out_features), 0.0, self.config.hidden_size
         for batch in batches:
             origin_M = positions(batch.supervised_BT, 0)
-            seen_MX = self._normed(self.see(batch.states).flatten(0, 1)[origin_M].float())
+            seen_MX = self._tapped(self.see(batch.states).flatten(0, 1)[origin_M].float())
             start.add(seen_MX, [batch.states[FINAL].flatten(0, 1)[origin_M + 1].float() / self.norm.weight.float()])
             scale += float(seen_MX[:, -size:].square().mean(-1).sqrt().sum())
         for map_EX in start.maps():
@@ -123,18 +123,18 @@ class Eagle3Head(RecurrentHead):
         return torch.cat([states[tap] for tap in self.config.tap_layers], dim=-1)
 
     def fuse(self, seen: Tensor) -> Tensor:
-        fused: Tensor = self.fc(self._normed(seen))
+        fused: Tensor = self.fc(self._tapped(seen))
         return fused
 
     def enter(self, fed: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.embedding_norm(embedded), self.hidden_norm(fed)], dim=-1), fed
+        return torch.cat([normed(self.embedding_norm, embedded), normed(self.hidden_norm, fed)], dim=-1), fed
 
     def leave(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        normed = self.norm(stream)
-        return normed, stream if self.config.feedback == "pre_norm" else normed
+        hidden = normed(self.norm, stream)
+        return hidden, stream if self.config.feedback == "pre_norm" else hidden
 
-    def _normed(self, seen: Tensor) -> Tensor:
+    def _tapped(self, seen: Tensor) -> Tensor:
         if not self.config.tap_norms:
             return seen
         parts = seen.chunk(len(self.config.tap_layers), dim=-1)
-        return torch.cat([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], dim=-1)
+        return torch.cat([normed(norm, part) for norm, part in zip(self.tap_norms, parts, strict=True)], dim=-1)

@@ -122,7 +122,7 @@ class DraftLayer(nn.Module):
         config = self.config
         kv_heads, size = config.num_key_value_heads, config.head_dim
         if self.input_norm is not None:
-            x_BTI = self.input_norm(x_BTI)
+            x_BTI = normed(self.input_norm, x_BTI)
         rows, width = x_BTI.shape[:2]
         all_BHTd = self.qkv(x_BTI).view(rows, width, -1, size).transpose(1, 2)
         heads = config.num_attention_heads
@@ -134,7 +134,7 @@ class DraftLayer(nn.Module):
         """The stream behind this layer, from the stream before it and what attention brought."""
         rows, width = residual_BTE.shape[:2]
         x_BTE = residual_BTE + self.o(mixed_BNGTd.permute(0, 3, 1, 2, 4).reshape(rows, width, -1))
-        gate_BTF, up_BTF = self.gate_up(self.mlp_norm(x_BTE)).chunk(2, dim=-1)
+        gate_BTF, up_BTF = self.gate_up(normed(self.mlp_norm, x_BTE)).chunk(2, dim=-1)
         stream_BTE: Tensor = x_BTE + self.down(self._act(gate_BTF) * up_BTF)
         return stream_BTE
 
@@ -253,6 +253,12 @@ def chain_attention(
     for step, (_, values_BNAd) in enumerate(chain):
         mixed = mixed + shares[..., text + step, None] * values_BNAd[:, :, None]
     return mixed
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """An RMS norm in the dtype of what it normalises, whose fused operation wants one dtype."""
+    assert isinstance(norm, nn.RMSNorm), "heads have RMS norms"
+    return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
 def norm_scale(norm: nn.Module, like: Tensor) -> Tensor:

@@ -137,6 +137,7 @@ def make_plan(run: Run) -> Plan:
         ("Target", f"{target.name}, {str(target.dtype).removeprefix('torch.')} on {target.device}"),
         ("Parameters", f"{target.parameters / 1e6:.1f} M, {format_bytes(target.parameters * size)}"),
         ("Heads", f"{config.family}, {heads.steps} steps, {heads.trainable_parameters / 1e6:.1f} M to train"),
+        ("A drafted token", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
         ("Conversations", f"about {count:.0f} (of {data.conversations} at most), {tokens} tokens"),
         ("Hidden states on disk", f"{format_bytes(states)} ({len(needed)} of each token)"),
         ("Disk in all", f"{format_bytes(disk)} of {format_bytes(free)} free"),
