@@ -113,7 +113,7 @@ class RecurrentHead(DraftHead):
 
     def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
         assert self._embedding_VE is not None, "heads are bound to their target"
-        return F.embedding(tokens, self._embedding_VE).to(like)
+        return F.embedding(tokens.to(self._embedding_VE.device), self._embedding_VE).to(like)
 
     # -- training ------------------------------------------------------------------------------------------------
 

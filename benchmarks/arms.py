@@ -1,0 +1,312 @@
+"""What the benchmark scripts share: heads trained on one data set, every stage kept on disk, one alternating run.
+
+An *arm* is a recipe with a name. All arms of a script learn from the same stored states; what an arm has finished is
+kept in its folder and skipped the next time, and a folder that was made from other settings is refused rather than
+overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import headstart
+from headstart.api import Decoder
+from headstart.data.conversations import Conversation, prompt_tokens, read_conversations
+from headstart.data.questions import Question
+from headstart.data.store import StateStore, build_store
+from headstart.decode.loop import Round
+from headstart.decode.tune import measure_ranks, replay, tune
+from headstart.errors import UserError
+from headstart.eval import plain_answers
+from headstart.eval.methods import PLAIN, Method, Run
+from headstart.eval.summary import Prompt, Unit, acceptance_by_position, all_steps, mean_round_ms, rate, speedup
+from headstart.eval.summary import tokens_per_round as mean_tokens
+from headstart.files import read_json, write_json
+from headstart.heads import DraftHead, family, make_config
+from headstart.heads.io import load_heads
+from headstart.hub import export_heads
+from headstart.pipeline.layout import CONVERSATIONS, STATES
+from headstart.target import FINAL, Target, TreeShape
+from headstart.train.config import Recipe, load_recipe
+from headstart.train.loop import train
+
+WARM_UP_TOKENS = 32
+MAX_RANK = 10
+"""Drafts of a depth that are told apart when acceptance is replayed."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing to compare: a recipe and what the tables call it."""
+
+    name: str
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What all arms learn from: states of the training and calibration conversations, and the latter themselves."""
+
+    train: StateStore
+    calibration: StateStore
+    texts: list[Conversation]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt with the target's plain greedy answer."""
+
+    tokens: list[int]
+    supervised: list[bool]
+
+
+def budget(minutes: float | None = None, steps: int | None = None, epochs: int | None = None) -> list[str]:
+    """Overrides that replace a recipe's training budget by this one."""
+    return [
+        f"train.minutes={minutes if minutes is not None else 'null'}",
+        f"train.steps={steps if steps is not None else 'null'}",
+        f"train.epochs={epochs or 100_000}",
+    ]
+
+
+def arm(name: str, recipe: str, overrides: Iterable[str] = ()) -> Arm:
+    """An arm from a recipe's name or path and overrides, the later ones winning."""
+    return Arm(name, load_recipe(recipe, overrides))
+
+
+def taps_of(target: Target, recipe: Recipe) -> set[int]:
+    """Hidden states that the recipe's heads and their teacher read."""
+    config = make_config(recipe.heads, target)
+    with torch.device("meta"):
+        return {*family(config.family)(config).taps, FINAL}
+
+
+def lessons(
+    run: Path, out: Path, target: Target, arms: Sequence[Arm], gigabytes: float = 8.0, reuse: bool = True
+) -> Lessons:
+    """States of a run's conversations with every tap that an arm reads.
+
+    With `reuse` the run's own stores serve when they have all taps; else stores are built in `out` once, from its
+    conversations.
+    """
+    taps = sorted(set().union(*(taps_of(target, one.recipe) for one in arms)))
+    stores = {}
+    for split in ("train", "calibration"):
+        store = _store_with(run / STATES / split, target, taps) if reuse else None
+        if store is None:
+            print(f"hidden states of the {split} conversations, taps {taps}", flush=True)
+            texts = read_conversations(run / CONVERSATIONS / f"{split}.jsonl")
+            store = build_store(out / "states" / split, texts, target, taps, budget_bytes=int(1e9 * gigabytes))
+        stores[split] = store
+    texts = read_conversations(run / CONVERSATIONS / "calibration.jsonl")
+    return Lessons(stores["train"], stores["calibration"], texts)
+
+
+def _store_with(folder: Path, target: Target, taps: Sequence[int]) -> StateStore | None:
+    try:
+        store = StateStore(folder)
+    except UserError:
+        return None
+    same = store.target_fingerprint == target.identity().fingerprint
+    return store if same and set(taps) <= set(store.taps) else None
+
+
+def once(folder: Path, settings: Mapping[str, Any], work: Callable[[], None]) -> None:
+    """Do some work in `folder` unless it was finished there before.
+
+    Raises:
+        UserError: when the folder was made from other settings.
+    """
+    file, wanted = folder / "made_from.json", json.loads(json.dumps(settings))
+    if file.is_file():
+        found = read_json(file)
+        if found["settings"] != wanted:
+            raise UserError(f"{folder} was made from other settings.", "Delete it, or give another --out.")
+        if found["whole"]:
+            return
+    write_json(file, {"settings": wanted, "whole": False})
+    work()
+    write_json(file, {"settings": wanted, "whole": True})
+
+
+def trained(one: Arm, target: Target, data: Lessons, folder: Path, console: Console | None = None) -> DraftHead:
+    """The best heads of an arm, in the target's dtype; trained now unless they were before."""
+    settings = {
+        "heads": one.recipe.heads,
+        "train": one.recipe.train.model_dump(mode="json"),
+        "data": data.train.fingerprint,
+        "target": target.identity().fingerprint,
+    }
+
+    def work() -> None:
+        print(f"training {one.name}", flush=True)
+        train(one.recipe, target, data.train, data.calibration, folder, console)
+
+    once(folder, settings, work)
+    return load_heads(folder / "best", target).to(target.dtype)
+
+
+def tuned(one: Arm, target: Target, data: Lessons, folder: Path, console: Console | None = None) -> Decoder:
+    """An arm's heads with their tree, trained and tuned now unless they were before."""
+    heads, section = trained(one, target, data, folder / "train", console), one.recipe.tune
+
+    def work() -> None:
+        print(f"tuning {one.name}", flush=True)
+        found = tune(
+            target,
+            heads,
+            data.texts,
+            widths=section.widths,
+            context=section.context,
+            max_nodes=section.max_nodes,
+            max_rank=section.max_rank,
+        )
+        export_heads(folder / "heads", heads, target, found.to_json(), {})
+
+    once(folder / "tune", section.model_dump(mode="json"), work)
+    return headstart.load(folder / "heads", target)
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """What training says of itself: steps, seconds, parameters, and the best validation."""
+    result = read_json(folder / "result.json")
+    return {
+        "parameters": result["trainable_parameters"],
+        "steps": result["steps"],
+        "epochs": round(result["epochs"], 2),
+        "seconds": result["elapsed_seconds"],
+        "best_step": result["best"]["step"],
+        "validation_tau": result["best"]["tau"],
+        "validation_top1": result["best"]["top1"],
+    }
+
+
+# -- without a clock -------------------------------------------------------------------------------------------------
+
+
+def answered(target: Target, questions: Sequence[Question], file: Path, max_new_tokens: int) -> list[Text]:
+    """Questions with the target's plain greedy answers, which are written to `file` once."""
+    prompts = [prompt_tokens([{"role": "user", "content": item.turns[0]}], target.tokenizer) for item in questions]
+    key = {"target": target.identity().fingerprint, "max_new_tokens": max_new_tokens, "prompts": prompts}
+    known = read_json(file) if file.is_file() else {}
+    if {name: known.get(name) for name in key} != key:
+        known = {**key, "answers": plain_answers(target, prompts, max_new_tokens, 16)}
+        write_json(file, known)
+    return [
+        Text([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+        for prompt, answer in zip(prompts, known["answers"], strict=True)
+    ]
+
+
+def chain_tau(target: Target, heads: DraftHead, texts: Sequence[Text | Conversation], length: int) -> dict[str, Any]:
+    """What a greedy chain of `length` drafts would do on texts that the target wrote greedily: no clock, no chance.
+
+    Returns:
+        tau (tokens a round, the target's own included), accepted (drafts a round), top1 (of each step on its own).
+    """
+    length = min(length, heads.steps)
+    ranks_OK = measure_ranks(target, heads, texts, MAX_RANK)[:, :length]
+    tau = replay(ranks_OK, TreeShape.chain(length).paths)
+    top1 = [round(float((ranks_OK[:, step] == 0).float().mean()), 4) for step in range(length)]
+    return {"drafts": length, "tau": round(tau, 4), "accepted": round(tau - 1, 4), "top1": top1}
+
+
+# -- against the clock -----------------------------------------------------------------------------------------------
+
+
+def alternate(
+    target: Target,
+    methods: Mapping[str, Method],
+    questions: Sequence[Question],
+    folder: Path,
+    settings: Mapping[str, Any],
+    max_new_tokens: int,
+) -> list[Unit]:
+    """Every question through every method, the methods taking turns and another one going first each time.
+
+    Each question's runs are kept in `folder`, so a run that was stopped goes on with the next question.
+    """
+    names, units, warm = list(methods), [], False
+    once(folder, {**settings, "methods": names, "max_new_tokens": max_new_tokens}, lambda: None)
+    for number, question in enumerate(questions):
+        tokens = prompt_tokens([{"role": "user", "content": question.turns[0]}], target.tokenizer)
+        file = folder / "runs" / f"{number:04d}.json"
+        known = read_json(file) if file.is_file() else {}
+        if known.get("prompt") != tokens:
+            if not warm:
+                for method in methods.values():
+                    method.run([tokens], min(WARM_UP_TOKENS, max_new_tokens), number)
+                warm = True
+            first = number % len(names)
+            order = names[first:] + names[:first]
+            runs = {name: asdict(methods[name].run([tokens], max_new_tokens, number)) for name in order}
+            known = {"prompt": tokens, "runs": {name: {**runs[name], "arrivals": []} for name in names}}
+            write_json(file, known)
+            print(f"{folder.name}: {number + 1} of {len(questions)}", flush=True)
+        prompt = Prompt(str(question.question_id), question.category, tokens)
+        units.append(Unit(number, [prompt], {name: _run(known["runs"][name]) for name in names}))
+    return units
+
+
+def _run(values: dict[str, Any]) -> Run:
+    return Run(**{**values, "rounds": [[Round(**one) for one in row] for row in values["rounds"]]})
+
+
+def row_of(units: Sequence[Unit], method: str, over: Mapping[str, str], seed: int = 0) -> dict[str, Any]:
+    """One method's figures: tokens a second and a round, acceptance, milliseconds, and its speed-ups.
+
+    `same_as_plain`, the number of outputs equal to the plain loop's, says something of greedy runs only.
+
+    Args:
+        units: from `alternate`.
+        method: its name there.
+        over: {key in the row: name of a baseline}.
+        seed: of the bootstrap.
+    """
+    drafted = all_steps(units, method)
+    row: dict[str, Any] = {
+        "tokens_per_second": rate(units, method, seed),
+        "tau": mean_tokens(drafted) if drafted else None,
+        "accepted_per_round": mean_tokens(drafted) - 1 if drafted else None,
+        "acceptance_by_position": acceptance_by_position(drafted),
+        "nodes_per_round": sum(one.nodes for one in drafted) / len(drafted) if drafted else None,
+        "round_ms": mean_round_ms(units, method),
+        "drafter_error": next((e for unit in units if (e := unit.runs[method].drafter_error)), None),
+    }
+    if PLAIN in units[0].runs:
+        row["same_as_plain"] = sum(unit.runs[method].tokens == unit.runs[PLAIN].tokens for unit in units)
+    return row | {key: speedup(units, base, seed, method) for key, base in over.items()}
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def times(interval: Mapping[str, float] | None) -> str:
+    """A speed-up with its interval.
+
+    >>> times({"mean": 1.4, "low": 1.31, "high": 1.5})
+    '1.40x (1.31-1.50)'
+    """
+    return f"{interval['mean']:.2f}x ({interval['low']:.2f}-{interval['high']:.2f})" if interval else ""
+
+
+def shares(values: Iterable[float]) -> str:
+    """Shares of one, as people write them.
+
+    >>> shares([0.613, 0.5])
+    '.61 / .50'
+    """
+    return " / ".join(f"{value:.2f}".removeprefix("0") for value in values)

@@ -1,0 +1,159 @@
+"""Every head family on the same data, in the same wall-clock time, measured in one alternating run.
+
+    python benchmarks/families.py QUESTIONS.jsonl [MORE.jsonl ...] --run runs/quickstart --minutes 15 --out out/families
+
+The conversations are those of a finished run. Their hidden states are computed once, with the taps of all families;
+each family is trained for the same minutes with its own recipe and tuned; then all of them answer the questions in
+turns, greedily and by sampling: a chain of fixed length, which says how good the drafts are, and the trees that tuning
+chose, which say how fast decoding is. The plain loop and transformers take part. Stages that are done are skipped, so
+the command can be stopped and given again. Train and measure on a quiet machine: the families are trained one after
+the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from arms import alternate, arm, budget, facts, lessons, row_of, shares, table, times, tuned
+
+from headstart.api import Decoder
+from headstart.data.questions import read_questions
+from headstart.decode.heads_drafter import HeadDrafter
+from headstart.decode.loop import DecodeOptions
+from headstart.eval.measure import environment
+from headstart.eval.methods import LOOKUP, PLAIN, STOCK, Method, Ours, Transformers
+from headstart.files import write_json, write_text
+from headstart.target import Target, TreeShape, load_target
+
+FAMILIES = ("medusa", "hydra", "eagle", "eagle3")
+"""Packaged recipes, one for each family."""
+OVER = {"over_plain": PLAIN, "over_transformers": STOCK, "over_prompt_lookup": LOOKUP}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", nargs="+", type=Path)
+    parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="whose conversations to learn from")
+    parser.add_argument("--out", type=Path, default=Path("out/families"))
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), help="recipes: packaged names or YAML files")
+    parser.add_argument("--minutes", type=float, default=15.0, help="of training, for each family")
+    parser.add_argument("--steps", type=int, help="train for so many steps instead")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for every recipe")
+    parser.add_argument("--limit", type=int, help="questions of each file at most")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--chain", type=int, default=5, help="drafts of the chain, as far as the heads reach")
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="of hidden states at most")
+    options = parser.parse_args(arguments)
+
+    target = load_target(options.target, options.dtype)
+    spent = budget(steps=options.steps) if options.steps else budget(minutes=options.minutes)
+    arms = [arm(Path(name).stem, name, [*spent, *options.set]) for name in options.families]
+    data = lessons(options.run, options.out, target, arms, options.gigabytes)
+    decoders = {one.name: tuned(one, target, data, options.out / one.name) for one in arms}
+    results: dict[str, Any] = {
+        "environment": environment(target),
+        "training_tokens": data.train.tokens,
+        "minutes": None if options.steps else options.minutes,
+        "chain": options.chain,
+        "max_new_tokens": options.max_new_tokens,
+        "families": {
+            one.name: {
+                **facts(options.out / one.name / "train"),
+                "heads": decoders[one.name].heads.config.model_dump(mode="json"),
+                "flops_per_draft": decoders[one.name].heads.flops_per_draft(),
+                "draft_ms": decoders[one.name].calibration["draft_ms"],
+                "predicted": decoders[one.name].calibration["predicted"],
+            }
+            for one in arms
+        },
+        "questions": {},
+    }
+    for file in options.questions:
+        questions = read_questions(file)[: options.limit]
+        of_file = results["questions"][file.stem] = {}
+        for temperature in options.temperatures:
+            methods = methods_of(target, decoders, options.chain, temperature)
+            folder = options.out / f"{file.stem}-{temperature:g}"
+            settings = {name: read["steps"] for name, read in results["families"].items()}
+            units = alternate(target, methods, questions, folder, settings, options.max_new_tokens)
+            of_file[f"{temperature:g}"] = {name: row_of(units, name, OVER) for name in methods}
+            write_json(options.out / "families.json", results)
+            write_text(options.out / "families.md", report(results))
+    print(report(results))
+
+
+def methods_of(target: Target, decoders: Mapping[str, Decoder], chain: int, temperature: float) -> dict[str, Method]:
+    """The plain loop, transformers, and of each family a chain that always drafts and the trees that tuning chose."""
+    decoding = DecodeOptions(temperature=temperature)
+    always = DecodeOptions(temperature=temperature, draft="on")
+    methods: dict[str, Method] = {
+        PLAIN: Ours(target, None, decoding),
+        STOCK: Transformers(target, decoding.sampling),
+        LOOKUP: Transformers(target, decoding.sampling, 4),
+    }
+    for name, decoder in decoders.items():
+        fixed = HeadDrafter(decoder.heads, TreeShape.chain(min(chain, decoder.heads.steps)))
+        methods[f"{name} chain"] = Ours(target, fixed, always)
+        methods[f"{name} tree"] = Ours(target, decoder.drafter("heads"), decoding, decoder.costs)
+    return methods
+
+
+def report(results: Mapping[str, Any]) -> str:
+    """The figures as Markdown."""
+    families = results["families"]
+    parts = [
+        f"{results['training_tokens']} training tokens; chains of {results['chain']} drafts at most; answers of at "
+        f"most {results['max_new_tokens']} tokens. τ counts the target's own token.",
+        table(
+            ["family", "parameters", "MFLOP a draft", "steps", "seconds", "best step", "validation τ", "draft ms"],
+            [
+                [
+                    name,
+                    f"{of['parameters'] / 1e6:.1f} M",
+                    f"{of['flops_per_draft'] / 1e6:.1f}",
+                    of["steps"],
+                    f"{of['seconds']:.0f}",
+                    of["best_step"],
+                    f"{of['validation_tau']:.2f}",
+                    f"{of['draft_ms']:.1f}",
+                ]
+                for name, of in families.items()
+            ],
+        ),
+    ]
+    for file, by_temperature in results["questions"].items():
+        for temperature, rows in by_temperature.items():
+            lines = []
+            for name in families:
+                chain, tree = rows[f"{name} chain"], rows[f"{name} tree"]
+                lines.append(
+                    [
+                        name,
+                        f"{chain['tau']:.2f}",
+                        shares(chain["acceptance_by_position"]),
+                        f"{tree['tau']:.2f}",
+                        f"{tree['nodes_per_round']:.1f}",
+                        f"{tree['round_ms']['draft']:.1f}",
+                        *_speeds(tree),
+                    ]
+                )
+            for name in (PLAIN, STOCK, LOOKUP):
+                lines.append([name, "", "", "", "", "", *_speeds(rows[name])])
+            head = ["", "chain τ", "accepted by position", "tree τ", "nodes", "draft ms a round", "tokens/s"]
+            head += ["over plain", "over transformers", "over prompt lookup"]
+            parts += [f"**{file}, temperature {temperature}**", table(head, lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _speeds(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row['tokens_per_second']['mean']:.1f}", *(times(row[key]) for key in OVER)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The benchmark scripts, each with a budget of a few steps on the tiny target."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from headstart.data.conversations import Conversation, write_conversations
+from headstart.errors import UserError
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+TRAIN = "train: {batch_tokens: 256, eval_every: 2, mixed_precision: 'no'}\ntune: {widths: [1, 4]}\n"
+RECIPES = {
+    "medusa": f"heads: {{family: medusa, num_heads: 2, draft_vocab_size: 40}}\n{TRAIN}",
+    "eagle3": f"heads: {{family: eagle3, steps: 2, draft_vocab_size: 40, tap_layers: [1, 2]}}\n{TRAIN}",
+}
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A benchmark script as `python benchmarks/NAME.py` would find it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for known in ("arms", name):
+        monkeypatch.delitem(sys.modules, known, raising=False)
+    return __import__(name)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with two recipes, three questions and the conversations of a run."""
+    for name, text in RECIPES.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    asked = [{"question_id": number, "category": "", "turns": [f"Count to {number}."]} for number in range(3)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    random = torch.Generator().manual_seed(0)
+    for split, count in (("train", 16), ("calibration", 6)):
+        texts = []
+        for number in range(count):
+            tokens = torch.randint(3, 60, (30,), generator=random).tolist()
+            texts.append(Conversation(f"c{number}", tokens, [place > 8 for place in range(30)], []))
+        write_conversations(tmp_path / "run" / "data" / "conversations" / f"{split}.jsonl", texts)
+    return tmp_path
+
+
+def common(place: Path, target: Path) -> list[str]:
+    return ["--run", str(place / "run"), "--out", str(place / "out"), "--target", str(target), "--dtype", "float32"]
+
+
+def test_families(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    families = script("families", monkeypatch)
+    asked = [str(place / "asked.jsonl"), *common(place, tiny_target_folder), "--max-new-tokens", "6", "--limit"]
+    recipes = ["--families", *(str(place / f"{name}.yaml") for name in RECIPES)]
+    families.main([*asked, "2", *recipes, "--steps", "3"])
+    found = json.loads((place / "out" / "families.json").read_text())
+    for family, read in found["families"].items():
+        assert family in RECIPES and read["steps"] == 3 and read["parameters"] > 0
+        for temperature in ("0", "1"):
+            rows = found["questions"]["asked"][temperature]
+            assert 1 <= rows[f"{family} chain"]["tau"] <= 3
+            assert rows[f"{family} chain"]["over_plain"]["mean"] > 0
+        assert found["questions"]["asked"]["0"][f"{family} chain"]["same_as_plain"] == 2, "float32: the same tokens"
+    assert "| medusa |" in (place / "out" / "families.md").read_text()
+
+    kept = (place / "out" / "asked-0" / "runs" / "0000.json").read_text()
+    monkeypatch.setattr(sys.modules["arms"], "train", None)  # whoever trains again fails
+    families.main([*asked, "3", *recipes, "--steps", "3"])
+    assert (place / "out" / "asked-0" / "runs" / "0000.json").read_text() == kept
+    assert (place / "out" / "asked-0" / "runs" / "0002.json").is_file()
+    with pytest.raises(UserError, match="made from other settings"):
+        families.main([*asked, "3", *recipes, "--steps", "4"])
+
+
+def test_learning_curve(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--parts", "0.5", "1", "--epochs", "1", "2", "--questions", str(place / "asked.jsonl")]
+    arguments += ["--max-new-tokens", "12", "--chain", "2", *common(place, tiny_target_folder)]
+    script("learning_curve", monkeypatch).main([str(place / "eagle3.yaml"), *arguments])
+    cells = json.loads((place / "out" / "curve.json").read_text())["cells"]
+    assert [(cell["part"], cell["epochs"]) for cell in cells] == [(0.5, 1), (1.0, 1), (0.5, 2), (1.0, 2)]
+    assert [cell["conversations"] for cell in cells] == [8, 16, 8, 16]
+    assert [cell["epochs"] for cell in cells] == [1, 1, 2, 2]
+    assert cells[1]["supervised_tokens"] == 2 * cells[0]["supervised_tokens"] == 16 * 21
+    assert all(1 <= cell["questions"]["tau"] <= 3 for cell in cells)
+    assert (place / "out" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "| 336 |" in (place / "out" / "curve.md").read_text()
+
+
+def test_published_recipe(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [str(place / "asked.jsonl"), "--recipe", str(place / "eagle3.yaml"), "--steps", "2", "--lrs", "1e-3"]
+    arguments += ["--max-new-tokens", "12", "--chain", "2", *common(place, tiny_target_folder)]
+    script("published_recipe", monkeypatch).main(arguments)
+    arms = json.loads((place / "out" / "published.json").read_text())["arms"]
+    assert list(arms) == ["ours", "published, lr 0.001"]
+    (ours,), (published,) = arms.values()
+    assert ours["parameters"] == published["parameters"] and ours["steps"] == published["steps"] == 2
+    assert set(ours["judged"]) == {"asked", "held-out conversations"}
+    assert "ours accepts" in (place / "out" / "published.md").read_text()

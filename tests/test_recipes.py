@@ -1,0 +1,86 @@
+"""Every packaged recipe: strictly read, its heads fit a target of the shape it names, and it can be planned."""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads import HeadBatch, families, family, make_config
+from headstart.pipeline.plan import make_plan
+from headstart.pipeline.run import Run
+from headstart.pipeline.stages import STAGES
+from headstart.target import FINAL, Target
+from headstart.train.config import load_recipe, packaged_recipes
+
+RECIPES = tuple(packaged_recipes())
+SHAPES = {
+    "smollm2-135m": (30, 49152),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": (24, 49152),
+    "meta-llama/Llama-3.1-8B-Instruct": (32, 128256),
+    "meta-llama/Llama-3.3-70B-Instruct": (80, 128256),
+}
+"""Layers and vocabulary of the recipes' targets, from their config.json."""
+
+
+@cache
+def narrow(spec: str) -> Target:
+    """A random model as deep as the target and with its vocabulary, but with 16 numbers a state."""
+    layers, vocabulary = SHAPES[spec]
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=vocabulary, num_hidden_layers=layers, max_position_embeddings=64, **sizes)
+    return Target(LlamaForCausalLM(config), spec=spec)
+
+
+def test_every_family_has_a_recipe_of_its_name() -> None:
+    assert set(families()) <= set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_its_own_name_and_says_what_it_is(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.description, "shown by `headstart recipes`"
+
+
+def test_no_two_recipes_say_the_same() -> None:
+    said = [load_recipe(name).model_dump_json(exclude={"name", "description"}) for name in RECIPES]
+    assert len(set(said)) == len(said)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_heads_fit_the_target_that_the_recipe_names(name: str) -> None:
+    recipe = load_recipe(name)
+    target = narrow(recipe.target.spec)
+    config = make_config(recipe.heads, target)
+    heads = family(config.family)(config)
+    heads.warm_start(target)
+    tokens = list(range(3, 3 + heads.steps + 4))
+    states = target.hidden_states([tokens], sorted({*heads.taps, FINAL}))[0]
+    batch = HeadBatch(
+        torch.tensor([tokens]),
+        torch.ones(1, len(tokens), dtype=torch.bool),
+        {tap: state[None] for tap, state in states.items()},
+    )
+    steps = list(heads.unroll(batch))
+    assert len(steps) == heads.steps
+    assert {step.logits_MD.shape[1] for step in steps} == {recipe.heads["draft_vocab_size"]}
+    assert all(step.logits_MD.isfinite().all() for step in steps)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_can_be_planned(name: str, tiny_target_folder: Path, tmp_path: Path) -> None:
+    overrides = [f"target={tiny_target_folder}", "target.dtype=float32", "heads.draft_vocab_size=64"]
+    overrides += ["data.batch_size=2", "train.batch_tokens=512", "tune.widths=[1,2]"]
+    recipe = load_recipe(name, overrides)
+    if "tap_layers" in family(recipe.heads["family"]).Config.model_fields:
+        recipe = load_recipe(name, [*overrides, "heads.tap_layers=[1,2,3]"])  # the tiny target has three layers
+    plan = make_plan(Run(recipe, tmp_path, Console(file=io.StringIO())))
+    assert set(plan.seconds) == {stage.name for stage in STAGES}
+    assert all(seconds > 0 for seconds in plan.seconds.values())
+    assert plan.disk_bytes > 0
