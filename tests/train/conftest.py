@@ -58,10 +58,11 @@ def valid_store(states: Path) -> StateStore:
 
 @pytest.fixture
 def recipe() -> Callable[..., Recipe]:
-    """A recipe of two small heads; keyword arguments go to its train section."""
+    """A recipe of two small heads, changed by `heads`; keyword arguments go to its train section."""
 
-    def make(**train: Any) -> Recipe:
-        heads = {"family": "medusa", "num_heads": 2, "draft_vocab_size": 40}
+    def make(heads: dict[str, Any] | None = None, **train: Any) -> Recipe:
+        common = {"family": "medusa", "num_heads": 2} if "family" not in (heads or {}) else {}
+        heads = {"draft_vocab_size": 40, **common, **(heads or {})}
         settings = {"steps": 12, "batch_tokens": 128, "lr": 3e-3, "eval_every": 6, "save_every": 4, **train}
         return parse_recipe({"name": "tiny", "target": "tiny", "heads": heads, "train": settings})
 

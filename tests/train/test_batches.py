@@ -10,7 +10,7 @@ import torch
 
 from headstart.heads import HeadBatch
 from headstart.target import FINAL
-from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions, share
+from headstart.train.batches import collate, epoch_batches, epoch_steps, noisy, predictions, share
 
 LENGTHS = [random.Random(0).randrange(20, 400) for _ in range(300)]
 
@@ -63,3 +63,23 @@ def test_predictions_counts_what_the_first_draft_step_predicts() -> None:
     supervised_BT = torch.tensor([[False, True, True, True, False], [True, True, False, True, False]])
     # Row 0 predicts tokens 2 and 3; in row 1 nothing lies before token 0, and token 3 follows no supervised token.
     assert predictions(HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {})) == 2
+
+
+def test_noise_is_a_share_of_each_states_own_size_and_named_by_its_seed() -> None:
+    torch.manual_seed(0)
+    scale_BT1 = torch.tensor([[1.0, 100.0, 0.0], [0.01, 3.0, 5.0]])[..., None]
+    states = {2: scale_BT1 * torch.randn(2, 3, 500), FINAL: torch.randn(2, 3, 500).bfloat16()}
+    batch = HeadBatch(torch.zeros(2, 3).long(), torch.ones(2, 3).bool(), {tap: s.clone() for tap, s in states.items()})
+    made = noisy(batch, 0.1, [0, 7, 1])
+    for tap, state in states.items():
+        assert torch.equal(batch.states[tap], state), "the clean batch is left as it is"
+        assert made.states[tap].dtype == state.dtype
+    size_BT = states[2].square().mean(-1).sqrt()
+    added_BTE = made.states[2] - states[2]
+    assert (added_BTE.abs().amax(-1) <= 0.1001 * size_BT).all()
+    # Uniform in +-0.1: a standard deviation of 0.1 / sqrt(3); of 500 draws it is off by a tenth at the very most.
+    torch.testing.assert_close(added_BTE.std(-1), 0.1 / 3**0.5 * size_BT, rtol=0.1, atol=0)
+    again, other = noisy(batch, 0.1, [0, 7, 1]), noisy(batch, 0.1, [0, 8, 1])
+    for tap in states:
+        assert torch.equal(made.states[tap], again.states[tap])
+        assert not torch.equal(made.states[tap], other.states[tap])

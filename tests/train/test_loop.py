@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from headstart.data.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.io import load_heads
-from headstart.heads.medusa import head_logits
+from headstart.heads.residual import head_hidden
 from headstart.target import FINAL, Target, load_target
 from headstart.train import loop
 from headstart.train.config import Recipe
@@ -102,7 +102,8 @@ def test_the_first_loss_is_the_sum_over_steps_per_first_step_prediction(
             for t in range(length - step - 2):
                 if not sample.supervised_T[t + 1 : t + step + 3].all():
                     continue
-                draft = head_logits(final_TE[t], *heads.parts()[step]).log_softmax(-1)
+                *body, lm_head_DE = heads.parts()[step]
+                draft = (lm_head_DE @ head_hidden(final_TE[t], *body)).log_softmax(-1)
                 own = tiny_target.lm_head(final_TE[t + step + 1])[heads.draft_to_target_D].softmax(-1)
                 total -= 0.8**step * (own * draft).sum().item()
                 count += step == 0
@@ -145,7 +146,10 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("settings", [{}, {"mixed_precision": "bf16", "accumulate": 2, "epochs": 6}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"mixed_precision": "bf16", "accumulate": 2, "epochs": 6}, {"noise": 0.1, "position_weight": "dpace"}],
+)
 def test_a_killed_run_goes_on_to_the_same_weights(
     run: Train, tmp_path: Path, kill_after: Callable[[int], None], settings: dict[str, Any]
 ) -> None:
@@ -376,6 +380,86 @@ def test_every_loss_trains(run: Train, tmp_path: Path) -> None:
     for name in LOSSES:
         run(tmp_path / name, steps=2, loss=name)
         assert math.isfinite(metrics(tmp_path / name)[-1]["loss"])
+
+
+def test_every_position_weight_trains(run: Train, tmp_path: Path) -> None:
+    ends = {}
+    for scheme in ("exponential", "dpace", "auf"):
+        run(tmp_path / scheme, steps=2, eval_every=1, position_weight=scheme)
+        ends[scheme] = metrics(tmp_path / scheme)[1]["loss"]
+    assert len(set(ends.values())) == 3 and all(map(math.isfinite, ends.values()))
+    assert ends["auf"] < ends["exponential"] < ends["dpace"], "parts of the loss; and weights of up to 2"
+
+
+def test_noise_is_on_the_training_states_alone(run: Train, tmp_path: Path) -> None:
+    clean, noisy = (run(tmp_path / name, steps=2, noise=noise) for name, noise in (("clean", 0.0), ("noisy", 0.5)))
+    assert metrics(tmp_path / "clean")[0] | {"elapsed_seconds": 0} == metrics(tmp_path / "noisy")[0] | {
+        "elapsed_seconds": 0
+    }, "validation is clean"
+    one, other = weights(clean.last_folder), weights(noisy.last_folder)
+    assert not torch.equal(one["lm_head_KDE"], other["lm_head_KDE"])
+
+
+def test_noise_is_another_in_every_batch_of_every_step(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[tuple[int, ...]] = []
+    original = loop.noisy
+
+    def noisy(batch: Any, noise: float, seed: Any) -> Any:
+        seeds.append(tuple(seed))
+        return original(batch, noise, seed)
+
+    monkeypatch.setattr(loop, "noisy", noisy)
+    run(tmp_path, steps=3, accumulate=2, noise=0.1, seed=4)
+    assert seeds == [(4, step, place) for step in range(3) for place in range(2)]
+
+
+def test_heads_that_draft_features_learn_them(run: Train, tmp_path: Path) -> None:
+    eagle = {"family": "eagle", "steps": 2}
+    for weight in (0.0, 1.0):
+        run(tmp_path / str(weight), steps=2, eval_every=1, heads=eagle, feature_weight=weight, lr=1e-9)
+    without, added = (metrics(tmp_path / str(weight))[1]["loss"] for weight in (0.0, 1.0))
+    assert added > without > 0
+
+
+def test_a_feature_loss_for_heads_without_features_is_refused(run: Train, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="draft no features"):
+        run(tmp_path, feature_weight=1.0)
+
+
+class _Masked:
+    """A store in which each answer is its conversation's last `count` tokens."""
+
+    def __init__(self, store: StateStore, count: int) -> None:
+        self._store, self._count = store, count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def get(self, index: int) -> Any:
+        sample = self._store.get(index)
+        supervised_T = torch.arange(len(sample.tokens_T)) >= len(sample.tokens_T) - self._count
+        return dataclasses.replace(sample, supervised_T=supervised_T)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_drafts_longer_than_every_answer_are_refused(
+    recipe: Callable[..., Recipe],
+    tiny_target: Target,
+    train_store: StateStore,
+    valid_store: StateStore,
+    tmp_path: Path,
+    steps: int,
+) -> None:
+    made, store = recipe(heads={"num_heads": steps}, steps=1), _Masked(train_store, steps + 1)
+    train(made, tiny_target, store, valid_store, tmp_path / "just", None)  # type: ignore[arg-type]
+    store = _Masked(train_store, steps)
+    with pytest.raises(UserError, match=f"draft {steps} tokens ahead and no answer .* has the {steps + 1} tokens"):
+        train(made, tiny_target, store, valid_store, tmp_path / "short", None)  # type: ignore[arg-type]
 
 
 def test_a_bfloat16_target_trains_in_mixed_precision_with_float32_weights(

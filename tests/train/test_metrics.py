@@ -7,6 +7,7 @@ import torch
 
 from headstart.heads import HeadBatch, StepPrediction
 from headstart.target import FINAL, Target
+from headstart.train import losses
 from headstart.train.metrics import Tally, chosen_tokens, coverage, pick_vocabulary
 
 DEVICE = torch.device("cpu")
@@ -21,13 +22,23 @@ def _says(tokens: list[int], size: int = 12) -> torch.Tensor:
     return logits
 
 
-def test_tau_lines_up_the_steps_of_one_draft() -> None:
+def _step(logits_MD: torch.Tensor, source: list[int], origin: list[int]) -> StepPrediction:
+    """A step with these logits."""
+    return StepPrediction(
+        logits_MD, torch.eye(logits_MD.shape[1]), *(torch.tensor(flat).long() for flat in (source, origin))
+    )
+
+
+@pytest.mark.parametrize("block", [1, 3, 512])
+def test_tau_lines_up_the_steps_of_one_draft(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_BLOCK", {"cpu": 0})
+    monkeypatch.setattr(losses, "_BLOCK_ROWS", block)
     chosen_X = torch.tensor([-1, 3, 4, 5, 6, -1])
     steps = [
         # from origins 0, 1, 2, 3: right, wrong (by one rank), right, right
-        StepPrediction(_says([3, 3, 5, 6]), torch.tensor([1, 2, 3, 4]), torch.tensor([0, 1, 2, 3])),
+        _step(_says([3, 3, 5, 6]), [1, 2, 3, 4], [0, 1, 2, 3]),
         # from origins 0, 1, 2: right, right (but its first step was wrong), far off
-        StepPrediction(_says([4, 5, 10]), torch.tensor([2, 3, 4]), torch.tensor([0, 1, 2])),
+        _step(_says([4, 5, 10]), [2, 3, 4], [0, 1, 2]),
     ]
     tally = Tally(2, DEVICE)
     tally.add(steps, torch.arange(12), chosen_X)
@@ -42,20 +53,24 @@ def test_tau_lines_up_the_steps_of_one_draft() -> None:
 def test_a_token_outside_the_draft_vocabulary_is_a_miss() -> None:
     vocabulary_D = torch.tensor([20, 21, 22])
     tally = Tally(1, DEVICE)
-    step = StepPrediction(_says([1, 1], size=3), torch.tensor([0, 1]), torch.tensor([0, 1]))
-    tally.add([step], vocabulary_D, torch.tensor([21, 5]))
+    tally.add([_step(_says([1, 1], size=3), [0, 1], [0, 1])], vocabulary_D, torch.tensor([21, 5]))
     assert tally.result().accuracy == {"top1": [0.5], "top4": [0.5], "top8": [0.5]}
 
 
 def test_counts_of_processes_add_up() -> None:
     chosen_X = torch.tensor([3, 4])
-    origin_M = torch.tensor([0, 1])
     both, other = Tally(1, DEVICE), Tally(1, DEVICE)
-    both.add([StepPrediction(_says([3, 4]), origin_M, origin_M)], torch.arange(12), chosen_X)
-    other.add([StepPrediction(_says([0, 0]), origin_M, origin_M)], torch.arange(12), chosen_X)
+    both.add([_step(_says([3, 4]), [0, 1], [0, 1])], torch.arange(12), chosen_X)
+    other.add([_step(_says([0, 0]), [0, 1], [0, 1])], torch.arange(12), chosen_X)
     both.counts_KC += other.counts_KC
     assert both.result().accuracy["top1"] == [0.5]
     assert both.result().tau == 1.5
+
+
+def test_a_step_that_no_answer_reaches_counts_nothing() -> None:
+    tally = Tally(2, DEVICE)
+    tally.add([_step(_says([3]), [0], [0]), _step(_says([]), [], [])], torch.arange(12), torch.tensor([3]))
+    assert (tally.result().tau, tally.result().predictions) == (2, [1, 0])
 
 
 def test_nothing_to_judge_is_plain_decoding() -> None:

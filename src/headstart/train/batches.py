@@ -8,6 +8,7 @@ Shape suffixes: B rows, T tokens, E hidden size.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,27 @@ def collate(
         supervised_BT=pad([sample.supervised_T for sample in samples]).to(device),
         states={tap: pad([sample.states[tap] for sample in samples]).to(device, dtype) for tap in taps},
     )
+
+
+def noisy(batch: HeadBatch, noise: float, seed: Sequence[int]) -> HeadBatch:
+    """The batch with uniform noise on its states, so that heads learn to bear states that are not quite right.
+
+    EAGLE (arXiv 2401.15077) adds noise from [-0.1, 0.1] to final states, whose components are of about size 1. Here
+    the noise is relative to the root mean square of each state, so it means the same at every tap of every model.
+
+    Args:
+        batch: of clean states; it is left as it is.
+        noise: largest noise, as a share of the root mean square of the components of the state it is added to.
+        seed: numbers that name this batch; the same ones give the same noise.
+    """
+    drawn = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    random = torch.Generator(batch.tokens_BT.device).manual_seed(drawn)
+    states = {}
+    for tap, state_BTE in sorted(batch.states.items()):
+        size_BT1 = state_BTE.float().square().mean(-1, keepdim=True).sqrt().to(state_BTE.dtype)
+        uniform_BTE = torch.empty_like(state_BTE).uniform_(-noise, noise, generator=random)
+        states[tap] = state_BTE + size_BT1 * uniform_BTE
+    return dataclasses.replace(batch, states=states)
 
 
 def predictions(batch: HeadBatch) -> int:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from headstart.errors import UserError, nearest
+from headstart.train.weights import PositionWeight
 
 
 class Section(BaseModel):
@@ -69,7 +70,19 @@ class TrainSection(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
     clip: float = Field(1.0, gt=0, description="Gradient norm limit.")
     loss: str = Field("soft_ce", description="Loss between draft and target distributions.")
+    position_weight: PositionWeight = Field(
+        "exponential",
+        description="How much each step of a draft counts: step_weight to the power k; dpace (by what the expected "
+        "length gains); auf (step_weight to the power k through the draft's first failure, then nothing).",
+    )
     step_weight: float = Field(0.8, gt=0, le=1, description="Step k of a draft weighs this to the power k.")
+    feature_weight: float = Field(
+        0.0, ge=0, description="Weight of a smooth L1 loss between drafted features and final states; 0 is none."
+    )
+    noise: float = Field(
+        0.0, ge=0, description="Uniform noise on the states in training, as a share of each state's own size."
+    )
+    start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")
     eval_every: int = Field(100, ge=1, description="Optimiser steps between validations.")
     save_every: int = Field(200, ge=1, description="Optimiser steps between checkpoints.")

@@ -30,7 +30,7 @@ from headstart.heads import DraftHead, HeadBatch, StepPrediction
 from headstart.heads.io import save_heads
 from headstart.target import FINAL, Target
 from headstart.train import checkpoint
-from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, predictions, share
+from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, noisy, predictions, share
 from headstart.train.checkpoint import Standing
 from headstart.train.config import Recipe
 from headstart.train.display import Display, format_seconds
@@ -38,7 +38,14 @@ from headstart.train.interrupt import Interrupt
 from headstart.train.losses import Teacher, find_loss, weighted
 from headstart.train.memory import keep_freed_memory
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
-from headstart.train.setup import build_heads, describe_processes, learning_rate, make_accelerator, start_tracker
+from headstart.train.setup import (
+    build_heads,
+    check_store,
+    describe_processes,
+    learning_rate,
+    make_accelerator,
+    start_tracker,
+)
 
 if TYPE_CHECKING:
     from headstart.data.store import StateStore
@@ -139,12 +146,12 @@ class _Run:
         self.console = console if accelerator.is_main_process else None
         self.loss = find_loss(self.section.loss)
         set_seed(self.section.seed)
-        self.heads = build_heads(recipe, target, train_store)
+        self.heads = build_heads(recipe, target, train_store, self._say)
         self.taps = sorted({*self.heads.taps, FINAL})
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
         for store in (train_store, valid_store):
-            _check_store(store, target, self.taps)
+            check_store(store, target, self.taps)
         self.coverage = self._coverage(valid_store)
         need_disk(folder, 3 * 4 * sum(p.numel() for p in self.heads.parameters()) * (checkpoint.KEEP + 1), "Training")
         optimizer = torch.optim.AdamW(
@@ -228,11 +235,16 @@ class _Run:
         summed = torch.zeros((), device=self.accelerator.device)
         for i, batch in enumerate(batches):
             consume = partial(
-                weighted, loss=self.loss, lesson=self.teacher.read(batch), step_weight=self.section.step_weight
+                weighted,
+                loss=self.loss,
+                lesson=self.teacher.read(batch),
+                step_weight=self.section.step_weight,
+                position_weight=self.section.position_weight,
+                feature_weight=self.section.feature_weight,
             )
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self.model(batch, consume)
+                loss = self.model(self._augment(batch, i), consume)
                 # The one place that normalises: processes average their gradients, hence the factor.
                 self.accelerator.backward(loss * (self.ranks / count))
             summed += loss.detach()
@@ -244,6 +256,13 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return mean
+
+    def _augment(self, batch: HeadBatch, number: int) -> HeadBatch:
+        """The batch with the recipe's noise, which depends on nothing but where the run stands."""
+        if not self.section.noise:
+            return batch
+        place = self.rank + number * self.ranks  # in the group, however it is spread over processes
+        return noisy(batch, self.section.noise, [self.section.seed, self.standing.step, place])
 
     def _not_finite(self, group: list[Batch], batches: list[HeadBatch], loss: float) -> None:
         own = share(group, self.rank, self.ranks)
@@ -416,21 +435,6 @@ class _Run:
     def _say(self, text: str) -> None:
         if self.console is not None:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _check_store(store: StateStore, target: Target, taps: list[int]) -> None:
-    missing = sorted(set(taps) - set(store.taps))
-    if missing or store.hidden_size != target.hidden_size:
-        what = f"lacks tap {missing[0]}" if missing else f"has states of size {store.hidden_size}"
-        raise UserError(
-            f"The store {store.folder} {what}, which these heads on {target.name} cannot learn from.",
-            "Build the data again with this recipe.",
-        )
-    if store.target_fingerprint not in (None, target.identity().fingerprint):
-        raise UserError(
-            f"The states in {store.folder} are those of another model than {target.name}.",
-            "Train for the model that wrote the data, or build the data again in another --run-dir.",
-        )
 
 
 def _some(numbers: list[int]) -> str:

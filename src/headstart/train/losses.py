@@ -4,16 +4,18 @@ A loss is a plain function (draft logits [M, D], target probabilities [M, D]) ->
 float32; any family trains with any of them. `alpha`, the mass the two distributions share, is the chance that a draft
 sampled from the head is accepted by lossless verification.
 
-`summed` runs a loss over a few rows at a time and keeps nothing but its gradient, so the float32 copies of a
-[M, D] table of logits never exist at once. Its reference is the loss applied to the whole table.
+`summed` goes from what the LM head reads to the summed loss and its gradients in one pass over blocks of rows, so a
+table of logits of all predictions never exists. `summed_plain` is its reference: the loss applied to the whole table.
 
-Shape suffixes: B rows, T tokens, X = B * T flat positions, S positions that precede a supervised token, M predictions
-of one step, D draft vocabulary, E hidden size.
+Shape suffixes: B rows of a block, C rows of a chunk, X flat positions of a batch, S positions that precede a
+supervised token, M predictions of one step (or of several with one LM head), D draft vocabulary, E hidden size, H width
+of what an LM head reads, R most likely tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +27,20 @@ from torch.autograd.function import once_differentiable
 from headstart.errors import UserError, nearest
 from headstart.heads import HeadBatch, StepPrediction
 from headstart.target import FINAL, Target
+from headstart.train.weights import PositionWeight, dpace, exponential, until_failure
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 _TINY = torch.finfo(torch.float32).tiny
+_TOP = 10
+_BLOCK = {"cpu": 1 << 24}
+"""Logits that exist at once, 32 MB of bfloat16 on a CPU."""
+_BLOCK_ELSEWHERE = 1 << 27
+_BLOCK_ROWS = 512
+"""Yet at least so many rows: the LM head is read and its gradient added to once for each block."""
 _CHUNK = {"cpu": 1 << 19}
-"""Numbers of a [rows, D] chunk: on a CPU it fits the cache (2 MB of float32), elsewhere it only bounds memory."""
+"""Numbers of a block that a loss reads at a time: on a CPU they fit the cache (2 MB of float32), elsewhere it only
+bounds memory."""
 _CHUNK_ELSEWHERE = 1 << 26
 
 
@@ -48,6 +58,17 @@ def reverse_kl(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     """KL(draft || target): punishes drafts that the target would not say, forgives what is left out."""
     log_q_draft = draft_logits_MD.log_softmax(-1)
     return (log_q_draft.exp() * (log_q_draft - target_probs_MD.clamp_min(_TINY).log())).sum(-1)
+
+
+def js(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
+    """Jensen-Shannon divergence: the mean of both distributions' KL to their middle; at most log 2."""
+    log_q_draft = draft_logits_MD.log_softmax(-1)
+    log_p_target = target_probs_MD.clamp_min(_TINY).log()
+    middle_MD = torch.logaddexp(log_q_draft, log_p_target) - math.log(2)
+    forward_M = (target_probs_MD * (log_p_target - middle_MD)).sum(-1)
+    backward_M = (log_q_draft.exp() * (log_q_draft - middle_MD)).sum(-1)
+    divergence_M: Tensor = (forward_M + backward_M) / 2
+    return divergence_M
 
 
 def tv(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
@@ -73,6 +94,27 @@ def lk(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     return mixed_M
 
 
+def topk_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
+    """Cross-entropy against the target's ten most likely tokens, renormalised to 1.
+
+    HASS (Zhang et al., arXiv 2408.15766) adds such a sum over ten tokens, not renormalised, to its other losses;
+    renormalised it can stand alone.
+    """
+    top = target_probs_MD.topk(min(_TOP, target_probs_MD.shape[-1]), dim=-1)
+    share_MR = top.values / top.values.sum(-1, keepdim=True)
+    # Logits less their normaliser rather than a log-softmax: only ten columns are read.
+    log_q_MR = draft_logits_MD.gather(-1, top.indices) - draft_logits_MD.logsumexp(-1, keepdim=True)
+    return -(share_MR * log_q_MR).sum(-1)
+
+
+def smooth_l1(feature_ME: Tensor, final_ME: Tensor) -> Tensor:
+    """Distance of a drafted feature to the target's final state, [M], the mean over the state's components.
+
+    EAGLE (Li et al., arXiv 2401.15077) trains with this at weight 1 and its cross-entropy at weight 0.1.
+    """
+    return F.smooth_l1_loss(feature_ME.float(), final_ME.float(), reduction="none").mean(-1)
+
+
 def _alpha(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     return torch.minimum(draft_logits_MD.softmax(-1), target_probs_MD).sum(-1)
 
@@ -81,9 +123,11 @@ LOSSES: dict[str, Loss] = {
     "soft_ce": soft_ce,
     "hard_ce": hard_ce,
     "reverse_kl": reverse_kl,
+    "js": js,
     "tv": tv,
     "nla": nla,
     "lk": lk,
+    "topk_ce": topk_ce,
 }
 
 
@@ -129,68 +173,223 @@ class Teacher:
         final_SE = batch.states[FINAL].flatten(0, 1)[positions_S].to(self._weight_DE.dtype)
         with torch.autocast(final_SE.device.type, enabled=False):
             logits_SD = self._target.scale_logits(F.linear(final_SE, self._weight_DE, self._bias_D))
-        return Lesson(logits_SD, row_X)
+        return Lesson(logits_SD, final_SE, row_X)
 
 
 @dataclass
 class Lesson:
-    """The target's logits over the draft vocabulary for one batch.
+    """The target's logits over the draft vocabulary for one batch, and the states they come from.
 
     Attributes:
         logits_SD: in the target's dtype.
-        row_X: int64, the row of `logits_SD` that belongs to a flat position, -1 where no supervised token follows.
+        final_SE: the stored final states that gave them.
+        row_X: int64, the row of the two that belongs to a flat position, -1 where no supervised token follows.
     """
 
     logits_SD: Tensor
+    final_SE: Tensor
     row_X: Tensor
 
     def rows(self, source_M: Tensor) -> Tensor:
-        """Rows of `logits_SD` for flat positions, all of which precede a supervised token."""
+        """Rows of the lesson for flat positions, all of which precede a supervised token."""
         rows_M = self.row_X[source_M]
         assert not (rows_M < 0).any(), "a step predicts supervised tokens only"
         return rows_M
 
 
-def summed(loss: Loss, logits_MD: Tensor, lesson: Lesson, source_M: Tensor) -> Tensor:
-    """Sum of a loss over all predictions of a step: a float32 scalar with a gradient on `logits_MD`."""
-    assert logits_MD.shape[0] == source_M.shape[0], "one source for each prediction"
-    apply: Callable[..., Tensor] = _Summed.apply
-    return apply(logits_MD, loss, lesson, source_M)
+def weighted(
+    predictions: Iterable[StepPrediction],
+    loss: Loss,
+    lesson: Lesson,
+    step_weight: float,
+    position_weight: PositionWeight = "exponential",
+    feature_weight: float = 0.0,
+) -> Tensor:
+    """Sum over all predictions of a batch of weight times loss: a float32 scalar, not yet normalised.
 
+    Args:
+        predictions: of each step in turn.
+        loss: between draft and target distributions.
+        lesson: the target's side of the batch.
+        step_weight: step k weighs this to the power k (not with `dpace`).
+        position_weight: see `headstart.train.weights`. `dpace` and `auf` cost one more product with the LM head, to
+            see first how the drafts fare; `auf` then skips what weighs nothing.
+        feature_weight: of `smooth_l1` between drafted features and final states, with the same position weights.
 
-def weighted(predictions: Iterable[StepPrediction], loss: Loss, lesson: Lesson, step_weight: float) -> Tensor:
-    """Sum over steps k of `step_weight ** k` times the step's summed loss: a float32 scalar, not yet normalised."""
+    Raises:
+        UserError: a feature loss for heads that draft no features.
+    """
+    steps = list(predictions)
+    weights = _position_weights(steps, lesson, step_weight, position_weight)
     total = torch.zeros((), device=lesson.logits_SD.device)
-    for step, prediction in enumerate(predictions):
-        total = total + step_weight**step * summed(loss, prediction.logits_MD, lesson, prediction.source_M)
+    for members in _by_lm_head(steps):
+        hidden_MH = torch.cat([steps[step].hidden_MH for step in members])
+        source_M = torch.cat([steps[step].source_M for step in members])
+        weight_M = torch.cat([weights[step] for step in members])
+        if position_weight == "auf":
+            kept_M = weight_M.nonzero()[:, 0]
+            hidden_MH, source_M, weight_M = hidden_MH[kept_M], source_M[kept_M], weight_M[kept_M]
+        total = total + summed(loss, hidden_MH, steps[members[0]].lm_head_DH, lesson, source_M, weight_M)
+    if feature_weight:
+        for prediction, weight_M in zip(steps, weights, strict=True):
+            if prediction.feature_ME is None:
+                raise UserError("These heads draft no features to compare.", "Set train.feature_weight=0.")
+            final_ME = lesson.final_SE[lesson.rows(prediction.source_M)]
+            total = total + feature_weight * (weight_M * smooth_l1(prediction.feature_ME, final_ME)).sum()
     return total
 
 
+def _by_lm_head(steps: Sequence[StepPrediction]) -> list[list[int]]:
+    """Steps that share an LM head, together: it is cast once for them, and its gradient is one table."""
+    members: dict[int, list[int]] = {}
+    for step, prediction in enumerate(steps):
+        members.setdefault(id(prediction.lm_head_DH), []).append(step)
+    return list(members.values())
+
+
+def _position_weights(
+    steps: Sequence[StepPrediction], lesson: Lesson, step_weight: float, position_weight: PositionWeight
+) -> list[Tensor]:
+    origins = [prediction.origin_M for prediction in steps]
+    if position_weight == "exponential":
+        return exponential(origins, step_weight)
+    alphas, right = zip(*(agreement(prediction, lesson) for prediction in steps), strict=True)
+    return dpace(origins, alphas) if position_weight == "dpace" else until_failure(origins, right, step_weight)
+
+
+@torch.no_grad()
+def agreement(prediction: StepPrediction, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    """How a step's drafts fare: alpha [M], and whether draft and target have the same most likely token, bool [M].
+
+    Both are over the draft vocabulary: a token that cannot be drafted counts as little here as in the loss.
+    """
+    rows_M = lesson.rows(prediction.source_M)
+    alphas, right = [torch.zeros(0, device=rows_M.device)], [torch.zeros(0, dtype=torch.bool, device=rows_M.device)]
+    for block, logits_BD in logits_by_block(prediction):
+        for chunk in _chunks(logits_BD):
+            draft_CD, target_CD = logits_BD[chunk].float(), lesson.logits_SD[rows_M[block][chunk]].float()
+            alphas.append(_alpha(draft_CD, target_CD.softmax(-1)))
+            right.append(draft_CD.argmax(-1) == target_CD.argmax(-1))
+    return torch.cat(alphas), torch.cat(right)
+
+
+def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]]:
+    """A step's logits [B, D] a block of rows at a time, in autocast's dtype where that is on."""
+    hidden_MH, lm_head_DH = _operands(prediction.hidden_MH, prediction.lm_head_DH)
+    for block in _blocks(hidden_MH, lm_head_DH):
+        yield block, F.linear(hidden_MH[block], lm_head_DH)
+
+
+def summed_plain(
+    loss: Loss, hidden_MH: Tensor, lm_head_DH: Tensor, lesson: Lesson, source_M: Tensor, weight_M: Tensor
+) -> Tensor:
+    """`summed` by its definition, with all logits at once: what the pass over blocks is tested against."""
+    logits_MD = F.linear(hidden_MH, lm_head_DH)
+    kind = torch.promote_types(logits_MD.dtype, torch.float32)
+    target_probs_MD = lesson.logits_SD[lesson.rows(source_M)].softmax(-1, dtype=kind)
+    return (weight_M * loss(logits_MD.to(kind), target_probs_MD)).sum()
+
+
+def summed(
+    loss: Loss, hidden_MH: Tensor, lm_head_DH: Tensor, lesson: Lesson, source_M: Tensor, weight_M: Tensor
+) -> Tensor:
+    """Weighted sum of a loss over predictions that share an LM head: a float32 scalar.
+
+    Its gradient reaches `hidden_MH` and, where it is trained, `lm_head_DH`.
+
+    Args:
+        loss: between draft and target distributions.
+        hidden_MH: what the LM head reads.
+        lm_head_DH: the LM head over the draft vocabulary.
+        lesson: the target's side of the batch.
+        source_M: int64, the flat position whose distribution each prediction is compared with.
+        weight_M: float32, how much each prediction counts; a constant.
+    """
+    assert hidden_MH.shape[0] == source_M.shape[0] == weight_M.shape[0], "one source and weight for each prediction"
+    apply: Callable[..., Tensor] = _Summed.apply
+    return apply(hidden_MH, lm_head_DH, loss, lesson, source_M, weight_M)
+
+
 class _Summed(torch.autograd.Function):
-    """Loss and gradient in one pass over chunks of rows; the gradient is kept in the dtype of the logits."""
+    """Loss and gradients in one pass.
+
+    The logits of a block become their own gradient in place, which then goes through the LM head while it is at hand.
+    In mixed precision the products are in autocast's dtype, as a linear layer's would be; the LM head's gradient is
+    added up over blocks in float32.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits_MD: Tensor, loss: Loss, lesson: Lesson, source_M: Tensor) -> Tensor:
-        height = max(1, _CHUNK.get(logits_MD.device.type, _CHUNK_ELSEWHERE) // logits_MD.shape[1])
-        kind = torch.promote_types(logits_MD.dtype, torch.float32)
+    def forward(
+        ctx: Any, hidden_MH: Tensor, lm_head_DH: Tensor, loss: Loss, lesson: Lesson, source_M: Tensor, weight_M: Tensor
+    ) -> Tensor:
+        read_MH, head_DH = _operands(hidden_MH, lm_head_DH)
+        kind = torch.promote_types(read_MH.dtype, torch.float32)
+        # float16 gradients overflow unless they are scaled, and what scales them comes with the backward pass.
+        kept = kind if read_MH.dtype == torch.float16 else read_MH.dtype
         rows_M = lesson.rows(source_M)
-        total = torch.zeros((), dtype=kind, device=logits_MD.device)
-        learning = ctx.needs_input_grad[0]
-        gradient_MD = torch.empty_like(logits_MD) if learning else None
-        with torch.autocast(logits_MD.device.type, enabled=False), torch.set_grad_enabled(learning):
-            for start in range(0, logits_MD.shape[0], height):
-                part = slice(start, start + height)
-                chunk = logits_MD[part].detach().to(kind).requires_grad_(learning)
-                target_probs = lesson.logits_SD[rows_M[part]].softmax(-1, dtype=kind)
-                part_sum = loss(chunk, target_probs).sum()
-                if gradient_MD is not None:
-                    gradient_MD[part] = torch.autograd.grad(part_sum, chunk)[0]
-                total += part_sum.detach()
-        ctx.save_for_backward(gradient_MD)
+        total = torch.zeros((), dtype=kind, device=hidden_MH.device)
+        hidden_kind = torch.promote_types(hidden_MH.dtype, kept)
+        hidden_gradient_MH = torch.empty_like(hidden_MH, dtype=hidden_kind) if ctx.needs_input_grad[0] else None
+        head_gradient_DH = torch.zeros_like(lm_head_DH, dtype=kind) if ctx.needs_input_grad[1] else None
+        learning = any(ctx.needs_input_grad)
+        with torch.autocast(hidden_MH.device.type, enabled=False):
+            for block in _blocks(read_MH, head_DH):
+                logits_BD = F.linear(read_MH[block], head_DH).to(kept)
+                total += _differentiate(loss, logits_BD, lesson, rows_M[block], weight_M[block], kind, learning)
+                if hidden_gradient_MH is not None:
+                    hidden_gradient_MH[block] = logits_BD @ head_DH.to(kept)
+                if head_gradient_DH is not None:
+                    head_gradient_DH += logits_BD.T @ read_MH[block].to(kept)
+        ctx.save_for_backward(hidden_gradient_MH, head_gradient_DH)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient_MD,) = ctx.saved_tensors
-        return gradient_MD.mul_(upstream), None, None, None  # in place: autograd refuses a second use by itself
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: autograd refuses a second use by itself.
+        return *(None if saved is None else saved.mul_(upstream) for saved in ctx.saved_tensors), *[None] * 4
+
+
+def _differentiate(
+    loss: Loss, logits_BD: Tensor, lesson: Lesson, rows_B: Tensor, weight_B: Tensor, kind: torch.dtype, learning: bool
+) -> Tensor:
+    """The weighted loss of a block; `learning` replaces its logits by their gradient."""
+    total = torch.zeros((), dtype=kind, device=logits_BD.device)
+    with torch.set_grad_enabled(learning):
+        for chunk in _chunks(logits_BD):
+            logits_CD = logits_BD[chunk].detach().to(kind).requires_grad_(learning)
+            target_probs_CD = lesson.logits_SD[rows_B[chunk]].softmax(-1, dtype=kind)
+            part = (weight_B[chunk] * loss(logits_CD, target_probs_CD)).sum()
+            total += part.detach()
+            if learning:
+                logits_BD[chunk] = torch.autograd.grad(part, logits_CD)[0]
+    return total
+
+
+def _operands(hidden_MH: Tensor, lm_head_DH: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the dtype in which autocast would multiply them; as they are without autocast."""
+    device = hidden_MH.device.type
+    if not torch.is_autocast_enabled(device):
+        return hidden_MH, lm_head_DH
+    kind = torch.get_autocast_dtype(device)
+    return hidden_MH.to(kind), lm_head_DH.to(kind)
+
+
+def _blocks(hidden_MH: Tensor, lm_head_DH: Tensor) -> list[slice]:
+    numbers = _BLOCK.get(hidden_MH.device.type, _BLOCK_ELSEWHERE)
+    return _slices(hidden_MH.shape[0], max(_BLOCK_ROWS, numbers // lm_head_DH.shape[0]))
+
+
+def _chunks(logits_BD: Tensor) -> list[slice]:
+    numbers = _CHUNK.get(logits_BD.device.type, _CHUNK_ELSEWHERE)
+    return _slices(logits_BD.shape[0], max(1, numbers // logits_BD.shape[1]))
+
+
+def _slices(rows: int, most: int) -> list[slice]:
+    """Parts of nearly one height, `most` rows at most.
+
+    >>> _slices(5, 2), _slices(0, 2)
+    ([slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)], [])
+    """
+    height = -(-rows // max(1, -(-rows // most)))
+    return [slice(start, min(rows, start + height)) for start in range(0, rows, max(1, height))]

@@ -1,6 +1,7 @@
 """Validation: how often each draft step names the token that the target itself would choose.
 
-Shape suffixes: B rows, T tokens, X = B * T flat positions, M predictions of one step, D draft vocabulary, R ranks,
+Shape suffixes: B rows (of a batch, or of a block of logits), T tokens, X = B * T flat positions, M predictions of one
+step, D draft vocabulary, R ranks,
 V target vocabulary, E hidden size, K draft steps.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from headstart.heads import HeadBatch, StepPrediction
 from headstart.target import FINAL, Target
+from headstart.train.losses import logits_by_block
 
 TOPS = (1, 4, 8)
 """Ranks counted: the target's choice is among the head's best 1, 4, 8."""
@@ -79,8 +81,9 @@ class Tally:
         """Judge one batch's predictions; `chosen_X` is from `chosen_tokens`."""
         alive_X = torch.ones_like(chosen_X, dtype=torch.bool)
         for step, prediction in enumerate(predictions):
-            ranks = min(max(TOPS), prediction.logits_MD.shape[1])
-            drafts_MR = draft_to_target_D[prediction.logits_MD.topk(ranks, dim=-1).indices]
+            ranks = min(max(TOPS), len(draft_to_target_D))
+            best = [logits_BD.topk(ranks, dim=-1).indices for _, logits_BD in logits_by_block(prediction)]
+            drafts_MR = draft_to_target_D[torch.cat([draft_to_target_D.new_zeros(0, ranks), *best])]
             hits_MR = drafts_MR == chosen_X[prediction.source_M][:, None]
             right_M = hits_MR[:, 0] & alive_X[prediction.origin_M]
             alive_X = torch.zeros_like(alive_X).index_put_((prediction.origin_M,), right_M)

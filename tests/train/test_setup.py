@@ -1,0 +1,143 @@
+"""Starting from earlier heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from headstart.data.store import StateStore
+from headstart.errors import UserError
+from headstart.heads import DraftHead, HeadConfig
+from headstart.heads.io import load_heads, save_heads
+from headstart.heads.medusa import MedusaConfig, MedusaHead
+from headstart.target import Target
+from headstart.train.config import Recipe
+from headstart.train.loop import train
+from headstart.train.setup import build_heads, take_over
+
+
+@pytest.fixture
+def earlier(
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, tmp_path: Path
+) -> tuple[Path, DraftHead]:
+    """Heads of the tiny recipe, away from any start of their own, with a draft vocabulary no data would give."""
+    heads = build_heads(recipe(), tiny_target, train_store)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_()
+    heads.set_draft_vocabulary(torch.arange(200, 280, 2))
+    save_heads(heads, tmp_path / "earlier")
+    return tmp_path / "earlier", heads
+
+
+@pytest.fixture
+def build(
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, earlier: tuple[Path, DraftHead]
+) -> Callable[..., tuple[DraftHead, str]]:
+    """(heads that start from the earlier ones, what was said) with these settings of the heads."""
+
+    def go(**settings: Any) -> tuple[DraftHead, str]:
+        said: list[str] = []
+        made = recipe(heads=settings, start_from=str(earlier[0]))
+        return build_heads(made, tiny_target, train_store, said.append), " ".join(said)
+
+    return go
+
+
+def test_the_same_heads_go_on_from_where_they_were(
+    build: Callable[..., tuple[DraftHead, str]], earlier: tuple[Path, DraftHead]
+) -> None:
+    heads, said = build()
+    expected = earlier[1].state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in heads.state_dict().items())
+    assert said == f"Started from {earlier[0]}: 4 of 4 tensors are those of earlier medusa heads."
+
+
+def test_what_does_not_fit_keeps_its_own_start(
+    build: Callable[..., tuple[DraftHead, str]],
+    earlier: tuple[Path, DraftHead],
+    recipe: Callable[..., Recipe],
+    tiny_target: Target,
+    train_store: StateStore,
+) -> None:
+    heads, said = build(see_root=True)
+    assert "3 of 4 tensors" in said
+    given = earlier[1].state_dict()
+    own = build_heads(recipe(heads={"see_root": True}), tiny_target, train_store).state_dict()
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(tensor, own[name] if name == "input_KEF" else given[name]), name
+    assert not torch.equal(own["draft_to_target_D"], given["draft_to_target_D"])
+
+
+def test_tables_of_another_draft_vocabulary_are_matched_by_token(
+    build: Callable[..., tuple[DraftHead, str]], earlier: tuple[Path, DraftHead], tiny_target: Target
+) -> None:
+    heads, said = build(draft_vocab_size=60)
+    ours, theirs = heads.draft_to_target_D.tolist(), earlier[1].draft_to_target_D.tolist()
+    common = sorted({*ours} & {*theirs})
+    assert 0 < len(common) < 40, "some tokens are common, some are not"
+    assert f"4 of 4 tensors are those of earlier medusa heads (1 of them for {len(common)} common draft tokens)" in said
+    table_KDE, given_KDE = heads.state_dict()["lm_head_KDE"], earlier[1].state_dict()["lm_head_KDE"]
+    for place, token in enumerate(ours):
+        if token in common:
+            expected_KE = given_KDE[:, theirs.index(token)]
+        else:
+            expected_KE = tiny_target.lm_head_weight[token].expand(2, -1)
+        assert torch.equal(table_KDE[:, place], expected_KE), token
+
+
+def test_an_axis_of_another_size_is_not_taken_for_the_vocabulary() -> None:
+    """The tables differ in the vocabulary and in the number of heads: nothing says which head is which."""
+    sizes = {"hidden_size": 8, "vocab_size": 30}
+    heads = MedusaHead(MedusaConfig(num_heads=3, draft_vocab_size=20, **sizes))
+    other = MedusaHead(MedusaConfig(num_heads=2, draft_vocab_size=10, **sizes))
+    with pytest.raises(UserError, match="None of the 4 tensors of these medusa heads has a name and shape"):
+        take_over(heads, other)
+
+
+def test_heads_of_another_family_give_what_has_the_same_name_and_shape() -> None:
+    class Other(MedusaHead):
+        family = "other"
+
+    config = {"hidden_size": 8, "vocab_size": 30, "num_heads": 2}
+    other = Other(MedusaConfig(**config, num_layers=2))
+    torch.nn.init.normal_(other.lm_head_KDE)
+    heads = MedusaHead(MedusaConfig(**config))
+    assert take_over(heads, other) == "2 of 4 tensors are those of earlier other heads"
+    assert torch.equal(heads.lm_head_KDE, other.lm_head_KDE)
+
+
+def test_earlier_heads_that_are_missing_or_of_another_target_are_refused(
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"nowhere.*does not exist"):
+        build_heads(recipe(start_from=str(tmp_path / "nowhere")), tiny_target, train_store)
+    config: HeadConfig = MedusaConfig(hidden_size=8, vocab_size=30, num_heads=2)
+    save_heads(MedusaHead(config), tmp_path / "small")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"read states of size 8 over 30 tokens"):
+        build_heads(recipe(start_from=str(tmp_path / "small")), tiny_target, train_store)
+
+
+def test_a_run_that_starts_from_the_best_of_another_begins_at_its_tau(
+    recipe: Callable[..., Recipe],
+    tiny_target: Target,
+    train_store: StateStore,
+    valid_store: StateStore,
+    tmp_path: Path,
+) -> None:
+    first = train(recipe(loss="hard_ce"), tiny_target, train_store, valid_store, tmp_path / "first")
+    console = Console(file=StringIO(), width=500)
+    onward = recipe(loss="hard_ce", steps=1, lr=1e-9, start_from=str(first.heads_folder))
+    second = train(onward, tiny_target, train_store, valid_store, tmp_path / "second", console)
+    assert second.metrics["tau"] == first.metrics["tau"]
+    assert "4 of 4 tensors are those of earlier medusa heads" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert torch.equal(
+        load_heads(second.heads_folder).draft_to_target_D, load_heads(first.heads_folder).draft_to_target_D
+    )
