@@ -102,3 +102,28 @@ def test_modes() -> None:
     assert not Pace(REAL, "off", 1).drafts
     assert Pace(None, "auto", 1).worth == 0.0
     assert 0 < Pace(REAL, "auto", 1).worth < Pace(REAL, "auto", 16).worth < 1
+
+
+def test_a_token_counts_for_the_time_that_it_saves() -> None:
+    """Costs of 10 ms and 1 more for each row: what is shared belongs to the row that will end last."""
+    pace = Pace(Costs((1, 64), (11.0, 74.0)), "on", 2, limit=100)
+    assert pace.weights == pytest.approx([1.0, 1.0]), "nothing is known yet"
+    for _ in range(20):
+        pace.note(root_only(torch.tensor([1, 2])), [3, 1])
+    first, second = pace.weights
+    assert first == pytest.approx(2 * 1 / 12, abs=0.01), "its own share of the forward"
+    assert second == pytest.approx(2 * 11 / 12, abs=0.01)
+    pace.select([1])
+    assert pace.weights == [1.0]
+
+
+def test_a_batch_whose_slowest_row_gains_nothing_is_decoded_plainly() -> None:
+    """Fast rows would pay for drafting on average, yet the batch would end later."""
+    drafted = tree([[1.0, 0.9]] * 3 + [[1.0, 0.02]], [[-1, 0]] * 4)
+    costs = Costs((1, 4, 8), (20.0, 24.0, 32.0))
+    alike = Pace(costs, "on", 4)
+    assert alike.prune(drafted).size == 2
+    uneven = Pace(costs, "on", 4, limit=200)
+    for _ in range(30):
+        uneven.note(root_only(torch.arange(4)), [2, 2, 2, 1])
+    assert uneven.prune(drafted).size == 1

@@ -5,6 +5,10 @@ whole path is accepted. Over a long text the best choice of nodes maximises gain
 (tokens per millisecond) that the decoding reaches as a whole: a node pays when it brings more tokens than the time of
 its verification would bring otherwise. Plain decoding, chains and static trees are what this comes to in special cases.
 
+A batch is not done before its slowest row is. Of the cost of a round a part is there as long as any row runs; a token
+more saves that part only in the row that runs longest, and in the others no more than their own share of the forward.
+Rows are weighted accordingly.
+
 Sources: costs as in Sequoia (arXiv 2402.12374) and CaDDTree (2606.01813); the rate is Dinkelbach's for ratios.
 
 Shape suffixes: B rows, N nodes.
@@ -15,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import exp
 from typing import Literal
 
 import numpy as np
@@ -31,6 +36,8 @@ _MEMORY = 1 / 8
 """Weight of the newest round in the running means."""
 _PROBE_ROUNDS = 2
 """Drafted rounds that try again after a pause."""
+_LAST_SPREAD = 4.0
+"""Rounds by which a row must lag behind another to be e times as likely the last to end."""
 _PAUSES = (8, 16, 32, 64)
 """Plain rounds before each try; the last one repeats."""
 
@@ -85,16 +92,21 @@ class Pace:
         costs: as measured on this machine; None when nothing was measured.
         mode: "on" drafts always, "off" never, "auto" as long as it pays.
         rows: of the batch.
+        limit: tokens that a row emits at most.
         draft_ms: milliseconds of a draft, for drafters that cost the same however deep they draft; None takes those
             of `costs`.
     """
 
-    def __init__(self, costs: Costs | None, mode: Mode, rows: int, draft_ms: float | None = None) -> None:
+    def __init__(
+        self, costs: Costs | None, mode: Mode, rows: int, limit: int = 128, draft_ms: float | None = None
+    ) -> None:
         if costs is not None and draft_ms is not None:
             costs = replace(costs, draft_ms=draft_ms, level_ms=0.0)
         self._costs = costs
         self._mode = mode
         self.rows = rows
+        self._left = [float(limit)] * rows  # tokens that each row may still emit
+        self._pace = [1.5] * rows  # tokens a round of each row, lately
         self._tokens_per_round = 1.5  # of a row; a start, soon replaced by what is seen
         self._draft_ms = costs.draft_ms if costs else 0.0  # of recent drafts
         self._depth = 0  # of the newest draft
@@ -105,6 +117,27 @@ class Pace:
         self._plain_left = 0
         self._pauses = 0
         self._probes_left = 0
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self.rows = len(rows)
+        self._left = [self._left[row] for row in rows]
+        self._pace = [self._pace[row] for row in rows]
+
+    @property
+    def weights(self) -> list[float]:
+        """What a token of each row is worth: the time that it saves, on average 1.
+
+        A row is the last to end with a probability that grows with the rounds it has left at its own pace.
+        """
+        if self._costs is None or self.rows == 1:
+            return [1.0] * self.rows
+        alone, together = self._costs.verify(1), self._costs.verify(self.rows)
+        own = (together - alone) / (self.rows - 1)  # milliseconds that each row adds to a round
+        shared = together - own * self.rows
+        left = [tokens / pace for tokens, pace in zip(self._left, self._pace, strict=True)]
+        last = [exp((rounds - max(left)) / _LAST_SPREAD) for rounds in left]
+        return [self.rows * (own + shared * chance / sum(last)) / together for chance in last]
 
     @property
     def drafts(self) -> bool:
@@ -142,7 +175,11 @@ class Pace:
             return tree
         ranked = [sorted(range(len(row)), key=lambda node: (-row[node], node)) for row in tree.gains]
         columns = [
-            sum(row[order[place]] for row, order in zip(tree.gains, ranked, strict=True) if place < len(order))
+            sum(
+                weight * row[order[place]]
+                for weight, row, order in zip(self.weights, tree.gains, ranked, strict=True)
+                if place < len(order)
+            )
             for place in range(tree.size)
         ]
         rate = self._rate(tree.size * self.rows)
@@ -158,17 +195,19 @@ class Pace:
         """Learn what a round came to: the verified tree, and the tokens emitted by each row."""
         if self._costs is None:
             return
-        rows, tokens = len(emitted), sum(emitted)
+        rows, tokens = len(emitted), sum(weight * count for weight, count in zip(self.weights, emitted, strict=True))
+        self._left = [max(1.0, left - count) for left, count in zip(self._left, emitted, strict=True)]
         if self._plain_left:
             self._plain_left -= 1
             self._probes_left = _PROBE_ROUNDS
             return
         self._rounds += 1
+        self._pace = [pace + _MEMORY * (count - pace) for pace, count in zip(self._pace, emitted, strict=True)]
         self._tokens_per_round += _MEMORY * (tokens / rows - self._tokens_per_round)
         if tree.gains is not None:
             promised = sum(sum(row) - 1 for row in tree.gains)
             self._promised += _MEMORY * (promised / rows - self._promised)
-            self._kept += _MEMORY * ((tokens - rows) / rows - self._kept)
+            self._kept += _MEMORY * ((sum(emitted) - rows) / rows - self._kept)
             self._trust = min(1.25, max(0.25, (self._kept + 0.1) / (self._promised + 0.1)))
         plain_ms = self._costs.verify(rows)
         draft_ms = self._costs.draft(max(1, self._depth))

@@ -152,7 +152,7 @@ class Engine:
         out = target.prefill(cache, prompts, drafter.taps)
         roots = verifier.first(out.logits_BTV[:, 0])
         session = Session(drafter, prompts, out.taps)
-        pace = Pace(self.costs, options.draft, len(prompts), self._draft_ms(drafter))
+        pace = Pace(self.costs, options.draft, len(prompts), options.max_new_tokens, self._draft_ms(drafter))
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
         going = [_emit(row, [root], outputs, stoppers, started, on_tokens) for row, root in enumerate(roots)]
         for output in outputs:
@@ -163,9 +163,8 @@ class Engine:
                 kept = [place for place, goes in enumerate(going) if goes]
                 rows, roots = [rows[place] for place in kept], [roots[place] for place in kept]
                 draft_streams = [draft_streams[place] for place in kept]
-                for part in (cache, verifier, session):
+                for part in (cache, verifier, session, pace):
                     part.select(kept)
-                pace.rows = len(rows)
             start = perf_counter()
             root_B = torch.tensor(roots, device=target.device)
             drafts = pace.drafts and session.drafter.max_nodes > 1
