@@ -42,7 +42,7 @@ def states(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("run") / "data" / "states"
     for name, count, seed in (("train", 24, 0), ("calibration", 7, 1)):
         made = conversations(count, seed, tiny_target.vocab_size)
-        build_store(folder / name, made, tiny_target, [FINAL], budget_bytes=10**8)
+        build_store(folder / name, made, tiny_target, [1, 2, 3, FINAL], budget_bytes=10**8)
     return folder
 
 

@@ -32,6 +32,15 @@ def test_a_variant_extends_a_recipe(tmp_path: Path) -> None:
     assert recipe.heads == base.heads
 
 
+def test_another_family_leaves_the_settings_of_the_first_behind(tmp_path: Path) -> None:
+    wanted = {"family": "eagle", "steps": 2, "draft_vocab_size": 8192}  # the last is common to all
+    assert load_recipe("medusa", ["heads.steps=2", "heads.family=eagle"]).heads == wanted
+    file = tmp_path / "other.yaml"
+    file.write_text("extends: medusa\nheads: {family: eagle, steps: 2}\n")
+    assert load_recipe(str(file)).heads == wanted
+    assert load_recipe("medusa", ["heads.family=medusa"]).heads["num_heads"] == 4, "the same family keeps them"
+
+
 def test_a_path_in_extends_starts_at_the_file_it_stands_in(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("extends: quickstart\ntrain: {lr: 0.5}\n")
     (tmp_path / "variant.yaml").write_text("extends: base.yaml\ntrain: {clip: 0.25}\n")

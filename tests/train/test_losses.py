@@ -290,6 +290,23 @@ def test_auf_teaches_nothing_behind_the_first_failure() -> None:
     assert (grad_MH.abs().sum(-1) > 0).tolist() == right_M[:3].tolist()
 
 
+def test_on_policy_learns_only_where_drafting_starts_at_the_same_total_weight() -> None:
+    torch.manual_seed(0)
+    steps, lesson = _steps([4, 3], [torch.randn(DRAFTS, WIDTH)] * 2), _lesson(5)
+    lesson.logits_SD[:2] = torch.stack([_logits(steps[0])[0], _logits(steps[1])[0]]).detach()
+    first, second = (agreement(prediction, lesson)[1] for prediction in steps)
+    assert first[0] and second[0], "the first draft is right twice, so the next two origins are passed over"
+    weighted(steps, losses.soft_ce, lesson, 1.0, on_policy=True).backward()
+    taught = steps[0].hidden_MH.grad
+    steps[0].hidden_MH.grad = None
+    weighted(steps, losses.soft_ce, lesson, 1.0).backward()
+    everywhere = steps[0].hidden_MH.grad
+    assert taught is not None
+    assert everywhere is not None
+    assert taught[1:3].abs().sum() == 0
+    torch.testing.assert_close(taught[3], 2 * everywhere[3])  # two of four origins
+
+
 def test_steps_that_share_an_lm_head_add_up_in_it() -> None:
     torch.manual_seed(0)
     shared = torch.randn(DRAFTS, WIDTH, requires_grad=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headstart.train.weights import dpace, exponential, until_failure
+from headstart.train.weights import dpace, exponential, until_failure, where_drafting_starts
 
 # A text of which drafts start at 0, 1 and 5; the draft from 5 ends after one step, that from 1 after two.
 ORIGINS = [torch.tensor([0, 1, 5]), torch.tensor([0, 1]), torch.tensor([0])]
@@ -48,3 +48,27 @@ def test_no_drafts_have_no_weights(steps: int) -> None:
     alphas, right = [torch.zeros(0)] * steps, [torch.zeros(0, dtype=torch.bool)] * steps
     for weights in (exponential(origins, 0.8), dpace(origins, alphas), until_failure(origins, right, 0.8)):
         assert [weight_M.tolist() for weight_M in weights] == [[]] * steps
+
+
+def test_starts_are_those_of_rounds_decoded_one_after_the_other() -> None:
+    """Two answers (origins 3-12 and 20-25): walk them as decoding would, by each origin's run of right drafts."""
+    torch.manual_seed(0)
+    first = torch.tensor([*range(3, 13), *range(20, 26)])
+    origins = [first[torch.isin(first + step, first)] for step in range(3)]
+    right = [torch.rand(len(origin_M)) < 0.6 for origin_M in origins]
+    wanted, place = [], 3
+    pairs = zip(origins, right, strict=True)
+    hits = [dict(zip(origin_M.tolist(), right_M.tolist(), strict=True)) for origin_M, right_M in pairs]
+    while place < 26:
+        if 13 <= place < 20:  # the next answer starts a draft of its own
+            place = 20
+        wanted.append(place)
+        accepted = 0
+        while accepted < 3 and hits[accepted].get(place, False):
+            accepted += 1
+        place += accepted + 1
+    started = where_drafting_starts(origins, right)
+    assert first[started[0]].tolist() == wanted
+    assert 2 < len(wanted) < 16, "some origins are passed over"
+    for origin_M, started_M in zip(origins, started, strict=True):
+        assert origin_M[started_M].tolist() == [origin for origin in wanted if origin in origin_M.tolist()]

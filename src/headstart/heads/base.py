@@ -222,6 +222,7 @@ class DraftHead(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     @torch.no_grad()
+    @torch.no_grad()
     def flops_per_draft(self) -> int:
         """Floating-point operations of one drafted token, LM head included; a multiply-add is two.
 

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from headstart.errors import UserError, nearest
+from headstart.heads import HeadConfig
 from headstart.train.weights import PositionWeight
 
 
@@ -82,6 +83,9 @@ class TrainSection(Section):
     noise: float = Field(
         0.0, ge=0, description="Uniform noise on the states in training, as a share of each state's own size."
     )
+    finish: float = Field(
+        0.0, ge=0, le=1, description="Share of the run, at its end, that learns only where drafting would start."
+    )
     start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")
     eval_every: int = Field(100, ge=1, description="Optimiser steps between validations.")
@@ -144,7 +148,7 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
         UserError: unknown recipe, unreadable YAML, unknown key (the nearest is named) or a value out of range.
     """
     values = _read(name, Path(), [])
-    for override in overrides:
+    for override in sorted(overrides, key=lambda one: not one.startswith("heads.family=")):  # it drops the others
         _override(values, override)
     return parse_recipe(values)
 
@@ -184,10 +188,18 @@ def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
+    if "family" in over:
+        merged = _of_family(base, over["family"])
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
+
+
+def _of_family(heads: dict[str, Any], family: Any) -> dict[str, Any]:
+    """Settings of heads that still mean something when the family becomes this one."""
+    same = heads.get("family") in (None, family)
+    return {key: value for key, value in heads.items() if same or key in HeadConfig.model_fields}
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -212,6 +224,10 @@ def _override(values: dict[str, Any], override: str) -> None:
             value = float(value)
         except ValueError:
             value = text
+    if leaf == "family":
+        kept = _of_family(place, value)
+        place.clear()
+        place.update(kept)
     place[leaf] = value
 
 

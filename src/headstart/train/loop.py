@@ -178,7 +178,8 @@ class _Run:
         for line in describe_processes(self.accelerator):
             self._say(line)
         self._say(
-            f"{self.heads.steps} draft steps, {self.heads.trainable_parameters / 1e6:.1f} M parameters to train; the "
+            f"{self.heads.steps} draft steps, {self.heads.trainable_parameters / 1e6:.1f} M parameters to train, "
+            f"{self.heads.flops_per_draft() / 1e6:.1f} MFLOP a drafted token; the "
             f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
             f"answers. {len(self.store)} conversations, {self.per_epoch} steps per epoch."
         )
@@ -198,7 +199,7 @@ class _Run:
                 if asked or fraction >= 1:
                     break
                 lr = learning_rate(self.section, fraction)
-                loss = self._step(group, batches, max(count, 1), lr)
+                loss = self._step(group, batches, max(count, 1), lr, fraction >= 1 - self.section.finish)
                 learnt += count
                 self._advance(count)
                 step = self.standing.step
@@ -227,7 +228,7 @@ class _Run:
             raise KeyboardInterrupt
         return result
 
-    def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, lr: float) -> float:
+    def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, lr: float, on_policy: bool) -> float:
         """One optimiser step; returns the loss per prediction of the first draft step, over all processes."""
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = lr
@@ -241,6 +242,7 @@ class _Run:
                 step_weight=self.section.step_weight,
                 position_weight=self.section.position_weight,
                 feature_weight=self.section.feature_weight,
+                on_policy=on_policy,
             )
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):

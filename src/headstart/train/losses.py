@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from headstart.errors import UserError, nearest
 from headstart.heads import HeadBatch, StepPrediction
 from headstart.target import FINAL, Target
-from headstart.train.weights import PositionWeight, dpace, exponential, until_failure
+from headstart.train.weights import PositionWeight, dpace, exponential, until_failure, where_drafting_starts
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -204,6 +204,7 @@ def weighted(
     step_weight: float,
     position_weight: PositionWeight = "exponential",
     feature_weight: float = 0.0,
+    on_policy: bool = False,
 ) -> Tensor:
     """Sum over all predictions of a batch of weight times loss: a float32 scalar, not yet normalised.
 
@@ -215,18 +216,19 @@ def weighted(
         position_weight: see `headstart.train.weights`. `dpace` and `auf` cost one more product with the LM head, to
             see first how the drafts fare; `auf` then skips what weighs nothing.
         feature_weight: of `smooth_l1` between drafted features and final states, with the same position weights.
+        on_policy: learn only from origins at which drafting would really start; they weigh as much as all together.
 
     Raises:
         UserError: a feature loss for heads that draft no features.
     """
     steps = list(predictions)
-    weights = _position_weights(steps, lesson, step_weight, position_weight)
+    weights = _position_weights(steps, lesson, step_weight, position_weight, on_policy)
     total = torch.zeros((), device=lesson.logits_SD.device)
     for members in _by_lm_head(steps):
         hidden_MH = torch.cat([steps[step].hidden_MH for step in members])
         source_M = torch.cat([steps[step].source_M for step in members])
         weight_M = torch.cat([weights[step] for step in members])
-        if position_weight == "auf":
+        if position_weight == "auf" or on_policy:
             kept_M = weight_M.nonzero()[:, 0]
             hidden_MH, source_M, weight_M = hidden_MH[kept_M], source_M[kept_M], weight_M[kept_M]
         total = total + summed(loss, hidden_MH, steps[members[0]].lm_head_DH, lesson, source_M, weight_M)
@@ -248,13 +250,26 @@ def _by_lm_head(steps: Sequence[StepPrediction]) -> list[list[int]]:
 
 
 def _position_weights(
-    steps: Sequence[StepPrediction], lesson: Lesson, step_weight: float, position_weight: PositionWeight
+    steps: Sequence[StepPrediction],
+    lesson: Lesson,
+    step_weight: float,
+    position_weight: PositionWeight,
+    on_policy: bool,
 ) -> list[Tensor]:
     origins = [prediction.origin_M for prediction in steps]
-    if position_weight == "exponential":
-        return exponential(origins, step_weight)
+    weights = exponential(origins, step_weight)
+    if not steps or (position_weight == "exponential" and not on_policy):
+        return weights
     alphas, right = zip(*(agreement(prediction, lesson) for prediction in steps), strict=True)
-    return dpace(origins, alphas) if position_weight == "dpace" else until_failure(origins, right, step_weight)
+    if position_weight == "dpace":
+        weights = dpace(origins, alphas)
+    elif position_weight == "auf":
+        weights = until_failure(origins, right, step_weight)
+    if on_policy:
+        started = where_drafting_starts(origins, right)
+        scale = len(origins[0]) / max(1, int(started[0].sum()))
+        weights = [scale * weight_M * started_M for weight_M, started_M in zip(weights, started, strict=True)]
+    return weights
 
 
 @torch.no_grad()

@@ -16,6 +16,13 @@ three steps, whose second step names another token than the target:
 >>> show(dpace(origins, alphas))
 [2.0, 1.0, 0.5]
 
+Decoding starts a draft behind what the one before it came to, so the places that follow an accepted run are never
+started from. `where_drafting_starts` finds the others: hard places, mostly, and those are what a round is about.
+
+>>> right = [torch.tensor([True, True, False, False]), torch.tensor([False, True, True, True])]
+>>> [part.tolist() for part in where_drafting_starts([torch.tensor([4, 5, 6, 7])] * 2, right)]
+[[True, False, True, True], [True, False, True, True]]
+
 Shape suffixes: M predictions of one step, K draft steps, O distinct origins up to the largest.
 """
 
@@ -94,3 +101,30 @@ def until_failure(origins: Sequence[Tensor], right: Sequence[Tensor], step_weigh
         weights.append(plain_M * alive_O[origin_M])
         alive_O[origin_M] &= right_M
     return weights
+
+
+def where_drafting_starts(origins: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+    """The origins at which a greedy chain of these heads would really start while it writes the same text.
+
+    Args:
+        origins: for each step int64 [M] ascending, where its drafts started.
+        right: for each step bool [M], whether its most likely token is the target's.
+
+    Returns:
+        For each step bool [M].
+    """
+    size = 1 + max((int(origin_M.max()) for origin_M in origins if len(origin_M)), default=0)
+    device = origins[0].device
+    alive_O, accepted_O = torch.ones(size, dtype=torch.bool, device=device), torch.zeros(size, device=device)
+    for origin_M, right_M in zip(origins, right, strict=True):
+        reached_O = torch.zeros_like(alive_O).index_put_((origin_M,), right_M)
+        alive_O &= reached_O
+        accepted_O += alive_O
+    starts, following = [], 0
+    for origin, accepted in zip(origins[0].tolist(), accepted_O[origins[0]].tolist(), strict=True):
+        if origin >= following:
+            starts.append(origin)
+            following = origin + int(accepted) + 1
+    started_O = torch.zeros(size, dtype=torch.bool, device=device)
+    started_O[torch.tensor(starts, dtype=torch.long, device=device)] = True
+    return [started_O[origin_M] for origin_M in origins]
