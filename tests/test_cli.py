@@ -21,7 +21,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 COMMANDS = (
     "run", "plan", "data", "data build", "data show", "train", "tune", "eval", "audit", "generate", "chat", "export",
-    "push", "recipes", "recipes show",
+    "push", "recipes", "recipes show", "doctor",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from headstart.cli_doctor import doctor
 from headstart.cli_heads import audit, chat, evaluate, generate, load_decoder
 from headstart.cli_options import Dtype, DtypeOption, Overrides, RecipeName, RunDir, TargetOption
 from headstart.errors import UserError
@@ -211,6 +212,7 @@ def push(
 
 app.command("eval")(evaluate)
 app.command()(audit)
+app.command()(doctor)
 app.command()(generate)
 app.command()(chat)
 

@@ -139,3 +139,11 @@ def test_what_top_p_leaves_out_is_not_drawn() -> None:
     request = Request(9, 0.0, 0.0, False, Children.DRAWN, narrow.warp, [torch.Generator().manual_seed(0)])
     tree = grow(heads, None, torch.tensor([3]), request, Calibration(), TreeShape.from_paths([(0,), (1,), (2,), (3,)]))
     assert tree.size == 3, "only two tokens can be drawn"
+
+
+def test_a_level_that_promises_less_than_its_time_is_not_drafted() -> None:
+    """Every draft is accepted with .5: level 1 promises .5 * .4, level 2 .25 * .4, each less the worth of a node."""
+    calibration = Calibration(((-100.0, 0.0),) * 3, ((0.5, 0.5),) * 3, (0.5, 0.4, 0.4))
+    for level_worth, size in ((0.0, 4), (0.09, 3), (0.11, 2)):
+        request = Request(8, worth=0.1, level_worth=level_worth, chain=True)
+        assert grow(TableHead(), None, torch.tensor([3]), request, calibration).size == size

@@ -41,8 +41,8 @@ class Request:
         max_nodes: nodes of a row at most, root included.
         worth: how probable the acceptance of a node's whole path must be for the node to pay for its verification;
             drafters that know such probabilities leave out nodes below it. 0 asks for all of them.
-        level_worth: how many accepted tokens, over all rows, another level of drafting must promise to pay for its
-            time; 0 asks for all levels.
+        level_worth: how many accepted tokens, over all rows and less the worth of their nodes, another level of
+            drafting must promise to pay for its time; 0 asks for all levels.
         chain: no node may have more than one child.
         children: how children may be chosen. Drafters without a distribution of their own always choose TOP.
         warp: draft logits [..., D] to the distribution to draw from, float [..., D], temperature included.

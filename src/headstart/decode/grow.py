@@ -83,8 +83,9 @@ def grow(
     tokens_BW, parents_BW = root_B[:, None], torch.zeros_like(root_B)[:, None]
     for depth in range(levels):
         if depth and shape is None:
-            promised = sum(row.gains[node] for row in rows for node, _ in row.level) * calibration.reach(depth)
-            if promised < request.level_worth:
+            reach = calibration.reach(depth)  # each node's best child, less what verifying it costs
+            net = sum(max(0.0, row.gains[node] * reach - request.worth) for row in rows for node, _ in row.level)
+            if net < request.level_worth:
                 break
         logits_BWD = heads.expand(state, tokens_BW, parents_BW, depth).float()
         top = logits_BWD.topk(ranks, dim=-1)

@@ -1,0 +1,48 @@
+"""The command that examines a run. Rooms are imported inside, as in `headstart.cli`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headstart.cli_options import RunDir, TargetOption
+
+
+def doctor(
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE_OR_HEADS", help="A recipe, the folder of a run, a folder of heads, or a Hub id of heads."
+        ),
+    ],
+    run_dir: RunDir = None,
+    questions: Annotated[
+        Path | None, typer.Option(help="JSONL with questions as people will ask them: do the heads know such texts?")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the findings with their figures to this file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Look at less of everything, and train nothing.")] = False,
+    target: TargetOption = None,
+) -> None:
+    """Find out why acceptance is low: which stage disagrees with which, in words, with the fix; exits with 1 if one
+    does.
+
+    Example: headstart doctor runs/quickstart
+    """
+    console = Console()
+    with console.status("loading"):
+        from headstart.doctor import examine, find_subject, show, write
+
+        subject = find_subject(place, run_dir, questions, target, quick)
+    with console.status("examining") as status:
+        findings = []
+        for finding in examine(subject):
+            findings.append(finding)
+            status.update(f"examining ({finding.check} done)")
+    show(findings, console)
+    if json is not None:
+        write(findings, place, json)
+    if any(finding.ok is False for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,252 @@
+"""Checks of the stored hidden states: are they what the taps say, and does the LM head read the answers from them?
+
+Shape suffixes: T tokens, S supervised tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.data.conversations import Conversation
+from headstart.data.store import StateStore
+from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
+from headstart.doctor.subject import SPLITS, Subject, spread
+from headstart.target import FINAL, Target
+
+_TOLERANCE = {torch.float32: 1e-3}
+_TOLERANCE_COARSE = 0.1
+"""Largest distance of states that are the same, as a share of their size. Sums in another order move float32 states by
+1e-6 of it, TF32 by 1e-3. bfloat16 keeps 8 bits and adds up over the layers to some percent; one layer adds tens."""
+
+_READ = 128
+"""Tokens of a conversation that are read again: a causal model's first states do not depend on the rest."""
+
+_ROWS = 512
+_AGREE = 0.95
+"""Greedy answers are the target's own choice, but for near-ties that another batch rounds the other way (1-2 % in
+bfloat16)."""
+
+_REBUILD = "Build the states again: headstart data build RECIPE with data/states removed, then train again."
+
+
+@check("states")
+def states(subject: Subject) -> Finding:
+    """Whether the stored states are those of the target at the taps they are filed under."""
+    target = subject.target
+    found: dict[int, str] = {}
+    worst = 0.0
+    for store in subject.stores.values():
+        if store.target_fingerprint not in (None, target.identity().fingerprint):
+            return bad(
+                f"The states in {store.folder} are those of another model than {target.name}, or of other weights.",
+                "Use the target that the data were written with, or build the data again in another --run-dir.",
+            )
+        for place in spread(len(store), 1 if subject.quick else 3):
+            sample = store.get(place)
+            tokens = sample.tokens_T[:_READ].tolist()
+            fresh = target.hidden_states([tokens], [*range(target.num_layers + 1), FINAL])[0]
+            for tap in store.taps:
+                distance, said = _identify(tap, sample.states[tap][:_READ], fresh, target)
+                worst = max(worst, distance)
+                if said:
+                    found.setdefault(tap, f"{said} (conversation {place} of {store.folder})")
+    missing = [tap for tap in _taps(subject) if any(tap not in store.taps for store in subject.stores.values())]
+    taps = sorted({tap for store in subject.stores.values() for tap in store.taps})
+    figures = {"taps": taps, "distance": worst, "wrong": {str(tap): said for tap, said in found.items()}}
+    if missing:
+        found[missing[0]] = f"The heads read {_called(missing[0], target)}, and the store does not hold it"
+    if found:
+        return bad(f"{'; '.join(found.values())}.", _REBUILD, **figures)
+    return good(f"The stored states are the target's own at {len(taps)} tap{'s' * (len(taps) > 1)}.", **figures)
+
+
+def _taps(subject: Subject) -> tuple[int, ...]:
+    try:
+        return subject.heads.taps
+    except (Absent, ValueError):  # none yet, or reported by `files`
+        return ()
+
+
+def _called(tap: int, target: Target) -> str:
+    if tap == FINAL:
+        return "the final state"
+    return "the embeddings" if tap == 0 else f"layer {tap}"
+
+
+def _identify(tap: int, stored_TE: Tensor, fresh: dict[int, Tensor], target: Target) -> tuple[float, str]:
+    """Distance of the stored states from the target's own at this tap, and what they are instead ("" when alike)."""
+    exact = stored_TE.dtype == fresh[tap].dtype == torch.float32
+    limit = _TOLERANCE[torch.float32] if exact else _TOLERANCE_COARSE
+    own = _distance(stored_TE, fresh[tap])
+    name = "FINAL" if tap == FINAL else f"tap {tap}"
+    if not stored_TE.isfinite().all():
+        return own, f"The store's {name} holds numbers that are not finite"
+    others = {other: _distance(stored_TE, state_TE) for other, state_TE in fresh.items() if other != tap}
+    nearest = min(others, key=lambda other: others[other])
+    # In bfloat16 neighbouring layers of a deep target can be as close as the rounding: the nearer one decides.
+    if own <= limit and own <= 2 * others[nearest] + _TOLERANCE[torch.float32]:
+        return own, ""
+    last = target.num_layers
+    if others[nearest] <= limit:
+        if (tap, nearest) == (FINAL, last):
+            return own, "The store's FINAL holds the state before the final norm: the norm is missing"
+        if (tap, nearest) == (last, FINAL):
+            return own, f"The store's tap {last} holds the state after the final norm: a norm too many"
+        side = ": off by one" if FINAL not in (tap, nearest) and abs(tap - nearest) == 1 else ""
+        return own, f"The store's {name} holds {_called(nearest, target)}{side}"
+    for late, said in ((1, "late"), (-1, "early")):
+        if _distance(stored_TE[max(late, 0) :][: len(stored_TE) - 1], fresh[tap][max(-late, 0) :]) <= limit:
+            return (
+                own,
+                f"The store's {name} is one token {said}: state t stands at token {'t + 1' if late > 0 else 't - 1'}",
+            )
+    for other, state_TE in fresh.items():
+        if _distance(stored_TE, _normed(state_TE)) <= limit:
+            return (
+                own,
+                f"The store's {name} holds {_called(other, target)} with a norm that the target does not apply there",
+            )
+    if _distance(_normed(stored_TE), _normed(fresh[tap])) <= limit:
+        return own, f"The store's {name} holds {_called(tap, target)} in another scale"
+    return own, f"The store's {name} holds no state that {target.name} has on these tokens ({own:.0%} off)"
+
+
+def _distance(a_TE: Tensor, b_TE: Tensor) -> float:
+    """Median over tokens of |a - b| / |b|: a few tokens have states a thousand times the size of all others."""
+    width = min(len(a_TE), len(b_TE))
+    a_TE, b_TE = a_TE[:width].double().cpu(), b_TE[:width].double().cpu()
+    shares_T = (a_TE - b_TE).norm(dim=-1) / b_TE.norm(dim=-1).clamp_min(1e-30)
+    return float(shares_T.nan_to_num(nan=torch.inf).median())
+
+
+def _normed(state_TE: Tensor) -> Tensor:
+    state_TE = state_TE.double()
+    return state_TE / state_TE.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
+
+
+# -- the teacher -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Verdict:
+    """Sums over supervised tokens: how many there are, how many the target itself would choose, its surprise at them
+    (negative log-probability) and its entropy, in nats."""
+
+    tokens: int = 0
+    chosen: int = 0
+    surprise: float = 0.0
+    entropy: float = 0.0
+
+    @property
+    def agreement(self) -> float:
+        """Share of the tokens that are the target's own choice."""
+        return self.chosen / max(1, self.tokens)
+
+    @property
+    def excess(self) -> float:
+        """Nats by which the tokens surprise the target more than its own draws would; about 0 for its own."""
+        return (self.surprise - self.entropy) / max(1, self.tokens)
+
+
+_EXCESS = 0.5
+"""Nats a token. Own draws surprise by the entropy; a few thousand of them stay within a tenth of a nat of it."""
+
+
+@check("states")
+def teacher(subject: Subject) -> Finding:
+    """Whether the LM head reads the answers out of the stored states: right norm, right tap, answers of the target."""
+    items = _drawn(subject)
+    kind = _kind(items[0][1])
+    stored, fresh = _Verdict(), _Verdict()
+    for store, item, place in items:
+        final_TE = subject.target.hidden_states([item.tokens], [FINAL])[0][FINAL]
+        _judge(subject.target, final_TE, item, fresh)
+        if store is not None and place < len(store):
+            _judge(subject.target, store.get(place).states[FINAL], item, stored)
+    if not fresh.tokens:
+        return unknown("No answer is longer than a token.")
+    figures = {
+        "answers": kind, "tokens": fresh.tokens, "agreement_stored": round(stored.agreement, 4),
+        "agreement_recomputed": round(fresh.agreement, 4), "excess_nats": round(fresh.excess, 4),
+    }  # fmt: skip
+    of = f"of the answers' tokens ({fresh.tokens} looked at)"
+    if stored.tokens and stored.agreement < min(_AGREE, fresh.agreement - 0.05):
+        return bad(
+            f"From the stored final states the target's LM head chooses {stored.agreement:.0%} {of}, from states "
+            f"computed now {fresh.agreement:.0%}: the stored states are not what the LM head reads (a norm, a tap or "
+            "other weights; see states).", _REBUILD, **figures
+        )  # fmt: skip
+    if kind == "greedy" and fresh.agreement < _AGREE:
+        return bad(
+            f"The answers are off-policy: they are said to be greedy, and the target itself chooses "
+            f"{fresh.agreement:.0%} {of}.",
+            "Let the target write the answers in the dtype it decodes in (data.regenerate=true), and train again.",
+            **figures,
+        )
+    if kind == "given" and fresh.agreement < _AGREE:
+        return bad(
+            f"The answers are off-policy: they were given, and the target itself would choose {fresh.agreement:.0%} "
+            f"{of}. Heads learn to draft texts that the target does not write.",
+            "Set data.regenerate=true: the target then answers the same prompts itself.",
+            **figures,
+        )
+    if kind == "sampled" and fresh.excess > _EXCESS:
+        return bad(
+            f"The answers are off-policy: they are said to be drawn from the target, and surprise it by "
+            f"{fresh.excess:.2f} nats a token more than its own draws would ({fresh.tokens} tokens looked at).",
+            "Let the target write the answers (data.regenerate=true), and train again.",
+            **figures,
+        )
+    return good(f"The target itself chooses {fresh.agreement:.0%} {of}, which are {kind}.", **figures)
+
+
+def _kind(item: Conversation) -> str:
+    """How the answers came to be, as the conversation says."""
+    if "temperature" not in item.sampling:
+        return "given"
+    return "sampled" if item.sampling["temperature"] else "greedy"
+
+
+def _drawn(subject: Subject) -> list[tuple[StateStore | None, Conversation, int]]:
+    """Some conversations of the kind that says most (greedy ones first), each with its place in its store."""
+    most = 4 if subject.quick else 16
+    found = list(_all(subject))
+    for kind in ("greedy", "given", "sampled"):
+        if some := [row for row in found if _kind(row[1]) == kind]:
+            return [some[place] for place in spread(len(some), most)]
+    raise Absent("there are no conversations")
+
+
+def _all(subject: Subject) -> Iterator[tuple[StateStore | None, Conversation, int]]:
+    for split in SPLITS:
+        try:
+            store: StateStore | None = subject.stores[split]
+        except (Absent, ValueError):  # none yet, or reported by `files`
+            store = None
+        for place, item in enumerate(subject.conversations(split)):
+            if any(item.supervised):
+                yield store, item, place
+
+
+@torch.no_grad()
+def _judge(target: Target, final_TE: Tensor, item: Conversation, verdict: _Verdict) -> None:
+    """Add one conversation: inside each run of supervised tokens, whatever the mask says of its edges."""
+    for start, stop in _inner(item.supervised_spans):
+        for first in range(start, stop, _ROWS):
+            last = min(first + _ROWS, stop)
+            logits_SV = target.lm_head(final_TE[first - 1 : last - 1].to(target.device, target.dtype)).float()
+            tokens_S = torch.tensor(item.tokens[first:last], device=logits_SV.device)
+            log_SV = logits_SV.log_softmax(-1)
+            verdict.tokens += len(tokens_S)
+            verdict.chosen += int((logits_SV.argmax(-1) == tokens_S).sum())
+            verdict.surprise -= float(log_SV.gather(1, tokens_S[:, None]).sum())
+            verdict.entropy -= float((log_SV.exp() * log_SV).sum())
+
+
+def _inner(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The runs without their first token, which a shifted mask takes from the template."""
+    return ((start + 1, stop) for start, stop in spans if stop - start > 1)

@@ -1,0 +1,246 @@
+"""What is examined: a recipe, a run or heads, with whatever of it is there. Everything is read when it is asked for.
+
+Shape suffixes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from headstart.data.conversations import Conversation, prompt_tokens, read_conversations
+from headstart.data.questions import Question, read_questions
+from headstart.data.store import StateStore
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.doctor.findings import Absent
+from headstart.errors import UserError
+from headstart.files import read_json
+from headstart.heads import DraftHead
+from headstart.heads.io import CONFIG, load_heads
+from headstart.hub import locate, read_heads, target_spec
+from headstart.pipeline.layout import CONVERSATIONS, HEADS, STATES, TARGET, TRAIN
+from headstart.target import Target, load_target
+from headstart.train.config import Recipe, load_recipe, packaged_recipes
+
+SPLITS = ("train", "calibration")
+
+_QUESTIONS = (
+    "Explain how a bicycle stays upright.",
+    "Write a short story about a lighthouse keeper.",
+    "How do I cook rice? Give me the steps.",
+    "What are the differences between a lake and a pond?",
+    "Write a Python function that counts the words of a text.",
+    "Plan a day in a small town for a family of four.",
+)
+"""Asked when there is neither a run nor a file of questions."""
+
+
+@dataclass
+class Subject:
+    """What is examined.
+
+    Attributes:
+        target: the frozen model.
+        recipe: what the run was asked to do; None for heads without their run.
+        run: folder of the run; None when there is none.
+        heads_folder: of the heads; None when there are none yet.
+        questions: what else people will ask.
+        quick: look at less of everything, and train nothing.
+    """
+
+    target: Target
+    recipe: Recipe | None = None
+    run: Path | None = None
+    heads_folder: Path | None = None
+    questions: Sequence[Question] = ()
+    quick: bool = False
+
+    @cached_property
+    def heads(self) -> DraftHead:
+        """The heads as they decode: bound to the target, in its dtype, frozen.
+
+        Raises:
+            Absent: there are none.
+            UserError: they cannot be read, or belong to another target.
+        """
+        if self.heads_folder is None:
+            raise Absent("there are no trained heads yet")
+        if is_exported(self.heads_folder):
+            heads = read_heads(self.heads_folder, self.target)[0]
+        else:
+            heads = load_heads(self.heads_folder, self.target)
+        return heads.to(self.target.dtype).eval().requires_grad_(False)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Family and settings of the heads, as a recipe gives them.
+
+        Raises:
+            Absent: neither heads nor a recipe.
+            UserError: the heads cannot be read.
+        """
+        if self.recipe is not None:
+            return self.recipe.heads
+        return self.heads.config.model_dump(mode="json", exclude={"hidden_size", "vocab_size"})
+
+    def conversations(self, split: str) -> list[Conversation]:
+        """The run's conversations of a split.
+
+        Raises:
+            Absent: there are none.
+            UserError: the file is damaged.
+        """
+        return self._conversations[split]
+
+    @cached_property
+    def _conversations(self) -> dict[str, list[Conversation]]:
+        return {split: read_conversations(self.conversation_file(split)) for split in SPLITS}
+
+    def conversation_file(self, split: str) -> Path:
+        """Where the conversations of a split lie.
+
+        Raises:
+            Absent: there are none.
+        """
+        file = self.run / CONVERSATIONS / f"{split}.jsonl" if self.run else None
+        if file is None or not file.is_file():
+            raise Absent("there are no conversations of a run here")
+        return file
+
+    @cached_property
+    def stores(self) -> dict[str, StateStore]:
+        """The run's hidden states by split.
+
+        Raises:
+            Absent: there are none.
+            UserError: a store is damaged or unfinished.
+        """
+        if self.run is None or not (self.run / STATES).is_dir():
+            raise Absent("there are no stored hidden states here")
+        return {split: StateStore(self.run / STATES / split) for split in SPLITS}
+
+    @cached_property
+    def kept_tokenizer(self) -> Any:
+        """The tokenizer that the run kept when it began; None when it kept none."""
+        folder = self.run / TARGET / "tokenizer" if self.run else None
+        if folder is None or not folder.is_dir():
+            return None
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+
+    @cached_property
+    def judged(self) -> list[Conversation]:
+        """A few texts that the heads did not learn from: the calibration answers, or some that the target writes now.
+
+        Raises:
+            UserError: the conversations are damaged, or the target cannot chat.
+        """
+        most = 3 if self.quick else 8
+        try:
+            found = [item for item in self.conversations("calibration") if any(item.supervised)]
+        except Absent:
+            asked = self.asked or [self._prompt(text) for text in _QUESTIONS]
+            found = self.answered(asked[:most], 48 if self.quick else 96)
+        return found[:most]
+
+    @cached_property
+    def asked(self) -> list[list[int]]:
+        """The first turn of each question as the target reads it, a few of them."""
+        return [self._prompt(question.turns[0]) for question in self.questions[: 3 if self.quick else 8]]
+
+    def _prompt(self, text: str) -> list[int]:
+        return prompt_tokens([{"role": "user", "content": text}], self.target.tokenizer)
+
+    def answered(self, prompts: Sequence[Sequence[int]], longest: int) -> list[Conversation]:
+        """These prompts with the target's own greedy answers of at most `longest` tokens."""
+        room = self.target.max_length - longest - 1
+        prompts = [prompt for prompt in prompts if len(prompt) <= room]
+        if not prompts:
+            raise UserError(
+                f"No prompt leaves room for an answer in the {self.target.max_length} tokens that "
+                f"{self.target.name} reads.",
+                "Give shorter questions.",
+            )
+        rows = Engine(self.target).generate(prompts, DecodeOptions(max_new_tokens=longest))
+        return [
+            Conversation(
+                f"written now {number}",
+                [*prompt, *row.tokens],
+                [False] * len(prompt) + [True] * len(row.tokens),
+                [],
+                sampling={"temperature": 0.0},
+            )
+            for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+        ]
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of the numbers below `count`, evenly spread.
+
+    >>> spread(3, 5), spread(10, 4)
+    ([0, 1, 2], [0, 2, 5, 7])
+    """
+    return [math.floor(i * count / most) for i in range(most)] if count > most else list(range(count))
+
+
+# -- finding it ------------------------------------------------------------------------------------------------------
+
+
+def find_subject(
+    place: str,
+    run_dir: Path | None = None,
+    questions: Path | None = None,
+    target: str | None = None,
+    quick: bool = False,
+) -> Subject:
+    """What a user means by a name or a path, with its target loaded.
+
+    Args:
+        place: a packaged recipe, a recipe's file, the folder of a run, a folder of heads, or a Hub id of heads.
+        run_dir: the run that a recipe or heads belong to; by default runs/<name>, and the folder that heads lie in.
+        questions: a question file.
+        target: where the target is, when it is not where the recipe or the heads say.
+        quick: see `Subject`.
+
+    Raises:
+        UserError: nothing of the kind is there, or the target cannot be loaded.
+    """
+    asked = read_questions(questions) if questions else []
+    folder = Path(place).expanduser()
+    if run_dir is not None and not run_dir.is_dir():
+        raise UserError(f"No folder at {run_dir}.", "Give the folder of a run, such as runs/quickstart.")
+    if (folder / "recipe.yaml").is_file():
+        return _of_run(load_recipe(str(folder / "recipe.yaml")), folder, asked, target, quick)
+    if place in packaged_recipes() or folder.is_file() or (folder.suffix in (".yaml", ".yml")):
+        recipe = load_recipe(place)
+        run = run_dir or Path("runs") / recipe.name
+        return _of_run(recipe, run if run.is_dir() else None, asked, target, quick)
+    if "/" not in place and not folder.is_dir():
+        load_recipe(place)  # says what is known
+    folder = locate(place)
+    above = next((up for up in list(folder.resolve().parents)[:2] if (up / "recipe.yaml").is_file()), None)
+    home = run_dir or above
+    if home is not None and (home / "recipe.yaml").is_file():
+        return replace(_of_run(load_recipe(str(home / "recipe.yaml")), home, asked, target, quick), heads_folder=folder)
+    if target is None and not is_exported(folder):
+        raise UserError(f"The heads in {folder} do not name their target.", "Name it with --target.")
+    loaded = load_target(target or target_spec(folder)[0])
+    return Subject(loaded, None, home, folder, asked, quick)
+
+
+def _of_run(recipe: Recipe, run: Path | None, asked: list[Question], target: str | None, quick: bool) -> Subject:
+    section = recipe.target
+    loaded = load_target(target or section.spec, section.dtype, section.device, None if target else section.revision)
+    places = [run / HEADS, run / TRAIN / "best"] if run else []
+    return Subject(loaded, recipe, run, next((place for place in places if place.is_dir()), None), asked, quick)
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether heads were exported (and name their target), rather than left by training."""
+    config = read_json(folder / CONFIG)
+    return isinstance(config, dict) and "format" in config

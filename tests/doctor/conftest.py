@@ -1,0 +1,82 @@
+"""A healthy run of a tiny target, and copies of it to break."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from headstart.data.conversations import Conversation, read_conversations, write_conversations
+from headstart.data.store import build_store
+from headstart.doctor import Finding, Subject, examine, find_subject
+from headstart.pipeline.layout import CONVERSATIONS, STATES
+from headstart.pipeline.run import Run, execute
+from headstart.pipeline.stages import stages_until
+from headstart.target import FINAL, Target
+from tests.test_pipeline import tiny_recipe
+
+SPLITS = ("train", "calibration")
+
+
+@pytest.fixture(scope="session")
+def healthy(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> Path:
+    """A run up to trained heads."""
+    place = tmp_path_factory.mktemp("doctor")
+    recipe = tiny_recipe(
+        place,
+        tiny_target_folder,
+        data={"conversations": 24, "max_new_tokens": 48, "batch_size": 16},
+        heads={"draft_vocab_size": 200},
+        train={"steps": 100, "eval_every": 25, "save_every": 100, "lr": 3e-3},
+    )
+    execute(Run(recipe, place / "run", Console(quiet=True)), stages_until("train"))
+    return place / "run"
+
+
+@pytest.fixture
+def run(healthy: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be broken."""
+    shutil.copytree(healthy, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def problems(subject: Subject | Path) -> list[Finding]:
+    """What a quick examination finds wrong; nothing in it may break off."""
+    subject = find_subject(str(subject), quick=True) if isinstance(subject, Path) else subject
+    found = [finding for finding in examine(subject) if finding.ok is False]
+    assert all("traceback" not in finding.figures for finding in found), found
+    return found
+
+
+def rewrite(run: Path, target: Target, change: Callable[[Conversation], Conversation], *taps: int) -> None:
+    """Change every conversation of a run, and build the stores anew."""
+    for split in SPLITS:
+        file = run / CONVERSATIONS / f"{split}.jsonl"
+        items = [change(item) for item in read_conversations(file)]
+        write_conversations(file, items)
+        build_store(run / STATES / split, items, target, [*taps, FINAL], budget_bytes=10**8)
+
+
+def rewrite_states(run: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Change the tensors of every shard, as a faulty writer would have."""
+    for file in (run / STATES).glob("*/shard-*.safetensors"):
+        with safe_open(file, framework="pt") as handle:
+            metadata = handle.metadata()
+        save_file({name: part.contiguous() for name, part in change(load_file(file)).items()}, file, metadata)
+
+
+def read_again(target: Target, tensors: dict[str, torch.Tensor], run: Path, tap: int) -> torch.Tensor:
+    """States at `tap` of the tokens of a shard, whose conversations lie end to end."""
+    every = [item for split in SPLITS for item in read_conversations(run / CONVERSATIONS / f"{split}.jsonl")]
+    left, rows = tensors["tokens"].tolist(), []
+    while left:
+        item = next(item for item in every if left[: len(item.tokens)] == item.tokens)
+        rows.append(target.hidden_states([item.tokens], [tap])[0][tap])
+        left = left[len(item.tokens) :]
+    return torch.cat(rows)

@@ -1,0 +1,164 @@
+"""Broken input, missing input, and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headstart.doctor import CHECKS, Finding, Subject, check, examine, find_subject, good
+from headstart.errors import UserError
+from headstart.pipeline.run import recipe_text
+from headstart.target import Target
+from headstart.train.config import parse_recipe
+from tests.hub.helpers import export
+from tests.test_cli import call, refused, works
+
+MEDUSA = {"name": "tiny", "heads": {"family": "medusa", "num_heads": 2}}
+
+
+def quickly(place: Path) -> dict[str, Finding]:
+    return {finding.check: finding for finding in examine(find_subject(str(place), quick=True))}
+
+
+# -- what cannot be read ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("data/conversations/train.jsonl", "not valid JSON"),
+        ("data/states/train/shard-00000.safetensors", "cut short"),
+        ("data/states/calibration/manifest.json", "not whole JSON"),
+        ("train/best/heads.safetensors", "cut short or damaged"),
+        ("train/best/config.json", "not whole JSON"),
+    ],
+)
+def test_a_file_cut_short_is_named_once_and_the_rest_is_examined(run: Path, file: str, words: str) -> None:
+    path = run / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    found = quickly(run)
+    assert set(found) == set(CHECKS)
+    assert [finding.check for finding in found.values() if finding.ok is False] == ["files"]
+    assert words in found["files"].sentence
+    assert file.rpartition("/")[2] in found["files"].sentence
+    assert any(finding.ok for finding in found.values()), "what does not need the file is examined"
+
+
+def test_files_that_are_gone_are_nothing_wrong(run: Path) -> None:
+    for path in sorted((run / "data").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    found = quickly(run)
+    assert [finding.check for finding in found.values() if finding.ok is False] == []
+    assert found["mask"].sentence == "Not looked at: there are no conversations of a run here."
+    assert found["equality"].ok is True, "the target writes the texts"
+
+
+def test_a_check_that_breaks_off_is_a_finding(healthy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.doctor.findings.CHECKS", dict(CHECKS))
+
+    @check("run")
+    def fragile(subject: Subject) -> Finding:
+        raise ZeroDivisionError("nothing to divide by")
+
+    found = quickly(healthy)
+    assert found["fragile"].ok is False
+    assert "ZeroDivisionError: nothing to divide by (test_broken.py, line" in found["fragile"].sentence
+    assert "fragile" in found["fragile"].figures["traceback"]
+    assert all(finding.ok is not False for name, finding in found.items() if name != "fragile")
+
+
+def test_a_new_check_is_one_function(healthy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.doctor.findings.CHECKS", dict(CHECKS))
+
+    @check("data")
+    def greetings(subject: Subject) -> Finding:
+        return good("All is polite.", count=3)
+
+    found = quickly(healthy)
+    assert found["greetings"] == Finding("greetings", True, "All is polite.", "", {"count": 3}, "data")
+    assert list(found).index("greetings") < list(found).index("states")
+
+
+# -- without a run ---------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_without_a_run(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = parse_recipe({**MEDUSA, "target": str(tiny_target_folder)})
+    (tmp_path / "mine.yaml").write_text(recipe_text(recipe))
+    found = {finding.check: finding for finding in examine(find_subject("mine.yaml"))}
+    assert found["files"].ok is None
+    assert {name for name, finding in found.items() if finding.ok} == {"vocabulary", "dtype", "overfit"}
+    assert all(finding.ok is not False for finding in found.values())
+
+
+def test_heads_without_their_run(tmp_path: Path, tiny_target: Target, tiny_target_folder: Path) -> None:
+    export(tmp_path / "heads", Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder)))
+    found = quickly(tmp_path / "heads")
+    assert found["equality"].ok is True
+    assert found["template"].ok is None
+    assert found["vocabulary"].ok is True
+
+
+def test_heads_in_a_run_are_examined_with_it(run: Path) -> None:
+    subject = find_subject(str(run / "train" / "last"), quick=True)
+    assert subject.heads_folder == run / "train" / "last"
+    assert subject.run == run
+    assert subject.recipe is not None
+
+
+def test_what_is_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Did you mean 'quickstart'"):
+        find_subject("quickstrt")
+    with pytest.raises(UserError, match="No folder at"):
+        find_subject("quickstart", run_dir=tmp_path / "none")
+
+
+def test_settings_that_the_family_does_not_have(tiny_target: Target) -> None:
+    subject = Subject(tiny_target, parse_recipe({**MEDUSA, "heads": {"family": "medusa", "num_head": 2}}))
+    found = {finding.check: finding for finding in examine(subject)}
+    assert found["overfit"].ok is False
+    assert "no setting 'num_head'" in found["overfit"].sentence
+    assert "Did you mean 'num_heads'" in found["overfit"].remedy
+
+
+# -- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_that_nothing_is_wrong(healthy: Path) -> None:
+    shown = works("doctor", healthy, "--quick").stdout
+    assert "Nothing wrong in 9 checks." in shown
+    assert "✓" in shown
+    assert "Fix:" not in shown
+
+
+def test_the_command_names_the_problem_and_fails(run: Path, tmp_path: Path) -> None:
+    path = run / "data" / "conversations" / "train.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["supervised"] = [[start + 1, stop] for start, stop in row["supervised"]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = call("doctor", run, "--quick", "--json", tmp_path / "found.json")
+    assert result.exit_code == 1
+    said = " ".join(result.stdout.split())
+    assert "data: mask The mask is one token late" in said
+    assert "Fix: Build the data again" in said
+    assert "Begin with mask (data)" in said
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert written["ok"] is False
+    (wrong,) = [finding for finding in written["findings"] if finding["ok"] is False]
+    assert (wrong["check"], wrong["stage"], wrong["figures"]["shift"]) == ("mask", "data", 1)
+
+
+def test_the_command_refuses_what_is_nothing_to_examine(tmp_path: Path) -> None:
+    assert "Did you mean 'quickstart'" in refused("doctor", "quickstrt")
+    assert "missing.jsonl" in refused("doctor", "quickstart", "--questions", tmp_path / "missing.jsonl")
+    text = works("doctor", "--help").stdout
+    assert "Example: headstart doctor" in text
+
+
+def test_the_page_describes_every_check() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert [name for name in CHECKS if f"| `{name}` | {CHECKS[name][0]} |" not in page] == []

@@ -1,0 +1,400 @@
+"""A healthy run passes every check; each planted bug is named, and named first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headstart.data.conversations import Conversation
+from headstart.doctor import Subject, examine, find_subject
+from headstart.heads import DraftHead, base
+from headstart.heads.medusa import MedusaHead, MedusaState
+from headstart.target import FINAL, Target
+from tests.doctor.conftest import problems, read_again, rewrite, rewrite_states
+from tests.tiny import CHATML, SPECIAL, tiny_model, tiny_tokenizer
+
+
+def test_a_healthy_run_passes_every_check(healthy: Path) -> None:
+    findings = list(examine(find_subject(str(healthy))))
+    assert [finding.check for finding in findings] == [
+        "files", "template", "mask", "states", "teacher", "vocabulary", "dtype", "equality", "acceptance", "overfit",
+    ]  # fmt: skip
+    assert all(finding.ok is True for finding in findings), findings
+    assert all(finding.sentence and not finding.remedy for finding in findings)
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def shifted(mask: list[bool], tokens: int) -> list[bool]:
+    return [False] * tokens + mask[:-tokens] if tokens > 0 else mask[-tokens:] + [False] * -tokens
+
+
+@pytest.mark.parametrize(("tokens", "words"), [(1, "one token late"), (-1, "one token early"), (2, "2 tokens late")])
+def test_a_shifted_mask(run: Path, tiny_target: Target, tokens: int, words: str) -> None:
+    rewrite(run, tiny_target, lambda item: replace(item, supervised=shifted(item.supervised, tokens)))
+    first = problems(run)[0]
+    assert (first.check, first.figures["shift"]) == ("mask", tokens)
+    assert words in first.sentence
+    assert "train.jsonl" in first.sentence
+
+
+def test_a_mask_shifted_in_the_store_alone(run: Path) -> None:
+    rewrite_states(run, lambda tensors: {**tensors, "supervised": tensors["supervised"].roll(1)})
+    first = problems(run)[0]
+    assert first.check == "mask"
+    assert "one token late" in first.sentence
+    assert "data/states/train" in first.sentence
+
+
+def test_supervised_padding_and_ends_that_are_not_learned(healthy: Path, run: Path, tiny_target: Target) -> None:
+    def pad(item: Conversation) -> Conversation:
+        return replace(item, tokens=[*item.tokens, 2, 0, 0], supervised=[*item.supervised, True, True, True])
+
+    def cut(item: Conversation) -> Conversation:
+        return replace(item, supervised=[*item.supervised[:-1], False])
+
+    rewrite(run, tiny_target, cut)
+    assert "ends early" in problems(run)[0].sentence
+    shutil.rmtree(run)
+    shutil.copytree(healthy, run)
+    rewrite(run, tiny_target, pad)
+    first = problems(run)[0]
+    assert first.check == "mask"
+    assert "behind the end of the turn" in first.sentence
+
+
+def test_nothing_supervised(run: Path, tiny_target: Target) -> None:
+    file = run / "data" / "conversations" / "train.jsonl"
+    rows = [{**json.loads(line), "supervised": []} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = problems(run)[0]
+    assert first.check == "mask"
+    assert "Nothing is supervised in " in first.sentence
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "words"),
+    [
+        (tiny_tokenizer(CHATML.replace("'\n' + message['content']", "': ' + message['content']")), "chat template"),
+        (tiny_tokenizer(special=(SPECIAL[1], SPECIAL[0], SPECIAL[2])), "tokenizer"),
+    ],
+)
+def test_another_template(run: Path, tiny_target: Target, tokenizer: Any, words: str) -> None:
+    subject = find_subject(str(run), quick=True)
+    subject.target = Target(tiny_target.model, tokenizer, "tiny")
+    first = problems(subject)[0]
+    assert first.check == "template"
+    assert f"The {words} is another one" in first.sentence
+    assert "parts at token" in first.sentence
+    del subject.__dict__["kept_tokenizer"]
+    (run / "target" / "tokenizer").rename(run / "target" / "gone")  # what was kept is not needed to see it
+    assert problems(subject)[0].check == "template"
+
+
+def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None:
+    """The second answer's place is known, too; the template's newline behind the first is not learned."""
+    from headstart.data.generate import _Running
+    from headstart.data.prompts import Prompt
+
+    tokenizer = tiny_target.tokenizer
+
+    def talk(item: Conversation) -> Conversation:
+        turns = [{"role": "user", "content": "who are you"}, {"role": "user", "content": f"and {item.id}"}]
+        row = _Running(Prompt(turns, "", item.id), list(turns))
+        for words in ("the user is in", "a system of the"):
+            row.ask(tokenizer, 100, 1000)
+            row.answer([*tokenizer.encode(words), 2], tokenizer, tiny_target.end_tokens)
+        return Conversation(item.id, row.tokens, row.supervised, row.messages, sampling={"temperature": 0.0})
+
+    rewrite(run, tiny_target, talk)
+    assert {finding.check for finding in problems(run)}.isdisjoint({"template", "mask"})
+    rewrite(run, tiny_target, lambda item: replace(item, supervised=shifted(item.supervised, -1)))
+    assert "one token early" in problems(run)[0].sentence
+
+
+# -- states ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_off_by_one_tap(run: Path, tiny_target: Target) -> None:
+    rewrite(run, tiny_target, lambda item: item, 1, 2)
+    assert problems(run) == []
+    rewrite_states(run, lambda tensors: {**tensors, "states.1": tensors["states.2"].clone()})
+    first = problems(run)[0]
+    assert first.check == "states"
+    assert "The store's tap 1 holds layer 2: off by one" in first.sentence
+
+
+def test_a_norm_that_is_missing(run: Path, tiny_target: Target) -> None:
+    rewrite_states(run, lambda tensors: {**tensors, "states.-1": read_again(tiny_target, tensors, run, 3)})
+    found = problems(run)
+    assert found[0].check == "states"
+    assert "FINAL holds the state before the final norm" in found[0].sentence
+
+
+def test_a_norm_too_many(run: Path, tiny_target: Target) -> None:
+    rewrite(run, tiny_target, lambda item: item, 3)
+    rewrite_states(run, lambda tensors: {**tensors, "states.3": tensors["states.-1"].clone()})
+    assert "tap 3 holds the state after the final norm" in problems(run)[0].sentence
+
+
+def test_states_of_the_token_before(run: Path) -> None:
+    rewrite_states(run, lambda tensors: {**tensors, "states.-1": tensors["states.-1"].roll(1, 0)})
+    found = {finding.check: finding for finding in problems(run)}
+    assert "FINAL is one token late" in found["states"].sentence
+    assert "the stored states are not what the LM head reads" in found["teacher"].sentence
+
+
+def test_states_of_another_model(run: Path, tiny_target: Target) -> None:
+    other = Target(tiny_model("llama", seed=5, vocab_size=tiny_target.vocab_size), tiny_target.tokenizer, "other")
+    rewrite(run, other, lambda item: item)
+    assert "another model" in problems(run)[0].sentence
+
+
+def test_answers_of_somebody_else(run: Path, tiny_target: Target) -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def replace_answer(item: Conversation) -> Conversation:
+        start = item.supervised.index(True)
+        words = torch.randint(3, tiny_target.vocab_size, (len(item.tokens) - start,), generator=random).tolist()
+        return replace(item, tokens=[*item.tokens[:start], *words])
+
+    rewrite(run, tiny_target, replace_answer)
+    first = problems(run)[0]
+    assert first.check == "teacher"
+    assert "off-policy: they are said to be greedy" in first.sentence
+
+
+def test_answers_that_were_given(run: Path, tiny_target: Target) -> None:
+    from headstart.data.conversations import encode
+
+    def give(item: Conversation) -> Conversation:
+        messages = [item.messages[0], {"role": "assistant", "content": f"the user of {item.id} is in a system to on"}]
+        tokens, supervised = encode(messages, tiny_target.tokenizer)
+        return Conversation(item.id, tokens, supervised, messages, sampling={"source": "given"})
+
+    rewrite(run, tiny_target, give)
+    first = problems(run)[0]
+    assert first.check == "teacher"
+    assert "they were given" in first.sentence
+    assert "data.regenerate=true" in first.remedy
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_answers_that_were_drawn(run: Path, tiny_target: Target, own: bool) -> None:
+    """Draws of the target are told from draws of another model by their surprise alone."""
+    from headstart.data.sampling import sample_rows
+
+    model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
+    model.lm_head.weight.data *= 12  # a random model is undecided about everything
+    target = Target(model, tiny_target.tokenizer, "tiny")
+    writer = target if own else tiny_target
+
+    def draw(item: Conversation) -> Conversation:
+        prompt = item.tokens[: item.supervised.index(True)]
+        words = sample_rows(
+            writer, [prompt], max_new_tokens=60, temperatures=[1.0], top_p=1.0, ends=frozenset(), seed=len(item.id)
+        )[0]  # fmt: skip
+        mask = [False] * len(prompt) + [True] * len(words)
+        return Conversation(item.id, prompt + words, mask, item.messages, sampling={"temperature": 1.0})
+
+    rewrite(run, target, draw)
+    subject = find_subject(str(run), quick=True)
+    subject = Subject(target, subject.recipe, subject.run, None, quick=True)
+    found = {finding.check: finding.sentence for finding in problems(subject)}
+    assert ("teacher" in found) is not own
+    assert own or "surprise it by" in found["teacher"]
+
+
+# -- heads -----------------------------------------------------------------------------------------------------------
+
+
+def rewrite_heads(run: Path, **tensors: torch.Tensor) -> None:
+    file = run / "train" / "best" / "heads.safetensors"
+    save_file({**load_file(file), **tensors}, file, {"format": "pt"})
+
+
+def test_a_truncated_vocabulary(run: Path, tiny_target: Target) -> None:
+    subject = find_subject(str(run))
+    kept = set(subject.heads.draft_to_target_D.tolist())
+    rare = [token for token in range(3, tiny_target.vocab_size) if token not in kept]
+    rewrite_heads(run, draft_to_target_D=torch.tensor(sorted([2, *rare, *sorted(kept - {2})][: len(kept)])))
+    first = problems(run)[0]
+    assert first.check == "vocabulary"
+    assert "truncated" in first.sentence
+    assert first.figures["coverage"] < 0.97
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda ids_D: ids_D.flip(0), "not sorted"),
+        (lambda ids_D: torch.cat([ids_D[:1], ids_D[:-1]]), "there twice"),
+        (lambda ids_D: ids_D + 250, "do not exist in the target"),
+    ],
+)
+def test_a_vocabulary_that_is_none(run: Path, change: Any, words: str) -> None:
+    rewrite_heads(run, draft_to_target_D=change(find_subject(str(run)).heads.draft_to_target_D))
+    found = [finding for finding in examine(find_subject(str(run), quick=True)) if finding.ok is False]
+    assert (found[0].check, words in found[0].sentence) == ("vocabulary", True), found
+
+
+def test_a_number_that_is_none(run: Path) -> None:
+    weight = find_subject(str(run)).heads.state_dict()["block_bias_KLE"].clone()
+    weight[0, 0, 7] = torch.nan
+    rewrite_heads(run, block_bias_KLE=weight)
+    (only,) = problems(run)
+    assert only.check == "dtype"
+    assert "1 numbers of 'block_bias_KLE' are NaN or infinite" in only.sentence
+
+
+def test_states_that_overflowed(run: Path) -> None:
+    def overflow(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors["states.-1"][5] = torch.inf
+        return tensors
+
+    rewrite_states(run, overflow)
+    found = {finding.check: finding for finding in problems(run)}
+    assert "Stored states are not finite" in found["dtype"].sentence
+
+
+def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
+    heads = find_subject(str(run)).heads
+    heads.requires_grad_(True).warm_start(tiny_target)
+    rewrite_heads(run, **{name: weight.detach() for name, weight in heads.named_parameters() if "block" not in name})
+    zero = {name: torch.zeros_like(weight) for name, weight in heads.named_parameters() if "block" in name}
+    rewrite_heads(run, **zero)
+    found = {finding.check: finding for finding in problems(run)}
+    assert "those of the warm start" in found["dtype"].sentence
+    rewrite_heads(run, **{name: torch.zeros_like(weight) for name, weight in heads.named_parameters()})
+    found = {finding.check: finding for finding in problems(run)}
+    assert "All weights of the heads are zero" in found["dtype"].sentence
+
+
+# -- decoding --------------------------------------------------------------------------------------------------------
+
+
+class WrongHead(MedusaHead):
+    """Drafts every token with the first head, and trains them all."""
+
+    def expand(self, state: MedusaState, tokens_BW: Any, parents_BW: Any, depth: int) -> Any:
+        super().expand(state, tokens_BW, parents_BW, depth)
+        return super().expand(state, tokens_BW, parents_BW, 0)
+
+
+class Forgetful(MedusaHead):
+    """Never learns what was accepted."""
+
+    def observe(self, state: MedusaState, *arguments: Any) -> None:
+        return None
+
+
+class StateBefore(MedusaHead):
+    """Opens with the state of the last token but one."""
+
+    def open(self, prompts: Any, states: Any) -> MedusaState:
+        return super().open([prompt[:-1] for prompt in prompts], states)
+
+
+class Raises(MedusaHead):
+    """Has a bug that stops it."""
+
+    def expand(self, *arguments: Any) -> Any:
+        raise IndexError("no such level")
+
+
+def examined_as(run: Path, cls: type[DraftHead]) -> dict[str, Any]:
+    subject = find_subject(str(run), quick=True)
+    subject.heads.__class__ = cls
+    return {finding.check: finding for finding in examine(subject) if finding.ok is False}
+
+
+@pytest.mark.parametrize(
+    ("cls", "words", "figures"),
+    [
+        (WrongHead, "draft 2 of 2 has other logits", {"step": 1, "observed_rounds": 0}),
+        (Forgetful, "after 1 observed rounds, draft 1", {"step": 0, "observed_rounds": 1}),
+        (StateBefore, "right after opening, draft 1", {"step": 0, "observed_rounds": 0}),
+    ],
+)
+def test_drafting_that_is_not_what_was_trained(run: Path, cls: Any, words: str, figures: dict[str, int]) -> None:
+    found = examined_as(run, cls)
+    assert next(iter(found)) == "equality"
+    assert words in found["equality"].sentence
+    assert figures.items() <= found["equality"].figures.items()
+
+
+def test_only_decoding_is_low(run: Path) -> None:
+    assert "Only decoding is low" in examined_as(run, Forgetful)["acceptance"].sentence
+
+
+def test_a_family_that_breaks_is_a_finding(run: Path) -> None:
+    found = examined_as(run, Raises)
+    assert "IndexError: no such level" in found["equality"].sentence
+    assert "Raises" not in found["equality"].remedy
+    assert "test_planted.py" in found["equality"].figures["traceback"]
+    assert "The drafter fails in decoding (IndexError: no such level)" in found["acceptance"].sentence
+
+
+def test_training_itself_is_low(run: Path) -> None:
+    weights = find_subject(str(run)).heads.state_dict()
+    torch.manual_seed(0)
+    rewrite_heads(run, lm_head_KDE=torch.randn_like(weights["lm_head_KDE"]))
+    (only,) = problems(run)
+    assert only.check == "acceptance"
+    assert "Training accuracy itself is low" in only.sentence
+    assert "data.conversations" in only.remedy
+
+
+def test_questions_that_the_data_do_not_cover(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headstart.doctor import decoding
+
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"turns": ["what is a moon"]}\n')
+    subject = find_subject(str(run), questions=file, quick=True)
+    assert problems(subject) == []
+    honest = decoding._decode
+
+    def worse(asked: Subject, prompts: Any) -> Any:
+        found = honest(asked, prompts)
+        return replace(found, tau=1.0) if prompts == subject.asked else found
+
+    monkeypatch.setattr(decoding, "_decode", worse)
+    (only,) = problems(subject)
+    assert "too narrow for these questions" in only.sentence
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+class ReadsNothing(MedusaHead):
+    """Trains every position on the first state."""
+
+    def unroll(self, batch: Any) -> Any:
+        first_BTE = batch.states[FINAL][:, :1].expand_as(batch.states[FINAL])
+        return super().unroll(replace(batch, states={FINAL: first_BTE}))
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [(ReadsNothing, "cannot even learn one text"), (Forgetful, "drafting is not what was trained")],
+)
+def test_a_family_that_cannot_learn_one_text(
+    healthy: Path, cls: type[DraftHead], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.doctor import overfit
+
+    monkeypatch.setattr(overfit, "STEPS", (150, 450))
+    subject = find_subject(str(healthy))
+    assert subject.heads.family == "medusa"
+    monkeypatch.setitem(base._FAMILIES, "medusa", cls)
+    finding = overfit.overfit(subject)
+    assert finding.ok is False
+    assert words in finding.sentence
