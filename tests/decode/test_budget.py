@@ -97,6 +97,17 @@ def test_drafting_returns_when_it_pays_again() -> None:
     assert all(history[200:])
 
 
+@pytest.mark.parametrize(("levels", "charged"), [(1, 3.0), (4, 6.0), (None, 5.0)])
+def test_a_draft_costs_the_levels_that_the_heads_drafted(levels: int | None, charged: float) -> None:
+    """A tree of depth 3: a deeper branch of another drafter costs no level; without a word of levels depth counts."""
+    pace = Pace(Costs((1, 64), (10.0, 10.0), 6.0, 1.0, 4), "on", 1)
+    drafted = tree([[1.0, 0.9, 0.8, 0.7]], [[-1, 0, 1, 2]])
+    drafted.levels = levels
+    for _ in range(200):
+        pace.note(pace.prune(drafted), [1])
+    assert pace._draft_ms == pytest.approx(charged, abs=1e-6), "the mean of a constant"
+
+
 def test_modes() -> None:
     assert Pace(None, "auto", 1).drafts
     assert not Pace(REAL, "off", 1).drafts

@@ -43,6 +43,18 @@ def test_replay_of_certain_drafts_accepts_all_of_them() -> None:
     assert ms == pytest.approx(10.0 + 2 / 3 + 1.0)
 
 
+@pytest.mark.parametrize(
+    ("reach", "level_ms", "tokens"), [(1.0, 4.0, 3.0), (0.1, 4.0, 2.0), (0.56, 4.0, 2.0), (1.0, 9.0, 2.0)]
+)
+def test_the_replay_drafts_a_level_where_growing_would(reach: float, level_ms: float, tokens: float) -> None:
+    """Certain drafts, at 10 ms a round and 1 ms a node: the second level promises `reach` less the worth of a node."""
+    ranks = np.zeros((60, 2), dtype=np.int64)
+    log_probs = np.full((60, 2, 1), -1e-6, dtype=np.float32)
+    costs = Costs((1, 64), (10.0, 73.0), 10.0, level_ms, 2)
+    calibration = Calibration(reached=(1.0, reach))
+    assert replay_dynamic(ranks, log_probs, calibration, costs)[0] == tokens
+
+
 def test_replay_of_hopeless_drafts_verifies_nothing() -> None:
     ranks = np.full((30, 2), 3)
     log_probs = np.full((30, 2, 1), -8.0, dtype=np.float32)

@@ -75,6 +75,15 @@ def test_the_best_nodes_stay_when_room_is_short() -> None:
     assert tree.parents_of(0) == (-1, 0, 0, 2)
 
 
+def test_levels_of_the_heads_are_remembered() -> None:
+    """What drafting cost does not follow from the depth of the union."""
+    heads, other, root = Fixed(*ONE), Fixed(*TWO), Fixed([5], [-1], [1.0])
+    heads._tree.levels, root._tree.levels = 3, 1
+    for one, two, levels in ((heads, other, 3), (other, heads, 3), (root, other, 1), (other, root, 1)):
+        assert together(one, two).levels == levels
+    assert together(other, other).levels is None
+
+
 @pytest.mark.parametrize("unknown", [0, 1])
 def test_a_tree_of_unknown_gains_goes_first_if_first(unknown: int) -> None:
     parts = [(*ONE[:2], None), TWO] if unknown == 0 else [ONE, (*TWO[:2], None)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from headstart.decode.calibrate import Calibration
 from headstart.decode.drafters import Children, Request
 from headstart.decode.grow import grow
+from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.sampling import Sampling
 from headstart.heads import DraftHead, HeadConfig
 from headstart.target import TreeShape
@@ -141,9 +142,42 @@ def test_what_top_p_leaves_out_is_not_drawn() -> None:
     assert tree.size == 3, "only two tokens can be drawn"
 
 
-def test_a_level_that_promises_less_than_its_time_is_not_drafted() -> None:
-    """Every draft is accepted with .5: level 1 promises .5 * .4, level 2 .25 * .4, each less the worth of a node."""
+def test_levels_end_where_they_promise_too_little() -> None:
+    """A level promises, over the nodes of all rows, its chance of a right draft less what a node must bring."""
+    heads, worth = TableHead(), 0.01
+
+    def levels(level_worth: float, reached: tuple[float, ...] = (), rows: int = 1) -> int:
+        request = Request(64, worth, level_worth)
+        tree = grow(heads, None, torch.full((rows,), 3), request, Calibration(reached=reached), max_rank=VOCAB)
+        assert tree.levels == len(heads.asked)
+        return len(heads.asked)
+
+    chances = [chance for chance in heads.table(()).softmax(-1).tolist() if chance >= worth]
+    for reach in (1.0, 0.5):
+        promised = sum(max(0.0, chance * reach - worth) for chance in chances)
+        assert levels(promised * 0.99, (1.0, reach)) > 1
+        assert levels(promised * 1.01, (1.0, reach)) == 1, "the first level is always drafted"
+        assert levels(promised * 1.99, (1.0, reach), rows=2) > 1
+        assert levels(promised * 2.01, (1.0, reach), rows=2) == 1
+    assert levels(0.0) == levels(1e-9) == 3, "unknown reach counts as certain"
+    assert levels(1e-9, (1.0, 1.0, 0.0)) == 2
+    # Chains in which every draft is accepted with .5: level 1 promises .5 * .4 - .1, level 2 .25 * .4 - .1.
     calibration = Calibration(((-100.0, 0.0),) * 3, ((0.5, 0.5),) * 3, (0.5, 0.4, 0.4))
     for level_worth, size in ((0.0, 4), (0.09, 3), (0.11, 2)):
         request = Request(8, worth=0.1, level_worth=level_worth, chain=True)
-        assert grow(TableHead(), None, torch.tensor([3]), request, calibration).size == size
+        assert grow(heads, None, torch.tensor([3]), request, calibration).size == size
+
+
+def test_a_level_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy waits for the device, so probabilities and tokens travel together."""
+    copies = []
+    honest = Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda self: copies.append(self.shape) or honest(self))
+    tree = grow(TableHead(), None, torch.tensor([3]), Request(64, worth=0.05), Calibration(), max_rank=VOCAB)
+    assert len(copies) == tree.levels == 3
+
+
+def test_heads_keep_to_their_own_size_whatever_is_asked_for() -> None:
+    drafter = HeadDrafter(TableHead(), TreeShape.chain(2), "dynamic", max_nodes=4)
+    assert drafter.propose(None, torch.tensor([3]), Request(64, worth=0.01)).size == 4
+    assert drafter.propose(None, torch.tensor([3]), Request(3, worth=0.01)).size == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import torch
 
 from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.stopping import Stopper
 from headstart.decode.verify import Accepted, GreedyVerifier
 from headstart.errors import UserError
 from headstart.heads import family, make_config
@@ -128,6 +130,19 @@ def test_stop_string_across_tokens(tiny_target: Target) -> None:
     assert stop not in tiny_target.tokenizer.decode(expected.tokens[:-1], skip_special_tokens=True)
     drafter = ReplayDrafter([whole], tiny_target.vocab_size, 1.0)
     assert Engine(tiny_target, drafter).generate(text, stopped)[0].tokens == expected.tokens
+
+
+def test_a_stop_string_with_a_space_before_punctuation_is_seen(tiny_target: Target) -> None:
+    """Tokenizers that tidy what they decode would hide it."""
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    tokens = tokenizer("to a . b")["input_ids"]
+    assert " ." not in tokenizer.decode(tokens), "this tokenizer tidies"
+    stopper = Stopper(tokenizer, DecodeOptions(max_new_tokens=40, stop_strings=(" .",)), frozenset())
+    taken, finish = stopper.take(tokens)
+    assert finish == "stop"
+    assert tokenizer.decode(taken, clean_up_tokenization_spaces=False) == "to a ."
 
 
 def test_streaming_gives_every_token_once_in_order() -> None:

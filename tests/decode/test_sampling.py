@@ -128,6 +128,9 @@ class Counting:
     [
         (DecodeOptions(temperature=-1), "temperature is -1"),
         (DecodeOptions(temperature=float("nan")), "temperature is nan"),
+        (DecodeOptions(temperature=1e-7), "temperature is 1e-07. Use 0 for greedy decoding, or at least 1e-06"),
+        (DecodeOptions(seed=1 << 63), "seed is 9223372036854775808"),
+        (DecodeOptions(seed=-(1 << 63) - 1), "seed is -9223372036854775809"),
         (DecodeOptions(temperature=1, top_p=0), "top_p is 0"),
         (DecodeOptions(temperature=1, top_p=1.5), "top_p is 1.5"),
         (DecodeOptions(temperature=1, top_k=-1), "top_k is -1"),
@@ -143,3 +146,11 @@ def test_bad_options_are_refused(options: DecodeOptions, message: str) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     with pytest.raises(UserError, match=message):
         Engine(target).generate([[1, 2]], options)
+
+
+def test_every_row_has_a_seed_of_64_bits() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    last = DecodeOptions(max_new_tokens=1, temperature=1.0, seed=(1 << 63) - 1)
+    assert len(Engine(target).generate([[1, 2]], last)) == 1
+    with pytest.raises(UserError, match="seed is 9223372036854775807"):
+        Engine(target).generate([[1, 2], [3]], last)

@@ -58,6 +58,22 @@ def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> Non
     assert all(row.drafter_error is None for row in plain)
 
 
+def test_a_failure_is_named_even_where_the_first_token_ends_the_text() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    (output,) = Engine(target, FailingDrafter([[1]], "open")).generate(TEXTS[:1], DecodeOptions(max_new_tokens=1))
+    assert len(output.tokens) == 1 and not output.rounds
+    assert output.drafter_error == "RuntimeError: out of ideas"
+
+
+def test_no_drafter_is_asked_where_there_is_room_for_the_root_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    plain = [row.tokens for row in Engine(target).generate(TEXTS, OPTIONS)]
+    monkeypatch.setattr("headstart.decode.loop.reserve", lambda *_: 1)
+    outputs = Engine(target, FailingDrafter(plain, "propose")).generate(TEXTS, OPTIONS)
+    assert [row.tokens for row in outputs] == plain
+    assert all(row.drafter_error is None for row in outputs)
+
+
 def test_memory_lowers_the_budget_and_refuses_what_cannot_fit() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     per_token = 2 * target.kv_bytes_per_token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import dataclass
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from headstart.decode.budget import Costs
-from headstart.decode.tune import Tuning, choose, measure_ranks, path_values, tune
+from headstart.decode.calibrate import fit_calibration
+from headstart.decode.tune import Tuning, choose, measure_drafts, measure_ranks, path_values, tune
 from headstart.errors import UserError
 from headstart.heads import family, make_config
 from headstart.heads.medusa import head_hidden
@@ -89,6 +91,22 @@ def test_tuning_round_trips_and_predicts_at_least_plain_speed() -> None:
     assert found.shape.size <= 6
     assert found.verify_ms[0] <= found.verify_ms[1]
     assert Tuning.from_json(found.to_json()) == found
+
+
+def test_what_levels_promise_is_saved_and_older_tunings_are_read() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    heads, chance = trained_like(target), random.Random(1)
+    texts = [Text([chance.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
+    found = tune(target, heads, texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    ranks, log_probs = measure_drafts(target, heads, texts, 4)
+    assert found.calibration["reached"] == [list(fit_calibration(ranks.numpy(), log_probs.numpy()).reached)]
+    found.paths, found.calibration["reached"] = ((0,),), [[0.5, 0.25, 0.125]]
+    again = Tuning.from_json(json.loads(json.dumps(found.to_json()))).drafter(heads, "dynamic")
+    assert again is not None and again.calibration.reached == (0.5, 0.25, 0.125)
+    del found.calibration["reached"]
+    older = found.drafter(heads, "dynamic")
+    assert older is not None
+    assert older.calibration.reached == pytest.approx([sum(best[:3]) for best in found.acceptance])
 
 
 def test_answers_that_are_too_short_are_refused() -> None:

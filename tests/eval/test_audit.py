@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headstart.decode.heads_drafter import HeadDrafter
+from headstart.decode.loop import DecodeOptions, Engine
 from headstart.decode.verify import Accepted, GreedyVerifier, argmax
 from headstart.eval import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
 from headstart.heads import DraftHead, family, make_config
@@ -94,3 +95,14 @@ def test_random_weights_leave_the_original_alone(heads: DraftHead) -> None:
     assert not any(torch.equal(one, two) for one, two in zip(before, noisy.parameters(), strict=True))
     again = random_weights(heads, seed=1)
     assert all(torch.equal(one, two) for one, two in zip(noisy.parameters(), again.parameters(), strict=True))
+
+
+def test_random_weights_share_what_is_the_targets(target: Target) -> None:
+    heads = family("eagle")(make_config({"family": "eagle", "draft_vocab_size": 30}, target))
+    heads.warm_start(target)
+    noisy = random_weights(heads)
+    assert noisy._embedding_VE.data_ptr() == target.embedding_weight.data_ptr()
+    assert noisy.lm_head_DE.data_ptr() == heads.lm_head_DE.data_ptr()
+    options = DecodeOptions(max_new_tokens=NEW, ignore_end=True)
+    (output,) = Engine(target, HeadDrafter(noisy, TreeShape.chain(2))).generate([[3, 4]], options)
+    assert output.drafter_error is None

@@ -12,10 +12,11 @@ from rich.console import Console
 
 from headstart.api import Decoder
 from headstart.decode import rules
+from headstart.decode.budget import Costs
 from headstart.decode.rules import RULES, Rule
 from headstart.decode.verify import Accepted, Row, Streams, draw, uniform
 from headstart.errors import UserError
-from headstart.eval.evidence import RANDOM, WRONG, AuditOptions, run_audit
+from headstart.eval.evidence import _ROWS, RANDOM, WRONG, AuditOptions, _as_if_alone, run_audit
 from headstart.eval.verdict import sentence, show_audit, write_audit
 from headstart.target import Target, TreeShape
 from tests.hub.helpers import TUNING, make_heads
@@ -161,6 +162,12 @@ def test_a_drafter_that_fails_proves_nothing(decoder: Decoder, monkeypatch: pyte
     found = run_audit(decoder, PROMPTS, AuditOptions(("static",), (1,), 6, ("top_k",), (1.0,), samples=50, texts=1))
     assert [problem for problem in found["problems"] if "the drafter failed (ValueError: no drafts today)" in problem]
     assert len(found["problems"]) == 2
+
+
+def test_a_batch_that_drafts_as_one_row_keeps_the_costs_of_drafting() -> None:
+    alone = _as_if_alone(Costs((1, 4), (10.0, 13.0), 5.0, 1.0, 4))
+    assert alone == Costs((_ROWS, 4 * _ROWS), (10.0, 13.0), 5.0, 1.0, 4)
+    assert _as_if_alone(None) is None
 
 
 def test_heads_without_a_tree_are_audited_with_a_small_one(decoder: Decoder) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch, family, make_config
@@ -108,27 +110,139 @@ def test_settings_follow_from_the_target(target: Target) -> None:
     assert config.rope_parameters["rope_theta"] == target.config.rope_parameters["rope_theta"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def other_model(kind: str) -> Any:
+    """A random model of 3 layers whose layers differ from Llama's in one of many ways; no scale, bias is trivial."""
+    base: dict[str, Any] = {
+        "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
+    }  # fmt: skip
+    multipliers = {"residual_multiplier": 0.22, "attention_multiplier": 1 / 64, "embedding_multiplier": 12.0}
+    config, cls = {
+        "granite": (tf.GraniteConfig(**base, **multipliers), tf.GraniteForCausalLM),
+        "cohere": (tf.CohereConfig(**base), tf.CohereForCausalLM),
+        "phi": (tf.PhiConfig(**base), tf.PhiForCausalLM),
+        "qwen2": (tf.Qwen2Config(**base), tf.Qwen2ForCausalLM),
+        "olmo2": (tf.Olmo2Config(**base), tf.Olmo2ForCausalLM),
+        "stablelm": (tf.StableLmConfig(**base), tf.StableLmForCausalLM),
+        "glm4": (tf.Glm4Config(head_dim=16, **base), tf.Glm4ForCausalLM),
+        "helium": (tf.HeliumConfig(head_dim=16, **base), tf.HeliumForCausalLM),
+    }[kind]
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = cls(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+            elif "norm" in name:
+                parameter.add_(0.3 * torch.rand_like(parameter))
+    return model.float().eval()
+
+
+ALIKE = {
+    "llama": (True, True), "mistral": (True, True), "granite": (True, True),
+    "mixtral": (True, False),  # experts
+    "qwen2": (False, True),  # biases
+    "helium": (False, True),  # turns neighbouring numbers, not halves
+    "qwen3": (False, True), "phi3": (False, False), "gemma2": (False, False), "gemma3": (False, False),
+    "gpt2": (False, False), "gpt_neox": (False, False), "cohere": (False, False), "phi": (False, False),
+    "olmo2": (False, False), "stablelm": (False, False), "glm4": (False, False),
+}  # fmt: skip
+"""Whether attention and MLP of these targets are those of a draft layer."""
+
+
+@pytest.mark.parametrize("kind", ALIKE)
 @torch.no_grad()
 def test_a_warm_started_layer_is_the_targets_own_where_it_is_built_alike(kind: str) -> None:
-    """On llama, mistral and mixtral's attention the draft layer computes what the target's layer does."""
-    target = Target(tiny_model(kind, vocab_size=61))
+    """Where attention and MLP are alike the draft layer computes what the target's does; else it adds nothing."""
+    target = Target(tiny_model(kind, vocab_size=61) if kind in KINDS else other_model(kind))
     heads = family("eagle3")(make_config({"family": "eagle3", "tap_layers": (1, 2)}, target))
     heads.warm_start(target)
-    if kind not in ("llama", "mistral"):
-        drafted = logits_of(heads, batch_of(heads))
-        assert all(logits.isfinite().all() for logits in drafted.values()), "other layers start without harm"
-        return
+    drafted = logits_of(heads, batch_of(heads))
+    assert drafted and all(logits.isfinite().all() for logits in drafted.values())
     config = heads.config
     assert isinstance(config, LayerConfig)
     layer = DraftLayer(config, config.hidden_size)
     layer.warm_start(target)
-    states = target.hidden_states([TEXT[:6]], (2, 3))[0]  # within mistral's window
-    x_BTE, places_BT = states[2][None], torch.arange(6)[None]
-    queries, keys, values = layer.read(x_BTE, Rotary(config).at(places_BT, x_BTE.dtype))
-    later = (places_BT > places_BT.T)[None]
-    ours = layer.write(x_BTE, chain_attention(queries, keys, values, later))
-    torch.testing.assert_close(ours[0], states[3], rtol=1e-4, atol=1e-5)  # float32 sums in another order
+    assert (bool(layer.o.weight.any()), bool(layer.down.weight.any())) == ALIKE[kind]
+    if all(ALIKE[kind]):
+        states = target.hidden_states([TEXT[:6]], (2, 3))[0]  # within mistral's window
+        x_BTE, places_BT = states[2][None], torch.arange(6)[None]
+        queries, keys, values = layer.read(x_BTE, Rotary(config).at(places_BT, x_BTE.dtype, 6))
+        later = (places_BT > places_BT.T)[None]
+        ours = layer.write(x_BTE, chain_attention(queries, keys, values, later))
+        torch.testing.assert_close(ours[0], states[3], rtol=1e-4, atol=1e-5)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@torch.no_grad()
+def test_a_layer_that_is_set_otherwise_starts_without_effect(name: str, target: Target) -> None:
+    for settings, attends, has_mlp in (
+        ({"hidden_act": "relu"}, True, False),
+        ({"rope_parameters": {"rope_theta": 500.0}}, False, True),
+        ({"num_key_value_heads": 4}, False, True),
+        ({"intermediate_size": 32}, True, False),
+    ):
+        config = make_config({**FAMILIES[name], **settings}, target)
+        assert isinstance(config, LayerConfig)
+        layer = DraftLayer(config, config.hidden_size)
+        layer.warm_start(target)
+        assert (bool(layer.o.weight.any()), bool(layer.down.weight.any())) == (attends, has_mlp), settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 key heads"),
+        ({"head_dim": 15}, r"heads\.head_dim is 15.*even number"),
+        ({"hidden_act": "sillu"}, r"heads\.hidden_act is 'sillu': transformers has no such activation"),
+        ({"rope_parameters": {}}, "default positions need a number as rope_theta"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type is one of default, linear"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "linear positions need a number as factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "factor can only be 1"),
+        ({"family": "eagle3", "tap_layers": (1, 2), "num_layers": 4}, r"num_layers is 4 and the target has 3 layers"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str, target: Target) -> None:
+    settings = {"family": "eagle", **settings}
+    with pytest.raises(UserError, match=message):
+        family(settings["family"])(make_config(settings, target)).warm_start(target)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_every_kind_of_rotary_positions_that_is_taken_can_be_computed(kind: str, target: Target) -> None:
+    settings = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "llama3":
+        settings |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+    config = make_config({"family": "eagle", "rope_parameters": settings}, target)
+    assert isinstance(config, LayerConfig)
+    cos, _ = Rotary(config).at(torch.tensor([[200]]), torch.float32, 201)
+    assert cos.shape == (1, 1, 16) and cos.isfinite().all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_linear_start_looks_no_longer_than_it_has_to(name: str, target: Target) -> None:
+    torch.manual_seed(0)
+    heads = family(name)(make_config(FAMILIES[name], target))
+    heads.warm_start(target)
+    looked = []
+
+    def batches() -> Iterator[HeadBatch]:
+        for number in range(99):
+            looked.append(number)
+            states = {tap: torch.randn(8, 32, 64) for tap in {*heads.taps, FINAL}}
+            yield HeadBatch(torch.randint(3, 61, (8, 32)), torch.ones(8, 32, dtype=torch.bool), states)
+
+    heads.fit(batches())
+    assert len(looked) == 7, "12 positions for each of 128 numbers, of 240 in a batch"
+
+
+@pytest.mark.parametrize("name", ["eagle", "hydra", "medusa"])
+def test_a_frozen_lm_head_is_not_copied(name: str, target: Target) -> None:
+    settings = {"family": name} if name == "eagle" else {"family": name, "shared_lm_head": True}
+    heads = family(name)(make_config(settings, target))
+    heads.bind(target)
+    lm_head_DE: Any = heads.lm_head_DE
+    assert lm_head_DE.data_ptr() == target.lm_head_weight.data_ptr()
 
 
 @torch.no_grad()

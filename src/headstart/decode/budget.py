@@ -82,6 +82,18 @@ class Costs:
         return float(np.interp(tokens, self.widths, self.verify_ms))
 
 
+def node_worth(costs: Costs, rate: float, rows: int = 1) -> float:
+    """What the gain of a node in a tree of usual size must be to pay for its verification.
+
+    Args:
+        costs: as measured.
+        rate: tokens per millisecond that are to be had otherwise.
+        rows: of the batch.
+    """
+    few, many = 4 * rows, 16 * rows
+    return min(0.9, rate * (costs.verify(many) - costs.verify(few)) / (many - few))
+
+
 class Pace:
     """Decides, round by round, whether a batch drafts and how many nodes it verifies.
 
@@ -151,9 +163,7 @@ class Pace:
         """What a node's gain must be to pay for its verification; see `Request.worth`."""
         if self._costs is None or self._mode == "off":
             return 0.0
-        few, many = 4 * self.rows, 16 * self.rows
-        slope = (self._costs.verify(many) - self._costs.verify(few)) / (many - few)
-        return min(0.9, self._rate(few) * slope / self._trust)
+        return node_worth(self._costs, self._rate(4 * self.rows) / self._trust, self.rows)
 
     @property
     def level_worth(self) -> float:
@@ -170,7 +180,9 @@ class Pace:
         """
         if self._costs is None:
             return tree
-        self._depth = max(1, int(tree.depths_BN.max())) if self._costs.level_ms else self._costs.levels
+        # Levels that another drafter's branch reaches beyond those of the heads cost nothing.
+        levels = tree.depth if tree.levels is None else tree.levels
+        self._depth = max(1, levels) if self._costs.level_ms else self._costs.levels
         if tree.gains is None or tree.drawn is not None or tree.size == 1:
             return tree
         ranked = [sorted(range(len(row)), key=lambda node: (-row[node], node)) for row in tree.gains]

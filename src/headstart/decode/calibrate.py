@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.decode.budget import Costs
+from headstart.decode.budget import Costs, node_worth
 
 _BINS = 40
 """Bins of equally many drafts that acceptance is counted in, at each depth."""
+_LEAST_GAIN = 0.01
+"""Paths less likely than this are left out of the replay, whatever nodes cost."""
 _TRIED = 3
 """Drafts of a node that count as its best: what a tree usually verifies of them."""
 
@@ -107,36 +109,47 @@ def replay_dynamic(
         position = rounds = emitted = 0
         spent = 0.0
         while position < len(truth):
-            tree, nodes = _best_tree(chances[position], rate, costs, costs_ms)
+            tree, nodes, levels = _best_tree(chances[position], rate, calibration, costs, costs_ms)
             depth = 0
             while depth < len(truth[position]) and tuple(truth[position][: depth + 1]) in tree:
                 depth += 1
             rounds, emitted, position = rounds + 1, emitted + depth + 1, position + depth + 1
-            spent += costs_ms[nodes] + costs.draft(max([1, *map(len, tree)]))
+            spent += costs_ms[nodes] + costs.draft(levels)
         tokens_per_round, round_ms = emitted / rounds, spent / rounds
         rate = max(1 / costs_ms[1], tokens_per_round / round_ms)
     return tokens_per_round, round_ms
 
 
 def _best_tree(
-    chances_KR: Sequence[Sequence[float]], rate: float, costs: Costs, costs_ms: Sequence[float]
-) -> tuple[set[tuple[int, ...]], int]:
-    """The rank paths that pay at this rate, and how many nodes that is with the root; levels must pay as well."""
-    least = rate * min(after - before for before, after in pairwise(costs_ms[1:]))
+    chances_KR: Sequence[Sequence[float]],
+    rate: float,
+    calibration: Calibration,
+    costs: Costs,
+    costs_ms: Sequence[float],
+) -> tuple[set[tuple[int, ...]], int, int]:
+    """The rank paths that pay at this rate, how many nodes that is with the root, and how many levels were drafted.
+
+    Grown as `decode.grow` grows, and pruned as `decode.budget` prunes.
+    """
+    worth = node_worth(costs, rate)
     found: list[tuple[float, tuple[int, ...]]] = []
     level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    drafted = 0
     for depth, chances_R in enumerate(chances_KR):
-        if depth and sum(gain for gain, _ in level) < rate * costs.level_ms:
+        reach = calibration.reach(depth)
+        net = sum(max(0.0, gain * reach - worth) for gain, _ in level)
+        if depth and (not level or net < rate * costs.level_ms):
             break
+        drafted += 1
         level = [
             (gain * chance, (*path, rank))
             for gain, path in level
             for rank, chance in enumerate(chances_R)
-            if gain * chance > max(least, 0.01)
+            if gain * chance >= max(worth, _LEAST_GAIN)
         ]
         found += level
     found = sorted(found, key=lambda one: (-one[0], one[1]))[: len(costs_ms) - 2]
     expected = accumulate([1.0, *(gain for gain, _ in found)])
-    net = [gain - rate * costs_ms[nodes] for nodes, gain in enumerate(expected, start=1)]
-    best = max(range(len(net)), key=net.__getitem__)
-    return {path for _, path in found[:best]}, best + 1
+    nets = [gain - rate * costs_ms[nodes] for nodes, gain in enumerate(expected, start=1)]
+    best = max(range(len(nets)), key=nets.__getitem__)
+    return {path for _, path in found[:best]}, best + 1, drafted

@@ -78,8 +78,10 @@ class CombinedDrafter:
         if one.drawn is not None:  # one random stream, and one distribution, is enough
             request = replace(request, children=Children.TOP)
         two = self.second.propose(session[1], root_B, request)
+        levels = max((tree.levels for tree in (one, two) if tree.levels is not None), default=None)
         if two.size == 1 or one.size == 1:
-            return one if two.size == 1 else two
+            alone = one if two.size == 1 else two
+            return alone if alone.levels == levels else replace(alone, levels=levels)
         rows = [merge(a, b, request) for a, b in zip(_parts(one), _parts(two), strict=True)]
         gains = [row.gains for row in rows if row.gains is not None]
         return DraftTree.from_rows(
@@ -88,6 +90,7 @@ class CombinedDrafter:
             root_B.device,
             gains if len(gains) == len(rows) else None,
             [row.drawn for row in rows] if any(row.drawn for row in rows) else None,
+            levels,
         )
 
     def observe(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +82,7 @@ def grow(
     ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.config.draft_width)
     levels = min(shape.depth if shape else heads.steps, request.max_nodes - 1)
     tokens_BW, parents_BW = root_B[:, None], torch.zeros_like(root_B)[:, None]
+    drafted = 0
     for depth in range(levels):
         if depth and shape is None:
             reach = calibration.reach(depth)  # each node's best child, less what verifying it costs
@@ -88,10 +90,14 @@ def grow(
             if net < request.level_worth:
                 break
         logits_BWD = heads.expand(state, tokens_BW, parents_BW, depth).float()
+        drafted += 1
         top = logits_BWD.topk(ranks, dim=-1)
-        log_probs_BWR = (top.values - logits_BWD.logsumexp(-1, keepdim=True)).cpu().numpy()
-        chances = calibration.chances(depth, log_probs_BWR).tolist()
-        indices, drafts = top.indices.tolist(), heads.draft_to_target_D[top.indices].tolist()
+        log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)
+        # One copy to the host, since each waits for the device: the bits of the floats travel among the integers.
+        parts = [log_probs_BWR.view(torch.int32), top.indices.int(), heads.draft_to_target_D[top.indices].int()]
+        log_probs, indices, drafts = torch.stack(parts).cpu().numpy()
+        chances = calibration.chances(depth, log_probs.view(np.float32)).tolist()
+        indices, drafts = indices.tolist(), drafts.tolist()
         for number, row in enumerate(rows):
             columns = [0] * len(row.level) if len(drafts[number]) == 1 else range(len(row.level))
             tables = [
@@ -119,6 +125,7 @@ def grow(
         root_B.device,
         [row.gains for row in rows],
         [row.drawn for row in rows] if any(row.drawn for row in rows) else None,
+        drafted,
     )
 
 
@@ -194,4 +201,5 @@ def _next_level(rows: Sequence[_Growing], device: torch.device) -> tuple[Tensor,
         padding = width - len(row.level)
         tokens.append([*(row.tokens[node] for node, _ in row.level), *[row.tokens[0]] * padding])
         parents.append([*(above for _, above in row.level), *[0] * padding])
-    return torch.tensor(tokens, device=device), torch.tensor(parents, device=device)
+    tokens_BW, parents_BW = torch.tensor([tokens, parents], device=device).unbind()
+    return tokens_BW, parents_BW

@@ -57,6 +57,7 @@ class HeadDrafter:
         return self.heads.open(prompts, states)
 
     def propose(self, session: Any, root_B: Tensor, request: Request) -> DraftTree:
+        request = replace(request, max_nodes=min(request.max_nodes, self.max_nodes))
         shape = self.shape
         if shape is not None and (request.max_nodes < shape.size or (request.chain and shape.width > 1)):
             # Memory is short, or the rule takes chains only.

@@ -32,7 +32,9 @@ class DecodeOptions:
     Attributes:
         max_new_tokens: tokens to emit at most, the end-of-turn token included.
         temperature: 0 is greedy; above 0 the target's distribution is sampled, losslessly.
-        seed: of row 0; row b uses seed + b, so that a row's output does not depend on its batch.
+        seed: of row 0; row b uses seed + b. Greedy output, and samples without drafts, do not depend on the batch that
+            a row is in. With drafts and measured costs the number of drafts does, and with it which text of the same
+            distribution is drawn.
         stop_strings: emission ends with the token that completes one of these; it is kept, as in transformers.
         ignore_end: go on past the end-of-turn token (for measuring).
         top_k: see `Sampling`, like the next four.
@@ -152,6 +154,8 @@ class Engine:
         out = target.prefill(cache, prompts, drafter.taps)
         roots = verifier.first(out.logits_BTV[:, 0])
         session = Session(drafter, prompts, out.taps)
+        for output in outputs:
+            output.drafter_error = session.error  # a text of one token has no round to note it in
         pace = Pace(self.costs, options.draft, len(prompts), options.max_new_tokens, self._draft_ms(drafter))
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
         going = [_emit(row, [root], outputs, stoppers, started, on_tokens) for row, root in enumerate(roots)]
@@ -167,7 +171,7 @@ class Engine:
                     part.select(kept)
             start = perf_counter()
             root_B = torch.tensor(roots, device=target.device)
-            drafts = pace.drafts and session.drafter.max_nodes > 1
+            drafts = pace.drafts and max_nodes > 1 and session.drafter.max_nodes > 1
             if drafts:
                 request = Request(
                     max_nodes,
@@ -221,6 +225,8 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
         raise UserError(f"draft is {options.draft!r}.", "Use auto, on or off.")
     if not prompts:
         raise UserError("There is no prompt.", "Give at least one prompt.")
+    if not -(1 << 63) <= options.seed <= (1 << 63) - len(prompts):
+        raise UserError(f"seed is {options.seed}.", "Use a number that fits into 64 bits.")
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"Prompt {number} is empty.", "Give each prompt at least one token.")

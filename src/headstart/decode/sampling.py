@@ -21,6 +21,8 @@ from headstart.errors import UserError
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A transformers LogitsProcessor: (input_ids [1, T], scores [1, V]) to scores [1, V]."""
 
+_COLDEST = 1e-6
+"""Lowest temperature above 0; logits divided by less leave the range of float32."""
 _HEAD = 512
 """Tokens that top-p looks at before it sorts the whole vocabulary; a share of .9 seldom needs more."""
 
@@ -30,7 +32,7 @@ class Sampling:
     """How the next token is chosen. The names and their order of application are those of transformers.
 
     Attributes:
-        temperature: 0 is greedy: all probability on the largest logit.
+        temperature: 0 is greedy: all probability on the largest logit; else at least 1e-6.
         top_k: keep this many of the most likely tokens; 0 keeps all.
         top_p: keep the fewest tokens that hold this share of the probability.
         min_p: drop tokens less likely than this share of the most likely one.
@@ -52,6 +54,10 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def _temperature_fits(self) -> bool:
+        return self.greedy or self.temperature >= _COLDEST
+
+    @property
     def needs_prefix(self) -> bool:
         """Whether the distribution after a node depends on more than the node's logits."""
         return self.repetition_penalty != 1 or bool(self.processors)
@@ -63,7 +69,7 @@ class Sampling:
             UserError: a setting out of its range, or a processor whose result depends on more than its arguments.
         """
         for wrong, name, remedy in (
-            (not self.temperature >= 0, "temperature", "Use 0 for greedy decoding, or a value above 0."),
+            (not self._temperature_fits, "temperature", f"Use 0 for greedy decoding, or at least {_COLDEST:g}."),
             (self.top_k < 0, "top_k", "Use 0 for all tokens, or the number of tokens to keep."),
             (not 0 < self.top_p <= 1, "top_p", "Use a share above 0, at most 1; 1 keeps every token."),
             (not 0 <= self.min_p <= 1, "min_p", "Use a share from 0 to 1; 0 keeps every token."),

@@ -51,5 +51,5 @@ class Stopper:
     def _at_stop(self) -> bool:
         # A stop string is at most as many tokens long as it has bytes; the tail holds it whole.
         tail = self._tokens[-max(len(stop.encode()) for stop in self._stops) - 8 :]
-        text = self._tokenizer.decode(tail, skip_special_tokens=True)
+        text = self._tokenizer.decode(tail, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return any(stop in text for stop in self._stops)

@@ -95,7 +95,8 @@ class Tuning:
         if tree == "chain":
             return HeadDrafter(heads, TreeShape.chain(self.chain)) if self.chain else None
         knots = {name: tuple(map(tuple, values)) for name, values in self.calibration.items()}
-        reached = tuple(sum(best[:3]) for best in self.acceptance)
+        # Heads tuned by an older version come without it; their table of the best path is close.
+        reached = knots["reached"][0] if "reached" in knots else tuple(sum(best[:3]) for best in self.acceptance)
         calibration = Calibration(knots.get("log_probs", ()), knots.get("accepted", ()), reached)
         return HeadDrafter(heads, self.shape, tree, calibration) if self.shape.size > 1 else None
 
@@ -194,6 +195,7 @@ def tune(
         calibration={
             "log_probs": [list(knots) for knots in calibration.log_probs],
             "accepted": [list(knots) for knots in calibration.accepted],
+            "reached": [list(calibration.reached)],
         },
         level_ms=level_ms,
     )

@@ -85,8 +85,12 @@ class AlwaysWrongDrafter:
 
 
 def random_weights(heads: DraftHead, seed: int = 0, scale: float = 0.05) -> DraftHead:
-    """A copy of these heads whose own weights are replaced by noise: normal, with this standard deviation."""
-    noisy = copy.deepcopy(heads)
+    """A copy of these heads whose own weights are replaced by noise: normal, with this standard deviation.
+
+    What is not theirs, such as the target's embeddings, is shared with the original.
+    """
+    held = [value for part in heads.modules() for value in [*vars(part).values(), *part.buffers(recurse=False)]]
+    noisy = copy.deepcopy(heads, {id(value): value for value in held if isinstance(value, torch.Tensor)})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in noisy.parameters():  # loaded heads are frozen: requires_grad says nothing here

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -331,7 +331,7 @@ def draw_texts(
 
 def _as_if_alone(costs: Costs | None) -> Costs | None:
     """Costs under which a whole batch drafts as a single row would: large batches leave little to draft."""
-    return Costs(tuple(_ROWS * width for width in costs.widths), costs.verify_ms) if costs is not None else None
+    return replace(costs, widths=tuple(_ROWS * width for width in costs.widths)) if costs is not None else None
 
 
 def _sharpness(exact: Exact, samples: int) -> float:

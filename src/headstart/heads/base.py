@@ -222,7 +222,6 @@ class DraftHead(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     @torch.no_grad()
-    @torch.no_grad()
     def flops_per_draft(self) -> int:
         """Floating-point operations of one drafted token, LM head included; a multiply-add is two.
 
@@ -239,6 +238,13 @@ class DraftHead(nn.Module, ABC):
             for depth in range(self.steps):
                 self.expand(session, node_11, node_11, depth)
         return int(counter.get_total_flops()) // self.steps
+
+    def lm_head_of(self, target: Target) -> Tensor:
+        """The target's LM head over the draft vocabulary, [D, E]; no copy of it when that is the whole vocabulary."""
+        weight_VE = target.lm_head_weight.detach()
+        if not self.config.draft_vocab_size:
+            return weight_VE[: self.config.draft_width]
+        return weight_VE[self.draft_to_target_D.to(weight_VE.device)]
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Draft only these tokens of the target (sorted int64 [D])."""
@@ -309,8 +315,9 @@ def make_config(settings: dict[str, Any], target: Target) -> HeadConfig:
         config = cls.Config(**{**cls.Config.of_target(target), **settings, **sizes})
     except ValidationError as error:
         first = error.errors()[0]
+        reason = first["msg"].removeprefix("Value error, ").lower()
         raise UserError(
-            f"heads.{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg'].lower()}.",
+            f"heads.{'.'.join(map(str, first['loc']))} is {first['input']!r}: {reason}.",
             f"See what {cls.family} heads can be set to: headstart recipes show quickstart.",
         ) from None
     if config.draft_vocab_size > target.vocab_size:

@@ -55,7 +55,7 @@ class EagleHead(RecurrentHead):
     def bind(self, target: Target) -> None:
         """Take the target's embeddings, and its LM head over the draft vocabulary."""
         super().bind(target)
-        self._frozen_DE = target.lm_head_weight[self.draft_to_target_D.to(target.device)].detach().to(self.fc.weight)
+        self._frozen_DE = self.lm_head_of(target).to(self.fc.weight)
 
     @torch.no_grad()
     def warm_start(self, target: Target) -> None:
@@ -79,12 +79,14 @@ class EagleHead(RecurrentHead):
         """Join state and embedding into the best linear guess of the next final state, by ridge regression."""
         if self.config.start == "cold":
             return
-        start = LinearStart([self.fc.in_features], self.fc.out_features)
+        start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
         for batch in batches:
             final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
             origin_M = positions(batch.supervised_BT, 0)
             joined_MJ = self._join(final_XE[origin_M], self._embed(tokens_X[origin_M + 1], final_XE))
             start.add(joined_MJ, [final_XE[origin_M + 1]])
+            if start.enough:
+                break
         for map_EJ in start.maps():
             self.fc.weight.copy_(map_EJ)
 

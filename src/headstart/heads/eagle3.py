@@ -87,6 +87,12 @@ class Eagle3Head(RecurrentHead):
     @torch.no_grad()
     def warm_start(self, target: Target) -> None:
         """The target's last layer on the deepest tapped state, then its final norm and LM head."""
+        if self.config.num_layers > target.num_layers:
+            raise UserError(
+                f"heads.num_layers is {self.config.num_layers} and the target has {target.num_layers} layers to start "
+                "from.",
+                "Lower heads.num_layers.",
+            )
         self.bind(target)
         if self.config.start == "cold":
             return
@@ -97,9 +103,9 @@ class Eagle3Head(RecurrentHead):
             behind = self.config.hidden_size if number == 0 else 0
             layer.warm_start(target, number - len(self.layers), behind)
         last = target.layers[-len(self.layers)]
-        self.hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", nn.Identity()), self.norm.weight))
-        self.norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", nn.Identity()), self.norm.weight))
-        self.lm_head.weight.copy_(target.lm_head_weight[self.draft_to_target_D.to(target.device)])
+        self.hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", None), self.norm.weight))
+        self.norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), self.norm.weight))
+        self.lm_head.weight.copy_(self.lm_head_of(target))
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
@@ -110,12 +116,15 @@ class Eagle3Head(RecurrentHead):
         """
         if self.config.start == "cold":
             return
-        start, scale, size = LinearStart([self.fc.in_features], self.fc.out_features), 0.0, self.config.hidden_size
+        scale, size = 0.0, self.config.hidden_size
+        start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
         for batch in batches:
             origin_M = positions(batch.supervised_BT, 0)
             seen_MX = self._tapped(self.see(batch.states).flatten(0, 1)[origin_M].float())
             start.add(seen_MX, [batch.states[FINAL].flatten(0, 1)[origin_M + 1].float() / self.norm.weight.float()])
             scale += float(seen_MX[:, -size:].square().mean(-1).sqrt().sum())
+            if start.enough:
+                break
         for map_EX in start.maps():
             self.fc.weight.copy_(scale / start.rows * map_EX)
 

@@ -37,16 +37,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, positions, register
-from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention
+from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, causal_attention
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.target import FINAL, Target
 
 _SPARE = 256
 """Cache slots beyond the prompt that a session starts with."""
-
-_ENOUGH = 12
-"""Positions for each number that the last head reads, after which the linear start stops looking: what more of them
-would gain is a tenth of what is left to learn at most, and takes seconds of a run of minutes."""
 
 
 class HydraConfig(LayerConfig):
@@ -137,7 +133,7 @@ class HydraHead(DraftHead):
         for head in self._heads():
             head.input_EF[:, :size] = torch.eye(size)
             if head.lm_head_DE is not None:
-                head.lm_head_DE.copy_(target.lm_head_weight[self.draft_to_target_D.to(target.device)])
+                head.lm_head_DE.copy_(self.lm_head_of(target))
         if self.prefix is not None:
             # Its features are those of the target's last layer; it starts without effect and learns what to add.
             self.prefix.warm_start(target)
@@ -162,7 +158,7 @@ class HydraHead(DraftHead):
             origin_M = positions(batch.supervised_BT, self.steps - 1)
             seen_MF = _seen(*self._inputs(batch), origin_M, self.steps - 1)
             start.add(seen_MF, [final_XE[origin_M + step + 1] for step in range(self.steps)])
-            if start.rows >= _ENOUGH * widths[-1]:
+            if start.enough:
                 break
         for head, map_EF in zip(self._heads(), start.maps(), strict=False):
             head.input_EF.copy_(map_EF)
@@ -171,8 +167,7 @@ class HydraHead(DraftHead):
         """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
         self._embedding_VE = target.embedding_weight.detach()
         if self.config.shared_lm_head:
-            rows_DE = target.lm_head_weight[self.draft_to_target_D.to(target.device)]
-            self.lm_head_DE = rows_DE.detach().to(self._heads()[0].input_EF)
+            self.lm_head_DE = self.lm_head_of(target).to(self._heads()[0].input_EF)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -189,9 +184,8 @@ class HydraHead(DraftHead):
         embedded_XE = self._embed(batch.tokens_BT, final_BTE).flatten(0, 1)
         if self.prefix is not None:
             places_1T = torch.arange(length, device=final_BTE.device)[None]
-            queries, keys, values = self.prefix.read(final_BTE, self._rotary.at(places_1T, final_BTE.dtype))
-            causal_1TT = torch.ones(1, length, length, dtype=torch.bool, device=final_BTE.device).tril()
-            final_BTE = self.prefix.write(final_BTE, cached_attention(queries, (keys, values), length, causal_1TT))
+            turn = self._rotary.at(places_1T, final_BTE.dtype, length)
+            final_BTE = self.prefix.write(final_BTE, causal_attention(*self.prefix.read(final_BTE, turn)))
         return final_BTE.flatten(0, 1), embedded_XE
 
     # -- drafting ------------------------------------------------------------------------------------------------
@@ -229,7 +223,8 @@ class HydraHead(DraftHead):
         device, width = final_BPE.device, final_BPE.shape[1]
         starts, cache.lengths = cache.lengths, [a + b for a, b in zip(cache.lengths, counts, strict=True)]
         places_BP = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
-        queries, keys, values = self.prefix.read(final_BPE, self._rotary.at(places_BP, final_BPE.dtype))
+        turn = self._rotary.at(places_BP, final_BPE.dtype, max(starts) + width)
+        queries, keys, values = self.prefix.read(final_BPE, turn)
         cache.reserve(max(starts) + width)
         cache.put(0, starts, keys, values)
         # Only the last token's output is read: the rest of the layer runs for it alone.

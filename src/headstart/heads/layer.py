@@ -10,22 +10,33 @@ F width of the MLP.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
+from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
 from headstart.target import Target
 
-_ROTARY = {"default", "linear", "llama3", "yarn"}
-"""Rotary kinds whose angles depend on the position alone."""
+_ROTARY: dict[str, set[str]] = {
+    "default": {"rope_theta"},
+    "linear": {"rope_theta", "factor"},
+    "llama3": {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"rope_theta", "factor"},
+}
+"""Rotary kinds whose angles depend on the position alone, and the settings that each needs."""
+_LEAST_PLACES = 256
+"""Positions of the first table of angles."""
+_QUERIES = 512
+"""Queries that attend together where a mask says what each of them sees: masks are as long as the text."""
 
 
 class LayerConfig(HeadConfig):
@@ -46,8 +57,7 @@ class LayerConfig(HeadConfig):
     @classmethod
     def of_target(cls, target: Target) -> dict[str, Any]:
         config, (heads, size) = target.config, target.kv_shapes[-1][0]
-        rope = getattr(config, "rope_parameters", None) or {}
-        rope = rope if "rope_theta" in rope else rope.get("full_attention", {})
+        rope = _rope(target)
         found: dict[str, Any] = {
             "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
             "num_attention_heads": config.num_attention_heads,
@@ -59,30 +69,60 @@ class LayerConfig(HeadConfig):
         act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
         if act in ACT2FN:
             found["hidden_act"] = act
-        if rope.get("rope_type", "default") in _ROTARY and "rope_theta" in rope:
-            found["rope_parameters"] = dict(rope)
+        if rope.get("partial_rotary_factor", 1.0) == 1.0 and "rope_theta" in rope:
+            whole = rope.get("rope_type", "default") in _ROTARY
+            found["rope_parameters"] = rope if whole else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         return found
+
+    @field_validator("hidden_act")
+    @classmethod
+    def _known_activation(cls, name: str) -> str:
+        if name not in ACT2FN:
+            raise ValueError("transformers has no such activation")
+        return name
+
+    @field_validator("rope_parameters")
+    @classmethod
+    def _known_rotary(cls, rope: dict[str, Any]) -> dict[str, Any]:
+        kind = rope.get("rope_type", "default")
+        if kind not in _ROTARY:
+            raise ValueError(f"rope_type is one of {', '.join(_ROTARY)}")
+        if missing := sorted(name for name in _ROTARY[kind] if not isinstance(rope.get(name), int | float)):
+            raise ValueError(f"{kind} positions need a number as {missing[0]}")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("the layers of the heads turn whole heads: partial_rotary_factor can only be 1")
+        return {"rope_type": kind, **rope}
 
 
 class Rotary:
-    """Cosines and sines of the rotary positions, computed once in float32 and kept in the dtype that asks for them."""
+    """Cosines and sines of the rotary positions, computed in float32 and kept in the dtype that asks for them.
+
+    Tables grow as later positions are asked for: a long context costs nothing before it is there.
+    """
 
     def __init__(self, config: LayerConfig) -> None:
         self._config = config
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def at(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [B, T, d] of these positions; those behind the longest context take its last."""
+    def at(self, positions_BT: Tensor, dtype: torch.dtype, stop: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [B, T, d] of these positions; those behind the longest context take its last.
+
+        Args:
+            positions_BT: int64.
+            dtype: of the result.
+            stop: above every position; known to the caller without asking the device.
+        """
         key = (positions_BT.device, dtype)
-        if key not in self._tables:
-            self._tables[key] = self._table(*key)
+        needed = min(stop, self._config.max_position_embeddings)
+        if key not in self._tables or len(self._tables[key][0]) < needed:
+            self._tables[key] = self._table(needed, *key)
         cos, sin = self._tables[key]
         positions_BT = positions_BT.clamp(max=len(cos) - 1)
         return cos[positions_BT], sin[positions_BT]
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _table(self, needed: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         config = self._config
         llama = LlamaConfig(
             hidden_size=config.num_attention_heads * config.head_dim,
@@ -91,7 +131,8 @@ class Rotary:
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=config.rope_parameters,
         )
-        places_1P = torch.arange(config.max_position_embeddings)[None]
+        places = min(config.max_position_embeddings, max(_LEAST_PLACES, 1 << (needed - 1).bit_length()))
+        places_1P = torch.arange(places)[None]
         cos, sin = LlamaRotaryEmbedding(llama)(torch.zeros(1), places_1P)
         return cos[0].to(device, dtype), sin[0].to(device, dtype)
 
@@ -103,12 +144,25 @@ class DraftLayer(nn.Module):
         config: sizes.
         inputs: I, width of what queries, keys and values are computed from.
         input_norm: normalise that input here; families that mix several inputs do it themselves.
+
+    Raises:
+        UserError: sizes of attention heads that do not go together.
     """
 
     def __init__(self, config: LayerConfig, inputs: int, input_norm: bool = True) -> None:
         super().__init__()
         self.config = config
         size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        if heads % kv_heads:
+            raise UserError(
+                f"{heads} query heads cannot share {kv_heads} key heads evenly.",
+                f"Set heads.num_key_value_heads to a divisor of {heads}, or leave it out for the target's own.",
+            )
+        if config.head_dim % 2:
+            raise UserError(
+                f"heads.head_dim is {config.head_dim}, and rotary positions turn pairs of numbers.",
+                "Give an even number, or leave it out for the target's own.",
+            )
         self.input_norm = nn.RMSNorm(inputs, config.rms_norm_eps) if input_norm else None
         self.qkv = nn.Linear(inputs, (heads + 2 * kv_heads) * config.head_dim, bias=False)
         self.o = nn.Linear(heads * config.head_dim, size, bias=False)
@@ -147,28 +201,65 @@ class DraftLayer(nn.Module):
             number: of its layer.
             behind: columns of the input before those that the target's layer knows; they start at zero.
         """
-        layer: Any = target.layers[number]
-        attention: Any = getattr(layer, "self_attn", None)
-        mlp: Any = getattr(layer, "mlp", None)
-        parts: list[Any] = [getattr(attention, f"{name}_proj", None) for name in "qkv"]
-        alike = all(isinstance(part, nn.Linear) for part in parts) and not hasattr(attention, "q_norm")
-        if alike and sum(part.weight.shape[0] for part in parts) == self.qkv.weight.shape[0]:
+        config, layer = self.config, cast(Any, target.layers[number])
+        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        # What a layer adds may be normed once more (Gemma 2 and 3, OLMo 2, GLM 4): its weights are then not all of it.
+        plain = not any(hasattr(layer, f"post_{name}_layernorm") for name in ("feedforward", "self_attn", "mlp"))
+        share = float(getattr(layer, "residual_multiplier", 1.0))  # of what is added (Granite)
+
+        query, key, value, out = (_linear(attention, f"{name}_proj") for name in "qkvo")
+        sizes = [part.out_features for part in (query, key, value) if part is not None]
+        heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        norm = getattr(layer, "input_layernorm", None)
+        self.o.weight.zero_()
+        if query and key and value and sizes == [count * config.head_dim for count in heads]:
+            scale = getattr(attention, "scaling", config.head_dim**-0.5) / config.head_dim**-0.5
             self.qkv.weight[:, :behind] = 0
-            self.qkv.weight[:, behind:] = torch.cat([part.weight for part in parts]).to(self.qkv.weight)
+            self.qkv.weight[:, behind:] = torch.cat([scale * query.weight, key.weight, value.weight])
             if self.input_norm is not None:
-                self.input_norm.weight.copy_(norm_scale(layer.input_layernorm, self.input_norm.weight))
-            self.o.weight.copy_(attention.o_proj.weight)
-        else:
-            self.o.weight.zero_()
-        parts = [getattr(mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
-        fits = all(isinstance(part, nn.Linear) for part in parts)
-        if fits and parts[2].weight.shape == self.down.weight.shape:
-            self.gate_up.weight.copy_(torch.cat([parts[0].weight, parts[1].weight]))
-            self.down.weight.copy_(parts[2].weight)
-            norm = getattr(layer, "pre_feedforward_layernorm", None) or layer.post_attention_layernorm
+                self.input_norm.weight.copy_(norm_scale(norm, self.input_norm.weight))
+            alike = plain and _is_rms(norm) and _without_bias(query, key, value, out)
+            if out and alike and not hasattr(attention, "q_norm") and self._turns_as(target, attention):
+                self.o.weight.copy_(share * out.weight)
+
+        gate, up, down = (_linear(mlp, f"{name}_proj") for name in ("gate", "up", "down"))
+        norm = getattr(layer, "post_attention_layernorm", None)
+        alike = plain and _is_rms(norm) and type(getattr(mlp, "act_fn", None)) is type(self._act)
+        self.down.weight.zero_()
+        alike = alike and _without_bias(gate, up, down)
+        if gate and up and down and alike and down.weight.shape == self.down.weight.shape:
+            self.gate_up.weight.copy_(torch.cat([gate.weight, up.weight]))
+            self.down.weight.copy_(share * down.weight)
             self.mlp_norm.weight.copy_(norm_scale(norm, self.mlp_norm.weight))
-        else:
-            self.down.weight.zero_()
+
+    def _turns_as(self, target: Target, attention: object) -> bool:
+        """Whether the target's attention turns queries and keys by position as this layer does."""
+        turn = getattr(sys.modules[type(attention).__module__], "rotate_half", rotate_half)
+        x_4 = torch.arange(4.0)
+        return self.config.rope_parameters == _rope(target) and torch.equal(turn(x_4), rotate_half(x_4))
+
+
+def _rope(target: Target) -> dict[str, Any]:
+    """The target's rotary positions, those of full attention where kinds differ; empty for other positions."""
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    rope = rope if "rope_theta" in rope else rope.get("full_attention", {})
+    return {"rope_type": "default", **rope} if rope else {}
+
+
+def _linear(module: Any, name: str) -> nn.Linear | None:
+    """The linear layer of this name, if there is one whose weights can be read as they are (not quantized)."""
+    part = getattr(module, name, None)
+    if not isinstance(part, nn.Linear) or not part.weight.is_floating_point():
+        return None
+    return part if part.weight.shape == (part.out_features, part.in_features) else None
+
+
+def _without_bias(*parts: nn.Linear | None) -> bool:
+    return all(part is not None and part.bias is None for part in parts)
+
+
+def _is_rms(norm: Any) -> bool:
+    return "RMSNorm" in type(norm).__name__
 
 
 class LayerCache:
@@ -192,13 +283,15 @@ class LayerCache:
 
     def put(self, layer: int, starts: Sequence[int], keys_BNTd: Tensor, values_BNTd: Tensor) -> None:
         """Write to each row's slots from `starts` on."""
-        width = keys_BNTd.shape[2]
-        for cached, new in zip(self.kv[layer], (keys_BNTd, values_BNTd), strict=True):
-            if len(set(starts)) == 1:
-                cached[:, :, starts[0] : starts[0] + width] = new
-            else:
-                for row, start in enumerate(starts):
-                    cached[row, :, start : start + width] = new[row]
+        (keys, values), width, device = self.kv[layer], keys_BNTd.shape[2], keys_BNTd.device
+        if len(set(starts)) == 1:
+            keys[:, :, starts[0] : starts[0] + width] = keys_BNTd
+            values[:, :, starts[0] : starts[0] + width] = values_BNTd
+            return
+        rows_B1 = torch.arange(len(starts), device=device)[:, None]
+        slots_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        keys[rows_B1, :, slots_BT] = keys_BNTd.transpose(1, 2)
+        values[rows_B1, :, slots_BT] = values_BNTd.transpose(1, 2)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -216,11 +309,21 @@ def cached_attention(
     shape = queries_BNGWd.shape
     mask = None
     if allowed_BWS is not None:
+        if shape[3] > _QUERIES:
+            parts = zip(torch.split(queries_BNGWd, _QUERIES, 3), torch.split(allowed_BWS, _QUERIES, 1), strict=True)
+            return torch.cat([cached_attention(queries, kv, slots, allowed) for queries, allowed in parts], dim=3)
         mask = torch.zeros(allowed_BWS.shape, dtype=queries_BNGWd.dtype, device=allowed_BWS.device)
         mask = mask.masked_fill_(~allowed_BWS, float("-inf"))[:, None].repeat(1, 1, shape[2], 1)
     keys, values = (cached[:, :, :slots] for cached in kv)
     mixed = F.scaled_dot_product_attention(queries_BNGWd.flatten(2, 3), keys, values, attn_mask=mask)
     return mixed.view(shape)
+
+
+def causal_attention(queries_BNGTd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor) -> Tensor:
+    """What the tokens of whole texts find in the tokens up to themselves, [B, N, G, T, d], without a mask in memory."""
+    keys, values = (part[:, :, None].expand_as(queries_BNGTd).flatten(1, 2) for part in (keys_BNTd, values_BNTd))
+    mixed = F.scaled_dot_product_attention(queries_BNGTd.flatten(1, 2), keys, values, is_causal=True)
+    return mixed.view(queries_BNGTd.shape)
 
 
 def chain_attention(
@@ -261,13 +364,14 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
-def norm_scale(norm: nn.Module, like: Tensor) -> Tensor:
+def norm_scale(norm: nn.Module | None, like: Tensor) -> Tensor:
     """What an RMS norm multiplies with, whether it is stored as such or as a difference to 1; ones for other norms."""
-    if "RMSNorm" not in type(norm).__name__:
+    if not _is_rms(norm):
         return torch.ones_like(like)
-    weight = cast(Tensor, norm.weight)
+    rms = cast(nn.Module, norm)
+    weight = cast(Tensor, rms.weight)
     with torch.no_grad():
-        scale: Tensor = norm(torch.ones_like(weight, dtype=torch.float32))
+        scale: Tensor = rms(torch.ones_like(weight, dtype=torch.float32))
     return scale.to(like)
 
 

@@ -90,8 +90,7 @@ class MedusaHead(DraftHead):
         self.bind(target)
         self.input_KEF.data[:, :, : self.config.hidden_size] = torch.eye(self.config.hidden_size)
         if not self.config.shared_lm_head:
-            rows_DE = target.lm_head_weight[self.draft_to_target_D.to(target.device)]
-            self.lm_head_KDE.data.copy_(rows_DE.to(self.lm_head_KDE).expand_as(self.lm_head_KDE))
+            self.lm_head_KDE.data.copy_(self.lm_head_of(target).to(self.lm_head_KDE).expand_as(self.lm_head_KDE))
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
@@ -115,8 +114,7 @@ class MedusaHead(DraftHead):
         """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
         self._embedding_VE = target.embedding_weight.detach() if self.config.see_root else None
         if self.config.shared_lm_head:
-            rows_DE = target.lm_head_weight[self.draft_to_target_D.to(target.device)]
-            self.lm_head_DE = rows_DE.detach().to(self.block_weight_KLEE)
+            self.lm_head_DE = self.lm_head_of(target).to(self.block_weight_KLEE)
 
     def read(self, final_ME: Tensor, root_M: Tensor) -> Tensor:
         """What every head reads, [M, F]: the final state and, with `see_root`, the decided token's embedding."""

@@ -111,6 +111,12 @@ class RecurrentHead(DraftHead):
         """What is fed back, where it stands for the target's FINAL state."""
         return None
 
+    @property
+    def device_of_target(self) -> torch.device:
+        """Where the target's embeddings are."""
+        assert self._embedding_VE is not None, "heads are bound to their target"
+        return self._embedding_VE.device
+
     def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
         assert self._embedding_VE is not None, "heads are bound to their target"
         return F.embedding(tokens.to(self._embedding_VE.device), self._embedding_VE).to(like)
@@ -154,8 +160,7 @@ class RecurrentHead(DraftHead):
         if depth == 0:
             last_B = torch.tensor(state.counts, device=device) - 1
             tokens_BP = state.tokens_BP.index_put((rows_B, last_B), tokens_BW[:, 0])
-            stream_BPE = self._run(state, self.fuse(state.seen_BPX), tokens_BP, cache.lengths, None, 0)
-            stream_BWE = stream_BPE[rows_B, last_B][:, None]
+            stream_BWE = self._run(state, self.fuse(state.seen_BPX), tokens_BP, cache.lengths, None, 0, last_B)
             state.base = [length + count - 1 for length, count in zip(cache.lengths, state.counts, strict=True)]
             state.visible_BWS = torch.zeros(len(rows_B), 1, 0, dtype=torch.bool, device=device)
             state.drafted = True
@@ -204,6 +209,7 @@ class RecurrentHead(DraftHead):
         starts: Sequence[int],
         visible_BWS: Tensor | None,
         depth: int,
+        last_B: Tensor | None = None,
     ) -> Tensor:
         """The stack over new entries, written to each row's slots from `starts` on.
 
@@ -214,9 +220,10 @@ class RecurrentHead(DraftHead):
             starts: first slot of each row.
             visible_BWS: drafted nodes that each sees; None for entries of the text, which see all before them.
             depth: of the nodes.
+            last_B: the only entry of each row whose stream is wanted; None wants all.
 
         Returns:
-            The last layer's stream, [B, W, E].
+            The last layer's stream, [B, W, E], with W = 1 for `last_B`.
         """
         cache, width, device = state.cache, tokens_BW.shape[1], tokens_BW.device
         slots = max(starts) + width
@@ -230,30 +237,37 @@ class RecurrentHead(DraftHead):
             first = [base + 1 for base in state.base]
             steps_W = torch.full((width,), depth - 1, device=device)
         positions_BW = torch.tensor(first, device=device)[:, None] + steps_W
-        mask = _allowed(visible_BWS, first, slots)
+        chain = visible_BWS.shape[2] == max(1, depth)  # every level so far had a single node
+        mask = _allowed(visible_BWS, first, slots, chain)
         attended_BWI, stream_BWE = self.enter(fed_BWE, self._embed(tokens_BW, fed_BWE))
-        turn = self._rotary.at(positions_BW, fed_BWE.dtype)
+        turn = self._rotary.at(positions_BW, fed_BWE.dtype, slots)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DraftLayer), "the stack is made of draft layers"
             queries, keys, values = layer.read(attended_BWI, turn)
             cache.put(number, starts, keys, values)
+            if last_B is not None and number == len(self.layers) - 1:
+                # Only the root's entry is drafted from: behind the last keys and values the layer runs for it alone.
+                rows_B = torch.arange(len(last_B), device=device)
+                queries = queries[rows_B, :, :, last_B][:, :, :, None]
+                stream_BWE = stream_BWE[rows_B, last_B][:, None]
+                mask = None if mask is None else mask[rows_B, last_B][:, None]
             stream_BWE = layer.write(stream_BWE, cached_attention(queries, cache.kv[number], slots, mask))
             attended_BWI = stream_BWE
         return stream_BWE
 
 
-def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int) -> Tensor | None:
+def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool) -> Tensor | None:
     """Slots that each new entry sees, bool [B, W, slots], or None for all: those of the text, and of the new ones some.
 
     Args:
         visible_BWS: new slots, from `first` on, that it sees.
         first: of each row, behind the text.
         slots: in all.
+        chain: whether the new slots are a chain that ends with a single new entry, which then sees all of them.
     """
     rows, width, new = visible_BWS.shape
     if rows == 1:
-        alone = width == 1 and bool(visible_BWS.all())
-        return None if alone else F.pad(visible_BWS, (first[0], 0), value=True)
+        return None if chain else F.pad(visible_BWS, (first[0], 0), value=True)
     place_BS = torch.arange(slots, device=visible_BWS.device) - torch.tensor(first, device=visible_BWS.device)[:, None]
     inside_BWS = visible_BWS.gather(2, place_BS.clamp(0, new - 1)[:, None].expand(-1, width, -1))
     return (place_BS < 0)[:, None] | (inside_BWS & ((place_BS >= 0) & (place_BS < new))[:, None])
@@ -281,7 +295,7 @@ class _Text:
         else:
             places = place_BA + step
             tokens = self.tokens_BT.gather(1, (places + 1).clamp(max=self.tokens_BT.shape[1] - 1))
-        turn = heads._rotary.at(places, self.fed_BAE.dtype)
+        turn = heads._rotary.at(places, self.fed_BAE.dtype, self.tokens_BT.shape[1] + step)
         attended, stream = heads.enter(self.fed_BAE, heads._embed(tokens, self.fed_BAE))
         for number, layer in enumerate(heads.layers):
             assert isinstance(layer, DraftLayer), "the stack is made of draft layers"

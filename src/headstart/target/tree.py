@@ -155,6 +155,7 @@ class DraftTree:
         gains: for each row and real node, the probability that the node's whole path is accepted, as far as the
             drafter knows (1 for the root); None when it does not know.
         drawn: for each row, how the children of some nodes were drawn; None when no draft was drawn at random.
+        levels: how many levels trained heads drafted for it, one after the other; None when none had a part in it.
     """
 
     tokens_BN: Tensor
@@ -164,6 +165,7 @@ class DraftTree:
     counts: tuple[int, ...] | None = None
     gains: list[list[float]] | None = None
     drawn: list[dict[int, Drawn]] | None = None
+    levels: int | None = None
 
     @classmethod
     def from_shape(cls, tokens_BN: Tensor, shape: TreeShape) -> DraftTree:
@@ -179,6 +181,7 @@ class DraftTree:
         device: torch.device | str = "cpu",
         gains: list[list[float]] | None = None,
         drawn: list[dict[int, Drawn]] | None = None,
+        levels: int | None = None,
     ) -> DraftTree:
         """Each row has a tree of its own, given as lists: tokens with the root first, and each node's parent.
 
@@ -197,12 +200,28 @@ class DraftTree:
             tuple(map(len, tokens)),
             gains,
             drawn,
+            levels,
         )
 
     @property
     def size(self) -> int:
         """Number of nodes, root included."""
         return self.tokens_BN.shape[1]
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node of any row, found without asking the device.
+
+        >>> DraftTree.from_rows([[5, 6, 7], [8]], [[-1, 0, 1], [-1]]).depth
+        2
+        """
+        deepest = 0
+        for parents in self.parents:
+            depths: list[int] = []
+            for parent in parents:
+                depths.append(0 if parent < 0 else depths[parent] + 1)
+            deepest = max(deepest, *depths)
+        return deepest
 
     def parents_of(self, row: int) -> tuple[int, ...]:
         """Parent of each real node of one row."""

@@ -1,0 +1,149 @@
+"""Drafting level by level: every node of a tree gets what a chain of its ancestors alone would get."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headstart.heads import DraftHead, hydra, layer, recurrent
+from headstart.target import Target
+from tests.heads.test_contract import CASES, build, shake
+from tests.tiny import tiny_model
+
+TEXTS = [[3, 9, 14, 27, 33, 8, 40], [8, 40, 12, 5, 51, 22, 19]]
+
+Level = tuple[list[list[int]], list[list[int]]]
+"""Tokens and parents' places of a level's nodes, by row."""
+
+
+@pytest.fixture(scope="module")
+def exact() -> Target:
+    return Target(tiny_model("llama", vocab_size=61).double())
+
+
+def random_levels(roots: list[int], widths: tuple[int, ...], chance: random.Random) -> list[Level]:
+    """The roots, then levels of these many nodes anywhere under the level before."""
+    levels: list[Level] = [([[root] for root in roots], [[0] for _ in roots])]
+    for width in widths:
+        above = len(levels[-1][0][0])
+        tokens = [[chance.randrange(61) for _ in range(width)] for _ in roots]
+        levels.append((tokens, [[chance.randrange(above) for _ in range(width)] for _ in roots]))
+    return levels
+
+
+def path_to(levels: list[Level], row: int, node: int) -> list[int]:
+    """Tokens from the root to a node of the last level."""
+    path = []
+    for tokens, parents in reversed(levels):
+        path.append(tokens[row][node])
+        node = parents[row][node]
+    return path[::-1]
+
+
+def drafted_alone(heads: DraftHead, text: list[int], states: dict[int, torch.Tensor], chain: list[int]) -> torch.Tensor:
+    """What is drafted behind a chain of single nodes, by a session that knows nothing else."""
+    session = heads.open([text], states)
+    here_11 = torch.zeros(1, 1, dtype=torch.long)
+    for depth, token in enumerate(chain):
+        logits_BWD = heads.expand(session, torch.full_like(here_11, token), here_11, depth)
+    return logits_BWD[0, 0]
+
+
+@pytest.mark.parametrize(("rows", "widths"), [(2, (3, 4)), (1, (2, 1))])
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
+    name: str, rows: int, widths: tuple[int, ...], exact: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of different length, trees of their own, a round accepted before, and a cache that has to grow."""
+    for module in (recurrent, hydra):
+        monkeypatch.setattr(module, "_SPARE", 0)
+    heads = shake(build(name, exact)).double()
+    heads.bind(exact)
+    chance = random.Random(0)
+    texts, lengths = TEXTS[:rows], [2, 4][:rows]
+    known = exact.prefill(exact.new_cache(rows, 7), texts, heads.taps).taps
+    behind = {tap: F.pad(state, (0, 0, 0, 2), value=7.0) for tap, state in known.items()}
+    read = [text[:length] for text, length in zip(texts, lengths, strict=True)]
+    session = heads.open(read, {tap: state[:, : max(lengths)] for tap, state in known.items()})
+    for counts in ([3, 1][:rows], [1, 2][:rows]):
+        roots = [text[length] for text, length in zip(texts, lengths, strict=True)]
+        levels = random_levels(roots, widths[: heads.steps - 1], chance)
+        for depth, (tokens, parents) in enumerate(levels):
+            logits_BWD = heads.expand(session, torch.tensor(tokens), torch.tensor(parents), depth)
+            for row, text in enumerate(texts):
+                own = {tap: state[row : row + 1, : lengths[row]] for tap, state in known.items()}
+                for node in range(len(tokens[row])):
+                    chain = path_to(levels[: depth + 1], row, node)
+                    wanted_D = drafted_alone(heads, text[: lengths[row]], own, chain)
+                    got_D = logits_BWD[row, min(node, logits_BWD.shape[1] - 1)]
+                    # float64 sums in other orders are off by a share of the largest
+                    torch.testing.assert_close(got_D, wanted_D, rtol=0, atol=1e-9 * wanted_D.abs().max().item())
+        places = [slice(length, length + max(counts)) for length in lengths]
+        tokens_BP = torch.tensor([[*text, 0, 0][place] for text, place in zip(texts, places, strict=True)])
+        states = {
+            tap: torch.stack([state[row, place] for row, place in enumerate(places)]) for tap, state in behind.items()
+        }
+        heads.observe(session, tokens_BP, states, counts)
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3-deep-normed", "hydra-prefix"])
+@torch.inference_mode()
+def test_behind_the_last_keys_only_the_last_token_of_a_text_is_computed(
+    name: str, exact: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first draft behind a long prompt; how many entries each layer's MLP takes."""
+    heads = shake(build(name, exact)).double()
+    heads.bind(exact)
+    widths: list[int] = []
+    honest = layer.DraftLayer.write
+
+    def write(self: Any, residual_BTE: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        widths.append(residual_BTE.shape[1])
+        return honest(self, residual_BTE, mixed)
+
+    monkeypatch.setattr(layer.DraftLayer, "write", write)
+    known = exact.prefill(exact.new_cache(1, 7), TEXTS[:1], heads.taps).taps
+    heads.expand(heads.open(TEXTS[:1], known), torch.tensor([[5]]), torch.tensor([[0]]), 0)
+    assert widths == ([7, 1] if name == "eagle3-deep-normed" else [1])
+
+
+@torch.inference_mode()
+def test_long_texts_attend_in_parts(exact: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = shake(build("eagle3-deep-normed", exact)).double()
+    heads.bind(exact)
+    known = exact.prefill(exact.new_cache(2, 7), TEXTS, heads.taps).taps
+
+    def first_draft() -> torch.Tensor:
+        return heads.expand(heads.open([TEXTS[0], TEXTS[1][:5]], known), torch.tensor([[5], [6]]), torch.zeros(2, 1), 0)
+
+    whole, masks = first_draft(), []
+    honest = F.scaled_dot_product_attention
+
+    def attend(queries: torch.Tensor, *args: Any, attn_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        masks.append(attn_mask.shape[2])
+        return honest(queries, *args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(layer, "_QUERIES", 3)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    torch.testing.assert_close(first_draft(), whole, rtol=0, atol=1e-12)  # float64 sums in another order
+    assert max(masks) == 3 * 2, "two query heads share a key head"
+
+
+def test_a_table_of_angles_is_as_long_as_the_text_needs(exact: Target) -> None:
+    heads = build("eagle", exact)
+    config = heads.config.model_copy(update={"max_position_embeddings": 5000})
+    assert isinstance(config, layer.LayerConfig)
+    grown, whole = layer.Rotary(config), layer.Rotary(config)
+    whole.at(torch.tensor([[0]]), torch.float32, 5000)
+    for place, size in ((3, 256), (700, 1024), (10, 1024), (4999, 5000), (9999, 5000)):
+        got = grown.at(torch.tensor([[place]]), torch.float32, place + 1)
+        wanted = whole.at(torch.tensor([[place]]), torch.float32, place + 1)
+        assert torch.equal(torch.stack(got), torch.stack(wanted))
+        ((cos, _),) = grown._tables.values()
+        assert len(cos) == size
