@@ -75,14 +75,18 @@ def test_what_each_step_reads(name: str, target: Target) -> None:
             assert same == (place > origin), f"state {place}, step {step} of origin {origin}"
 
 
+JOINED = {"family": "eagle3", "steps": 2, "tap_layers": (-1,), "feedback": "post_norm", "join": True}
+
+
+@pytest.mark.parametrize("settings", [{"family": "eagle", "steps": 2}, JOINED])
 @torch.no_grad()
-def test_eagle_starts_from_the_best_linear_guess(target: Target) -> None:
-    """States that follow linearly from the state and the token before: the start drafts them at once."""
+def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Target) -> None:
+    """States that rotate at each token: the start drafts them at once, at the second step as at the first."""
     torch.manual_seed(0)
-    heads = family("eagle")(make_config({"family": "eagle", "steps": 2}, target))
+    heads = family(settings["family"])(make_config(settings, target))
     heads.warm_start(target)
     rotation = torch.linalg.qr(torch.randn(64, 64)).Q
-    states = [torch.randn(40, 64)]
+    states = [torch.nn.functional.rms_norm(torch.randn(40, 64), (64,))]
     for _ in range(9):
         states.append(states[-1] @ rotation)
     batch = HeadBatch(torch.randint(3, 61, (40, 10)), torch.ones(40, 10, dtype=torch.bool), {})
@@ -90,9 +94,8 @@ def test_eagle_starts_from_the_best_linear_guess(target: Target) -> None:
     heads.fit([batch])
     final_XE = batch.states[FINAL].flatten(0, 1)
     for prediction in heads.unroll(batch):
-        assert prediction.feature_ME is not None
         # The ridge shrinks the map by about a thousandth; the second step does so twice.
-        torch.testing.assert_close(prediction.feature_ME, final_XE[prediction.source_M], rtol=0, atol=0.05)
+        torch.testing.assert_close(prediction.hidden_MH, final_XE[prediction.source_M], rtol=0, atol=0.05)
 
 
 def test_layers_to_tap_must_differ(target: Target) -> None:
@@ -100,6 +103,12 @@ def test_layers_to_tap_must_differ(target: Target) -> None:
         family("eagle3")(make_config({"family": "eagle3"}, target))
     with pytest.raises(UserError, match=r"layers \[1, 1\]"):
         family("eagle3")(make_config({"family": "eagle3", "tap_layers": (1, 1)}, target))
+
+
+def test_a_join_needs_final_states_on_both_ends(target: Target) -> None:
+    for wrong in ({"feedback": "pre_norm"}, {"tap_layers": (-1, 2)}):
+        with pytest.raises(UserError, match=r"Set heads\.feedback=post_norm and end heads\.tap_layers with -1"):
+            family("eagle3")(make_config({**JOINED, **wrong}, target))
 
 
 def test_settings_follow_from_the_target(target: Target) -> None:

@@ -5,13 +5,18 @@ normed fused state, the stream is the fused state itself, and the layer's output
 norm and an LM head of their own over the draft vocabulary. EAGLE-3.1 normalises every tapped state before the map and
 feeds back the normed output. See `recurrent` for what each step reads and drafts.
 
-Shape suffixes: E hidden size, D draft vocabulary, M positions, X = taps * E.
+With `join` the stream is not the fed state but a linear map of it and the embedding, as in EAGLE-1. Reading and feeding
+back final states, every step then makes the same transition, from one final state to the next, and its linear part can
+be solved for before training. Serving engines know no such map.
+
+Shape suffixes: E hidden size, D draft vocabulary, M positions, X = taps * E (in `fit` of the join: flat positions),
+J what the join reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -38,6 +43,11 @@ class Eagle3Config(LayerConfig):
     feedback: Literal["pre_norm", "post_norm"] = Field(
         "pre_norm", description="Feed back the layer's output as it is, or normed (EAGLE-3.1)."
     )
+    join: bool = Field(
+        False,
+        description="Let the stream be a linear map of embedding and state, solved for at the start; needs "
+        "feedback=post_norm and -1, the final state, as the last of tap_layers. Engines do not load it.",
+    )
     start: Literal["target", "cold"] = Field(
         "target", description="Start from the target's last layer, norm and LM head, or from random numbers."
     )
@@ -57,20 +67,26 @@ class Eagle3Head(RecurrentHead):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
-        if not config.tap_layers or len(set(config.tap_layers)) < len(config.tap_layers) or min(config.tap_layers) < 1:
+        taps = config.tap_layers
+        if not taps or len(set(taps)) < len(taps) or any(tap < 1 and tap != FINAL for tap in taps):
             raise UserError(
-                f"The heads would read layers {list(config.tap_layers)} of the target, which must be different ones, "
-                "from 1 on.",
+                f"The heads would read layers {list(taps)} of the target, which must be different ones, from 1 on.",
                 "Name them, for example heads.tap_layers=[1,2,3]; a target of few layers needs it.",
+            )
+        if config.join and (config.feedback != "post_norm" or taps[-1] != FINAL):
+            raise UserError(
+                "heads.join goes from final state to final state.",
+                f"Set heads.feedback=post_norm and end heads.tap_layers with {FINAL}, for example [2,15,{FINAL}].",
             )
         size = config.hidden_size
         first = DraftLayer(config, 2 * size, input_norm=False)
         super().__init__(
             config, config.steps, [first, *(DraftLayer(config, size) for _ in range(config.num_layers - 1))]
         )
-        taps = len(config.tap_layers)
-        self.tap_norms = nn.ModuleList(nn.RMSNorm(size, config.rms_norm_eps) for _ in range(taps * config.tap_norms))
-        self.fc = nn.Linear(taps * size, size, bias=False)
+        norms = len(taps) if config.tap_norms else 0
+        self.tap_norms = nn.ModuleList(nn.RMSNorm(size, config.rms_norm_eps) for _ in range(norms))
+        self.fc = nn.Linear(len(taps) * size, size, bias=False)
+        self.joined = nn.Linear(2 * size, size, bias=False) if config.join else None
         self.embedding_norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
@@ -105,16 +121,27 @@ class Eagle3Head(RecurrentHead):
         last = target.layers[-len(self.layers)]
         self.hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", None), self.norm.weight))
         self.norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), self.norm.weight))
+        if self.joined is not None:
+            # The fused state is a final one already: the layer starts without effect and learns what is missing.
+            first = cast(DraftLayer, self.layers[0])
+            first.o.weight.zero_()
+            first.down.weight.zero_()
+            self.joined.weight.zero_()
+            self.joined.weight[:, self.config.hidden_size :] = torch.eye(self.config.hidden_size)
         self.lm_head.weight.copy_(self.lm_head_of(target))
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fuse the tapped states into the best linear guess of where the next token's stream will end.
+        """Guess linearly where the next token's stream will end: from the tapped states, or with `join` from the final
+        state and the next token's embedding.
 
-        Ridge regression on the direction that the target's own LM head reads one token later, undone by its norm and
-        scaled like the deepest tapped state.
+        Ridge regression on the direction that the target's own LM head reads one token later, undone by its norm; a
+        fused state is scaled like the deepest tapped one.
         """
         if self.config.start == "cold":
+            return
+        if self.joined is not None:
+            self._fit_join(self.joined, batches)
             return
         scale, size = 0.0, self.config.hidden_size
         start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
@@ -128,6 +155,19 @@ class Eagle3Head(RecurrentHead):
         for map_EX in start.maps():
             self.fc.weight.copy_(scale / start.rows * map_EX)
 
+    def _fit_join(self, joined: nn.Linear, batches: Iterable[HeadBatch]) -> None:
+        start = LinearStart([joined.in_features], joined.out_features, self.device_of_target)
+        for batch in batches:
+            final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
+            origin_M = positions(batch.supervised_BT, 0)
+            embedded_ME = normed(self.embedding_norm, self._embed(tokens_X[origin_M + 1], final_XE))
+            fed_ME = self.fuse(self.see(batch.states).flatten(0, 1)[origin_M].float())
+            start.add(torch.cat([embedded_ME, fed_ME], dim=-1), [final_XE[origin_M + 1] / self.norm.weight.float()])
+            if start.enough:
+                break
+        for map_EJ in start.maps():
+            joined.weight.copy_(map_EJ)
+
     def see(self, states: dict[int, Tensor]) -> Tensor:
         return torch.cat([states[tap] for tap in self.config.tap_layers], dim=-1)
 
@@ -136,7 +176,9 @@ class Eagle3Head(RecurrentHead):
         return fused
 
     def enter(self, fed: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([normed(self.embedding_norm, embedded), normed(self.hidden_norm, fed)], dim=-1), fed
+        embedded = normed(self.embedding_norm, embedded)
+        stream = fed if self.joined is None else self.joined(torch.cat([embedded, fed], dim=-1))
+        return torch.cat([embedded, normed(self.hidden_norm, fed)], dim=-1), stream
 
     def leave(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         hidden = normed(self.norm, stream)
