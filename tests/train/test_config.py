@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,11 @@ def test_files_that_are_no_recipes_are_refused(tmp_path: Path, text: str, said: 
 def test_an_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"No recipe 'quickstrat'\. Did you mean 'quickstart'"):
         load_recipe("quickstrat")
+
+
+def test_reading_recipes_loads_no_model_library() -> None:
+    """`headstart recipes` answers at once; only a recipe that changes another's family asks the heads."""
+    code = "import sys; from headstart.train.config import load_recipe; load_recipe('eagle3'); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "headstart.train.config" in loaded
+    assert not {"torch", "transformers"} & set(loaded)

@@ -11,8 +11,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from headstart.errors import UserError, nearest
-from headstart.heads import HeadConfig
-from headstart.train.weights import PositionWeight
+
+PositionWeight = Literal["exponential", "dpace", "auf"]
+"""What a recipe can ask for: `exponential`, `dpace` or `until_failure` (auf) of `headstart.train.weights`."""
 
 
 class Section(BaseModel):
@@ -187,9 +188,7 @@ def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    if "family" in over:
-        merged = _of_family(base, over["family"])
+    merged = _of_family(base, over["family"]) if "family" in over else dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
@@ -198,8 +197,11 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def _of_family(heads: dict[str, Any], family: Any) -> dict[str, Any]:
     """Settings of heads that still mean something when the family becomes this one."""
-    same = heads.get("family") in (None, family)
-    return {key: value for key, value in heads.items() if same or key in HeadConfig.model_fields}
+    if heads.get("family") in (None, family):
+        return dict(heads)
+    from headstart.heads import HeadConfig  # here: reading recipes needs neither torch nor transformers otherwise
+
+    return {key: value for key, value in heads.items() if key in HeadConfig.model_fields}
 
 
 def _override(values: dict[str, Any], override: str) -> None:

@@ -29,13 +29,9 @@ Shape suffixes: M predictions of one step, K draft steps, O distinct origins up 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-PositionWeight = Literal["exponential", "dpace", "auf"]
-"""What a recipe can ask for: `exponential`, `dpace`, or `until_failure` (auf)."""
 
 _SMOOTHING = 0.5
 
