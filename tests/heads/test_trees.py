@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headstart.heads import DraftHead, hydra, layer, recurrent
+from headstart.heads import DraftHead, layer
 from headstart.target import Target
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
@@ -60,8 +60,7 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
     name: str, rows: int, widths: tuple[int, ...], exact: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of different length, trees of their own, a round accepted before, and a cache that has to grow."""
-    for module in (recurrent, hydra):
-        monkeypatch.setattr(module, "_SPARE", 0)
+    monkeypatch.setattr(layer, "_SPARE", 0)
     heads = shake(build(name, exact)).double()
     heads.bind(exact)
     chance = random.Random(0)

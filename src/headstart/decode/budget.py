@@ -185,11 +185,12 @@ class Pace:
         self._depth = max(1, levels) if self._costs.level_ms else self._costs.levels
         if tree.gains is None or tree.drawn is not None or tree.size == 1:
             return tree
+        weights = self.weights
         ranked = [sorted(range(len(row)), key=lambda node: (-row[node], node)) for row in tree.gains]
         columns = [
             sum(
                 weight * row[order[place]]
-                for weight, row, order in zip(self.weights, tree.gains, ranked, strict=True)
+                for weight, row, order in zip(weights, tree.gains, ranked, strict=True)
                 if place < len(order)
             )
             for place in range(tree.size)

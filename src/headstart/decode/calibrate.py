@@ -82,8 +82,8 @@ def _isotonic(values: NDArray[np.float32], right: NDArray[np.bool_]) -> tuple[tu
     for part in np.array_split(order, min(_BINS, len(order))) if len(order) else []:
         pools.append((float(values[part].sum()), float(right[part].sum()), len(part)))
         while len(pools) > 1 and pools[-2][1] * pools[-1][2] > pools[-1][1] * pools[-2][2]:
-            last = pools.pop()
-            pools[-1] = tuple(a + b for a, b in zip(pools[-1], last, strict=True))  # type: ignore[assignment]
+            (total, hits, size), (more_total, more_hits, more) = pools[-2:]
+            pools[-2:] = [(total + more_total, hits + more_hits, size + more)]
     return tuple(total / size for total, _, size in pools), tuple(hits / size for _, hits, size in pools)
 
 

@@ -64,12 +64,9 @@ class EagleHead(RecurrentHead):
         if self.config.start == "cold":
             return
         size = self.config.hidden_size
-        layer = self.layers[0]
-        assert isinstance(layer, DraftLayer), "the stack is made of draft layers"
+        (layer,) = self.stack
         layer.warm_start(target)
-        # The joined state is a final one already: the layer starts without effect and learns what is missing.
-        layer.o.weight.zero_()
-        layer.down.weight.zero_()
+        layer.silence()  # the joined state is a final one already
         self.fc.weight.zero_()
         self.fc.weight[:, size:] = torch.eye(size)
         self.fc.bias.zero_()
@@ -79,15 +76,15 @@ class EagleHead(RecurrentHead):
         """Join state and embedding into the best linear guess of the next final state, by ridge regression."""
         if self.config.start == "cold":
             return
-        start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
-        for batch in batches:
+
+        def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
             final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
             origin_M = positions(batch.supervised_BT, 0)
             joined_MJ = self._join(final_XE[origin_M], self._embed(tokens_X[origin_M + 1], final_XE))
-            start.add(joined_MJ, [final_XE[origin_M + 1]])
-            if start.enough:
-                break
-        for map_EJ in start.maps():
+            return joined_MJ, [final_XE[origin_M + 1]]
+
+        start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
+        for map_EJ in start.learn(batches, read):
             self.fc.weight.copy_(map_EJ)
 
     def see(self, states: dict[int, Tensor]) -> Tensor:

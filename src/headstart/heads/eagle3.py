@@ -9,14 +9,14 @@ With `join` the stream is not the fed state but a linear map of it and the embed
 back final states, every step then makes the same transition, from one final state to the next, and its linear part can
 be solved for before training. Serving engines know no such map.
 
-Shape suffixes: E hidden size, D draft vocabulary, M positions, X = taps * E (in `fit` of the join: flat positions),
-J what the join reads.
+Shape suffixes: E hidden size, D draft vocabulary, M positions, X = taps * E (of final states: flat positions), J what
+is solved for reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -114,18 +114,14 @@ class Eagle3Head(RecurrentHead):
             return
         self.fc.weight.zero_()
         self.fc.weight[:, -self.config.hidden_size :] = torch.eye(self.config.hidden_size)
-        for number, layer in enumerate(self.layers):
-            assert isinstance(layer, DraftLayer), "the stack is made of draft layers"
+        for number, layer in enumerate(self.stack):
             behind = self.config.hidden_size if number == 0 else 0
             layer.warm_start(target, number - len(self.layers), behind)
         last = target.layers[-len(self.layers)]
         self.hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", None), self.norm.weight))
         self.norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), self.norm.weight))
         if self.joined is not None:
-            # The fused state is a final one already: the layer starts without effect and learns what is missing.
-            first = cast(DraftLayer, self.layers[0])
-            first.o.weight.zero_()
-            first.down.weight.zero_()
+            self.stack[0].silence()  # the fused state is a final one already
             self.joined.weight.zero_()
             self.joined.weight[:, self.config.hidden_size :] = torch.eye(self.config.hidden_size)
         self.lm_head.weight.copy_(self.lm_head_of(target))
@@ -140,33 +136,23 @@ class Eagle3Head(RecurrentHead):
         """
         if self.config.start == "cold":
             return
-        if self.joined is not None:
-            self._fit_join(self.joined, batches)
-            return
-        scale, size = 0.0, self.config.hidden_size
-        start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
-        for batch in batches:
-            origin_M = positions(batch.supervised_BT, 0)
-            seen_MX = self._tapped(self.see(batch.states).flatten(0, 1)[origin_M].float())
-            start.add(seen_MX, [batch.states[FINAL].flatten(0, 1)[origin_M + 1].float() / self.norm.weight.float()])
-            scale += float(seen_MX[:, -size:].square().mean(-1).sqrt().sum())
-            if start.enough:
-                break
-        for map_EX in start.maps():
-            self.fc.weight.copy_(scale / start.rows * map_EX)
+        wide, size, scale = self.fc if self.joined is None else self.joined, self.config.hidden_size, 0.0
 
-    def _fit_join(self, joined: nn.Linear, batches: Iterable[HeadBatch]) -> None:
-        start = LinearStart([joined.in_features], joined.out_features, self.device_of_target)
-        for batch in batches:
-            final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
-            origin_M = positions(batch.supervised_BT, 0)
-            embedded_ME = normed(self.embedding_norm, self._embed(tokens_X[origin_M + 1], final_XE))
-            fed_ME = self.fuse(self.see(batch.states).flatten(0, 1)[origin_M].float())
-            start.add(torch.cat([embedded_ME, fed_ME], dim=-1), [final_XE[origin_M + 1] / self.norm.weight.float()])
-            if start.enough:
-                break
-        for map_EJ in start.maps():
-            joined.weight.copy_(map_EJ)
+        def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
+            nonlocal scale
+            final_XE, origin_M = batch.states[FINAL].flatten(0, 1).float(), positions(batch.supervised_BT, 0)
+            seen_MX = self.see(batch.states).flatten(0, 1)[origin_M].float()
+            if self.joined is None:
+                read_MJ = self._tapped(seen_MX)
+                scale += float(read_MJ[:, -size:].square().mean(-1).sqrt().sum())
+            else:
+                embedded_ME = self._embed(batch.tokens_BT.flatten()[origin_M + 1], final_XE)
+                read_MJ = torch.cat([normed(self.embedding_norm, embedded_ME), self.fuse(seen_MX)], dim=-1)
+            return read_MJ, [final_XE[origin_M + 1] / self.norm.weight.float()]
+
+        start = LinearStart([wide.in_features], wide.out_features, self.device_of_target)
+        for map_EJ in start.learn(batches, read):
+            wide.weight.copy_(map_EJ if self.joined is not None else scale / start.rows * map_EJ)
 
     def see(self, states: dict[int, Tensor]) -> Tensor:
         return torch.cat([states[tap] for tap in self.config.tap_layers], dim=-1)

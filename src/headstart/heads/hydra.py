@@ -41,9 +41,6 @@ from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, c
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.target import FINAL, Target
 
-_SPARE = 256
-"""Cache slots beyond the prompt that a session starts with."""
-
 
 class HydraConfig(LayerConfig):
     """Settings of Hydra heads; those of a decoder layer matter with `prefix_attention` only."""
@@ -137,8 +134,7 @@ class HydraHead(DraftHead):
         if self.prefix is not None:
             # Its features are those of the target's last layer; it starts without effect and learns what to add.
             self.prefix.warm_start(target)
-            self.prefix.o.weight.zero_()
-            self.prefix.down.weight.zero_()
+            self.prefix.silence()
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
@@ -152,15 +148,15 @@ class HydraHead(DraftHead):
         assert self._embedding_VE is not None, "heads are bound to their target"
         size = self.config.hidden_size
         widths = [(step + 2) * size for step in range(self.steps)]
-        start = LinearStart(widths, size, self._embedding_VE.device)
-        for batch in batches:
+
+        def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
             final_XE = batch.states[FINAL].flatten(0, 1)
             origin_M = positions(batch.supervised_BT, self.steps - 1)
             seen_MF = _seen(*self._inputs(batch), origin_M, self.steps - 1)
-            start.add(seen_MF, [final_XE[origin_M + step + 1] for step in range(self.steps)])
-            if start.enough:
-                break
-        for head, map_EF in zip(self._heads(), start.maps(), strict=False):
+            return seen_MF, [final_XE[origin_M + step + 1] for step in range(self.steps)]
+
+        maps = LinearStart(widths, size, self._embedding_VE.device).learn(batches, read)
+        for head, map_EF in zip(self._heads(), maps, strict=False):
             head.input_EF.copy_(map_EF)
 
     def bind(self, target: Target) -> None:
@@ -194,7 +190,7 @@ class HydraHead(DraftHead):
         counts, final_BPE = [len(prompt) for prompt in prompts], states[FINAL]
         cache = None
         if self.prefix is not None:
-            cache = LayerCache(self.config, 1, len(prompts), final_BPE.shape[1] + _SPARE, final_BPE)
+            cache = LayerCache(self.config, 1, len(prompts), final_BPE.shape[1], final_BPE)
         final_BE = self._follow(cache, final_BPE, counts)
         return HydraState(final_BE, final_BE[:, None], cache)
 

@@ -35,6 +35,8 @@ _ROTARY: dict[str, set[str]] = {
 """Rotary kinds whose angles depend on the position alone, and the settings that each needs."""
 _LEAST_PLACES = 256
 """Positions of the first table of angles."""
+_SPARE = 256
+"""Cache slots beyond the prompt that a session starts with."""
 _QUERIES = 512
 """Queries that attend together where a mask says what each of them sees: masks are as long as the text."""
 
@@ -193,6 +195,12 @@ class DraftLayer(nn.Module):
         return stream_BTE
 
     @torch.no_grad()
+    def silence(self) -> None:
+        """Let the layer add nothing to the stream for now; what it reads and computes stays, and learns what to add."""
+        self.o.weight.zero_()
+        self.down.weight.zero_()
+
+    @torch.no_grad()
     def warm_start(self, target: Target, number: int = -1, behind: int = 0) -> None:
         """Take over a layer of the target, as far as it is built alike; the rest starts without any effect.
 
@@ -265,12 +273,19 @@ def _is_rms(norm: Any) -> bool:
 class LayerCache:
     """Keys and values of committed tokens, and behind them those of the tree that is being drafted.
 
+    Args:
+        config: sizes.
+        layers: that have keys and values.
+        rows: B.
+        prompt: tokens of the longest prompt; there is room for some more, and `reserve` makes further room.
+        like: a tensor of the dtype and device to use.
+
     Attributes:
         lengths: committed slots of each row.
     """
 
-    def __init__(self, config: LayerConfig, layers: int, rows: int, capacity: int, like: Tensor) -> None:
-        shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
+    def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
+        shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)
         self.kv = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers)]
         self.lengths = [0] * rows
 

@@ -20,17 +20,23 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, positions
-from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, chain_attention
+from headstart.heads.layer import (
+    DraftLayer,
+    LayerCache,
+    LayerConfig,
+    Rotary,
+    cached_attention,
+    causal_attention,
+    chain_attention,
+)
 from headstart.target import Target
-
-_SPARE = 256
-"""Cache slots beyond the prompt that a session starts with."""
 
 
 @dataclass
@@ -79,6 +85,11 @@ class RecurrentHead(DraftHead):
     @property
     def steps(self) -> int:
         return self._steps
+
+    @property
+    def stack(self) -> list[DraftLayer]:
+        """The layers, first to last."""
+        return cast(list[DraftLayer], list(self.layers))
 
     def bind(self, target: Target) -> None:
         """Take the target's embeddings."""
@@ -129,12 +140,12 @@ class RecurrentHead(DraftHead):
             return
         length = batch.tokens_BT.shape[1]
         place_BA, real_BA = _by_row(origin_M, batch.tokens_BT.shape)
+        flat_BA = place_BA + length * torch.arange(len(place_BA), device=place_BA.device)[:, None]
         fed_BTE = self.fuse(self.see(batch.states))
         text = _Text(self, fed_BTE, batch.tokens_BT, place_BA)
         for step in range(self.steps):
             wanted_X = torch.zeros(batch.tokens_BT.numel(), dtype=torch.bool, device=place_BA.device)
             wanted_X[positions(batch.supervised_BT, step)] = True
-            flat_BA = place_BA + length * torch.arange(len(place_BA), device=place_BA.device)[:, None]
             wanted_BA = wanted_X[flat_BA] & real_BA
             if not wanted_BA.any():
                 return
@@ -150,7 +161,7 @@ class RecurrentHead(DraftHead):
         seen_BPX = self.see(states)
         width = seen_BPX.shape[1]
         following = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
-        cache = LayerCache(self.config, len(self.layers), len(prompts), width + _SPARE, seen_BPX)
+        cache = LayerCache(self.config, len(self.layers), len(prompts), width, seen_BPX)
         tokens_BP = torch.tensor(following, device=seen_BPX.device)
         return RecurrentState(cache, seen_BPX, tokens_BP, [len(prompt) for prompt in prompts])
 
@@ -241,8 +252,7 @@ class RecurrentHead(DraftHead):
         mask = _allowed(visible_BWS, first, slots, chain)
         attended_BWI, stream_BWE = self.enter(fed_BWE, self._embed(tokens_BW, fed_BWE))
         turn = self._rotary.at(positions_BW, fed_BWE.dtype, slots)
-        for number, layer in enumerate(self.layers):
-            assert isinstance(layer, DraftLayer), "the stack is made of draft layers"
+        for number, layer in enumerate(self.stack):
             queries, keys, values = layer.read(attended_BWI, turn)
             cache.put(number, starts, keys, values)
             if last_B is not None and number == len(self.layers) - 1:
@@ -278,13 +288,11 @@ class _Text:
 
     def __init__(self, heads: RecurrentHead, fed_BTE: Tensor, tokens_BT: Tensor, place_BA: Tensor) -> None:
         self.heads, self.tokens_BT, self.place_BA = heads, tokens_BT, place_BA
-        self.text_BTE = fed_BTE
         self.fed_BAE = fed_BTE  # of the step before; at step 0 the text's own
         self.kv: list[tuple[Tensor, Tensor]] = []
         self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in heads.layers]
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         self.hidden_BAT = places_T > place_BA[:, :, None]
-        self.hidden_1TT = (places_T > places_T[:, None])[None]
 
     def step(self, step: int) -> Tensor:
         """The last layer's stream at step `step` of every origin, [B, A, E]."""
@@ -297,8 +305,7 @@ class _Text:
             tokens = self.tokens_BT.gather(1, (places + 1).clamp(max=self.tokens_BT.shape[1] - 1))
         turn = heads._rotary.at(places, self.fed_BAE.dtype, self.tokens_BT.shape[1] + step)
         attended, stream = heads.enter(self.fed_BAE, heads._embed(tokens, self.fed_BAE))
-        for number, layer in enumerate(heads.layers):
-            assert isinstance(layer, DraftLayer), "the stack is made of draft layers"
+        for number, layer in enumerate(heads.stack):
             queries, keys, values = layer.read(attended, turn)
             if step == 0:
                 self.kv.append((keys, values))
@@ -308,7 +315,7 @@ class _Text:
                     index = place_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
                     mixed = chain_attention(queries.gather(3, index), keys, values, self.hidden_BAT)
                 else:
-                    mixed = chain_attention(queries, keys, values, self.hidden_1TT)
+                    mixed = causal_attention(queries, keys, values)
             else:
                 self.chains[number].append((keys, values))
                 mixed = chain_attention(queries, *self.kv[number], self.hidden_BAT, self.chains[number])

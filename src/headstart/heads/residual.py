@@ -6,11 +6,13 @@ K heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from headstart.heads.base import HeadBatch
 
 _RIDGE = 1e-3
 """Ridge of the linear start, as a share of the mean squared size of the components that are read."""
@@ -59,10 +61,15 @@ class LinearStart:
         self.cross_KFE = [torch.zeros(width, size, device=device) for width in widths]
         self.rows = 0
 
-    @property
-    def enough(self) -> bool:
-        """Whether more positions would hardly change the maps."""
-        return self.rows >= _ENOUGH * len(self.gram_FF)
+    def learn(
+        self, batches: Iterable[HeadBatch], read: Callable[[HeadBatch], tuple[Tensor, Sequence[Tensor]]]
+    ) -> list[Tensor]:
+        """`add` what `read` makes of the batches until more would hardly change the maps; returns `maps`."""
+        for batch in batches:
+            self.add(*read(batch))
+            if self.rows >= _ENOUGH * len(self.gram_FF):
+                break
+        return self.maps()
 
     @torch.no_grad()
     def add(self, seen_MF: Tensor, wanted_KME: Sequence[Tensor]) -> None:

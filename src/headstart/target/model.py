@@ -100,12 +100,12 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
-        return self.model.get_output_embeddings().weight.dtype  # type: ignore[no-any-return]
+        return self.lm_head_weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights live."""
-        return self.model.get_output_embeddings().weight.device  # type: ignore[no-any-return]
+        return self.lm_head_weight.device
 
     @property
     def parameters(self) -> int:
@@ -206,12 +206,14 @@ class Target:
     @property
     def lm_head_weight(self) -> Tensor:
         """The frozen LM head, [V, E]."""
-        return self.model.get_output_embeddings().weight  # type: ignore[no-any-return]
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
 
     @property
     def embedding_weight(self) -> Tensor:
         """The frozen token embeddings, [V, E]."""
-        return self.model.get_input_embeddings().weight  # type: ignore[no-any-return]
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
 
     @contextmanager
     def stock(self) -> Iterator[Any]:
