@@ -161,6 +161,22 @@ def render(messages: Sequence[Message], tokenizer: Any, *, answer: bool) -> str:
         ) from error
 
 
+def added_tokens(before: str, after: str, last_token: int, tokenizer: Any) -> list[int]:
+    """Tokens that a template puts behind an answer.
+
+    The end of the turn is the answer's own last token; what the template puts behind it comes with the next turn.
+
+    Args:
+        before: the conversation up to the answer, rendered; `after` begins with it.
+        after: the same with what follows.
+        last_token: of the answer, as the target wrote it.
+        tokenizer: of the target.
+    """
+    end = tokenizer.decode([last_token])
+    tail = before[before.rindex(end) + len(end) :] if end in before else ""
+    return list(tokenizer(tail + after[len(before) :], add_special_tokens=False)["input_ids"])
+
+
 def check_template(tokenizer: Any) -> None:
     """Refuse a target that cannot chat.
 

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from headstart.data.conversations import (
     Conversation,
+    added_tokens,
     encode,
     prompt_tokens,
     read_conversations,
@@ -274,10 +275,7 @@ class _Running:
         after = render([*self.messages, *asked], tokenizer, answer=True)
         if not after.startswith(before):
             return None
-        # The end-of-turn token is written already; what the template puts behind it comes with the next turn.
-        end = tokenizer.decode([self.tokens[-1]])
-        tail = before[before.rindex(end) + len(end) :] if end in before else ""
-        return list(tokenizer(tail + after[len(before) :], add_special_tokens=False)["input_ids"])
+        return added_tokens(before, after, self.tokens[-1], tokenizer)
 
     def answer(self, tokens: list[int], tokenizer: Any, ends: frozenset[int]) -> None:
         """Append the target's answer; one that was cut ends the conversation."""

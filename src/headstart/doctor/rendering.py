@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.data.conversations import Conversation, encode, prompt_tokens, render
+from headstart.data.conversations import Conversation, added_tokens, encode, prompt_tokens, render
 from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
 from headstart.doctor.subject import SPLITS, Subject, spread
 from headstart.errors import UserError
@@ -122,10 +122,7 @@ def _added(messages: Any, answered: int, turn: int, tokens: Sequence[int], token
         return prompt_tokens(messages[:turn], tokenizer)
     before = render(messages[:answered], tokenizer, answer=False)
     after = render(messages[:turn], tokenizer, answer=True)
-    end = tokenizer.decode([tokens[-1]])
-    # The end of the turn is the answer's; what the template puts behind it comes with the next turn.
-    tail = before[before.rindex(end) + len(end) :] if end in before else ""
-    return list(tokenizer(tail + after[len(before) :], add_special_tokens=False)["input_ids"])
+    return added_tokens(before, after, tokens[-1], tokenizer)
 
 
 def _parting(stored: Sequence[int], now: Sequence[int]) -> int | None:
