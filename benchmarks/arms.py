@@ -7,6 +7,7 @@ overwritten.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -65,6 +66,21 @@ class Text:
 
     tokens: list[int]
     supervised: list[bool]
+
+
+def options_of(doc: str | None, out: Path, dtype: str = "auto") -> argparse.ArgumentParser:
+    """A parser with what these benchmarks have in common: whose data, where to, which target, how much."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="whose conversations to learn from")
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for our recipes")
+    parser.add_argument("--limit", type=int, help="questions of each file at most")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--chain", type=int, default=5, help="drafts of the chain, as far as the heads reach")
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--dtype", default=dtype)
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="of hidden states at most")
+    return parser
 
 
 def budget(minutes: float | None = None, steps: int | None = None, epochs: int | None = None) -> list[str]:

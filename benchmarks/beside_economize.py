@@ -22,7 +22,22 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from arms import Arm, alternate, arm, budget, facts, lessons, once, row_of, shares, table, times, trained, tuned
+from arms import (
+    Arm,
+    alternate,
+    arm,
+    budget,
+    facts,
+    lessons,
+    once,
+    options_of,
+    row_of,
+    shares,
+    table,
+    times,
+    trained,
+    tuned,
+)
 
 from headstart.data.conversations import read_conversations
 from headstart.data.questions import read_questions
@@ -98,24 +113,15 @@ class TheirMethod:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, Path("out/beside"), "bfloat16")
     parser.add_argument("questions", type=Path)
     parser.add_argument("--their-python", required=True, help="interpreter of the environment with economize")
     parser.add_argument("--recipe", default="eagle3", help="ours")
-    parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="whose conversations to learn from")
-    parser.add_argument("--out", type=Path, default=Path("out/beside"))
     parser.add_argument("--minutes", type=float, default=13.0)
     parser.add_argument("--steps", type=int, help="theirs trains for so many steps instead")
     parser.add_argument("--theirs", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--drafts", nargs="+", type=int, default=[3, 5], help="of their chains")
-    parser.add_argument("--chain", type=int, default=5, help="drafts of our chain")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for our recipe")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="of hidden states at most")
     options = parser.parse_args(arguments)
 
     target = load_target(options.target, options.dtype)

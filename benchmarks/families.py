@@ -12,12 +12,11 @@ the other.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arms import alternate, arm, budget, facts, lessons, row_of, shares, table, times, tuned
+from arms import alternate, arm, budget, facts, lessons, options_of, row_of, shares, table, times, tuned
 
 from headstart.api import Decoder
 from headstart.data.questions import read_questions
@@ -34,21 +33,12 @@ OVER = {"over_plain": PLAIN, "over_transformers": STOCK, "over_prompt_lookup": L
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, Path("out/families"))
     parser.add_argument("questions", nargs="+", type=Path)
-    parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="whose conversations to learn from")
-    parser.add_argument("--out", type=Path, default=Path("out/families"))
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), help="recipes: packaged names or YAML files")
     parser.add_argument("--minutes", type=float, default=15.0, help="of training, for each family")
     parser.add_argument("--steps", type=int, help="train for so many steps instead")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for every recipe")
-    parser.add_argument("--limit", type=int, help="questions of each file at most")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--chain", type=int, default=5, help="drafts of the chain, as far as the heads reach")
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="of hidden states at most")
     options = parser.parse_args(arguments)
 
     target = load_target(options.target, options.dtype)

@@ -10,14 +10,13 @@ clock. Cells that are done are skipped, so the command can be stopped and given 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from arms import answered, arm, budget, chain_tau, facts, lessons, table, trained
+from arms import answered, arm, budget, chain_tau, facts, lessons, options_of, table, trained
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -50,20 +49,11 @@ class Part(StateStore):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, Path("out/curve"))
     parser.add_argument("recipe")
-    parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="whose conversations to learn from")
-    parser.add_argument("--out", type=Path, default=Path("out/curve"))
     parser.add_argument("--parts", nargs="+", type=float, default=[0.125, 0.25, 0.5, 1.0], help="shares of the data")
     parser.add_argument("--epochs", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for the recipe")
     parser.add_argument("--questions", type=Path, help="also judge on the target's own answers to these")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--chain", type=int, default=5)
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="of hidden states at most")
     options = parser.parse_args(arguments)
 
     target = load_target(options.target, options.dtype)

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from arms import answered
 from rich.console import Console
 
-from headstart.data.conversations import prompt_tokens
 from headstart.data.generate import build_conversations
 from headstart.data.questions import read_questions
 from headstart.data.store import build_store
 from headstart.decode.tune import measure_ranks, path_values
-from headstart.eval import plain_answers
 from headstart.files import write_json
 from headstart.heads.io import load_heads
 from headstart.target import FINAL, load_target
@@ -30,12 +28,6 @@ from headstart.train.config import load_recipe
 from headstart.train.loop import train
 
 NODES = 16
-
-
-@dataclass
-class Text:
-    tokens: list[int]
-    supervised: list[bool]
 
 
 def main() -> None:
@@ -47,15 +39,7 @@ def main() -> None:
     options = parser.parse_args()
 
     target = load_target("smollm2-135m")
-    prompts = [
-        prompt_tokens([{"role": "user", "content": item.turns[0]}], target.tokenizer)
-        for item in read_questions(options.questions)
-    ]
-    answers = plain_answers(target, prompts, 128, 16)
-    texts = [
-        Text([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    texts = answered(target, read_questions(options.questions), options.folder / "answers.json", 128)
     results = {}
     for openers in ("none", "broad"):
         folder = options.folder / openers

@@ -12,13 +12,12 @@ conversations of the run: no clock.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from arms import answered, arm, budget, chain_tau, facts, lessons, shares, table, trained
+from arms import answered, arm, budget, chain_tau, facts, lessons, options_of, shares, table, trained
 
 from headstart.data.questions import read_questions
 from headstart.eval.measure import environment
@@ -40,21 +39,12 @@ PUBLISHED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, Path("out/published"))
     parser.add_argument("questions", type=Path)
     parser.add_argument("--recipe", default="eagle3", help="ours")
-    parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="whose conversations to learn from")
-    parser.add_argument("--out", type=Path, default=Path("out/published"))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lrs", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3], help="of the published recipe")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for both recipes")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--chain", type=int, default=5)
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="of hidden states at most")
     options = parser.parse_args(arguments)
 
     target = load_target(options.target, options.dtype)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 
-from headstart.decode.catalog import DRAFTERS, describe, make_drafter
+from headstart import cli_heads
+from headstart.decode.catalog import DEFAULT, DRAFTERS, describe, make_drafter
 from headstart.decode.combine import CombinedDrafter
 from headstart.decode.draft_model import DraftModelDrafter
 from headstart.decode.loop import DecodeOptions, Engine
 from headstart.errors import UserError
 from headstart.target import Target
+from headstart.train.config import EvalSection
 from tests.decode.drafters import ReplayDrafter
 
 HEADS = ReplayDrafter([], 61, 0.0)
@@ -70,3 +73,10 @@ def test_bad_names_are_refused(tiny_target: Target, name: str, message: str) -> 
 
 def test_every_name_is_described_in_one_line() -> None:
     assert [line.split(": ")[0] for line in describe().splitlines()] == list(DRAFTERS)
+
+
+def test_what_is_used_when_nothing_is_said_is_the_same_everywhere() -> None:
+    """The commands and recipes write the name out: they start without loading the decoder."""
+    for command in (cli_heads.generate, cli_heads.chat):
+        assert inspect.signature(command).parameters["drafter"].default == DEFAULT
+    assert EvalSection().compare == (DEFAULT,)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from headstart.data.conversations import Conversation
 from headstart.data.store import StateStore, build_store
 from headstart.target import FINAL, Target
 from headstart.train.config import Recipe, parse_recipe
+from headstart.train.loop import TrainResult, train
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +69,18 @@ def recipe() -> Callable[..., Recipe]:
         return parse_recipe({"name": "tiny", "target": "tiny", "heads": heads, "train": settings})
 
     return make
+
+
+Train = Callable[..., TrainResult]
+
+
+@pytest.fixture
+def run(
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: StateStore
+) -> Callable[..., TrainResult]:
+    """Train in a folder with these train settings."""
+
+    def go(folder: Path, console: Console | None = None, target: Target = tiny_target, **settings: Any) -> TrainResult:
+        return train(recipe(**settings), target, train_store, valid_store, folder, console)
+
+    return go

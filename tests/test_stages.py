@@ -1,0 +1,242 @@
+"""The stage framework on made-up stages: skipped when done, built anew when stale, continued when interrupted."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headstart.errors import UserError
+from headstart.pipeline import run as run_module
+from headstart.pipeline.run import Outcome, Run, Stage, execute, format_seconds, locked, provenance, recipe_text
+from headstart.train.config import load_recipe, parse_recipe
+
+
+class Factory:
+    """Two stages that write a file each and count how often they work; `fail` makes one stop half way."""
+
+    def __init__(self) -> None:
+        self.worked: list[str] = []
+        self.fail: str | None = None
+        self.version = 1
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            Stage(
+                "first", "first things", self.version, ("a",), (), lambda run: {"seed": run.recipe.data.seed}, self.a
+            ),
+            Stage("second", "second things", 1, ("b/c",), ("first",), lambda run: {"lr": run.recipe.train.lr}, self.b),
+        )
+
+    def a(self, run: Run) -> Outcome:
+        return self._write(run.folder / "a", "first")
+
+    def b(self, run: Run) -> Outcome:
+        return self._write(run.folder / "b" / "c", "second")
+
+    def _write(self, path: Path, name: str) -> Outcome:
+        self.worked.append(name)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"part-{len(list(path.iterdir()))}").touch()
+        if self.fail == name:
+            raise KeyboardInterrupt
+        return Outcome(f"{name} is there")
+
+
+@pytest.fixture
+def factory() -> Factory:
+    return Factory()
+
+
+def make_run(folder: Path, **settings: Any) -> Run:
+    return Run(
+        parse_recipe({"name": "made-up", "heads": {}, **settings}), folder, Console(file=io.StringIO(), width=200)
+    )
+
+
+def said(run: Run) -> str:
+    assert isinstance(run.console.file, io.StringIO)
+    return run.console.file.getvalue()
+
+
+def parts(folder: Path) -> int:
+    return len(list(folder.iterdir()))
+
+
+def test_done_stages_are_skipped(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    assert execute(make_run(folder), factory.stages())
+    assert not execute(make_run(folder), factory.stages())
+    assert factory.worked == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "worked"),
+    [
+        ({"data": {"seed": 1}}, ["first", "second"]),
+        ({"train": {"lr": 0.5}}, ["second"]),
+        ({"train": {"clip": 0.5}}, []),
+    ],
+)
+def test_only_stages_that_depend_on_a_changed_setting_are_built_anew(
+    tmp_path: Path, factory: Factory, settings: dict[str, Any], worked: list[str]
+) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    factory.worked.clear()
+    execute(make_run(folder, **settings), factory.stages())
+    assert factory.worked == worked
+    assert parts(folder / "a") == parts(folder / "b" / "c") == 1, "what was there before is gone"
+
+
+def test_it_says_which_setting_changed(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    run = make_run(folder, data={"seed": 7})
+    execute(run, factory.stages())
+    assert "seed changed from 0 to 7" in said(run)
+    assert "first has changed" in said(run)
+
+
+def test_a_new_version_of_a_stage_builds_it_anew(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    factory.version = 2
+    execute(make_run(folder), factory.stages())
+    assert factory.worked == ["first", "second"] * 2
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_an_interrupted_stage_goes_on_with_what_it_has(tmp_path: Path, factory: Factory, name: str) -> None:
+    folder = tmp_path / "run"
+    factory.fail = name
+    with pytest.raises(KeyboardInterrupt):
+        execute(make_run(folder), factory.stages())
+    record = make_run(folder).record(name)
+    assert record is not None
+    assert not record.whole
+    factory.fail = None
+    execute(make_run(folder), factory.stages())
+    assert parts(folder / {"first": "a", "second": "b/c"}[name]) == 2, "the first part was kept"
+    assert factory.worked.count("first") == (2 if name == "first" else 1)
+
+
+def test_parts_of_other_settings_are_not_gone_on_with(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    factory.fail = "first"
+    with pytest.raises(KeyboardInterrupt):
+        execute(make_run(folder), factory.stages())
+    factory.fail = None
+    execute(make_run(folder, data={"seed": 1}), factory.stages())
+    assert parts(folder / "a") == 1
+
+
+def test_a_kill_while_old_outputs_are_removed_leaves_nothing_taken_for_whole(
+    tmp_path: Path, factory: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            execute(make_run(folder, data={"seed": 1}), factory.stages())
+    factory.worked.clear()
+    execute(make_run(folder), factory.stages())  # back to the first settings
+    assert factory.worked == ["first", "second"]
+    assert parts(folder / "a") == 1
+
+
+@pytest.mark.parametrize("loss", ["a", "b", "stages/first.json"])
+def test_what_somebody_deleted_is_built_anew(tmp_path: Path, factory: Factory, loss: str) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    path = folder / loss
+    if path.is_dir():
+        for file in sorted(path.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        path.rmdir()
+    else:
+        path.unlink()
+    factory.worked.clear()
+    execute(make_run(folder), factory.stages())
+    assert factory.worked == (["second"] if loss == "b" else ["first", "second"])
+
+
+def test_a_damaged_record_counts_as_none(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    (folder / "stages" / "second.json").write_text('{"fingerprint": ')
+    execute(make_run(folder), factory.stages())
+    assert factory.worked == ["first", "second", "second"]
+
+
+def test_a_stage_can_be_asked_for_again(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    execute(make_run(folder), factory.stages(), again={"second"})
+    assert factory.worked == ["first", "second", "second"]
+
+
+def test_outputs_without_a_record_are_adopted_where_a_stage_says_so(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "part-0").touch()
+    first = factory.stages()[0]
+    execute(make_run(folder), [Stage(**{**vars(first), "adopts": True})])
+    assert parts(folder / "a") == 2
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    with locked(folder), pytest.raises(UserError, match=f"process {os.getpid()}"):
+        execute(make_run(folder), factory.stages())
+    execute(make_run(folder), factory.stages())
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
+    code = "from headstart.pipeline.run import locked; from pathlib import Path; import os, signal\n"
+    code += f"with locked(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert (tmp_path / "lock").read_text().strip().isdigit()
+    with locked(tmp_path):
+        pass
+
+
+def test_a_run_can_be_repeated_from_its_own_files(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    run = make_run(folder, train={"lr": 0.25})
+    execute(run, factory.stages())
+    assert load_recipe(str(folder / "recipe.yaml")) == run.recipe
+    commands = json.loads((folder / "provenance.json").read_text())["commands"]
+    assert len(commands) == 1
+    assert commands[0]["argv"] == sys.argv
+    assert "torch" in commands[0]["versions"]
+    execute(make_run(folder), factory.stages())
+    assert len(json.loads((folder / "provenance.json").read_text())["commands"]) == 2, "the changed run is noted too"
+
+
+def test_provenance_names_the_commit_only_of_its_own_source_tree(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sha = provenance().git_sha
+    assert sha is None or len(sha) == 40
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
+    assert run_module.git_state() == (None, None)
+
+
+def test_recipes_survive_being_written() -> None:
+    recipe = load_recipe("quickstart")
+    assert "smollm2-135m" in recipe_text(recipe)
+    assert format_seconds(125.2) == "2 min 5 s"
