@@ -26,6 +26,10 @@ from headstart.target import load_target
 
 PUBLISHED = (
     "heads.start=cold",
+    "heads.join=false",
+    "heads.feedback=pre_norm",
+    "heads.tap_norms=false",
+    "train.optimizer=adamw",
     "train.start_from=null",
     "train.loss=soft_ce",
     "train.position_weight=exponential",
@@ -35,7 +39,7 @@ PUBLISHED = (
     "train.betas=[0.9, 0.95]",
     "train.clip=0.5",
 )
-"""What makes the recipe the published one."""
+"""What makes the recipe the published one, with --published-taps."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,12 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipe", default="eagle3", help="ours")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lrs", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3], help="of the published recipe")
+    parser.add_argument("--published-taps", nargs="+", type=int, help="of the published recipe; ours by default")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     options = parser.parse_args(arguments)
 
     target = load_target(options.target, options.dtype)
     common = [*options.set, *budget(steps=options.steps)]
-    settings = {"ours": list[str](), **{f"published, lr {lr:g}": [*PUBLISHED, f"train.lr={lr}"] for lr in options.lrs}}
+    taps = [f"heads.tap_layers={options.published_taps}"] if options.published_taps else []
+    settings = {"ours": list[str]()}
+    settings |= {f"published, lr {lr:g}": [*PUBLISHED, *taps, f"train.lr={lr}"] for lr in options.lrs}
     arms = {
         name: [arm(f"{name} {seed}", options.recipe, [*common, *own, f"train.seed={seed}"]) for seed in options.seeds]
         for name, own in settings.items()

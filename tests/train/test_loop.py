@@ -129,6 +129,7 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
         {"mixed_precision": "bf16", "accumulate": 2, "epochs": 6},
         {"noise": 0.1, "position_weight": "dpace"},
         {"finish": 0.5},
+        {"optimizer": "muon"},
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_weights(

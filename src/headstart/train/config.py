@@ -65,10 +65,14 @@ class TrainSection(Section):
     epochs: int = Field(50, ge=1, description="Passes over the data at most.")
     batch_tokens: int = Field(4096, ge=64, description="Tokens of a batch, padding included.")
     accumulate: int = Field(1, ge=1, description="Batches per optimiser step.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon makes the updates of matrices orthogonal; LM heads, norms and biases stay with AdamW.",
+    )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
     min_lr_ratio: float = Field(0.05, ge=0, le=1, description="Final learning rate, as a share of the peak.")
     warmup: float = Field(0.03, ge=0, lt=1, description="Share of the run spent warming up.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
     clip: float = Field(1.0, gt=0, description="Gradient norm limit.")
     loss: str = Field("soft_ce", description="Loss between draft and target distributions.")

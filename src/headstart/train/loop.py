@@ -38,6 +38,7 @@ from headstart.train.interrupt import Interrupt
 from headstart.train.losses import Teacher, find_loss, weighted
 from headstart.train.memory import keep_freed_memory
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
+from headstart.train.optimizers import make_optimizers
 from headstart.train.setup import (
     build_heads,
     check_store,
@@ -154,14 +155,9 @@ class _Run:
             check_store(store, target, self.taps)
         self.coverage = self._coverage(valid_store)
         need_disk(folder, 3 * 4 * sum(p.numel() for p in self.heads.parameters()) * (checkpoint.KEEP + 1), "Training")
-        optimizer = torch.optim.AdamW(
-            [p for p in self.heads.parameters() if p.requires_grad],
-            lr=self.section.lr,
-            betas=self.section.betas,
-            weight_decay=self.section.weight_decay,
-            fused=True,
+        self.model, *self.optimizers = accelerator.prepare(
+            Unrolled(self.heads), *make_optimizers(self.heads, self.section)
         )
-        self.model, self.optimizer = accelerator.prepare(Unrolled(self.heads), optimizer)
         self.teacher = Teacher(target, self.heads.draft_to_target_D)
         self.valid = self._validation_batches(valid_store)
         self.per_epoch = len(self._epoch(0))
@@ -230,8 +226,9 @@ class _Run:
 
     def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, lr: float, on_policy: bool) -> float:
         """One optimiser step; returns the loss per prediction of the first draft step, over all processes."""
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = lr
+        for optimizer in self.optimizers:
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = lr
         self.model.train()
         summed = torch.zeros((), device=self.accelerator.device)
         for i, batch in enumerate(batches):
@@ -255,8 +252,9 @@ class _Run:
         # With fp16 a gradient may overflow now and then: the scaler skips that step by itself.
         if not math.isfinite(mean) or not (math.isfinite(norm) or self.accelerator.mixed_precision == "fp16"):
             self._not_finite(group, batches, mean)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return mean
 
     def _augment(self, batch: HeadBatch, number: int) -> HeadBatch:
