@@ -6,13 +6,17 @@ with the next part and gives what an uninterrupted one would have given.
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -25,6 +29,7 @@ from headstart.data.conversations import (
     render,
     write_conversations,
 )
+from headstart.data.lanes import Lanes
 from headstart.data.prompts import Prompt, deduplicate, load_prompts, normalise
 from headstart.data.sampling import sample_rows
 from headstart.data.selfprompt import write_prompts
@@ -81,41 +86,23 @@ def build_conversations(target: Target, section: Any, folder: Path, console: Con
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
     settings = Settings(**{name: getattr(section, name) for name in Settings.__dataclass_fields__})
-    parts = folder / "parts"
     source = _PromptSource(target, settings)
     splits: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
     wanted = {split: int(getattr(settings, name)) for split, name in _COUNTS.items()}
     seen: set[str] = set()
-    clock_file = folder / "clock.json"
-    spent = float(read_json(clock_file)["training_seconds"]) if clock_file.is_file() else 0.0
     with _progress(console) as progress:
         bar = progress.add_task("conversations", total=sum(wanted.values()), tokens="")
         written_tokens, started = 0, time.perf_counter()
         for split, count in wanted.items():
-            number = 0
-            while len(splits[split]) < count and not source.exhausted(split, number):
-                part = parts / f"{split}-{number:05d}.jsonl"
-                if part.is_file():
-                    batch = read_conversations(part)
-                else:
-                    if split == "train" and settings.minutes is not None and spent >= 60 * settings.minutes:
-                        break
-                    begun = time.perf_counter()
-                    prompts = [
-                        prompt for prompt in source.take(split, number) if normalise(prompt.turns[0]) not in seen
-                    ]
-                    prompts = prompts[: count - len(splits[split])]
-                    batch = _answer(target, prompts, settings, source.seed(split, number), answered=split != "heldout")
-                    write_conversations(part, batch)
-                    if split == "train":
-                        spent += time.perf_counter() - begun
-                        write_json(clock_file, {"training_seconds": spent})
-                    written_tokens += sum(sum(item.supervised) for item in batch)
-                number += 1
-                seen.update(normalise(_asked(item)) for item in batch)
-                splits[split].extend(batch)
+            kept = splits[split]
+            clock = _Clock(folder / "clock.json", settings.minutes) if split == "train" else None
+            for batch, new in _in_order(source, split, kept, count, folder / "parts", clock):
+                fresh = [item for item in batch if normalise(_asked(item)) not in seen][: count - len(kept)]
+                seen.update(normalise(_asked(item)) for item in fresh)
+                kept.extend(fresh)
+                written_tokens += sum(sum(item.supervised) for item in batch) if new else 0
                 rate = written_tokens / max(1e-9, time.perf_counter() - started)
-                progress.update(bar, advance=len(batch), tokens=f"{rate:.0f} answer tokens/s" if rate else "")
+                progress.update(bar, advance=len(fresh), tokens=f"{rate:.0f} answer tokens/s" if rate else "")
         progress.update(bar, total=progress.tasks[bar].completed)
     if not splits["train"]:
         raise UserError(
@@ -125,6 +112,71 @@ def build_conversations(target: Target, section: Any, folder: Path, console: Con
     for split, conversations in splits.items():
         write_conversations(folder / f"{split}.jsonl", conversations)
     return Splits(splits["train"], splits["calibration"], splits["heldout"])
+
+
+def _in_order(
+    source: _PromptSource, split: str, kept: Sequence[Conversation], count: int, parts: Path, clock: _Clock | None
+) -> Iterator[tuple[list[Conversation], bool]]:
+    """The batches of a split, each with whether it is new; while one is waited for, the next ones are being written.
+
+    Args:
+        source: of prompts and answers.
+        split: its name.
+        kept: what the caller keeps of the batches, which decides how many more there are.
+        count: conversations wanted.
+        parts: folder where each batch is kept.
+        clock: bounds the time; None does not.
+    """
+    size, number = source.batch_size, 0
+    running: deque[tuple[Path, bool, Callable[[], list[Conversation]]]] = deque()
+    with Lanes(source.device, -(-count // size)) as lanes:
+        while True:
+            room = count - len(kept) - len(running) * size  # those under way may bring a whole batch each
+            if room > 0 and len(running) < lanes.count and not source.exhausted(split, number):
+                part = parts / f"{split}-{number:05d}.jsonl"
+                new = not part.is_file()
+                if not new or number == 0 or clock is None or not clock.over(lanes.count):
+                    write = partial(source.write, split, number, room, lanes.check)
+                    batch_of = lanes.submit(write) if new else partial(read_conversations, part)
+                    running.append((part, new, batch_of))
+                    number += 1
+                    continue
+            if not running:
+                return
+            part, new, batch_of = running.popleft()
+            batch = batch_of()
+            if new:
+                write_conversations(part, batch)
+                if clock is not None:
+                    clock.note()
+            yield batch, new
+
+
+class _Clock:
+    """Time spent on training conversations, over all sessions.
+
+    Args:
+        file: where it is kept.
+        minutes: the budget; None has no end.
+    """
+
+    def __init__(self, file: Path, minutes: float | None) -> None:
+        self._file, self._budget = file, math.inf if minutes is None else 60 * minutes
+        self._spent = float(read_json(file)["training_seconds"]) if file.is_file() else 0.0
+        self._mark, self._batches, self._here = time.perf_counter(), 0, 0.0
+
+    def note(self) -> None:
+        """A batch is written."""
+        now = time.perf_counter()
+        self._here += now - self._mark
+        self._spent += now - self._mark
+        self._mark, self._batches = now, self._batches + 1
+        write_json(self._file, {"training_seconds": self._spent})
+
+    def over(self, lanes: int) -> bool:
+        """Whether another batch would end further behind the budget than its lane would stop before it without one."""
+        one = lanes * self._here / self._batches if self._batches else 0.0
+        return self._spent + time.perf_counter() - self._mark + one / 2 >= self._budget
 
 
 class _PromptSource:
@@ -151,13 +203,30 @@ class _PromptSource:
         """A seed of its own for each batch."""
         return (self._settings.seed * 1_000_003 + number) * len(SPLITS) + SPLITS.index(split)
 
-    def take(self, split: str, number: int) -> list[Prompt]:
+    @property
+    def device(self) -> torch.device:
+        """Where the target answers."""
+        return self._target.device
+
+    @property
+    def batch_size(self) -> int:
+        """Conversations of a batch at most."""
+        return self._settings.batch_size
+
+    def write(self, split: str, number: int, most: int, check: Callable[[], None]) -> list[Conversation]:
+        """Batch `number` of a split, answered except for held-out ones; `check` is called now and then."""
+        prompts = self.take(split, number, check)[:most]
+        seed = self.seed(split, number)
+        return _answer(self._target, prompts, self._settings, seed, split != "heldout", check)
+
+    def take(self, split: str, number: int, check: Callable[[], None] | None = None) -> list[Prompt]:
         """Batch `number` of a split: the same for the same settings, whatever was taken before."""
         size = self._settings.batch_size
         if self._given is not None:
             return self._given[split][number * size : (number + 1) * size]
         target = self._target
-        drafts = write_prompts(target, size, self._settings.openers, target.end_tokens, self.seed(split, number))
+        seed = self.seed(split, number)
+        drafts = write_prompts(target, size, self._settings.openers, target.end_tokens, seed, check)
         prompts = [
             Prompt([{"role": "user", "content": draft.text}], draft.category, f"{split}-{number}-{i}")
             for i, draft in enumerate(drafts)
@@ -176,7 +245,12 @@ class _PromptSource:
 
 
 def _answer(
-    target: Target, prompts: Sequence[Prompt], settings: Settings, seed: int, answered: bool
+    target: Target,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    seed: int,
+    answered: bool,
+    check: Callable[[], None] | None = None,
 ) -> list[Conversation]:
     """Answer every user turn of each prompt with the target, shortest prompts first.
 
@@ -210,6 +284,7 @@ def _answer(
             top_p=1.0,
             ends=ends,
             seed=seed * 31 + turn,
+            check=check,
         )
         for row, answer in zip(asking, answers, strict=True):
             row.answer(answer, target.tokenizer, ends)

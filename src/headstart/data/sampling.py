@@ -25,7 +25,7 @@ def sample_rows(
     top_p: float,
     ends: frozenset[int],
     seed: int,
-    advance: Callable[[int], None] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> list[list[int]]:
     """Continue each row until an end token (kept) or `max_new_tokens`.
 
@@ -37,7 +37,7 @@ def sample_rows(
         top_p: nucleus for rows with a temperature, taken among the 64 likeliest tokens.
         ends: tokens that end a row.
         seed: of the draws.
-        advance: called with the number of tokens written in each step.
+        check: called before each step; what it raises ends the work.
 
     Returns:
         The added tokens of each row.
@@ -50,6 +50,8 @@ def sample_rows(
     root = TreeShape.chain(0)
     ended = [False] * len(rows)
     for step in range(max_new_tokens):
+        if check is not None:
+            check()
         heat_B = torch.tensor([temperatures[row] for row in alive], device=target.device)
         picked = _pick(logits_BV, heat_B, top_p, generator).tolist()
         for row, token in zip(alive, picked, strict=True):
@@ -57,8 +59,6 @@ def sample_rows(
                 added[row].append(token)
                 ended[row] = token in ends
         going = [place for place, row in enumerate(alive) if not ended[row]]
-        if advance is not None:
-            advance(len(going))
         if not going or step == max_new_tokens - 1:
             break
         # Dropping rows copies the cache, so it waits until an eighth of them have ended.

@@ -7,6 +7,7 @@ ends the turn.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,14 @@ def user_prefix(tokenizer: object) -> str:
     return text[: text.index(_SENTINEL)]
 
 
-def write_prompts(target: Target, count: int, breadth: str, ends: frozenset[int], seed: int) -> list[SelfPrompt]:
+def write_prompts(
+    target: Target,
+    count: int,
+    breadth: str,
+    ends: frozenset[int],
+    seed: int,
+    check: Callable[[], None] | None = None,
+) -> list[SelfPrompt]:
     """Let the target write `count` requests, one batch; those of poor quality are left out.
 
     Args:
@@ -53,6 +61,7 @@ def write_prompts(target: Target, count: int, breadth: str, ends: frozenset[int]
         breadth: "broad" draws openers over what people ask, "none" starts from nothing.
         ends: tokens that end a turn.
         seed: of openers and draws; the same seed gives the same requests.
+        check: called before each step; what it raises ends the work.
     """
     chance = random.Random(seed)
     openers = opener_list(breadth)
@@ -74,6 +83,7 @@ def write_prompts(target: Target, count: int, breadth: str, ends: frozenset[int]
         top_p=0.95,
         ends=ends,
         seed=seed,
+        check=check,
     )
     prompts = []
     for (category, opener), row, tokens in zip(starts, rows, written, strict=True):
