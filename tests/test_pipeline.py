@@ -265,7 +265,17 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     assert set(plan.seconds) == {stage.name for stage in STAGES}
     assert "Hidden states on disk" in text
     assert "A drafted token" in text
-    assert "done before" in text
+    assert plan.left == {} and plan.disk_bytes == 0
+    assert text.count("done before") == len(STAGES) and "Nothing is left to do" in text
+    longer = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 6})})
+    run = Run(longer, folder, Console(width=120))
+    plan = make_plan(run)
+    show_plan(run, plan)
+    text = capsys.readouterr().out
+    assert set(plan.left) == {"train", "tune", "export", "eval"} and plan.disk_bytes > 0
+    assert "built anew: train.steps changed from 4 to 6" in text and "again, after train" in text
+    assert text.count("done before") == 3 and "Nothing is left" not in text
+    assert make_plan(quiet(tmp_path / "none", recipe)).left == dict.fromkeys(plan.seconds, "")
     greedy = tiny_recipe(tmp_path, tiny_target_folder, data={"conversations": 10**12, "cache_gigabytes": 1e9})
     problems = make_plan(quiet(tmp_path / "none", greedy)).problems
     assert any("free" in problem for problem in problems)

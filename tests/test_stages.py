@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 
 from headstart.errors import UserError
+from headstart.lock import locked
 from headstart.pipeline import run as run_module
-from headstart.pipeline.run import Outcome, Run, Stage, execute, format_seconds, locked, provenance, recipe_text
+from headstart.pipeline.run import Outcome, Run, Stage, execute, format_seconds, left_to_do, provenance, recipe_text
 from headstart.train.config import load_recipe, parse_recipe
 
 
@@ -206,12 +207,33 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, factory: Factory) -> N
 
 
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
-    code = "from headstart.pipeline.run import locked; from pathlib import Path; import os, signal\n"
+    code = "from headstart.lock import locked; from pathlib import Path; import os, signal\n"
     code += f"with locked(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert (tmp_path / "lock").read_text().strip().isdigit()
     with locked(tmp_path):
         pass
+
+
+def test_it_is_known_beforehand_what_is_left(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    stages = factory.stages()
+    assert left_to_do(make_run(folder), stages) == {"first": "", "second": ""}
+    assert not folder.exists(), "asking leaves no trace"
+    factory.fail = "second"
+    with pytest.raises(KeyboardInterrupt):
+        execute(make_run(folder), stages)
+    assert left_to_do(make_run(folder), stages) == {"second": "begun, 0.0 s so far"}
+    factory.fail = None
+    execute(make_run(folder), stages)
+    assert left_to_do(make_run(folder), stages) == {}
+    assert left_to_do(make_run(folder, train={"lr": 0.5}), stages) == {
+        "second": "built anew: lr changed from 0.001 to 0.5"
+    }
+    assert left_to_do(make_run(folder, data={"seed": 1}), stages) == {
+        "first": "built anew: seed changed from 0 to 1",
+        "second": "again, after first",
+    }
 
 
 def test_a_run_can_be_repeated_from_its_own_files(tmp_path: Path, factory: Factory) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from headstart.eval import write_report
+from headstart.eval import show_compare, write_report
 from headstart.eval.compare import OTHER, compare_rows
 from headstart.eval.divergence import Judgement
 from headstart.eval.report import LOSSY, divergence_sentence, verdicts
@@ -152,6 +154,29 @@ def test_compared_drafters_share_a_table_and_a_plot(results: dict[str, Any], tmp
     assert [line.split(" | ")[0] for line in lines[2:]] == [
         "| dynamic", "| plain", "| transformers", "| transformers_prompt_lookup", "| ngram", r"| a\|b",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_table_of_a_terminal_cuts_nothing_short(results: dict[str, Any], width: int) -> None:
+    results = compared(results)
+    for row in results["compare"]:
+        row["divergences"] = {"prompts": 80, "count": 12, "unexplained": 12}
+    results["compare"][-1]["name"] = "draft-model:/a/folder/with/a/rather/long/name"
+    console = Console(file=io.StringIO(), width=width)
+    show_compare(results, console)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    table = "\n".join(lines[: next(i for i, line in enumerate(lines) if "failed" in line)])
+    assert "…" not in table
+    assert all(len(line) <= width for line in table.splitlines())
+    assert ("host share" in table) is ("dynamic over it" in table) is (width == 200)
+    for row in results["compare"][:-1]:
+        speedup = row["speedup_vs_plain"]
+        line = next(line for line in lines if line.strip("│ ").split(" ")[0] == row["name"])
+        assert f"{row['tokens_per_second']:.1f}" in line
+        assert f"{speedup['mean']:.2f}x ({speedup['low']:.2f}–{speedup['high']:.2f})" in line
+        assert "12 of 80" in line
+    assert "with/a/" in table
 
 
 def test_a_lossy_verifier_is_called_lossy_everywhere(results: dict[str, Any], tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from headstart.errors import UserError
+from headstart.files import write_text
 from headstart.train import checkpoint
 from headstart.train.checkpoint import Standing
 
@@ -16,13 +19,22 @@ SETTINGS = {"train.lr": 1e-3}
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def best(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that stands for the best heads."""
+    folder = tmp_path_factory.mktemp("train") / "best"
+    folder.mkdir()
+    (folder / "heads.safetensors").write_text("the best")
+    return folder
+
+
+@pytest.fixture
+def saved(tmp_path: Path, best: Path) -> Path:
     """A folder with checkpoints of steps 10, 20 and 30, of which two are kept."""
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(3, 3)
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     for step in (10, 20, 30):
-        checkpoint.save(accelerator, tmp_path, Standing(step=step, epoch=1, elapsed=2.5), SETTINGS)
+        checkpoint.save(accelerator, tmp_path, Standing(step=step, epoch=1, elapsed=2.5), SETTINGS, best)
     return tmp_path
 
 
@@ -57,11 +69,33 @@ def test_one_that_was_still_being_written_is_not_seen(saved: Path) -> None:
     assert found is not None and found[1].step == 20
 
 
-def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(saved: Path) -> None:
+def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(saved: Path, best: Path) -> None:
     (saved / "step-00000035.partial").mkdir()
     accelerator = Accelerator(cpu=True)
-    checkpoint.save(accelerator, saved, Standing(step=40), SETTINGS)
+    checkpoint.save(accelerator, saved, Standing(step=40), SETTINGS, best)
     assert sorted(place.name for place in saved.iterdir()) == ["step-00000030", "step-00000040"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_best_heads_are_those_of_the_checkpoint(
+    tmp_path: Path, best: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    checkpoint.save(Accelerator(cpu=True), tmp_path, Standing(step=10), SETTINGS, best)
+    place, file = tmp_path / "step-00000010", best / "heads.safetensors"
+    assert (file.stat().st_nlink == 2) is links, "no second copy where the disk can do without"
+    write_text(file, "of a lost future")
+    (best / "more").touch()
+    checkpoint.restore_best(place, best)
+    assert [path.name for path in best.iterdir()] == [file.name] and file.read_text() == "the best"
+    shutil.rmtree(best)
+    checkpoint.restore_best(place, best)
+    assert file.read_text() == "the best"
+    assert [path.name for path in best.parent.iterdir()] == ["best"]
 
 
 def test_nothing_is_found_in_a_new_folder(tmp_path: Path) -> None:

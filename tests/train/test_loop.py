@@ -212,6 +212,27 @@ def test_a_finished_run_that_was_best_at_its_very_end_stays_the_same(
     assert run(tmp_path, **settings) == first
 
 
+@pytest.mark.parametrize("gone", [False, True], ids=["best of later", "best gone"])
+def test_the_best_heads_are_never_of_a_lost_future(
+    run: Train, tmp_path: Path, kill_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    """Killed behind a validation that no checkpoint knows of, and gone on with towards another end."""
+    taus, result = iter([1.5, 1.4, 1.5, 1.9, 1.4]), loop.Tally.result
+    monkeypatch.setattr(loop.Tally, "result", lambda tally: dataclasses.replace(result(tally), tau=next(taus)))
+    start = run(tmp_path / "start", steps=1).heads_folder
+    kill_after(6)
+    with pytest.raises(_Killed):
+        run(tmp_path / "cut")
+    assert [row["step"] for row in metrics(tmp_path / "cut")] == [0, 6]
+    kill_after(10**9)
+    if gone:  # killed between the two renames that replace a folder
+        shutil.rmtree(tmp_path / "cut" / "best")
+    resumed = run(tmp_path / "cut", steps=5)
+    assert [row["step"] for row in metrics(tmp_path / "cut")] == [0, 5]
+    assert resumed.metrics["step"] == 0
+    assert_same(start, resumed.heads_folder)
+
+
 def test_ctrl_c_behind_the_last_step_keeps_the_result_and_stops(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

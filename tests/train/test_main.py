@@ -16,6 +16,7 @@ import yaml
 
 from headstart.data.store import StateStore
 from headstart.heads.io import load_heads
+from headstart.lock import locked
 from headstart.target import load_target
 from headstart.train.config import Recipe, load_recipe
 from headstart.train.loop import train
@@ -110,6 +111,21 @@ def test_missing_states_say_how_to_make_them(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     assert f"no stored states at {tmp_path}/data/states/train" in done.stderr
     assert f"headstart data quickstart train.lr=1e-4 --run-dir {tmp_path}" in done.stderr
+
+
+def test_a_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Path, Path]]) -> None:
+    file, run = workplace(steps=1)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    words, environment = command(file, "--run-dir", run, launcher=launcher)
+    environment["ACCELERATE_USE_CPU"] = "true"
+    with locked(run):
+        alone = run_to_end(file, "--run-dir", run)
+        both = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+    assert alone.returncode == 2 and "Traceback" not in alone.stderr
+    for done in (alone, both):
+        assert done.stderr.count(f"Another run (process {os.getpid()}) is working in {run}") == 1
+        assert done.stderr.count("choose another --run-dir") == 1
+    assert not (run / "train").exists()
 
 
 def test_it_says_so_when_the_launcher_starts_fewer_processes_than_asked(

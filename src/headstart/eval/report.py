@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +53,15 @@ def write_report(results: Mapping[str, Any], out: Path) -> None:
 
 
 def show_compare(results: Mapping[str, Any], console: Console) -> None:
-    """Print what the summary table leaves out: compared drafters, a lossy verifier, drafters that failed."""
+    """Print what the summary table leaves out: compared drafters, a lossy verifier, drafters that failed.
+
+    Where the window is too narrow for the table, it has fewer columns; the report has them all.
+    """
     rows = results["compare"]
     if len(rows) > len(METHODS):
-        table = Table(title="Every drafter", title_justify="left")
-        table.add_column("drafter")
-        for title in ("tokens/s", "over plain", f"{tested(results)} over it", "τ", "host share"):
-            table.add_column(title, justify="right")
-        table.add_column("words")
-        for row in rows:
-            table.add_row(
-                row["name"],
-                number(row["tokens_per_second"], 1),
-                times(row["speedup_vs_plain"]),
-                times(row["tested_over_it"]),
-                number(row["tokens_per_round"]),
-                percent(row["host_share"], 1),
-                words(row),
-            )
+        table = _compared(results, narrow=False)
+        if console.measure(table, options=console.options.update(max_width=10_000)).maximum > console.width:
+            table = _compared(results, narrow=True)
         console.print(table)
     if not results["summary"]["lossless"]:
         console.print(LOSSY, style="bold red", highlight=False, soft_wrap=True)
@@ -78,6 +69,28 @@ def show_compare(results: Mapping[str, Any], console: Console) -> None:
         if row["drafter_error"]:
             failed = f"The drafter {row['name']} failed ({row['drafter_error']}); decoding went on plainly."
             console.print(failed, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def _compared(results: Mapping[str, Any], narrow: bool) -> Table:
+    """The table of every drafter; a narrow one has the columns that fit into 80 with their figures whole."""
+    table = Table(title="Every drafter", title_justify="left", pad_edge=not narrow)
+    table.add_column("drafter", overflow="fold")
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "tokens/s": lambda row: number(row["tokens_per_second"], 1),
+        "over plain": lambda row: times(row["speedup_vs_plain"]),
+        "τ": lambda row: number(row["tokens_per_round"]),
+    }
+    if narrow:
+        table.box = None
+    else:
+        columns[f"{tested(results)} over it"] = lambda row: times(row["tested_over_it"])
+        columns["host share"] = lambda row: percent(row["host_share"], 1)
+    for title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("words", max_width=14 if narrow else None)  # "5 of 6 differ," and "by rounding" below it
+    for row in results["compare"]:
+        table.add_row(row["name"], *(figure(row) for figure in columns.values()), words(row))
+    return table
 
 
 def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]] | None = None) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from headstart.data.conversations import check_template
 from headstart.data.questions import read_questions
 from headstart.files import format_bytes
 from headstart.heads import DraftHead, HeadBatch, family, make_config
-from headstart.pipeline.run import Run, format_seconds
+from headstart.pipeline.run import Run, format_seconds, left_to_do
 from headstart.pipeline.stages import ANSWER_SHARE, PROMPT_TOKENS, STAGES, state_bytes, taps
 from headstart.target import DraftTree, Target, TreeShape
 from headstart.train.losses import Teacher, soft_ce, weighted
@@ -52,14 +53,16 @@ class Plan:
 
     Attributes:
         facts: (what, how much) for people.
-        seconds: by stage.
-        disk_bytes: written under the run's folder.
+        seconds: by stage, from its beginning to its end, whether it is done or not.
+        left: the stages still to do, each with why (`headstart.pipeline.run.left_to_do`).
+        disk_bytes: that those may still write under the run's folder.
         free_bytes: free there.
         problems: sentences about what would fail.
     """
 
     facts: list[tuple[str, str]]
     seconds: dict[str, float]
+    left: dict[str, str]
     disk_bytes: int
     free_bytes: int
     problems: list[str]
@@ -95,10 +98,16 @@ def make_plan(run: Run) -> Plan:
     tokens = int((count + data.calibration) * (PROMPT_TOKENS + answer))
     states = state_bytes(run, count + data.calibration)
     weights = sum(parameter.numel() for parameter in heads.parameters())
-    checkpoints = (
-        4 * weights * 3 * 3
-    )  # float32 weights and two Adam moments, two checkpoints kept and one being written
-    disk = states + checkpoints + 4 * weights * 3 + 12 * tokens
+    # A checkpoint has float32 weights, two Adam moments and the best heads; two are kept while one is being written.
+    checkpoints = 4 * weights * 4 * 3
+    written = {
+        "conversations": 12 * tokens,
+        "states": states,
+        "train": checkpoints + 8 * weights,
+        "export": 4 * weights,
+    }
+    left = left_to_do(run, STAGES)
+    disk = sum(size for stage, size in written.items() if stage in left)
     free = shutil.disk_usage(_existing(run.folder)).free
 
     steps = training.epochs * max(1.0, tokens / training.batch_tokens / training.accumulate)
@@ -140,7 +149,10 @@ def make_plan(run: Run) -> Plan:
         ("A drafted token", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
         ("Conversations", f"about {count:.0f} (of {data.conversations} at most), {tokens} tokens"),
         ("Hidden states on disk", f"{format_bytes(states)} ({len(needed)} of each token)"),
-        ("Disk in all", f"{format_bytes(disk)} of {format_bytes(free)} free"),
+        (
+            "Disk in all",
+            f"{format_bytes(sum(written.values()))}; {format_bytes(disk)} still to write, {format_bytes(free)} free",
+        ),
         (
             "KV cache while writing data",
             format_bytes(data.batch_size * (PROMPT_TOKENS + data.max_new_tokens) * target.kv_bytes_per_token),
@@ -150,7 +162,7 @@ def make_plan(run: Run) -> Plan:
             f"about {format_bytes(target.parameters * size + 16 * weights + 3 * draft_logits)}",
         ),
     ]
-    return Plan(facts, seconds, int(disk), free, problems)
+    return Plan(facts, seconds, left, disk, free, problems)
 
 
 def measure(target: Target, heads: DraftHead, needed: list[int], rows: int, batch_tokens: int) -> Speeds:
@@ -223,11 +235,19 @@ def show_plan(run: Run, plan: Plan) -> None:
     times.add_column("estimate", justify="right")
     times.add_column("")
     for stage in STAGES:
-        record = run.record(stage.name)
-        done = f"done before, {format_seconds(record.seconds)}" if record is not None and record.whole else ""
-        times.add_row(stage.name, format_seconds(plan.seconds[stage.name]), done)
-    times.add_row("in all", format_seconds(sum(plan.seconds.values())), style="bold")
+        if stage.name in plan.left:
+            times.add_row(stage.name, format_seconds(plan.seconds[stage.name]), escape(plan.left[stage.name]))
+        else:
+            record = run.record(stage.name)
+            assert record is not None, "a stage that is done has a record"
+            times.add_row(stage.name, "–", f"done before, {format_seconds(record.seconds)}")
+    if len(plan.left) == len(STAGES):
+        times.add_row("in all", format_seconds(sum(plan.seconds.values())), style="bold")
+    elif plan.left:
+        times.add_row("left", format_seconds(sum(plan.seconds[name] for name in plan.left)), style="bold")
     console.print(times)
+    if not plan.left:
+        console.print("Nothing is left to do: every stage is done.", style="bold")
 
 
 def _existing(folder: Path) -> Path:

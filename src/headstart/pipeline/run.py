@@ -8,17 +8,13 @@ run knows whether what lies in the folder is a part of the stage as it is wanted
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
-import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -33,6 +29,7 @@ from rich.markup import escape
 
 from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json, write_json, write_text
+from headstart.lock import locked
 from headstart.train.config import Recipe
 
 if TYPE_CHECKING:
@@ -187,6 +184,31 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
     return worked
 
 
+def left_to_do(run: Run, stages: Sequence[Stage]) -> dict[str, str]:
+    """The stages that `execute` would work on now, each with why: "" for one that has not begun.
+
+    Builds nothing. A stage that reads from one of these is among them: only the work itself can tell that nothing has
+    changed for it.
+
+    Args:
+        run: recipe and folder.
+        stages: in an order in which each comes after those it reads from.
+    """
+    left: dict[str, str] = {}
+    for stage in stages:
+        record = run.record(stage.name)
+        earlier = [name for name in stage.after if name in left]
+        if record is None:
+            left[stage.name] = ""
+        elif earlier:
+            left[stage.name] = f"again, after {earlier[0]}"
+        elif (reason := _stale(run, stage, _wanted(run, stage), record)) is not None:
+            left[stage.name] = reason
+        elif not record.whole:
+            left[stage.name] = f"begun, {format_seconds(record.seconds)} so far"
+    return left
+
+
 def _clear(run: Run, stage: Stage) -> None:
     """Remove what the stage made; a kill half way leaves a record that fits nothing."""
     write_json(run.record_file(stage.name), asdict(Record("being removed", stage.version, {}, {})))
@@ -258,34 +280,6 @@ def _hash(value: Any) -> str:
 def target_identity(target: Target) -> str:
     """What stages depend on when they depend on the target: its weights and the dtype they run in."""
     return f"{target.identity().fingerprint} {str(target.dtype).removeprefix('torch.')}"
-
-
-# -- one run at a time in a folder -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder against a second run. The system lets go of the lock when its process ends, however it ends.
-
-    Raises:
-        UserError: another process holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+", encoding="utf-8") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            handle.seek(0)
-            holder = handle.read().strip() or "unknown"
-            raise UserError(
-                f"Another run (process {holder}) is working in {folder}.", "Wait for it, or choose another --run-dir."
-            ) from None
-        handle.truncate(0)
-        print(os.getpid(), file=handle, flush=True)
-        yield
-        handle.truncate(0)
 
 
 # -- provenance ------------------------------------------------------------------------------------------------------

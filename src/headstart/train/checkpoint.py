@@ -2,11 +2,15 @@
 
 A checkpoint holds what accelerate saves (heads, optimiser, gradient scaler, random states of every process) and
 `checkpoint.json`, written last: where the run stands, and the size of every file. The two newest are kept.
+
+The best heads so far are in it as well. A run that was killed may have found better ones behind its last checkpoint,
+and the run that goes on from there need not come by them again: its schedule may follow the clock, or a new budget.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +20,10 @@ from typing import Any
 from accelerate import Accelerator
 
 from headstart.errors import UserError
-from headstart.files import PARTIAL, read_json, write_json
+from headstart.files import PARTIAL, read_json, write_atomic, write_json
 
 MANIFEST = "checkpoint.json"
+BEST = "best"
 KEEP = 2
 
 
@@ -45,7 +50,7 @@ class Standing:
     best_step: int = 0
 
 
-def save(accelerator: Accelerator, folder: Path, standing: Standing, settings: dict[str, Any]) -> None:
+def save(accelerator: Accelerator, folder: Path, standing: Standing, settings: dict[str, Any], best: Path) -> None:
     """Write a checkpoint into `folder`, move it into place in one step, and delete those beyond the newest two.
 
     Every process calls it.
@@ -55,6 +60,7 @@ def save(accelerator: Accelerator, folder: Path, standing: Standing, settings: d
         folder: of all checkpoints.
         standing: where the run stands.
         settings: what must be equal for a run to continue from here.
+        best: folder with the heads of `standing.best_step`.
     """
     place = folder / f"step-{standing.step:08d}"
     partial = place.with_name(place.name + PARTIAL)
@@ -66,6 +72,7 @@ def save(accelerator: Accelerator, folder: Path, standing: Standing, settings: d
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        shutil.copytree(best, partial / BEST, copy_function=_link)
         files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
         manifest = {"standing": dataclasses.asdict(standing), "settings": settings, "files": files}
         write_json(partial / MANIFEST, manifest)
@@ -97,6 +104,30 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
                 )
         return place, Standing(**manifest["standing"])
     return None
+
+
+def restore_best(place: Path, best: Path) -> None:
+    """Put the best heads that a checkpoint knows of into the folder `best`, whatever is there now.
+
+    Checkpoints of before they held any leave `best` as it is.
+    """
+
+    def link(partial: Path) -> None:
+        shutil.copytree(place / BEST, partial, copy_function=_link)
+
+    if (place / BEST).is_dir():
+        write_atomic(best, link)
+
+
+def _link(source: str, place: str) -> None:
+    """A second name for a file, which takes no space; a copy where the file system has no such names.
+
+    Files of heads are replaced and never written into, so neither name changes what the other shows.
+    """
+    try:
+        os.link(source, place)
+    except OSError:
+        shutil.copyfile(source, place)
 
 
 def _manifest(place: Path) -> dict[str, Any] | None:

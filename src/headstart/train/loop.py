@@ -154,7 +154,7 @@ class _Run:
         for store in (train_store, valid_store):
             check_store(store, target, self.taps)
         self.coverage = self._coverage(valid_store)
-        need_disk(folder, 3 * 4 * sum(p.numel() for p in self.heads.parameters()) * (checkpoint.KEEP + 1), "Training")
+        need_disk(folder, 4 * 4 * sum(p.numel() for p in self.heads.parameters()) * (checkpoint.KEEP + 1), "Training")
         self.model, *self.optimizers = accelerator.prepare(
             Unrolled(self.heads), *make_optimizers(self.heads, self.section)
         )
@@ -389,7 +389,8 @@ class _Run:
 
     def _save(self) -> None:
         self.standing.elapsed = self._elapsed()
-        checkpoint.save(self.accelerator, self.folder / "checkpoints", self.standing, self.settings)
+        best = self.folder / "best"
+        checkpoint.save(self.accelerator, self.folder / "checkpoints", self.standing, self.settings, best)
 
     def _resume(self) -> None:
         found = checkpoint.find(self.folder / "checkpoints", self.settings, self._say)
@@ -400,6 +401,9 @@ class _Run:
         self.earlier = self.standing.elapsed
         rows = [row for _, row in read_jsonl(self.folder / "metrics.jsonl")]
         self.records = [row for row in rows if row["step"] <= self.standing.step]
+        if self.accelerator.is_main_process:  # what came behind the checkpoint never happened to this run
+            checkpoint.restore_best(place, self.folder / "best")
+            write_jsonl(self.folder / "metrics.jsonl", self.records)
         self._say(f"Going on from step {self.standing.step} ({format_seconds(self.earlier)} spent).")
 
     def _settings(self, recipe: Recipe) -> dict[str, Any]:
