@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,6 +109,25 @@ def test_unroll_shapes_and_gradients(name: str, target: Target) -> None:
     total.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in heads.parameters() if p.requires_grad)
     assert all(not p.requires_grad for p in target.model.parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_that_end_early_take_nothing_from_the_others(name: str, target: Target) -> None:
+    """A thinned batch predicts what the whole one predicts, at the places that are left."""
+    heads = shake(build(name, target))
+    random = torch.Generator().manual_seed(5)
+    texts = [torch.randint(3, target.vocab_size, (length,), generator=random).tolist() for length in (30, 22, 9)]
+    whole = batch_of(target, heads, texts, 3)
+    thin = dataclasses.replace(whole, reach_BT=torch.randint(1, 4, whole.tokens_BT.shape, generator=random))
+    lost = 0
+    for step, (kept, full) in enumerate(zip(heads.unroll(thin), heads.unroll(whole), strict=True)):
+        stays_M = thin.reach_BT.flatten()[full.origin_M] > step
+        lost += int((~stays_M).sum())
+        assert torch.equal(kept.origin_M, full.origin_M[stays_M])
+        assert torch.equal(kept.source_M, full.source_M[stays_M])
+        # Products of other shapes add up in another order.
+        torch.testing.assert_close(kept.hidden_MH, full.hidden_MH[stays_M], rtol=1e-4, atol=1e-4)
+    assert lost > 5
 
 
 @pytest.mark.parametrize("name", CASES)

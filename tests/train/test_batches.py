@@ -10,7 +10,7 @@ import torch
 
 from headstart.heads import HeadBatch
 from headstart.target import FINAL
-from headstart.train.batches import collate, epoch_batches, epoch_steps, noisy, predictions, share
+from headstart.train.batches import collate, epoch_batches, epoch_steps, noisy, predictions, share, thinned
 
 LENGTHS = [random.Random(0).randrange(20, 400) for _ in range(300)]
 
@@ -83,3 +83,18 @@ def test_noise_is_a_share_of_each_states_own_size_and_named_by_its_seed() -> Non
     for tap in states:
         assert torch.equal(made.states[tap], again.states[tap])
         assert not torch.equal(made.states[tap], other.states[tap])
+
+
+def test_a_thinned_batch_lets_the_share_of_drafts_go_on() -> None:
+    batch = HeadBatch(torch.zeros(40, 500, dtype=torch.long), torch.ones(40, 500, dtype=torch.bool), {})
+    thin = thinned(batch, 0.8, [0, 1, 2])
+    assert thin.reach_BT is not None and int(thin.reach_BT.min()) == 1, "every origin learns its first step"
+    for step in range(5):
+        going = float((thin.reach_BT > step).float().mean())
+        # Four standard deviations of 20000 draws.
+        assert abs(going - 0.8**step) <= 4 * (0.25 / 20000) ** 0.5
+    again = thinned(batch, 0.8, [0, 1, 2])
+    assert again.reach_BT is not None and torch.equal(thin.reach_BT, again.reach_BT)
+    other = thinned(batch, 0.8, [0, 1, 3])
+    assert other.reach_BT is not None and not torch.equal(thin.reach_BT, other.reach_BT)
+    assert thinned(batch, 1.0, [0]).reach_BT is None

@@ -130,6 +130,7 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
         {"noise": 0.1, "position_weight": "dpace"},
         {"finish": 0.5},
         {"optimizer": "muon"},
+        {"position_weight": "sampled", "step_weight": 0.6},
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_weights(

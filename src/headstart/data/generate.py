@@ -136,7 +136,7 @@ def _in_order(
                 part = parts / f"{split}-{number:05d}.jsonl"
                 new = not part.is_file()
                 if not new or number == 0 or clock is None or not clock.over(lanes.count):
-                    write = partial(source.write, split, number, room, lanes.check)
+                    write = partial(source.write, split, number, count, lanes.check)
                     batch_of = lanes.submit(write) if new else partial(read_conversations, part)
                     running.append((part, new, batch_of))
                     number += 1
@@ -214,7 +214,7 @@ class _PromptSource:
         return self._settings.batch_size
 
     def write(self, split: str, number: int, most: int, check: Callable[[], None]) -> list[Conversation]:
-        """Batch `number` of a split, answered except for held-out ones; `check` is called now and then."""
+        """Batch `number` of a split, `most` of it, answered unless held out; `check` is called now and then."""
         prompts = self.take(split, number, check)[:most]
         seed = self.seed(split, number)
         return _answer(self._target, prompts, self._settings, seed, split != "heldout", check)

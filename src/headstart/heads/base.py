@@ -63,11 +63,13 @@ class HeadBatch:
         tokens_BT: int64 token ids.
         supervised_BT: bool, true where the token was written by the target (the loss mask); false on padding.
         states: {tap: [B, T, E]}; state t was computed after reading token t.
+        reach_BT: int64, how many draft steps learn from each position as their origin; None: as many as there are.
     """
 
     tokens_BT: Tensor
     supervised_BT: Tensor
     states: dict[int, Tensor]
+    reach_BT: Tensor | None = None
 
 
 @dataclass
@@ -264,6 +266,12 @@ def positions(supervised_BT: Tensor, step: int) -> Tensor:
     stop = supervised_BT.shape[1] - reach
     valid_BT[:, :stop] = supervised_BT.unfold(1, reach, 1)[:, 1:].all(-1)
     return valid_BT.flatten().nonzero()[:, 0]
+
+
+def origins(batch: HeadBatch, step: int) -> Tensor:
+    """Flat indices from which draft step `step` of a batch learns: `positions`, as far as `reach_BT` lets them."""
+    origin_M = positions(batch.supervised_BT, step)
+    return origin_M if batch.reach_BT is None else origin_M[batch.reach_BT.flatten()[origin_M] > step]
 
 
 _FAMILIES: dict[str, type[DraftHead]] = {}

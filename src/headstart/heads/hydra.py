@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, positions, register
+from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, positions, register
 from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, causal_attention
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.target import FINAL, Target
@@ -170,7 +170,7 @@ class HydraHead(DraftHead):
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, embedded_XE = self._inputs(batch)
         for step, head in enumerate(self._heads()):
-            origin_M = positions(batch.supervised_BT, step)
+            origin_M = origins(batch, step)
             hidden_ME = head(_seen(final_XE, embedded_XE, origin_M, step))
             yield StepPrediction(hidden_ME, self._lm_head(head), origin_M + step + 1, origin_M)
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, positions, register
+from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, origins, positions, register
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.target import FINAL, Target
 
@@ -135,7 +135,7 @@ class MedusaHead(DraftHead):
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, tokens_X = batch.states[FINAL].flatten(0, 1), batch.tokens_BT.flatten()
         for step, part in enumerate(self.parts()):
-            origin_M = positions(batch.supervised_BT, step)
+            origin_M = origins(batch, step)
             *body, lm_head_DE = part
             hidden_ME = head_hidden(self.read(final_XE[origin_M], tokens_X[origin_M + 1]), *body)
             yield StepPrediction(hidden_ME, lm_head_DE, origin_M + step + 1, origin_M)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, positions
+from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
 from headstart.heads.layer import (
     DraftLayer,
     LayerCache,
@@ -37,6 +37,9 @@ from headstart.heads.layer import (
     chain_attention,
 )
 from headstart.target import Target
+
+_WORTH_A_COPY = 0.9
+"""Origins of a batch are packed anew when fewer than this share of them go on."""
 
 
 @dataclass
@@ -135,25 +138,18 @@ class RecurrentHead(DraftHead):
     # -- training ------------------------------------------------------------------------------------------------
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
-        origin_M = positions(batch.supervised_BT, 0)
-        if not len(origin_M):
-            return
-        length = batch.tokens_BT.shape[1]
-        place_BA, real_BA = _by_row(origin_M, batch.tokens_BT.shape)
-        flat_BA = place_BA + length * torch.arange(len(place_BA), device=place_BA.device)[:, None]
-        fed_BTE = self.fuse(self.see(batch.states))
-        text = _Text(self, fed_BTE, batch.tokens_BT, place_BA)
+        text: _Text | None = None
         for step in range(self.steps):
-            wanted_X = torch.zeros(batch.tokens_BT.numel(), dtype=torch.bool, device=place_BA.device)
-            wanted_X[positions(batch.supervised_BT, step)] = True
-            wanted_BA = wanted_X[flat_BA] & real_BA
-            if not wanted_BA.any():
+            origin_M = origins(batch, step)
+            if not len(origin_M):
                 return
-            hidden_BAE, fed_BAE = self.leave(text.step(step))
-            text.fed_BAE = fed_BAE
-            origin_M = flat_BA[wanted_BA]
-            feature_ME = self.feature(fed_BAE[wanted_BA])
-            yield StepPrediction(hidden_BAE[wanted_BA], self.lm_head_DE, origin_M + step + 1, origin_M, feature_ME)
+            if text is None:
+                text = _Text(self, self.fuse(self.see(batch.states)), batch.tokens_BT, origin_M)
+            else:
+                text.keep(origin_M)
+            hidden_BAE, text.fed_BAE = self.leave(text.step(step))
+            feature_ME = self.feature(text.fed_BAE[text.real_BA])
+            yield StepPrediction(hidden_BAE[text.real_BA], self.lm_head_DE, origin_M + step + 1, origin_M, feature_ME)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -284,15 +280,37 @@ def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool)
 
 
 class _Text:
-    """One batch of conversations while its origins are unrolled: the entries of the text, and each origin's own."""
+    """One batch of conversations while its origins are unrolled: the entries of the text, and each origin's own.
 
-    def __init__(self, heads: RecurrentHead, fed_BTE: Tensor, tokens_BT: Tensor, place_BA: Tensor) -> None:
-        self.heads, self.tokens_BT, self.place_BA = heads, tokens_BT, place_BA
-        self.fed_BAE = fed_BTE  # of the step before; at step 0 the text's own
+    Attributes:
+        place_BA: places of the origins, short rows padded with place 0.
+        real_BA: which of them are not padding.
+        fed_BAE: what the step before feeds back; at step 0 the text's own, [B, T, E].
+    """
+
+    def __init__(self, heads: RecurrentHead, fed_BTE: Tensor, tokens_BT: Tensor, origin_M: Tensor) -> None:
+        self.heads, self.tokens_BT, self.fed_BAE = heads, tokens_BT, fed_BTE
+        self.place_BA, self.real_BA = _by_row(origin_M, tokens_BT.shape)
         self.kv: list[tuple[Tensor, Tensor]] = []
         self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in heads.layers]
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        self.hidden_BAT = places_T > place_BA[:, :, None]
+        self.hidden_BAT = places_T > self.place_BA[:, :, None]
+
+    def keep(self, origin_M: Tensor) -> None:
+        """Go on with these of the origins alone; what the others take is dropped when it is worth a copy."""
+        rows, most = self.place_BA.shape
+        row_B1 = torch.arange(rows, device=origin_M.device)[:, None]
+        wanted_X = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool, device=origin_M.device)
+        wanted_X[origin_M] = True
+        wanted_BA = wanted_X[self.place_BA + self.tokens_BT.shape[1] * row_B1] & self.real_BA
+        if int(wanted_BA.sum(1).max()) > _WORTH_A_COPY * most:
+            self.real_BA = wanted_BA
+            return
+        column_BA, self.real_BA = _by_row(wanted_BA.flatten().nonzero()[:, 0], torch.Size([rows, most]))
+        self.place_BA = self.place_BA[row_B1, column_BA]
+        self.hidden_BAT, self.fed_BAE = self.hidden_BAT[row_B1, column_BA], self.fed_BAE[row_B1, column_BA]
+        at = row_B1[:, None], torch.arange(self.kv[0][0].shape[1], device=origin_M.device)[:, None], column_BA[:, None]
+        self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
 
     def step(self, step: int) -> Tensor:
         """The last layer's stream at step `step` of every origin, [B, A, E]."""

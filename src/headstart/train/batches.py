@@ -115,6 +115,24 @@ def noisy(batch: HeadBatch, noise: float, seed: Sequence[int]) -> HeadBatch:
     return dataclasses.replace(batch, states=states)
 
 
+def thinned(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
+    """The batch with an end drawn for every draft: of those that learn at a step, `share` go on to the next.
+
+    A loss then comes to what it would be with all of them and step k weighted by `share` to the power k, on average,
+    and what does not weigh much is not computed.
+
+    Args:
+        batch: of which every draft goes as far as it can; it is left as it is.
+        share: in (0, 1].
+        seed: numbers that name this batch; the same ones give the same ends.
+    """
+    if share == 1:
+        return batch
+    uniform_BT = 1 - np.random.default_rng(seed).random(tuple(batch.tokens_BT.shape))  # in (0, 1]
+    reach_BT = 1 + np.floor(np.log(uniform_BT) / np.log(share)).astype(np.int64)
+    return dataclasses.replace(batch, reach_BT=torch.from_numpy(reach_BT).to(batch.tokens_BT.device))
+
+
 def predictions(batch: HeadBatch) -> int:
     """How many predictions the first draft step makes: places whose next two tokens are both supervised."""
     supervised_BT = batch.supervised_BT

@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from headstart.errors import UserError, nearest
 
-PositionWeight = Literal["exponential", "dpace", "auf"]
-"""What a recipe can ask for: `exponential`, `dpace` or `until_failure` (auf) of `headstart.train.weights`."""
+PositionWeight = Literal["exponential", "sampled", "dpace", "auf"]
+"""What a recipe can ask for: `exponential`, `dpace` or `until_failure` (auf) of `headstart.train.weights`, or `thinned`
+(sampled) of `headstart.train.batches`."""
 
 
 class Section(BaseModel):
@@ -78,7 +79,8 @@ class TrainSection(Section):
     loss: str = Field("soft_ce", description="Loss between draft and target distributions.")
     position_weight: PositionWeight = Field(
         "exponential",
-        description="How much each step of a draft counts: step_weight to the power k; dpace (by what the expected "
+        description="How much each step of a draft counts: step_weight to the power k; sampled (the same on average: "
+        "that share of the drafts goes on to step k, and less is computed); dpace (by what the expected "
         "length gains); auf (step_weight to the power k through the draft's first failure, then nothing).",
     )
     step_weight: float = Field(0.8, gt=0, le=1, description="Step k of a draft weighs this to the power k.")

@@ -30,7 +30,7 @@ from headstart.heads import DraftHead, HeadBatch, StepPrediction
 from headstart.heads.io import save_heads
 from headstart.target import FINAL, Target
 from headstart.train import checkpoint
-from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, noisy, predictions, share
+from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, noisy, predictions, share, thinned
 from headstart.train.checkpoint import Standing
 from headstart.train.config import Recipe
 from headstart.train.display import Display, format_seconds
@@ -243,7 +243,7 @@ class _Run:
             )
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self.model(self._augment(batch, i), consume)
+                loss = self.model(self._augment(batch, i, on_policy), consume)
                 # The one place that normalises: processes average their gradients, hence the factor.
                 self.accelerator.backward(loss * (self.ranks / count))
             summed += loss.detach()
@@ -257,12 +257,15 @@ class _Run:
             optimizer.zero_grad(set_to_none=True)
         return mean
 
-    def _augment(self, batch: HeadBatch, number: int) -> HeadBatch:
-        """The batch with the recipe's noise, which depends on nothing but where the run stands."""
-        if not self.section.noise:
-            return batch
+    def _augment(self, batch: HeadBatch, number: int, on_policy: bool) -> HeadBatch:
+        """The batch with what the recipe draws for it, which depends on nothing but where the run stands."""
         place = self.rank + number * self.ranks  # in the group, however it is spread over processes
-        return noisy(batch, self.section.noise, [self.section.seed, self.standing.step, place])
+        seed = [self.section.seed, self.standing.step, place]
+        if self.section.noise:
+            batch = noisy(batch, self.section.noise, seed)
+        if self.section.position_weight == "sampled" and not on_policy:
+            batch = thinned(batch, self.section.step_weight, seed)
+        return batch
 
     def _not_finite(self, group: list[Batch], batches: list[HeadBatch], loss: float) -> None:
         own = share(group, self.rank, self.ranks)

@@ -214,8 +214,9 @@ def weighted(
         loss: between draft and target distributions.
         lesson: the target's side of the batch.
         step_weight: step k weighs this to the power k (not with `dpace`).
-        position_weight: see `headstart.train.weights`. `dpace` and `auf` cost one more product with the LM head, to
-            see first how the drafts fare; `auf` then skips what weighs nothing.
+        position_weight: see `headstart.train.weights`; `sampled` takes the batch as `thinned` left it. `dpace` and
+            `auf` cost one more product with the LM head, to see first how the drafts fare; `auf` then skips what
+            weighs nothing.
         feature_weight: of `smooth_l1` between drafted features and final states, with the same position weights.
         on_policy: learn only from origins at which drafting would really start; they weigh as much as all together.
 
@@ -258,8 +259,9 @@ def _position_weights(
     on_policy: bool,
 ) -> list[Tensor]:
     origins = [prediction.origin_M for prediction in steps]
-    weights = exponential(origins, step_weight)
-    if not steps or (position_weight == "exponential" and not on_policy):
+    drawn = position_weight == "sampled" and not on_policy  # the batch has been thinned
+    weights = exponential(origins, 1.0 if drawn else step_weight)
+    if not steps or (position_weight in ("exponential", "sampled") and not on_policy):
         return weights
     alphas, right = zip(*(agreement(prediction, lesson) for prediction in steps), strict=True)
     if position_weight == "dpace":
