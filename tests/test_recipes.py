@@ -78,8 +78,8 @@ def test_a_recipe_can_be_planned(name: str, tiny_target_folder: Path, tmp_path: 
     overrides = [f"target={tiny_target_folder}", "target.dtype=float32", "heads.draft_vocab_size=64"]
     overrides += ["data.batch_size=2", "train.batch_tokens=512", "tune.widths=[1,2]"]
     recipe = load_recipe(name, overrides)
-    if "tap_layers" in family(recipe.heads["family"]).Config.model_fields:
-        recipe = load_recipe(name, [*overrides, "heads.tap_layers=[1,2,-1]"])  # the tiny target has three layers
+    if "tap_layers" in family(recipe.heads["family"]).Config.model_fields:  # the tiny target has three layers
+        recipe = load_recipe(name, [*overrides, "heads.tap_layers=[1,2,-1]"])
     plan = make_plan(Run(recipe, tmp_path, Console(file=io.StringIO())))
     assert set(plan.seconds) == {stage.name for stage in STAGES}
     assert all(seconds > 0 for seconds in plan.seconds.values())

@@ -263,3 +263,9 @@ def test_both_attentions_agree() -> None:
     one = chain_attention(queries, keys, values, later)
     other = cached_attention(queries, (keys, values), 5, ~later.expand(2, 5, 5))
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+
+
+def test_what_is_read_of_a_target_ends_with_its_final_state_where_states_are_joined(target: Target) -> None:
+    read = {join: make_config({"family": "eagle3", "join": join}, target).tap_layers for join in (False, True)}
+    assert read[False][-1] == target.num_layers - 3
+    assert read[True] == (*read[False][:-1], FINAL)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -46,8 +46,12 @@ class HeadConfig(BaseModel):
         return self.draft_vocab_size or self.vocab_size
 
     @classmethod
-    def of_target(cls, target: Target) -> dict[str, Any]:
+    def of_target(cls, target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Settings that follow from the target where a recipe does not set them, for families that need any.
+
+        Args:
+            target: the frozen model.
+            settings: what the recipe does set.
 
         Raises:
             UserError: when the family cannot serve this target.
@@ -320,7 +324,7 @@ def make_config(settings: dict[str, Any], target: Target) -> HeadConfig:
         raise UserError(f"{cls.family} heads have no setting {name!r}.", nearest(name, cls.Config.model_fields))
     try:
         sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        config = cls.Config(**{**cls.Config.of_target(target), **settings, **sizes})
+        config = cls.Config(**{**cls.Config.of_target(target, settings), **settings, **sizes})
     except ValidationError as error:
         first = error.errors()[0]
         reason = first["msg"].removeprefix("Value error, ").lower()

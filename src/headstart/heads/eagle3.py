@@ -15,7 +15,7 @@ is solved for reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -37,7 +37,9 @@ class Eagle3Config(LayerConfig):
     steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
     num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
     tap_layers: tuple[int, ...] = Field(
-        (), description="Target layers whose outputs are read, as transformers' hidden_states; (2, L // 2, L - 3)."
+        (),
+        description="Target layers whose outputs are read, as transformers' hidden_states; (2, L // 2, L - 3), or with "
+        "join (2, L // 2, -1).",
     )
     tap_norms: bool = Field(False, description="Normalise each tapped state before the fusion (EAGLE-3.1).")
     feedback: Literal["pre_norm", "post_norm"] = Field(
@@ -53,9 +55,9 @@ class Eagle3Config(LayerConfig):
     )
 
     @classmethod
-    def of_target(cls, target: Target) -> dict[str, Any]:
-        taps = (2, target.num_layers // 2, target.num_layers - 3)
-        return {**super().of_target(target), "tap_layers": taps}
+    def of_target(cls, target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+        taps = (2, target.num_layers // 2, FINAL if settings.get("join") else target.num_layers - 3)
+        return {**super().of_target(target, settings), "tap_layers": taps}
 
 
 @register

@@ -11,7 +11,7 @@ F width of the MLP.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -57,7 +57,7 @@ class LayerConfig(HeadConfig):
     max_position_embeddings: int = Field(2048, ge=1, description="Longest context; as the target by default.")
 
     @classmethod
-    def of_target(cls, target: Target) -> dict[str, Any]:
+    def of_target(cls, target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
         config, (heads, size) = target.config, target.kv_shapes[-1][0]
         rope = _rope(target)
         found: dict[str, Any] = {
