@@ -15,19 +15,25 @@ is solved for reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, positions, register
-from headstart.heads.layer import DraftLayer, LayerConfig, norm_scale, normed
+from headstart.heads.induction import FAR, slow_pairs, solve
+from headstart.heads.layer import DraftLayer, LayerConfig, causal_attention, norm_scale, normed
 from headstart.heads.recurrent import RecurrentHead
 from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target
+
+_CODE_ROWS, _MOST_CODE_ROWS = 6, 20_000
+"""Tokens for each number that is tapped, and in all, from which the code of a token is learnt."""
 
 
 class Eagle3Config(LayerConfig):
@@ -138,23 +144,62 @@ class Eagle3Head(RecurrentHead):
         """
         if self.config.start == "cold":
             return
-        wide, size, scale = self.fc if self.joined is None else self.joined, self.config.hidden_size, 0.0
+        if self.joined is not None:
+            self._fit_joined(self.joined, iter(batches))
+            return
+        size, scale = self.config.hidden_size, 0.0
 
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
             nonlocal scale
             final_XE, origin_M = batch.states[FINAL].flatten(0, 1).float(), positions(batch.supervised_BT, 0)
-            seen_MX = self.see(batch.states).flatten(0, 1)[origin_M].float()
-            if self.joined is None:
-                read_MJ = self._tapped(seen_MX)
-                scale += float(read_MJ[:, -size:].square().mean(-1).sqrt().sum())
-            else:
-                embedded_ME = self._embed(batch.tokens_BT.flatten()[origin_M + 1], final_XE)
-                read_MJ = torch.cat([normed(self.embedding_norm, embedded_ME), self.fuse(seen_MX)], dim=-1)
-            return read_MJ, [final_XE[origin_M + 1] / self.norm.weight.float()]
+            read_MX = self._tapped(self.see(batch.states).flatten(0, 1)[origin_M].float())
+            scale += float(read_MX[:, -size:].square().mean(-1).sqrt().sum())
+            return read_MX, [final_XE[origin_M + 1] / self.norm.weight.float()]
 
-        start = LinearStart([wide.in_features], wide.out_features, self.device_of_target)
-        for map_EJ in start.learn(batches, read):
-            wide.weight.copy_(map_EJ if self.joined is not None else scale / start.rows * map_EJ)
+        start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
+        for map_EX in start.learn(batches, read):
+            self.fc.weight.copy_(scale / start.rows * map_EX)
+
+    def _fit_joined(self, joined: nn.Linear, batches: Iterator[HeadBatch]) -> None:
+        """Make the layer copy, then solve for what embedding, fused state and copies say of the next final state."""
+        first: list[HeadBatch] = []
+        size, layer, enough = (
+            self.config.hidden_size,
+            self.stack[0],
+            min(_CODE_ROWS * self.fc.in_features, _MOST_CODE_ROWS),
+        )
+        while sum(batch.tokens_BT.numel() for batch in first) < enough and (batch := next(batches, None)) is not None:
+            first.append(batch)
+        width = 0
+        if first and len(self.layers) == 1:
+            tapped_MX = torch.cat([self._tapped(self.see(one.states)).flatten(0, 1).float() for one in first])
+            own_ME = torch.cat([self._embed(one.tokens_BT.flatten(), tapped_MX) for one in first])
+            cos_1Pd, _ = self._rotary.at(torch.arange(FAR + 1)[None], torch.float32, FAR + 1)
+            own_ME = normed(self.embedding_norm, own_ME)
+            code = solve(layer, slow_pairs(self.config, cos_1Pd[0]), tapped_MX, tapped_MX[:, -size:], own_ME)
+            if code is not None:
+                width = layer.o.in_features
+                self.hidden_norm.weight.fill_(1)
+                self.fc.weight.copy_(code.into(self.fc.weight))
+
+        def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
+            final_BTE, origin_M = batch.states[FINAL].float(), positions(batch.supervised_BT, 0)
+            embedded_BTE = self._embed(F.pad(batch.tokens_BT[:, 1:], (0, 1)), final_BTE)
+            fed_BTE = self.fuse(self.see(batch.states).float())
+            parts = [normed(self.embedding_norm, embedded_BTE), fed_BTE]
+            if width:
+                places = torch.arange(fed_BTE.shape[1], device=fed_BTE.device).expand(fed_BTE.shape[:2])
+                turn = self._rotary.at(places, fed_BTE.dtype, fed_BTE.shape[1])
+                mixed_BNGTd = causal_attention(*layer.read(self.enter(fed_BTE, embedded_BTE)[0], turn))
+                parts.append(mixed_BNGTd.permute(0, 3, 1, 2, 4).flatten(2))
+            read_MJ = torch.cat(parts, dim=-1).flatten(0, 1)[origin_M]
+            return read_MJ, [final_BTE.flatten(0, 1)[origin_M + 1] / self.norm.weight.float()]
+
+        start = LinearStart([2 * size + width], size, self.device_of_target)
+        for map_EJ in start.learn(chain(first, batches), read):
+            joined.weight.copy_(map_EJ[:, : 2 * size])
+            if width:
+                layer.o.weight.copy_(map_EJ[:, 2 * size :])
 
     def see(self, states: dict[int, Tensor]) -> Tensor:
         return torch.cat([states[tap] for tap in self.config.tap_layers], dim=-1)

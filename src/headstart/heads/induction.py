@@ -1,0 +1,128 @@
+"""A decoder layer that copies from the start: attention that finds where the present token stood before.
+
+Texts repeat themselves, and a draft layer spends its first thousand steps on finding that out. One layer can do it:
+the query is the token just decided, the key of an entry the token that its state was computed after, the value the
+token that followed. Each is a linear map of what the layer reads, so all of it is solved for instead of learnt.
+"Induction heads" are what trained models are found to have (Olsson et al., arXiv 2209.11895).
+
+Entry s of the heads reads the target's state after token s and the embedding of token s + 1 (see `recurrent`). The
+state is asked for a code of token s, a projection of its embedding, by ridge regression from all tapped layers: early
+ones know the token, late ones what comes next. The code is put where final states hardly ever point, so that one
+vector holds both. Only slowly turning pairs of a head's components take part, since rotary positions must not hide a
+match.
+
+Shape suffixes: E hidden size, X what is tapped, C components of a code, N key heads, H query heads, d head size, I what
+queries, keys and values are computed from, P positions, M tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.heads.layer import DraftLayer, LayerConfig
+
+FAR = 512
+"""Tokens over which a pair may turn by half a radian at most."""
+_LEAST = 16
+"""Components without which codes of different tokens look alike."""
+_RIDGE = 1e-3
+_SHARE = 0.2
+"""Of the squared size of a fused state that belongs to the code."""
+_SHARPNESS = (0.5, 1.0, 2.0)
+"""Of the query heads that share a key head, in turn: how sharply each tells a match."""
+_MATCH = 12.0
+"""Attention score, before that factor, of a token whose code is read off without an error."""
+
+
+@dataclass(frozen=True)
+class Induction:
+    """What is solved for.
+
+    Attributes:
+        read_CX: from tapped states to the code of the token that was just read.
+        places_EC: orthonormal directions that take the code.
+        size: what the code is multiplied with there.
+    """
+
+    read_CX: Tensor
+    places_EC: Tensor
+    size: float
+
+    def into(self, like_EX: Tensor) -> Tensor:
+        """The map from tapped states to fused ones [E, X]: the last of them, with the code in its place."""
+        final_EX = torch.zeros_like(like_EX)
+        final_EX[:, -len(like_EX) :] = torch.eye(len(like_EX))
+        final_EX -= self.places_EC @ (self.places_EC.T @ final_EX)
+        return final_EX + self.size * self.places_EC @ self.read_CX
+
+
+def slow_pairs(config: LayerConfig, cos_Pd: Tensor) -> list[int]:
+    """Components of a head, of one half, that turn little over `FAR` tokens."""
+    half = config.head_dim // 2
+    place = min(FAR, len(cos_Pd) - 1)
+    # Only the last pairs count, those slower than any that comes full circle.
+    turned = [float(cos_Pd[place // 4, pair]) > 0.99 and float(cos_Pd[place, pair]) > 0.87 for pair in range(half)]
+    first = next((pair for pair in range(half) if all(turned[pair:])), half)
+    return list(range(first, half))
+
+
+@torch.no_grad()
+def solve(layer: DraftLayer, slow: list[int], tapped_MX: Tensor, final_ME: Tensor, own_ME: Tensor) -> Induction | None:
+    """Set a layer's queries, keys and values so that it copies; None when its heads are too small for codes.
+
+    What the layer reads is [embedding, fused state], both normed without weights; its output map is left alone.
+
+    Args:
+        layer: whose `qkv` is written.
+        slow: from `slow_pairs`.
+        tapped_MX: tapped states.
+        final_ME: the final states among them.
+        own_ME: normed embeddings of the tokens that they were computed after.
+    """
+    config, size = layer.config, own_ME.shape[1]
+    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    components = 2 * len(slow)
+    codes = kv_heads * components
+    if codes < _LEAST or codes > size // 2 or not len(own_ME):
+        return None
+    random = torch.Generator().manual_seed(0)
+    project_CE = torch.linalg.qr(torch.randn(size, codes, generator=random))[0].T.to(own_ME)
+    code_MC = own_ME @ project_CE.T
+    # A few tokens have states a hundred times as large as the rest in some components: each counts by its direction.
+    columns_X = tapped_MX.abs().median(0).values.clamp(min=1e-6)
+    scaled_MX = tapped_MX / columns_X
+    weight_M1 = 1 / scaled_MX.square().mean(-1, keepdim=True)
+    gram_XX = scaled_MX.T @ (weight_M1 * scaled_MX)
+    gram_XX.diagonal().add_(_RIDGE * gram_XX.diagonal().mean())
+    read_XC = torch.linalg.solve(gram_XX, scaled_MX.T @ (weight_M1 * code_MC)) / columns_X[:, None]
+    found_MC = tapped_MX @ read_XC
+
+    _, directions_EE = torch.linalg.eigh(final_ME.T @ final_ME)
+    places_EC = directions_EE[:, :codes]  # ascending: where final states point least
+    final_size, code_size = (float(x.square().sum(-1).mean()) for x in (final_ME, found_MC))
+    scale = (_SHARE / (1 - _SHARE) * final_size / max(code_size, 1e-12)) ** 0.5
+    shrink = (size / (final_size / (1 - _SHARE))) ** 0.5  # of the norm that the layer's input goes through
+    # A token's code read off without an error gives the score _MATCH, whatever the sizes are.
+    sharp = _MATCH * width**0.5 * kv_heads / max(float(code_MC.square().sum(-1).mean()), 1e-12)
+
+    slots = [*slow, *(pair + width // 2 for pair in slow)]
+    qkv = torch.zeros_like(layer.qkv.weight)
+    queries_HdI, keys_NdI, values_NdI = (
+        part.view(-1, width, qkv.shape[1])
+        for part in torch.split(qkv, [heads * width, kv_heads * width, kv_heads * width])
+    )
+    for number in range(kv_heads):
+        part = slice(number * components, (number + 1) * components)
+        keys_NdI[number, slots, size:] = (places_EC[:, part].T / (scale * shrink)).to(qkv)
+        for member in range(heads // kv_heads):
+            factor = sharp * _SHARPNESS[member % len(_SHARPNESS)]
+            queries_HdI[number * (heads // kv_heads) + member, slots, :size] = (factor * project_CE[part]).to(qkv)
+    centred_ME = own_ME - own_ME.mean(0)
+    axes_EE = torch.linalg.eigh(centred_ME.T @ centred_ME)[1].flip(1).T  # along which tokens differ most
+    for place in range(min(kv_heads * width, size)):
+        values_NdI[place % kv_heads, place // kv_heads, :size] = axes_EE[place].to(qkv)
+    layer.qkv.weight.copy_(qkv)
+    return Induction(read_XC.T, places_EC, scale)

@@ -1,0 +1,91 @@
+"""A layer that copies before any training: it finds where a token stood before, and brings what followed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.heads.induction import slow_pairs, solve
+from headstart.heads.layer import DraftLayer, LayerConfig, Rotary, causal_attention
+
+SIZE, WIDTH, HEADS, KV_HEADS, TOKENS = 64, 32, 4, 2, 300
+CONFIG = LayerConfig(
+    family="any",
+    hidden_size=SIZE,
+    vocab_size=TOKENS,
+    intermediate_size=8,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    head_dim=WIDTH,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)
+
+
+def turns(length: int) -> tuple[Tensor, Tensor]:
+    return Rotary(CONFIG).at(torch.arange(length)[None], torch.float32, length)
+
+
+def test_pairs_that_turn_quickly_are_left_out() -> None:
+    pairs = slow_pairs(CONFIG, turns(513)[0][0])
+    angles = [512 * 1e6 ** (-2 * pair / WIDTH) for pair in range(WIDTH // 2)]
+    assert pairs == [pair for pair, angle in enumerate(angles) if angle < 0.515]  # whose cosine is above .87
+    assert 0 < len(pairs) < WIDTH // 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_attends_to_what_followed_the_same_token(seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    table_VE = torch.randn(TOKENS, SIZE, generator=random)
+    table_VE = table_VE / table_VE.square().mean(-1, keepdim=True).sqrt()
+    # An early layer knows the token, a final state something else, mostly in half of its components.
+    mix_EE, loud_E = torch.randn(SIZE, SIZE, generator=random) / 8, torch.ones(SIZE)
+    loud_E[SIZE // 2 :] = 0.05
+
+    def states(tokens_M: Tensor) -> tuple[Tensor, Tensor]:
+        early_ME = table_VE[tokens_M] @ mix_EE + 0.1 * torch.randn(len(tokens_M), SIZE, generator=random)
+        final_ME = 5 * loud_E * torch.randn(len(tokens_M), SIZE, generator=random)
+        return torch.cat([early_ME, final_ME], dim=-1), final_ME
+
+    torch.manual_seed(seed)
+    layer = DraftLayer(CONFIG, 2 * SIZE, input_norm=False)
+    learnt_M = torch.randint(TOKENS, (3000,), generator=random)
+    tapped_MX, final_ME = states(learnt_M)
+    found = solve(layer, slow_pairs(CONFIG, turns(513)[0][0]), tapped_MX, final_ME, table_VE[learnt_M])
+    assert found is not None
+
+    # 60 different tokens, then 40 of them once more in another order: entry t should look at where token t + 1 was.
+    once_M = torch.randperm(TOKENS, generator=random)[:60]
+    again_M = once_M[:-1][torch.randperm(59, generator=random)[:40]]
+    text_M = torch.cat([once_M, again_M])
+    fused_ME = states(text_M)[0] @ found.into(torch.empty(SIZE, 2 * SIZE)).T
+    fused_ME = fused_ME / fused_ME.square().mean(-1, keepdim=True).sqrt()
+    read_1TI = torch.cat([table_VE[text_M[1:]], fused_ME[:-1]], dim=-1)[None]
+    queries, keys, values = layer.read(read_1TI, turns(len(text_M) - 1))
+    mixed_BNGTd = causal_attention(queries, keys, values)
+
+    right = 0
+    for entry in range(59, len(text_M) - 1):
+        stood = int((once_M == text_M[entry + 1]).nonzero())  # the entry behind it has the token that followed
+        distance_P = (values[0, :, : entry + 1] - mixed_BNGTd[0, :, -1, entry][:, None]).square().sum((0, 2))
+        right += int(distance_P.argmin()) == stood
+    assert right >= 32, "eight of ten; by chance one of a hundred"
+
+
+def test_heads_too_small_for_codes_are_left_alone() -> None:
+    layer = DraftLayer(CONFIG, 2 * SIZE, input_norm=False)
+    before = layer.qkv.weight.clone()
+    states_ME = torch.randn(100, SIZE)
+    assert solve(layer, [15], states_ME, states_ME, states_ME) is None
+    assert torch.equal(layer.qkv.weight, before)
+
+
+def test_what_is_not_the_code_stays_the_final_state() -> None:
+    torch.manual_seed(0)
+    layer = DraftLayer(CONFIG, 2 * SIZE, input_norm=False)
+    tapped_MX = torch.randn(500, 2 * SIZE)
+    found = solve(layer, list(range(10, 16)), tapped_MX, tapped_MX[:, SIZE:], torch.randn(500, SIZE))
+    assert found is not None
+    fused_ME = tapped_MX @ found.into(torch.empty(SIZE, 2 * SIZE)).T
+    elsewhere_EE = torch.eye(SIZE) - found.places_EC @ found.places_EC.T
+    torch.testing.assert_close(fused_ME @ elsewhere_EE, tapped_MX[:, SIZE:] @ elsewhere_EE, rtol=1e-4, atol=1e-4)
