@@ -84,8 +84,31 @@ def test_what_is_not_the_code_stays_the_final_state() -> None:
     torch.manual_seed(0)
     layer = DraftLayer(CONFIG, 2 * SIZE, input_norm=False)
     tapped_MX = torch.randn(500, 2 * SIZE)
-    found = solve(layer, list(range(10, 16)), tapped_MX, tapped_MX[:, SIZE:], torch.randn(500, SIZE))
+    found = solve(layer, list(range(8, 16)), tapped_MX, tapped_MX[:, SIZE:], torch.randn(500, SIZE))
     assert found is not None
     fused_ME = tapped_MX @ found.into(torch.empty(SIZE, 2 * SIZE)).T
     elsewhere_EE = torch.eye(SIZE) - found.places_EC @ found.places_EC.T
     torch.testing.assert_close(fused_ME @ elsewhere_EE, tapped_MX[:, SIZE:] @ elsewhere_EE, rtol=1e-4, atol=1e-4)
+
+
+def test_every_query_can_still_learn_something_else() -> None:
+    """Where queries and keys are both zero, neither has a gradient."""
+    torch.manual_seed(0)
+    layer = DraftLayer(CONFIG, 2 * SIZE, input_norm=False)
+    assert solve(layer, list(range(8, 16)), torch.randn(500, 2 * SIZE), torch.randn(500, SIZE), torch.randn(500, SIZE))
+    queries, keys, values = layer.read(torch.randn(1, 20, 2 * SIZE), turns(20))
+    (causal_attention(queries, keys, values) * torch.randn(1, KV_HEADS, 1, 20, WIDTH)).sum().backward()
+    assert layer.qkv.weight.grad is not None
+    assert (layer.qkv.weight.grad[: HEADS * WIDTH].abs().sum(1) > 0).all()
+
+
+def test_states_that_are_no_numbers_are_passed_over() -> None:
+    torch.manual_seed(0)
+    first, second = DraftLayer(CONFIG, 2 * SIZE, input_norm=False), DraftLayer(CONFIG, 2 * SIZE, input_norm=False)
+    second.load_state_dict(first.state_dict())
+    tapped_MX, own_ME = torch.randn(400, 2 * SIZE), torch.randn(400, SIZE)
+    broken_MX = torch.cat([torch.full((1, 2 * SIZE), float("nan")), torch.zeros(1, 2 * SIZE), tapped_MX])
+    pairs = list(range(8, 16))
+    assert solve(first, pairs, tapped_MX, tapped_MX[:, SIZE:], own_ME)
+    assert solve(second, pairs, broken_MX, broken_MX[:, SIZE:], torch.cat([own_ME[:2], own_ME]))
+    assert torch.equal(first.qkv.weight, second.qkv.weight)

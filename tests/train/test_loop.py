@@ -344,6 +344,7 @@ def test_nothing_supervised_is_an_error(
     [
         ({"loss": "softce"}, "Unknown loss 'softce'"),
         ({"mixed_precision": "fp16"}, "fp16 training needs a GPU"),
+        ({"mixed_precision": "fp16", "optimizer": "muon"}, "muon works beside AdamW"),
         ({"tracker": "trackio"}, "tracker trackio is not installed"),
     ],
 )

@@ -129,7 +129,7 @@ def _in_order(
     """
     size, number = source.batch_size, 0
     running: deque[tuple[Path, bool, Callable[[], list[Conversation]]]] = deque()
-    with Lanes(source.device, -(-count // size)) as lanes:
+    with Lanes(source.device, -(-count // size) if source.shareable else 1) as lanes:
         while True:
             room = count - len(kept) - len(running) * size  # those under way may bring a whole batch each
             if room > 0 and len(running) < lanes.count and not source.exhausted(split, number):
@@ -207,6 +207,13 @@ class _PromptSource:
     def device(self) -> torch.device:
         """Where the target answers."""
         return self._target.device
+
+    @property
+    def shareable(self) -> bool:
+        """Whether several batches may be written at once: some rotary tables change with the text that is read."""
+        return not any(
+            kind in str(getattr(self._target.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")
+        )
 
     @property
     def batch_size(self) -> int:

@@ -6,8 +6,8 @@ norm and an LM head of their own over the draft vocabulary. EAGLE-3.1 normalises
 feeds back the normed output. See `recurrent` for what each step reads and drafts.
 
 With `join` the stream is not the fed state but a linear map of it and the embedding, as in EAGLE-1. Reading and feeding
-back final states, every step then makes the same transition, from one final state to the next, and its linear part can
-be solved for before training. Serving engines know no such map.
+back final states, every step then makes the same transition, from one final state to the next. Its linear part is
+solved for before training, and so is an attention that copies (see `induction`). Serving engines know no such map.
 
 Shape suffixes: E hidden size, D draft vocabulary, M positions, X = taps * E (of final states: flat positions), J what
 is solved for reads.
@@ -32,8 +32,9 @@ from headstart.heads.recurrent import RecurrentHead
 from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target
 
-_CODE_ROWS, _MOST_CODE_ROWS = 6, 20_000
-"""Tokens for each number that is tapped, and in all, from which the code of a token is learnt."""
+_FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000
+"""Tokens for each number that is tapped, from which the code of a token is learnt: `_ROWS`, but beyond `_MANY` in all
+no more than `_FEW_ROWS`."""
 
 
 class Eagle3Config(LayerConfig):
@@ -129,7 +130,8 @@ class Eagle3Head(RecurrentHead):
         self.hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", None), self.norm.weight))
         self.norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), self.norm.weight))
         if self.joined is not None:
-            self.stack[0].silence()  # the fused state is a final one already
+            for layer in self.stack:
+                layer.silence()  # the fused state is a final one already
             self.joined.weight.zero_()
             self.joined.weight[:, self.config.hidden_size :] = torch.eye(self.config.hidden_size)
         self.lm_head.weight.copy_(self.lm_head_of(target))
@@ -137,7 +139,7 @@ class Eagle3Head(RecurrentHead):
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
         """Guess linearly where the next token's stream will end: from the tapped states, or with `join` from the final
-        state and the next token's embedding.
+        state, the next token's embedding and what an attention copies.
 
         Ridge regression on the direction that the target's own LM head reads one token later, undone by its norm; a
         fused state is scaled like the deepest tapped one.
@@ -163,11 +165,8 @@ class Eagle3Head(RecurrentHead):
     def _fit_joined(self, joined: nn.Linear, batches: Iterator[HeadBatch]) -> None:
         """Make the layer copy, then solve for what embedding, fused state and copies say of the next final state."""
         first: list[HeadBatch] = []
-        size, layer, enough = (
-            self.config.hidden_size,
-            self.stack[0],
-            min(_CODE_ROWS * self.fc.in_features, _MOST_CODE_ROWS),
-        )
+        size, layer, read_of = self.config.hidden_size, self.stack[0], self.fc.in_features
+        enough = min(_ROWS * read_of, max(_FEW_ROWS * read_of, _MANY))
         while sum(batch.tokens_BT.numel() for batch in first) < enough and (batch := next(batches, None)) is not None:
             first.append(batch)
         width = 0

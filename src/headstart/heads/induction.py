@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.layer import DraftLayer, LayerConfig
@@ -27,7 +28,7 @@ from headstart.heads.layer import DraftLayer, LayerConfig
 FAR = 512
 """Tokens over which a pair may turn by half a radian at most."""
 _LEAST = 16
-"""Components without which codes of different tokens look alike."""
+"""Components of a head without which codes of different tokens look alike."""
 _RIDGE = 1e-3
 _SHARE = 0.2
 """Of the squared size of a fused state that belongs to the code."""
@@ -64,6 +65,7 @@ def slow_pairs(config: LayerConfig, cos_Pd: Tensor) -> list[int]:
     half = config.head_dim // 2
     place = min(FAR, len(cos_Pd) - 1)
     # Only the last pairs count, those slower than any that comes full circle.
+    cos_Pd = cos_Pd / cos_Pd[0, 0]  # tables of long contexts may carry a factor
     turned = [float(cos_Pd[place // 4, pair]) > 0.99 and float(cos_Pd[place, pair]) > 0.87 for pair in range(half)]
     first = next((pair for pair in range(half) if all(turned[pair:])), half)
     return list(range(first, half))
@@ -71,7 +73,8 @@ def slow_pairs(config: LayerConfig, cos_Pd: Tensor) -> list[int]:
 
 @torch.no_grad()
 def solve(layer: DraftLayer, slow: list[int], tapped_MX: Tensor, final_ME: Tensor, own_ME: Tensor) -> Induction | None:
-    """Set a layer's queries, keys and values so that it copies; None when its heads are too small for codes.
+    """Set a layer's queries, keys and values so that it copies; None when its heads have too few slow pairs for codes
+    that differ, or when there is too little to learn them from.
 
     What the layer reads is [embedding, fused state], both normed without weights; its output map is left alone.
 
@@ -84,9 +87,13 @@ def solve(layer: DraftLayer, slow: list[int], tapped_MX: Tensor, final_ME: Tenso
     """
     config, size = layer.config, own_ME.shape[1]
     heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    slow = slow[-max(1, size // 2 // (2 * kv_heads)) :]  # codes take half of a state at most
     components = 2 * len(slow)
     codes = kv_heads * components
-    if codes < _LEAST or codes > size // 2 or not len(own_ME):
+    every_MJ = torch.cat([tapped_MX, own_ME], dim=-1)
+    good_M = every_MJ.isfinite().all(-1) & (tapped_MX != 0).any(-1)
+    tapped_MX, final_ME, own_ME = tapped_MX[good_M], final_ME[good_M], own_ME[good_M]
+    if components < _LEAST or len(tapped_MX) < 2 * tapped_MX.shape[1]:
         return None
     random = torch.Generator().manual_seed(0)
     project_CE = torch.linalg.qr(torch.randn(size, codes, generator=random))[0].T.to(own_ME)
@@ -108,14 +115,18 @@ def solve(layer: DraftLayer, slow: list[int], tapped_MX: Tensor, final_ME: Tenso
     # A token's code read off without an error gives the score _MATCH, whatever the sizes are.
     sharp = _MATCH * width**0.5 * kv_heads / max(float(code_MC.square().sum(-1).mean()), 1e-12)
 
+    # Queries start with the code alone. Keys and values elsewhere stay what they were: a query that finds nothing to
+    # multiply with would never learn.
     slots = [*slow, *(pair + width // 2 for pair in slow)]
-    qkv = torch.zeros_like(layer.qkv.weight)
+    qkv = layer.qkv.weight.clone()
+    qkv[: heads * width] = 0
     queries_HdI, keys_NdI, values_NdI = (
         part.view(-1, width, qkv.shape[1])
         for part in torch.split(qkv, [heads * width, kv_heads * width, kv_heads * width])
     )
     for number in range(kv_heads):
         part = slice(number * components, (number + 1) * components)
+        keys_NdI[number, slots] = 0
         keys_NdI[number, slots, size:] = (places_EC[:, part].T / (scale * shrink)).to(qkv)
         for member in range(heads // kv_heads):
             factor = sharp * _SHARPNESS[member % len(_SHARPNESS)]
@@ -123,6 +134,6 @@ def solve(layer: DraftLayer, slow: list[int], tapped_MX: Tensor, final_ME: Tenso
     centred_ME = own_ME - own_ME.mean(0)
     axes_EE = torch.linalg.eigh(centred_ME.T @ centred_ME)[1].flip(1).T  # along which tokens differ most
     for place in range(min(kv_heads * width, size)):
-        values_NdI[place % kv_heads, place // kv_heads, :size] = axes_EE[place].to(qkv)
+        values_NdI[place % kv_heads, place // kv_heads] = F.pad(axes_EE[place], (0, size)).to(qkv)
     layer.qkv.weight.copy_(qkv)
     return Induction(read_XC.T, places_EC, scale)

@@ -6,6 +6,7 @@ Shape suffixes: B rows, T tokens of one forward, V vocabulary, E hidden size, S 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,6 +86,7 @@ class Target:
         self.window = _sliding_window(self.config)
         self._captured: dict[int, Tensor] = {}
         self._tapped: tuple[int, ...] = ()
+        self._hooking = threading.Lock()
         self._hooks: list[Any] = []
         self._stock_attention = self.config._attn_implementation
         _refuse_layers(self.name, self.config)
@@ -289,9 +291,15 @@ class Target:
     # -- taps ----------------------------------------------------------------------------------------------------
 
     def _tap(self, taps: tuple[int, ...]) -> None:
-        """Hook the layers whose states are asked for; does nothing when they are hooked already."""
-        if taps == self._tapped:
-            return
+        """Hook the layers whose states are asked for; does nothing when they are hooked already.
+
+        Forwards with the same taps may run in several threads when nothing is tapped.
+        """
+        with self._hooking:
+            if taps != self._tapped:
+                self._hook_all(taps)
+
+    def _hook_all(self, taps: tuple[int, ...]) -> None:
         for tap in taps:
             if tap != FINAL and not 0 <= tap <= self.num_layers:
                 raise UserError(

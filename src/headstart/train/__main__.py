@@ -86,11 +86,11 @@ def _held(run: Path, state: PartialState) -> Iterator[None]:
         SystemExit: on the others then, so that none waits for a main process that is gone.
     """
     with ExitStack() as stack:
-        refusal: UserError | None = None
+        refusal: UserError | OSError | None = None
         if state.is_main_process:
             try:
                 stack.enter_context(locked(run))
-            except UserError as error:
+            except (UserError, OSError) as error:
                 refusal = error
         refused = [refusal is not None]
         broadcast_object_list(refused)

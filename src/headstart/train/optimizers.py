@@ -16,6 +16,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic whose iteration takes singular values to about 1 (Jordan et al., "Muon", 2024)."""
 _MOMENTUM = 0.95
 _TINY = 1e-7
+_APART = ("lm_head", "bias", "norm")
 _RMS = 0.2
 """Size of AdamW's updates, which those of Muon are given so that one learning rate serves both (arXiv 2502.16982)."""
 
@@ -69,13 +70,13 @@ def orthogonal(matrix: Tensor) -> Tensor:
 def make_optimizers(heads: DraftHead, section: TrainSection) -> list[torch.optim.Optimizer]:
     """The optimisers of a recipe, which step together.
 
-    LM heads count as embeddings do elsewhere: `muon` leaves them, norms and biases to AdamW.
+    LM heads count as embeddings do elsewhere: `muon` leaves them, norms and biases, told by their names, to AdamW.
     """
     trained = {name: weight for name, weight in heads.named_parameters() if weight.requires_grad}
     chosen = {
         name
         for name, weight in trained.items()
-        if section.optimizer == "muon" and weight.ndim > 1 and "bias" not in name and not _is_lm_head(weight, heads)
+        if section.optimizer == "muon" and weight.ndim > 1 and not any(part in name for part in _APART)
     }
     matrices = [weight for name, weight in trained.items() if name in chosen]
     rest = [weight for name, weight in trained.items() if name not in chosen]
@@ -87,7 +88,3 @@ def make_optimizers(heads: DraftHead, section: TrainSection) -> list[torch.optim
             torch.optim.AdamW(rest, lr=section.lr, betas=section.betas, weight_decay=section.weight_decay, fused=True)
         )
     return made
-
-
-def _is_lm_head(weight: Tensor, heads: DraftHead) -> bool:
-    return weight.shape[-2] == heads.config.draft_width and weight.shape[-1] == heads.config.hidden_size

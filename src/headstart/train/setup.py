@@ -183,6 +183,11 @@ def make_accelerator(recipe: Recipe, target: Target, folder: Path) -> Accelerato
     tracker = recipe.train.tracker
     if precision == "auto":
         precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(target.dtype, "no")
+    if precision == "fp16" and recipe.train.optimizer == "muon":
+        raise UserError(
+            "muon works beside AdamW, and fp16 scales gradients for one optimiser.",
+            "Set train.mixed_precision=bf16, or train.optimizer=adamw.",
+        )
     if precision == "fp16" and target.device.type == "cpu":
         raise UserError("fp16 training needs a GPU.", "Set train.mixed_precision=bf16 (or no).")
     if tracker != "none" and importlib.util.find_spec(tracker) is None:
