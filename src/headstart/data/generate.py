@@ -163,19 +163,18 @@ class _Clock:
     def __init__(self, file: Path, minutes: float | None) -> None:
         self._file, self._budget = file, math.inf if minutes is None else 60 * minutes
         self._spent = float(read_json(file)["training_seconds"]) if file.is_file() else 0.0
-        self._mark, self._batches, self._here = time.perf_counter(), 0, 0.0
+        self._mark, self._batches, self._before = time.perf_counter(), 0, self._spent
 
     def note(self) -> None:
         """A batch is written."""
         now = time.perf_counter()
-        self._here += now - self._mark
         self._spent += now - self._mark
         self._mark, self._batches = now, self._batches + 1
         write_json(self._file, {"training_seconds": self._spent})
 
     def over(self, lanes: int) -> bool:
         """Whether another batch would end further behind the budget than its lane would stop before it without one."""
-        one = lanes * self._here / self._batches if self._batches else 0.0
+        one = lanes * (self._spent - self._before) / self._batches if self._batches else 0.0
         return self._spent + time.perf_counter() - self._mark + one / 2 >= self._budget
 
 
@@ -226,7 +225,7 @@ class _PromptSource:
         seed = self.seed(split, number)
         return _answer(self._target, prompts, self._settings, seed, split != "heldout", check)
 
-    def take(self, split: str, number: int, check: Callable[[], None] | None = None) -> list[Prompt]:
+    def take(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:
         """Batch `number` of a split: the same for the same settings, whatever was taken before."""
         size = self._settings.batch_size
         if self._given is not None:
@@ -257,7 +256,7 @@ def _answer(
     settings: Settings,
     seed: int,
     answered: bool,
-    check: Callable[[], None] | None = None,
+    check: Callable[[], None],
 ) -> list[Conversation]:
     """Answer every user turn of each prompt with the target, shortest prompts first.
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, positions, register
 from headstart.heads.induction import FAR, slow_pairs, solve
-from headstart.heads.layer import DraftLayer, LayerConfig, causal_attention, norm_scale, normed
+from headstart.heads.layer import DraftLayer, LayerConfig, by_token, causal_attention, norm_scale, normed
 from headstart.heads.recurrent import RecurrentHead
 from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target
@@ -189,8 +189,7 @@ class Eagle3Head(RecurrentHead):
             if width:
                 places = torch.arange(fed_BTE.shape[1], device=fed_BTE.device).expand(fed_BTE.shape[:2])
                 turn = self._rotary.at(places, fed_BTE.dtype, fed_BTE.shape[1])
-                mixed_BNGTd = causal_attention(*layer.read(self.enter(fed_BTE, embedded_BTE)[0], turn))
-                parts.append(mixed_BNGTd.permute(0, 3, 1, 2, 4).flatten(2))
+                parts.append(by_token(causal_attention(*layer.read(self.enter(fed_BTE, embedded_BTE)[0], turn))))
             read_MJ = torch.cat(parts, dim=-1).flatten(0, 1)[origin_M]
             return read_MJ, [final_BTE.flatten(0, 1)[origin_M + 1] / self.norm.weight.float()]
 

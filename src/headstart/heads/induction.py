@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.layer import DraftLayer, LayerConfig
+from headstart.heads.residual import LinearStart
 
 FAR = 512
 """Tokens over which a pair may turn by half a radian at most."""
 _LEAST = 16
 """Components of a head without which codes of different tokens look alike."""
-_RIDGE = 1e-3
 _SHARE = 0.2
 """Of the squared size of a fused state that belongs to the code."""
 _SHARPNESS = (0.5, 1.0, 2.0)
@@ -101,11 +101,11 @@ def solve(layer: DraftLayer, slow: list[int], tapped_MX: Tensor, final_ME: Tenso
     # A few tokens have states a hundred times as large as the rest in some components: each counts by its direction.
     columns_X = tapped_MX.abs().median(0).values.clamp(min=1e-6)
     scaled_MX = tapped_MX / columns_X
-    weight_M1 = 1 / scaled_MX.square().mean(-1, keepdim=True)
-    gram_XX = scaled_MX.T @ (weight_M1 * scaled_MX)
-    gram_XX.diagonal().add_(_RIDGE * gram_XX.diagonal().mean())
-    read_XC = torch.linalg.solve(gram_XX, scaled_MX.T @ (weight_M1 * code_MC)) / columns_X[:, None]
-    found_MC = tapped_MX @ read_XC
+    sizes_M1 = scaled_MX.square().mean(-1, keepdim=True).sqrt()
+    start = LinearStart([tapped_MX.shape[1]], codes, tapped_MX.device)
+    start.add(scaled_MX / sizes_M1, [code_MC / sizes_M1])
+    read_CX = start.maps()[0] / columns_X
+    found_MC = tapped_MX @ read_CX.T
 
     _, directions_EE = torch.linalg.eigh(final_ME.T @ final_ME)
     places_EC = directions_EE[:, :codes]  # ascending: where final states point least
@@ -136,4 +136,4 @@ def solve(layer: DraftLayer, slow: list[int], tapped_MX: Tensor, final_ME: Tenso
     for place in range(min(kv_heads * width, size)):
         values_NdI[place % kv_heads, place // kv_heads] = F.pad(axes_EE[place], (0, size)).to(qkv)
     layer.qkv.weight.copy_(qkv)
-    return Induction(read_XC.T, places_EC, scale)
+    return Induction(read_CX, places_EC, scale)

@@ -188,8 +188,7 @@ class DraftLayer(nn.Module):
 
     def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
         """The stream behind this layer, from the stream before it and what attention brought."""
-        rows, width = residual_BTE.shape[:2]
-        x_BTE = residual_BTE + self.o(mixed_BNGTd.permute(0, 3, 1, 2, 4).reshape(rows, width, -1))
+        x_BTE = residual_BTE + self.o(by_token(mixed_BNGTd))
         gate_BTF, up_BTF = self.gate_up(normed(self.mlp_norm, x_BTE)).chunk(2, dim=-1)
         stream_BTE: Tensor = x_BTE + self.down(self._act(gate_BTF) * up_BTF)
         return stream_BTE
@@ -371,6 +370,11 @@ def chain_attention(
     for step, (_, values_BNAd) in enumerate(chain):
         mixed = mixed + shares[..., text + step, None] * values_BNAd[:, :, None]
     return mixed
+
+
+def by_token(mixed_BNGTd: Tensor) -> Tensor:
+    """What all heads found for each token, side by side as the output map reads it, [B, T, N * G * d]."""
+    return mixed_BNGTd.permute(0, 3, 1, 2, 4).flatten(2)
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
