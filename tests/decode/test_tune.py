@@ -14,7 +14,7 @@ from headstart.decode.budget import Costs
 from headstart.decode.calibrate import fit_calibration
 from headstart.decode.tune import Tuning, choose, measure_drafts, measure_ranks, path_values, tune
 from headstart.errors import UserError
-from headstart.heads import family, make_config
+from headstart.heads import family, make_config, packed
 from headstart.heads.medusa import head_hidden
 from headstart.target import FINAL, Target, TreeShape
 from tests.tiny import tiny_model
@@ -91,6 +91,26 @@ def test_tuning_round_trips_and_predicts_at_least_plain_speed() -> None:
     assert found.shape.size <= 6
     assert found.verify_ms[0] <= found.verify_ms[1]
     assert Tuning.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(("in_8_bits", "chosen"), [(3.0, True), (5.0, False)])
+def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_LEAST", 1)
+    target = Target(tiny_model("llama", vocab_size=64))
+    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 3}, target))
+    heads.warm_start(target)
+
+    def is_packed() -> bool:
+        return any(hasattr(weight, "packed") for weight in heads.parameters())
+
+    monkeypatch.setattr("headstart.decode.tune._draft_ms", lambda *_: (in_8_bits if is_packed() else 4.0, 1.0))
+    text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
+    found = tune(target, heads, [text], widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    assert found.packed is chosen and found.draft_ms == min(in_8_bits, 4.0)
+    assert not is_packed()
+    found = Tuning.from_json(json.loads(json.dumps(found.to_json())))
+    found.paths = ((0,),)
+    assert found.drafter(heads) is not None and is_packed() is chosen
 
 
 def test_what_levels_promise_is_saved_and_older_tunings_are_read() -> None:

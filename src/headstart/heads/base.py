@@ -14,7 +14,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
+from headstart.heads.packed import unpack
 from headstart.target import FINAL, Target, TreeShape
 
 
@@ -123,6 +124,12 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.register_buffer("draft_to_target_D", torch.arange(config.draft_width))
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's; training mode drops the weights in 8 bits, which would not learn."""
+        if mode:
+            unpack(self)
+        return super().train(mode)
 
     # -- what it is ----------------------------------------------------------------------------------------------
 

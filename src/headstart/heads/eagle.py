@@ -15,10 +15,11 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstart.heads.base import HeadBatch, positions, register
 from headstart.heads.layer import DraftLayer, LayerConfig
+from headstart.heads.packed import Linear
 from headstart.heads.recurrent import RecurrentHead
 from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target
@@ -45,7 +46,7 @@ class EagleHead(RecurrentHead):
     def __init__(self, config: EagleConfig) -> None:
         size = config.hidden_size
         super().__init__(config, config.steps, [DraftLayer(config, size, input_norm=False)])
-        self.fc = nn.Linear(2 * size, size)
+        self.fc = Linear(2 * size, size)
         self.register_buffer("_frozen_DE", torch.zeros(config.draft_width, size), persistent=False)
 
     @property

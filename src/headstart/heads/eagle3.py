@@ -28,6 +28,7 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, positions, register
 from headstart.heads.induction import FAR, slow_pairs, solve
 from headstart.heads.layer import DraftLayer, LayerConfig, by_token, causal_attention, norm_scale, normed
+from headstart.heads.packed import Linear
 from headstart.heads.recurrent import RecurrentHead
 from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target
@@ -94,12 +95,12 @@ class Eagle3Head(RecurrentHead):
         )
         norms = len(taps) if config.tap_norms else 0
         self.tap_norms = nn.ModuleList(nn.RMSNorm(size, config.rms_norm_eps) for _ in range(norms))
-        self.fc = nn.Linear(len(taps) * size, size, bias=False)
-        self.joined = nn.Linear(2 * size, size, bias=False) if config.join else None
+        self.fc = Linear(len(taps) * size, size, bias=False)
+        self.joined = Linear(2 * size, size, bias=False) if config.join else None
         self.embedding_norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(size, config.draft_width, bias=False)
+        self.lm_head = Linear(size, config.draft_width, bias=False)
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -32,12 +32,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, positions, register
 from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, causal_attention
+from headstart.heads.packed import linear
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.target import FINAL, Target
 
@@ -201,7 +201,7 @@ class HydraHead(DraftHead):
             above_BWF = state.seen_BWF[rows_B1, parents_BW]
         state.seen_BWF = torch.cat([above_BWF, self._embed(tokens_BW, above_BWF)], dim=-1)
         head = cast(HydraStep, self.heads[depth])
-        return F.linear(head(state.seen_BWF), self._lm_head(head))
+        return linear(head(state.seen_BWF), self._lm_head(head))
 
     def observe(self, state: HydraState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
         state.final_BE = self._follow(state.cache, states[FINAL], counts)

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
+from headstart.heads.packed import Linear
 from headstart.target import Target
 
 _ROTARY: dict[str, set[str]] = {
@@ -166,11 +167,11 @@ class DraftLayer(nn.Module):
                 "Give an even number, or leave it out for the target's own.",
             )
         self.input_norm = nn.RMSNorm(inputs, config.rms_norm_eps) if input_norm else None
-        self.qkv = nn.Linear(inputs, (heads + 2 * kv_heads) * config.head_dim, bias=False)
-        self.o = nn.Linear(heads * config.head_dim, size, bias=False)
+        self.qkv = Linear(inputs, (heads + 2 * kv_heads) * config.head_dim, bias=False)
+        self.o = Linear(heads * config.head_dim, size, bias=False)
         self.mlp_norm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.gate_up = nn.Linear(size, 2 * config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, size, bias=False)
+        self.gate_up = Linear(size, 2 * config.intermediate_size, bias=False)
+        self.down = Linear(config.intermediate_size, size, bias=False)
         self._act = ACT2FN[config.hidden_act]
 
     def read(self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, origins, positions, register
+from headstart.heads.packed import linear, unstack
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.target import FINAL, Target
 
@@ -128,9 +128,9 @@ class MedusaHead(DraftHead):
         Unbound once rather than indexed head by head: the gradient of an index is a whole table of zeros with one
         head filled in, and adding four of those was a fifth of a training step.
         """
-        lm_heads = [self.lm_head_DE] * self.steps if self.config.shared_lm_head else self.lm_head_KDE.unbind(0)
+        lm_heads = [self.lm_head_DE] * self.steps if self.config.shared_lm_head else unstack(self.lm_head_KDE)
         blocks = self.block_weight_KLEE.unbind(0), self.block_bias_KLE.unbind(0)
-        return list(zip(self.input_KEF.unbind(0), *blocks, lm_heads, strict=True))
+        return list(zip(unstack(self.input_KEF), *blocks, lm_heads, strict=True))
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, tokens_X = batch.states[FINAL].flatten(0, 1), batch.tokens_BT.flatten()
@@ -150,7 +150,7 @@ class MedusaHead(DraftHead):
         if depth == 0:
             state.seen_BF = self.read(state.final_BE, tokens_BW[:, 0])
         *body, lm_head_DE = self.parts()[depth]
-        return F.linear(head_hidden(state.seen_BF, *body), lm_head_DE)[:, None]
+        return linear(head_hidden(state.seen_BF, *body), lm_head_DE)[:, None]
 
     def observe(self, state: MedusaState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
         state.final_BE = last_states(states[FINAL], counts)

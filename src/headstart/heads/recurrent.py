@@ -36,6 +36,7 @@ from headstart.heads.layer import (
     causal_attention,
     chain_attention,
 )
+from headstart.heads.packed import linear
 from headstart.target import Target
 
 _WORTH_A_COPY = 0.9
@@ -183,7 +184,7 @@ class RecurrentHead(DraftHead):
             starts = [base + 1 + above_BWS.shape[2] for base in state.base]
             stream_BWE = self._run(state, fed_BWE, tokens_BW, starts, state.visible_BWS, depth)
         hidden_BWE, state.fed_BWE = self.leave(stream_BWE)
-        return F.linear(hidden_BWE, self.lm_head_DE)
+        return linear(hidden_BWE, self.lm_head_DE)
 
     def observe(
         self, state: RecurrentState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch
+from headstart.heads.packed import linear, unstack
 
 _RIDGE = 1e-3
 """Ridge of the linear start, as a share of the mean squared size of the components that are read."""
@@ -38,9 +39,9 @@ def last_states(states_BTE: Tensor, counts: Sequence[int]) -> Tensor:
 
 def head_hidden(seen_MF: Tensor, input_EF: Tensor, weight_LEE: Tensor, bias_LE: Tensor) -> Tensor:
     """What the LM head of one head reads, [..., E], from what the head reads, [..., F]."""
-    x_ME = F.linear(seen_MF, input_EF)
-    for weight_EE, bias_E in zip(weight_LEE, bias_LE, strict=True):
-        x_ME = x_ME + F.silu(F.linear(x_ME, weight_EE, bias_E))
+    x_ME = linear(seen_MF, input_EF)
+    for weight_EE, bias_E in zip(unstack(weight_LEE), bias_LE, strict=True):
+        x_ME = x_ME + F.silu(linear(x_ME, weight_EE, bias_E))
     return x_ME
 
 

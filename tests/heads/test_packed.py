@@ -1,0 +1,132 @@
+"""Weights in 8 bits: close to the full ones, used where they help, and never where they would be wrong."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headstart.decode.heads_drafter import HeadDrafter
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.heads import packed
+from headstart.heads.io import load_heads, save_heads
+from headstart.heads.packed import Linear, linear, pack, unpack, unstack
+from headstart.target import Target, TreeShape
+from tests.heads.test_contract import CASES, build, shake
+from tests.tiny import tiny_model
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> Target:
+    """Its heads are small: every matrix is packed that can be."""
+    monkeypatch.setattr(packed, "_LEAST", 1)
+    return Target(tiny_model("llama", vocab_size=64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 8, 12])
+def test_few_rows_are_close_to_the_full_product(dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(0)
+    layer = Linear(512, 160).to(dtype)
+    x = torch.randn(1, rows, 512, dtype=dtype)
+    full = layer(x)
+    pack(layer)
+    quick = layer(x)
+    assert quick.shape == full.shape and quick.dtype == dtype
+    # Each number of a row of weights is off by half a 127th of the row's largest: .2 % of a weight's size here at most.
+    error = (quick.float() - full.float()).square().mean().sqrt() / full.float().square().mean().sqrt()
+    assert 0 < error < 0.01
+
+
+def test_numbers_are_off_by_half_a_step() -> None:
+    weight = torch.nn.Parameter(torch.randn(256, 256) * torch.logspace(-3, 2, 256)[:, None])
+    pack(holder := torch.nn.ParameterList([weight]))
+    form = holder[0].packed
+    assert form.int8_NI.dtype == torch.int8
+    off = (form.int8_NI.float() * form.scale_N[:, None] - weight).abs()
+    assert (off <= 0.5001 * form.scale_N[:, None]).all()
+
+
+def test_many_rows_take_the_full_weights() -> None:
+    layer, x = Linear(256, 256), torch.randn(4, 8, 256)
+    full = layer(x)
+    pack(layer)
+    assert torch.equal(layer(x), full)
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    layer, x = Linear(256, 256), torch.randn(1, 256, 4).transpose(1, 2)
+    full = layer(x.contiguous())
+    pack(layer)
+    torch.testing.assert_close(layer(x), full, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(256, 300), (250, 320), (16, 16)])
+def test_sizes_that_the_product_cannot_read_stay_full(shape: tuple[int, int]) -> None:
+    weight = torch.nn.Parameter(torch.randn(shape))
+    pack(torch.nn.ParameterList([weight]))
+    x = torch.randn(2, shape[1])
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
+def test_stacks_are_packed_matrix_by_matrix() -> None:
+    stack = torch.nn.Parameter(torch.randn(3, 256, 256))
+    pack(torch.nn.ParameterList([stack]))
+    x = torch.randn(2, 256)
+    for part, whole in zip(unstack(stack), stack, strict=True):
+        assert hasattr(part, "packed")
+        torch.testing.assert_close(linear(x, part), F.linear(x, whole), rtol=0, atol=0.5)
+
+
+def test_another_dtype_than_was_packed_takes_the_full_weights() -> None:
+    layer, x = Linear(256, 256), torch.randn(2, 256)
+    pack(layer)
+    layer.bfloat16()
+    assert torch.equal(layer(x.bfloat16()), F.linear(x.bfloat16(), layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_a_dtype_without_such_a_product_stays_full(dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.ones(256, 256).to(dtype), requires_grad=False)
+    pack(torch.nn.ParameterList([weight]))
+    assert not hasattr(weight, "packed")
+
+
+def test_training_drops_what_would_not_learn(target: Target) -> None:
+    heads = shake(build("eagle3", target)).eval()
+    pack(heads)
+    assert any(hasattr(weight, "packed") for weight in heads.parameters())
+    heads.train()
+    assert not any(hasattr(weight, "packed") for weight in heads.parameters())
+
+
+def test_files_keep_the_full_weights(target: Target, tmp_path: Path) -> None:
+    heads = shake(build("hydra", target)).eval()
+    before = copy.deepcopy(heads.state_dict())
+    pack(heads)
+    save_heads(heads, tmp_path / "heads")
+    saved = load_heads(tmp_path / "heads", target).state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_drafts_alike_and_decodes_the_same_tokens(name: str, target: Target) -> None:
+    heads = shake(build(name, target)).eval()
+    prompt = [3, 9, 14, 27, 33, 8, 40, 12]
+    states = target.hidden_states([prompt], heads.taps)[0]
+    drafted = {}
+    for prepare in (unpack, pack):
+        prepare(heads)
+        session = heads.open([prompt], {tap: state[None] for tap, state in states.items()})
+        root = torch.tensor([[5]])
+        drafted[prepare] = heads.expand(session, root, torch.zeros_like(root), 0)
+    assert not torch.equal(drafted[unpack], drafted[pack]), "the packed weights are used"
+    together = torch.stack([drafted[unpack].flatten(), drafted[pack].flatten()])
+    assert torch.corrcoef(together)[0, 1] > 0.99
+    engine = Engine(target, HeadDrafter(heads, TreeShape.chain(heads.steps)))
+    plain = Engine(target).generate([prompt, prompt[:3]], DecodeOptions(24))
+    for row, other in zip(engine.generate([prompt, prompt[:3]], DecodeOptions(24)), plain, strict=True):
+        assert row.tokens == other.tokens
