@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import decoders
 
 from headstart.data import generate, selfprompt
@@ -15,9 +16,9 @@ from headstart.data.openers import OPENERS, opener_list
 from headstart.data.sampling import sample_rows
 from headstart.decode.loop import DecodeOptions, Engine
 from headstart.errors import UserError
-from headstart.target import Target
+from headstart.target import Target, TargetOutput, TreeCache
 from headstart.train.config import DataSection
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny_model, tiny_tokenizer
 
 
 def prompt_file(folder: Path, count: int = 24) -> str:
@@ -221,6 +222,28 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(tiny_target: Target) -> Non
     together = sample_rows(tiny_target, rows, temperatures=[0.0] * 3, **common)  # type: ignore[arg-type]
     for row, tokens in zip(rows, together, strict=True):
         assert sample_rows(tiny_target, [row], temperatures=[0.0], **common)[0] == tokens  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "gpt2"])
+def test_what_rows_begin_with_alike_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the sliding window, too; read once, and every row continues as it does on its own."""
+    target = Target(tiny_model(kind, vocab_size=61))
+    chance = torch.Generator().manual_seed(0)
+    words = torch.randint(3, 61, (40,), generator=chance).tolist()
+    rows = [words[:12] + words[20:23], words[:12] + words[30:], words[:13], words[:12] + words[33:]]
+    read: list[list[int]] = []
+    prefill = Target.prefill
+
+    def noted(self: Target, cache: TreeCache, rows: list[list[int]], taps: tuple[int, ...] = ()) -> TargetOutput:
+        read.append(list(map(len, rows)))
+        return prefill(self, cache, rows, taps)
+
+    monkeypatch.setattr(Target, "prefill", noted)
+    common = {"max_new_tokens": 9, "top_p": 1.0, "ends": frozenset({1}), "seed": 0}
+    together = sample_rows(target, rows, temperatures=[0.0] * 4, **common)  # type: ignore[arg-type]
+    assert read == [[12], [3, 10, 1, 7]]
+    for row, tokens in zip(rows, together, strict=True):
+        assert sample_rows(target, [row], temperatures=[0.0], **common)[0] == tokens  # type: ignore[arg-type]
 
 
 def test_sampling_follows_the_temperature(tiny_target: Target) -> None:

@@ -92,6 +92,18 @@ def test_counts(tiny_target: Target, tmp_path: Path) -> None:
     assert counts_V[tiny_target.tokenizer.eos_token_id] == len(given)
 
 
+def test_what_all_conversations_begin_with(tiny_target: Target, tmp_path: Path) -> None:
+    several = build(tmp_path / "several", tiny_target, conversations(tiny_target))
+    tokens = [several.get(index).tokens_T.tolist() for index in range(len(several))]
+    length = several.common_prefix
+    assert 0 < length < min(map(len, tokens))
+    assert len({tuple(row[:length]) for row in tokens}) == 1
+    assert len({tuple(row[: length + 1]) for row in tokens}) > 1
+    # A single conversation, or the same one twice: everything before the answer.
+    alone = build(tmp_path / "alone", tiny_target, conversations(tiny_target)[:1])
+    assert alone.common_prefix == int(alone.get(0).supervised_T.nonzero()[0])
+
+
 def test_size_is_as_estimated(tiny_target: Target, tmp_path: Path) -> None:
     store = build(tmp_path, tiny_target, conversations(tiny_target))
     expected = estimate_bytes(store.tokens, len(TAPS), tiny_target.hidden_size, tiny_target.dtype)

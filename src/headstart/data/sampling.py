@@ -6,6 +6,7 @@ Shape suffixes: B rows, V vocabulary, R candidates kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -46,7 +47,12 @@ def sample_rows(
     added: list[list[int]] = [[] for _ in rows]
     cache = target.new_cache(len(rows), max(map(len, rows)) + max_new_tokens)
     alive = list(range(len(rows)))
-    logits_BV = target.prefill(cache, rows).logits_BTV[:, 0]
+    shared = _shared(rows)
+    if shared:  # what a chat template puts in front of every row is read once
+        prefix = target.new_cache(1, shared)
+        target.prefill(prefix, [rows[0][:shared]])
+        cache.begin_with(prefix)
+    logits_BV = target.prefill(cache, [row[shared:] for row in rows]).logits_BTV[:, 0]
     root = TreeShape.chain(0)
     ended = [False] * len(rows)
     for step in range(max_new_tokens):
@@ -69,6 +75,18 @@ def sample_rows(
         logits_BV = target.forward_tree(cache, tree).logits_BTV[:, 0]
         cache.commit([[0]] * len(alive))
     return added
+
+
+def _shared(rows: Sequence[Sequence[int]]) -> int:
+    """How many tokens all of several rows begin with alike, at least one of each left over.
+
+    >>> _shared([[1, 2, 3], [1, 2, 4, 5], [1, 2]]), _shared([[1, 2]])
+    (1, 0)
+    """
+    if len(rows) < 2:
+        return 0
+    alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*rows, strict=False))
+    return min(sum(1 for _ in alike), min(map(len, rows)) - 1)
 
 
 def _pick(logits_BV: Tensor, heat_B: Tensor, top_p: float, generator: torch.Generator) -> Tensor:

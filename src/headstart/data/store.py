@@ -15,6 +15,8 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,22 @@ class StateStore:
         for tokens_S, supervised_S in self._masks():
             counts_V += torch.bincount(tokens_S[supervised_S].long(), minlength=vocab_size)
         return counts_V
+
+    @cached_property
+    def common_prefix(self) -> int:
+        """How many tokens all conversations begin with alike, before any supervised one: what a chat template puts in
+        front of them."""
+        prefix: list[int] = []
+        for index, (shard, start) in enumerate(self._place[index] for index in range(len(self))):
+            part = slice(start, start + self.lengths[index])
+            tokens = self._read(shard, "tokens", part).tolist()
+            supervised = self._read(shard, "supervised", part).tolist()
+            if index == 0:
+                prefix = tokens
+            stop = supervised.index(True) if True in supervised else len(tokens)
+            pairs = zip(prefix, tokens[:stop], strict=False)
+            prefix = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        return len(prefix)
 
     def _masks(self) -> list[tuple[Tensor, Tensor]]:
         masks = []

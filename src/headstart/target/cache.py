@@ -107,6 +107,14 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._stores = [store.index_select(1, index) for store in self._stores]
         self.lengths = [self.lengths[row] for row in rows]
 
+    def begin_with(self, prefix: TreeCache) -> None:
+        """Start every row with what the only row of another cache has committed; this one holds nothing yet."""
+        (length,) = prefix.lengths
+        assert not any(self.lengths) and length <= self.capacity, "an empty cache with room"
+        for store, read in zip(self._stores, prefix._stores, strict=True):
+            store[:, :, :, :length] = read[:, :, :, :length]
+        self.lengths = [length] * self.rows
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed tokens of the longest row; transformers asks, positions are always given explicitly."""
         return max(self.lengths)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import HeadBatch
+from headstart.train.config import LearnFrom
 
 if TYPE_CHECKING:
     from headstart.data.store import StateStore
@@ -71,7 +72,12 @@ def share(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
 
 
 def collate(
-    store: StateStore, batch: Batch, taps: Sequence[int], dtype: torch.dtype, device: torch.device
+    store: StateStore,
+    batch: Batch,
+    taps: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    learn_from: LearnFrom = "answers",
 ) -> HeadBatch:
     """Read conversations from the store and pad them on the right.
 
@@ -81,15 +87,19 @@ def collate(
         taps: the states to read.
         dtype: of the states.
         device: where the batch goes.
+        learn_from: "text" supervises everything behind what all conversations begin with.
     """
     samples = [store.get(index) for index in batch]
+    masks = [sample.supervised_T for sample in samples]
+    if learn_from == "text":
+        masks = [torch.arange(len(mask_T)) >= store.common_prefix for mask_T in masks]
 
     def pad(rows: Sequence[Tensor]) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
     return HeadBatch(
         tokens_BT=pad([sample.tokens_T for sample in samples]).to(device),
-        supervised_BT=pad([sample.supervised_T for sample in samples]).to(device),
+        supervised_BT=pad(masks).to(device),
         states={tap: pad([sample.states[tap] for sample in samples]).to(device, dtype) for tap in taps},
     )
 
