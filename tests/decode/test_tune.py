@@ -93,7 +93,7 @@ def test_tuning_round_trips_and_predicts_at_least_plain_speed() -> None:
     assert Tuning.from_json(found.to_json()) == found
 
 
-@pytest.mark.parametrize(("in_8_bits", "chosen"), [(3.0, True), (5.0, False)])
+@pytest.mark.parametrize(("in_8_bits", "chosen"), [(3.0, True), (3.8, False), (5.0, False)])
 def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_LEAST", 1)
     target = Target(tiny_model("llama", vocab_size=64))
@@ -106,11 +106,20 @@ def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: p
     monkeypatch.setattr("headstart.decode.tune._draft_ms", lambda *_: (in_8_bits if is_packed() else 4.0, 1.0))
     text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
     found = tune(target, heads, [text], widths=(1, 4), context=16, max_nodes=6, max_rank=4)
-    assert found.packed is chosen and found.draft_ms == min(in_8_bits, 4.0)
+    assert found.packed is chosen and found.draft_ms == (in_8_bits if chosen else 4.0)
     assert not is_packed()
     found = Tuning.from_json(json.loads(json.dumps(found.to_json())))
     found.paths = ((0,),)
     assert found.drafter(heads) is not None and is_packed() is chosen
+
+
+def test_heads_that_cannot_be_packed_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([4.0, 2.0])
+    monkeypatch.setattr("headstart.decode.tune._draft_ms", lambda *_: (next(times), 1.0))
+    target = Target(tiny_model("llama", vocab_size=61))  # too small
+    text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
+    found = tune(target, trained_like(target), [text], widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    assert not found.packed and found.draft_ms == 2.0
 
 
 def test_what_levels_promise_is_saved_and_older_tunings_are_read() -> None:

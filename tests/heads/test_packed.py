@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.loop import DecodeOptions, Engine
@@ -64,7 +65,36 @@ def test_rows_that_are_not_contiguous() -> None:
     torch.testing.assert_close(layer(x), full, rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("shape", [(256, 300), (250, 320), (16, 16)])
+def test_outputs_are_padded_and_cut() -> None:
+    torch.manual_seed(0)
+    layer = Linear(320, 250)
+    x = torch.randn(2, 3, 320)
+    full = layer(x)
+    pack(layer)
+    assert layer(x).shape == full.shape
+    torch.testing.assert_close(layer(x), full, rtol=0, atol=0.02)
+
+
+def test_no_rows_and_one_row() -> None:
+    layer = Linear(256, 256)
+    pack(layer)
+    assert layer(torch.zeros(0, 256)).shape == (0, 256)
+    assert layer(torch.zeros(2, 0, 256)).shape == (2, 0, 256)
+    assert layer(torch.zeros(256)).shape == (256,)
+
+
+def test_operations_are_counted() -> None:
+    layer, x = Linear(256, 320, bias=False), torch.randn(3, 256)
+    counts = []
+    for prepare in (unpack, pack):
+        prepare(layer)
+        with FlopCounterMode(display=False) as counter:
+            layer(x)
+        counts.append(counter.get_total_flops())
+    assert counts == [2 * 3 * 256 * 320] * 2
+
+
+@pytest.mark.parametrize("shape", [(256, 300), (16, 16)])
 def test_sizes_that_the_product_cannot_read_stay_full(shape: tuple[int, int]) -> None:
     weight = torch.nn.Parameter(torch.randn(shape))
     pack(torch.nn.ParameterList([weight]))

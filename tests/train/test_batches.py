@@ -59,13 +59,13 @@ def test_collate_pads_on_the_right_and_reads_only_the_taps_asked_for() -> None:
     assert batch.states[FINAL][0, :, 0].tolist() == [2.0] * 4 and batch.states[FINAL][1, 2:].abs().sum() == 0
 
 
-def test_learning_from_the_text_takes_all_but_what_every_conversation_begins_with() -> None:
+def test_learning_from_the_text_takes_all_but_what_conversations_begin_with() -> None:
     def get(index: int) -> Any:
         length = index + 4
         supervised = torch.arange(length) == length - 1
         return SimpleNamespace(tokens_T=torch.arange(length), supervised_T=supervised, states={})
 
-    store: Any = SimpleNamespace(get=get, common_prefix=2)
+    store: Any = SimpleNamespace(get=get, usual_prefix=[0, 1, 7])
     batch = collate(store, [1, 0], [], torch.float32, torch.device("cpu"), "text")
     assert batch.supervised_BT.tolist() == [[False, False, True, True, True], [False, False, True, True, False]]
     answers = collate(store, [1, 0], [], torch.float32, torch.device("cpu"), "answers")

@@ -130,6 +130,18 @@ def write_conversations(path: Path, conversations: Sequence[Conversation]) -> No
     write_jsonl(path, (conversation.to_json() for conversation in conversations))
 
 
+def alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike.
+
+    >>> alike([1, 2, 3], [1, 2, 4, 3]), alike([1, 2], [1, 2, 3])
+    (2, 2)
+    """
+    return next(
+        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
+
+
 def prompt_tokens(messages: Sequence[Message], tokenizer: Any) -> list[int]:
     """What the target reads before it answers: the rendered messages and the generation prompt.
 

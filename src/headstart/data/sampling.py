@@ -6,11 +6,11 @@ Shape suffixes: B rows, V vocabulary, R candidates kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 
 import torch
 from torch import Tensor
 
+from headstart.data.conversations import alike
 from headstart.target import DraftTree, Target, TreeShape
 
 _CANDIDATES = 64
@@ -85,8 +85,8 @@ def _shared(rows: Sequence[Sequence[int]]) -> int:
     """
     if len(rows) < 2:
         return 0
-    alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*rows, strict=False))
-    return min(sum(1 for _ in alike), min(map(len, rows)) - 1)
+    lists = [list(row) for row in rows]
+    return min(alike(min(lists), max(lists)), min(map(len, rows)) - 1)  # in order, the first and last differ most
 
 
 def _pick(logits_BV: Tensor, heat_B: Tensor, top_p: float, generator: torch.Generator) -> Tensor:

@@ -34,6 +34,9 @@ from headstart.heads.packed import pack, unpack
 from headstart.target import DraftTree, Target, TreeShape
 from headstart.target.tree import RankPath
 
+_CLEARLY = 0.9
+"""Share of the milliseconds of a draft below which 8 bits are worth the little that they take from acceptance."""
+
 
 class Supervised(Protocol):
     """What tuning needs of a conversation."""
@@ -55,7 +58,7 @@ class Tuning:
         verify_ms: for each width, milliseconds of a tree forward, choosing and committing, at batch 1.
         draft_ms: milliseconds of one draft with these heads, to their full depth with a tree of up to 16 nodes.
         level_ms: of which each level behind the first takes.
-        packed: whether drafting with weights in 8 bits was faster; the milliseconds are those of the faster way.
+        packed: whether drafting with weights in 8 bits was clearly faster; the milliseconds are then its own.
         acceptance: for each depth and rank, how often that draft is right when the better choices above it were
             right (rank 0 at every depth above).
         predicted: `tokens_per_round` (τ, replayed on the calibration answers), `speedup` over plain decoding,
@@ -89,20 +92,24 @@ class Tuning:
     def drafter(self, heads: DraftHead, tree: Tree | None = None) -> HeadDrafter | None:
         """These heads as a drafter, with the tree that was found best or another kind; None when none pays.
 
+        The heads themselves are packed or unpacked, as was found faster.
+
         Raises:
             UserError: dynamic trees for heads that were tuned before there were any.
         """
         tree = tree or self.tree
-        (pack if self.packed else unpack)(heads)
         if tree == "dynamic" and not self.calibration:
             raise UserError("These heads have no calibration for dynamic trees.", "Tune them again: headstart tune.")
+        if (tree == "chain" and not self.chain) or self.shape.size == 1:
+            return None
+        (pack if self.packed else unpack)(heads)
         if tree == "chain":
-            return HeadDrafter(heads, TreeShape.chain(self.chain)) if self.chain else None
+            return HeadDrafter(heads, TreeShape.chain(self.chain))
         knots = {name: tuple(map(tuple, values)) for name, values in self.calibration.items()}
         # Heads tuned by an older version come without it; their table of the best path is close.
         reached = knots["reached"][0] if "reached" in knots else tuple(sum(best[:3]) for best in self.acceptance)
         calibration = Calibration(knots.get("log_probs", ()), knots.get("accepted", ()), reached)
-        return HeadDrafter(heads, self.shape, tree, calibration) if self.shape.size > 1 else None
+        return HeadDrafter(heads, self.shape, tree, calibration)
 
     @property
     def shape(self) -> TreeShape:
@@ -152,6 +159,7 @@ def tune(
     Raises:
         UserError: when the calibration conversations hold no position that reaches the last head.
     """
+    unpack(heads)
     context = min(context, target.max_length - max(widths) - 1)
     widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
     ranks_OK, log_probs_OKR = measure_drafts(target, heads, conversations, max_rank, console)
@@ -372,14 +380,17 @@ def measure_verify(
 def _draft_costs(
     target: Target, heads: DraftHead, values: dict[RankPath, float], context: int
 ) -> tuple[float, float, bool]:
-    """What `_draft_ms` measures, of the heads' weights as they are or in 8 bits: of the faster one, and which it is."""
-    found: list[tuple[float, float, bool]] = []
+    """What `_draft_ms` measures, and whether that is with the weights in 8 bits: where they are clearly faster."""
+    full: list[tuple[float, float]] = []
+    packed: list[tuple[float, float]] = []
     for _ in range(2):  # in turns, so that a slow moment of the machine decides nothing
-        for packed, prepare in ((False, unpack), (True, pack)):
-            prepare(heads)
-            found.append((*_draft_ms(target, heads, values, context), packed))
-    unpack(heads)
-    return min(found)
+        full.append(_draft_ms(target, heads, values, context))
+        if pack(heads):
+            packed.append(_draft_ms(target, heads, values, context))
+            unpack(heads)
+    if packed and min(packed)[0] < _CLEARLY * min(full)[0]:
+        return (*min(packed), True)
+    return (*min(full), False)
 
 
 @torch.inference_mode()

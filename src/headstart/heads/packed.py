@@ -10,6 +10,7 @@ Shape suffixes: M rows, N outputs, I inputs, K stacked matrices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -17,19 +18,25 @@ from itertools import chain
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 _FEW_ROWS = 12
 """Rows up to which the product with 8 bits is the faster one: 2 to 3 times up to 4 rows, even at 16."""
 _LEAST = 1 << 16
 """Numbers of a matrix from which rounding it pays."""
 _BLOCK = 32
-"""Both sizes of a matrix are multiples of it: torch's product reads whole blocks, beyond the end of other matrices."""
+"""Inputs are a multiple of it: torch's product reads whole blocks, beyond the end of other rows. Outputs are padded."""
+_ROWS = 4096
+"""Outputs that are rounded at a time, in float32."""
 _NAME = "packed"
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix in 8 bits: what number (o, i) stands for is `int8_NI[o, i] * scale_N[o]`."""
+    """A matrix in 8 bits: what number (o, i) stands for is `int8_NI[o, i] * scale_N[o]`.
+
+    The last rows may be padding.
+    """
 
     int8_NI: Tensor
     scale_N: Tensor
@@ -49,7 +56,7 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
         return F.linear(x, weight_NI, bias_N)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, packed.int8_NI, packed.scale_N)
-    product = product.view(*x.shape[:-1], -1)
+    product = product[:, : len(weight_NI)].reshape(*x.shape[:-1], len(weight_NI))
     return product if bias_N is None else product + bias_N
 
 
@@ -62,16 +69,18 @@ def unstack(weight_KNI: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def pack(heads: nn.Module) -> None:
-    """Keep the large matrices of heads in 8 bits, too, from their weights as they are now.
+def pack(heads: nn.Module) -> bool:
+    """Keep the large matrices of heads, and stacks of them, in 8 bits, too; says whether there are any.
 
-    Does nothing where the heads are not on a CPU, or torch has no such product. `unpack` undoes it; so does training
-    mode of draft heads.
+    Does nothing where the heads are not on a CPU, or torch has no such product. What is packed already stays as it is:
+    whoever changes weights in place unpacks first. Training mode of draft heads does so.
     """
-    for weight in _matrices(heads):
-        if weight.is_cpu and _multiplies(weight.dtype):
+    found = [weight for weight in _matrices(heads) if weight.is_cpu and _multiplies(weight.dtype)]
+    for weight in found:
+        if not hasattr(weight, _NAME):
             whole = _pack(weight) if weight.dim() == 2 else [_pack(part) for part in weight.unbind(0)]
             setattr(weight, _NAME, whole)
+    return bool(found)
 
 
 def unpack(heads: nn.Module) -> None:
@@ -89,7 +98,7 @@ def _matrices(heads: nn.Module) -> list[Tensor]:
         if weight.is_floating_point()
         and weight.dim() in (2, 3)
         and weight.shape[-2:].numel() >= _LEAST
-        and not any(size % _BLOCK for size in weight.shape[-2:])
+        and not weight.shape[-1] % _BLOCK
     ]
 
 
@@ -105,7 +114,20 @@ def _multiplies(dtype: torch.dtype) -> bool:
 
 
 def _pack(weight_NI: Tensor) -> Packed:
-    weight_NI = weight_NI.detach()
-    scale_N = (weight_NI.float().abs().amax(1) / 127).clamp(min=1e-12).to(weight_NI.dtype)
-    int8_NI = (weight_NI.float() / scale_N.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
-    return Packed(int8_NI.contiguous(), scale_N)
+    outputs, inputs = weight_NI.shape
+    padded = -(-outputs // _BLOCK) * _BLOCK
+    int8_NI = torch.zeros(padded, inputs, dtype=torch.int8)
+    scale_N = torch.zeros(padded, dtype=weight_NI.dtype)
+    for start in range(0, outputs, _ROWS):
+        part_RI = weight_NI.detach()[start : start + _ROWS].float()
+        rows = slice(start, start + len(part_RI))
+        scale_N[rows] = (part_RI.abs().amax(1) / 127).clamp(min=1e-12)
+        int8_NI[rows] = (part_RI / scale_N[rows, None].float()).round().clamp(-127, 127).to(torch.int8)
+    return Packed(int8_NI, scale_N)
+
+
+if hasattr(torch.ops.aten, "_weight_int8pack_mm"):
+
+    @register_flop_formula(torch.ops.aten._weight_int8pack_mm)
+    def _operations(rows: Sequence[int], int8: Sequence[int], *_: object, **__: object) -> int:
+        return 2 * rows[0] * rows[1] * int8[0]

@@ -279,6 +279,7 @@ def _training_facts(run: Run) -> dict[str, str]:
         "steps": f"{result['steps']} of at most {training.batch_tokens * training.accumulate} tokens; these are the "
         f"heads of step {result['best']['step']}",
         "loss": training.loss,
+        "learned from": {"answers": "the answers", "text": "the answers and the other turns"}[training.learn_from],
         "supervised tokens that the heads can draft": f"{result['coverage']:.1%}",
     }
 
@@ -327,7 +328,7 @@ STAGES = (
     ),
     Stage("states", "computing hidden states", 1, (STATES,), ("target", "conversations"), _state_settings, _states),
     Stage("train", "training the heads", 1, (TRAIN,), ("target", "states"), _train_settings, _train, adopts=True),
-    Stage("tune", "measuring costs, choosing the tree", 1, (TUNE,), ("conversations", "train"), _tune_settings, _tune),
+    Stage("tune", "measuring costs, choosing the tree", 2, (TUNE,), ("conversations", "train"), _tune_settings, _tune),
     Stage("export", "writing the folder to keep and share", 1, (HEADS,), ("tune",), lambda _: {}, _export),
     Stage("eval", "measuring against the baselines", 1, (REPORT,), ("conversations", "export"), _eval_settings, _eval),
 )

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstart.data.conversations import alike
 from headstart.heads import HeadBatch
 from headstart.train.config import LearnFrom
 
@@ -87,12 +88,12 @@ def collate(
         taps: the states to read.
         dtype: of the states.
         device: where the batch goes.
-        learn_from: "text" supervises everything behind what all conversations begin with.
+        learn_from: "text" supervises everything behind what nearly all conversations begin with.
     """
     samples = [store.get(index) for index in batch]
     masks = [sample.supervised_T for sample in samples]
     if learn_from == "text":
-        masks = [torch.arange(len(mask_T)) >= store.common_prefix for mask_T in masks]
+        masks = [sample.supervised_T | _behind(store.usual_prefix, sample.tokens_T) for sample in samples]
 
     def pad(rows: Sequence[Tensor]) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
@@ -102,6 +103,15 @@ def collate(
         supervised_BT=pad(masks).to(device),
         states={tap: pad([sample.states[tap] for sample in samples]).to(device, dtype) for tap in taps},
     )
+
+
+def _behind(prefix: Sequence[int], tokens_T: Tensor) -> Tensor:
+    """Which tokens stand behind as much of a prefix as a text begins with, bool [T].
+
+    >>> _behind([1, 2, 3], torch.tensor([1, 2, 4, 3])).tolist()
+    [False, False, True, True]
+    """
+    return torch.arange(len(tokens_T)) >= alike(prefix, tokens_T.tolist())
 
 
 def noisy(batch: HeadBatch, noise: float, seed: Sequence[int]) -> HeadBatch:
