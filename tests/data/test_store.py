@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from headstart.data.conversations import Conversation, encode
 from headstart.data.store import StateStore, build_store, estimate_bytes
 from headstart.errors import UserError
 from headstart.target import FINAL, Target
-from headstart.train.batches import collate
 from tests.tiny import tiny_model
 
 TAPS = (1, FINAL)
@@ -92,21 +90,6 @@ def test_counts(tiny_target: Target, tmp_path: Path) -> None:
     assert counts_V.shape == (tiny_target.vocab_size,)
     assert int(counts_V.sum()) == sum(sum(item.supervised) for item in given)
     assert counts_V[tiny_target.tokenizer.eos_token_id] == len(given)
-
-
-def test_what_nearly_all_conversations_begin_with(tiny_target: Target, tmp_path: Path) -> None:
-    """One conversation of another form among twenty changes nothing."""
-    taken = conversations(tiny_target, 20)
-    odd = dataclasses.replace(taken[0], tokens=taken[0].tokens[1:], supervised=taken[0].supervised[1:])
-    store = build(tmp_path / "store", tiny_target, [*taken, odd])
-    prefix = store.usual_prefix
-    texts = [item.tokens for item in taken]
-    assert prefix and {tuple(text[: len(prefix)]) for text in texts} == {tuple(prefix)}
-    assert len({text[len(prefix)] for text in texts}) > 1
-    batch = collate(store, [0, 20], TAPS, torch.float32, torch.device("cpu"), "text")
-    length = len(taken[0].tokens)
-    assert batch.supervised_BT[0].tolist() == [place >= len(prefix) for place in range(length)]
-    assert batch.supervised_BT[1, : length - 1].all()
 
 
 def test_size_is_as_estimated(tiny_target: Target, tmp_path: Path) -> None:

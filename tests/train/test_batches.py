@@ -59,19 +59,6 @@ def test_collate_pads_on_the_right_and_reads_only_the_taps_asked_for() -> None:
     assert batch.states[FINAL][0, :, 0].tolist() == [2.0] * 4 and batch.states[FINAL][1, 2:].abs().sum() == 0
 
 
-def test_learning_from_the_text_takes_all_but_what_conversations_begin_with() -> None:
-    def get(index: int) -> Any:
-        length = index + 4
-        supervised = torch.arange(length) == length - 1
-        return SimpleNamespace(tokens_T=torch.arange(length), supervised_T=supervised, states={})
-
-    store: Any = SimpleNamespace(get=get, usual_prefix=[0, 1, 7])
-    batch = collate(store, [1, 0], [], torch.float32, torch.device("cpu"), "text")
-    assert batch.supervised_BT.tolist() == [[False, False, True, True, True], [False, False, True, True, False]]
-    answers = collate(store, [1, 0], [], torch.float32, torch.device("cpu"), "answers")
-    assert answers.supervised_BT.sum() == 2
-
-
 def test_predictions_counts_what_the_first_draft_step_predicts() -> None:
     supervised_BT = torch.tensor([[False, True, True, True, False], [True, True, False, True, False]])
     # Row 0 predicts tokens 2 and 3; in row 1 nothing lies before token 0, and token 3 follows no supervised token.

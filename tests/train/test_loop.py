@@ -64,15 +64,6 @@ def test_a_run_leaves_heads_metrics_and_a_result(run: Train, tmp_path: Path, tin
     assert {p.dtype for p in heads.parameters()} == {torch.float32}
 
 
-def test_the_whole_text_can_be_learnt_from(run: Train, tmp_path: Path) -> None:
-    rows = {}
-    for learn_from in ("answers", "text"):
-        run(tmp_path / learn_from, steps=4, eval_every=4, learn_from=learn_from)
-        rows[learn_from] = metrics(tmp_path / learn_from)
-    assert rows["text"][-1]["tokens"] > 1.2 * rows["answers"][-1]["tokens"] > 0, "the questions count, too"
-    assert rows["text"][-1]["predictions"] == rows["answers"][-1]["predictions"], "answers alone validate"
-
-
 def test_the_first_loss_is_the_sum_over_steps_per_first_step_prediction(
     run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore
 ) -> None:

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +34,6 @@ SHARD_BYTES = 64_000_000
 CACHE_BYTES = 2_000_000_000
 """Stores up to this size are kept in memory once read."""
 
-_PREFIX, _USUAL = 512, 0.9
-"""Tokens at which a prefix of conversations ends at most, and the share of them that begin with it."""
 _MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
 _FORMAT = 1
@@ -157,20 +152,6 @@ class StateStore:
         for tokens_S, supervised_S in self._masks():
             counts_V += torch.bincount(tokens_S[supervised_S].long(), minlength=vocab_size)
         return counts_V
-
-    @cached_property
-    def usual_prefix(self) -> list[int]:
-        """The tokens that nearly all conversations begin with: what a chat template puts in front of them."""
-        texts = [self.get(index).tokens_T[:_PREFIX].tolist() for index in range(len(self))]
-        prefix: list[int] = []
-        while texts:
-            following = [text[len(prefix)] for text in texts if len(text) > len(prefix)]
-            token, count = max(Counter(following).items(), key=itemgetter(1), default=(0, 0))
-            if count < _USUAL * len(self):
-                break
-            prefix.append(token)
-            texts = [text for text in texts if text[: len(prefix)] == prefix]
-        return prefix
 
     def _masks(self) -> list[tuple[Tensor, Tensor]]:
         masks = []

@@ -66,8 +66,7 @@ class HeadBatch:
 
     Attributes:
         tokens_BT: int64 token ids.
-        supervised_BT: bool, the loss mask: true where the target wrote the token, or wherever a recipe learns from
-            the whole text; false on padding.
+        supervised_BT: bool, true where the token was written by the target (the loss mask); false on padding.
         states: {tap: [B, T, E]}; state t was computed after reading token t.
         reach_BT: int64, how many draft steps learn from each position as their origin; None: as many as there are.
     """
@@ -269,7 +268,7 @@ class DraftHead(nn.Module, ABC):
 def positions(supervised_BT: Tensor, step: int) -> Tensor:
     """Flat indices b * T + t from which draft step `step` learns: tokens t + 1 .. t + step + 2 are all supervised.
 
-    The drafted tokens then belong to one answer, as they do when decoding, unless the whole text is supervised.
+    The drafted tokens then belong to one answer, as they do when decoding.
     """
     reach = step + 2
     if supervised_BT.shape[1] <= reach:

@@ -279,7 +279,6 @@ def _training_facts(run: Run) -> dict[str, str]:
         "steps": f"{result['steps']} of at most {training.batch_tokens * training.accumulate} tokens; these are the "
         f"heads of step {result['best']['step']}",
         "loss": training.loss,
-        "learned from": {"answers": "the answers", "text": "the answers and the other turns"}[training.learn_from],
         "supervised tokens that the heads can draft": f"{result['coverage']:.1%}",
     }
 

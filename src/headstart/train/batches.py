@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.data.conversations import alike
 from headstart.heads import HeadBatch
-from headstart.train.config import LearnFrom
 
 if TYPE_CHECKING:
     from headstart.data.store import StateStore
@@ -73,12 +71,7 @@ def share(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
 
 
 def collate(
-    store: StateStore,
-    batch: Batch,
-    taps: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    learn_from: LearnFrom = "answers",
+    store: StateStore, batch: Batch, taps: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> HeadBatch:
     """Read conversations from the store and pad them on the right.
 
@@ -88,30 +81,17 @@ def collate(
         taps: the states to read.
         dtype: of the states.
         device: where the batch goes.
-        learn_from: "text" supervises everything behind what nearly all conversations begin with.
     """
     samples = [store.get(index) for index in batch]
-    masks = [sample.supervised_T for sample in samples]
-    if learn_from == "text":
-        masks = [sample.supervised_T | _behind(store.usual_prefix, sample.tokens_T) for sample in samples]
 
     def pad(rows: Sequence[Tensor]) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
     return HeadBatch(
         tokens_BT=pad([sample.tokens_T for sample in samples]).to(device),
-        supervised_BT=pad(masks).to(device),
+        supervised_BT=pad([sample.supervised_T for sample in samples]).to(device),
         states={tap: pad([sample.states[tap] for sample in samples]).to(device, dtype) for tap in taps},
     )
-
-
-def _behind(prefix: Sequence[int], tokens_T: Tensor) -> Tensor:
-    """Which tokens stand behind as much of a prefix as a text begins with, bool [T].
-
-    >>> _behind([1, 2, 3], torch.tensor([1, 2, 4, 3])).tolist()
-    [False, False, True, True]
-    """
-    return torch.arange(len(tokens_T)) >= alike(prefix, tokens_T.tolist())
 
 
 def noisy(batch: HeadBatch, noise: float, seed: Sequence[int]) -> HeadBatch:

@@ -16,9 +16,6 @@ PositionWeight = Literal["exponential", "sampled", "dpace", "auf"]
 """What a recipe can ask for: `exponential`, `dpace` or `until_failure` (auf) of `headstart.train.weights`, or `thinned`
 (sampled) of `headstart.train.batches`."""
 
-LearnFrom = Literal["answers", "text"]
-"""Which tokens train the heads; see `headstart.train.batches.collate`."""
-
 
 class Section(BaseModel):
     """A part of a recipe. Unknown keys are refused with the nearest known one."""
@@ -79,11 +76,6 @@ class TrainSection(Section):
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
     clip: float = Field(1.0, gt=0, description="Gradient norm limit.")
-    learn_from: LearnFrom = Field(
-        "answers",
-        description="answers: what the assistant wrote; text: the other turns as well, for the target has a "
-        "distribution there, too.",
-    )
     loss: str = Field("soft_ce", description="Loss between draft and target distributions.")
     position_weight: PositionWeight = Field(
         "exponential",

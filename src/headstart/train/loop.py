@@ -430,8 +430,7 @@ class _Run:
         return coverage(counts_V, self.heads.draft_to_target_D)
 
     def _collate(self, batch: Batch) -> HeadBatch:
-        device, learn_from = self.accelerator.device, self.section.learn_from
-        return collate(self.store, batch, self.taps, self.dtype, device, learn_from)
+        return collate(self.store, batch, self.taps, self.dtype, self.accelerator.device)
 
     def _validation_batches(self, store: StateStore) -> list[tuple[HeadBatch, Tensor]]:
         """This process's share of the validation data, with what the target chooses at each place."""

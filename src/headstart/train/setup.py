@@ -18,7 +18,7 @@ from headstart.heads.base import positions
 from headstart.heads.io import load_heads
 from headstart.target import FINAL, Target
 from headstart.train.batches import collate
-from headstart.train.config import LearnFrom, Recipe, TrainSection
+from headstart.train.config import Recipe, TrainSection
 from headstart.train.metrics import pick_vocabulary
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def build_heads(
         heads.set_draft_vocabulary(pick_vocabulary(counts_V, config.draft_vocab_size, ends))
     heads.warm_start(target)
     if earlier is None or earlier.config != config:  # else every weight is replaced
-        heads.fit(_first_look(train_store, heads, recipe.train.learn_from))
+        heads.fit(_first_look(train_store, heads))
     if earlier is not None:
         say(f"Started from {folder}: {take_over(heads, earlier)}.")
     return heads
@@ -163,14 +163,14 @@ def _check_depth(heads: DraftHead, store: StateStore) -> None:
         )
 
 
-def _first_look(store: StateStore, heads: DraftHead, learn_from: LearnFrom) -> Iterator[HeadBatch]:
+def _first_look(store: StateStore, heads: DraftHead) -> Iterator[HeadBatch]:
     """Up to `_FIRST_LOOK` tokens of the training data, in float32, for a closed-form start."""
     taps, read = sorted({*heads.taps, FINAL}), 0
     for index in range(len(store)):
         if read >= _FIRST_LOOK:
             return
         read += store.lengths[index]
-        yield collate(store, [index], taps, torch.float32, torch.device("cpu"), learn_from)
+        yield collate(store, [index], taps, torch.float32, torch.device("cpu"))
 
 
 def make_accelerator(recipe: Recipe, target: Target, folder: Path) -> Accelerator:
