@@ -19,6 +19,14 @@ def overconfident(origins: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
     return ranks, log_probs
 
 
+def test_sampling_accepts_as_often_as_the_target_says() -> None:
+    claimed, own = np.array([0.5, 0.2, 0.1, 0.05]), np.array([0.4, 0.15, 0.1, 0.05])
+    log_probs, likely = (np.tile(part.astype(np.float32), (40, 1, 1)) for part in (np.log(claimed), own))
+    found = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely)
+    assert found.reached == (pytest.approx(0.65),), "the best three of them together"
+    assert found.chances(0, np.log(claimed).astype(np.float32)).tolist() == pytest.approx(own.tolist(), abs=0.01)
+
+
 def test_calibration_corrects_overconfidence() -> None:
     ranks, log_probs = overconfident()
     found = fit_calibration(ranks, log_probs)

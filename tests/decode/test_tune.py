@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from headstart.decode.budget import Costs
-from headstart.decode.calibrate import fit_calibration
+from headstart.decode.calibrate import Calibration, fit_calibration
+from headstart.decode.heads_drafter import HeadDrafter
+from headstart.decode.loop import DecodeOptions, Engine
 from headstart.decode.tune import Tuning, choose, measure_drafts, measure_ranks, path_values, tune
 from headstart.errors import UserError
 from headstart.heads import family, make_config, packed
@@ -122,12 +124,53 @@ def test_heads_that_cannot_be_packed_are_timed_once(monkeypatch: pytest.MonkeyPa
     assert not found.packed and found.draft_ms == 2.0
 
 
+def test_drafts_are_as_likely_as_the_target_finds_them_behind_the_true_text() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    heads, tokens = trained_like(target), [3, 50, 7, 8, 20, 44, 9, 11]
+    text = Text(tokens, [False, False, True, True, True, True, True, True])
+    _, log_probs, likely = measure_drafts(target, heads, [text], max_rank=5)
+    assert likely.shape == log_probs.shape == (3, 3, 5)
+    final = target.hidden_states([tokens], (FINAL,))[0][FINAL]
+    for row, origin in enumerate((1, 2, 3)):
+        for step in range(3):
+            *body, lm_head = heads.parts()[step]
+            drafts = heads.draft_to_target_D[(head_hidden(final[origin][None], *body) @ lm_head.T)[0].topk(5).indices]
+            own = target.lm_head(final[origin + step + 1]).softmax(-1)[drafts]
+            torch.testing.assert_close(likely[row, step], own, rtol=1e-4, atol=1e-6)
+
+
+def test_trees_are_grown_by_what_sampling_accepts() -> None:
+    """At temperature 0 as greedy decoding does, at 1 as sampling does, between them in between."""
+    target = Target(tiny_model("llama", vocab_size=61))
+    chance = random.Random(1)
+    texts = [Text([chance.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
+    found = tune(target, trained_like(target), texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    found.paths = ((0,),)
+    found.calibration["reached"], found.calibration["sampled_reached"] = [[0.8, 0.4, 0.2]], [[0.4, 0.2, 0.0]]
+    seen = []
+
+    class Watched(HeadDrafter):
+        def _calibration_at(self, temperature: float) -> Calibration:
+            seen.append((temperature, super()._calibration_at(temperature).reached))
+            return super()._calibration_at(temperature)
+
+    drafter = found.drafter(trained_like(target), "dynamic")
+    assert drafter is not None
+    drafter.__class__ = Watched
+    for temperature in (0.0, 0.5, 1.0, 1.5):
+        Engine(target, drafter).generate([[3, 4, 5]], DecodeOptions(4, temperature=temperature))
+    found_at = dict(seen)
+    assert found_at[0.0] == (0.8, 0.4, 0.2)
+    assert found_at[0.5] == pytest.approx((0.6, 0.3, 0.1))
+    assert found_at[1.0] == found_at[1.5] == pytest.approx((0.4, 0.2, 0.0))
+
+
 def test_what_levels_promise_is_saved_and_older_tunings_are_read() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     heads, chance = trained_like(target), random.Random(1)
     texts = [Text([chance.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
     found = tune(target, heads, texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
-    ranks, log_probs = measure_drafts(target, heads, texts, 4)
+    ranks, log_probs, _ = measure_drafts(target, heads, texts, 4)
     assert found.calibration["reached"] == [list(fit_calibration(ranks.numpy(), log_probs.numpy()).reached)]
     found.paths, found.calibration["reached"] = ((0,),), [[0.5, 0.25, 0.125]]
     again = Tuning.from_json(json.loads(json.dumps(found.to_json()))).drafter(heads, "dynamic")

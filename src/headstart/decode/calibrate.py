@@ -40,6 +40,24 @@ class Calibration:
         """How often a node at this depth (from 0, the root) has a child that is accepted; 1 where it is unknown."""
         return self.reached[depth] if depth < len(self.reached) else 1.0
 
+    def towards(self, other: Calibration, share: float) -> Calibration:
+        """Between this calibration and another one: `share` of the other, of both what is known.
+
+        >>> one = Calibration(((-2.0, 0.0),), ((0.0, 0.8),), (1.0,))
+        >>> one.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5)
+        Calibration(log_probs=((-4.0, -2.0, 0.0),), accepted=((0.0, 0.125, 0.65),), reached=(0.75,))
+        """
+        log_probs: list[tuple[float, ...]] = []
+        accepted: list[tuple[float, ...]] = []
+        for first, last in zip(self.log_probs, other.log_probs, strict=False):
+            knots = np.array(sorted({*first, *last}), dtype=np.float32)
+            depth = len(log_probs)
+            log_probs.append(tuple(knots.tolist()))
+            both = (1 - share) * self.chances(depth, knots) + share * other.chances(depth, knots)
+            accepted.append(tuple(both.tolist()))
+        reached = ((1 - share) * a + share * b for a, b in zip(self.reached, other.reached, strict=False))
+        return Calibration(tuple(log_probs), tuple(accepted), tuple(reached))
+
     def chances(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
         """Probability of acceptance of drafts at a depth (from 0); the drafts' own where nothing was measured.
 
@@ -51,27 +69,34 @@ class Calibration:
         return np.interp(log_probs, self.log_probs[depth], self.accepted[depth])
 
 
-def fit_calibration(ranks_OK: NDArray[np.int64], log_probs_OKR: NDArray[np.float32]) -> Calibration:
+def fit_calibration(
+    ranks_OK: NDArray[np.int64],
+    log_probs_OKR: NDArray[np.float32],
+    likely_OKR: NDArray[np.float32] | None = None,
+) -> Calibration:
     """Isotonic regression of acceptance on log-probability at each depth, over drafts whose path so far was drafted.
 
     Args:
         ranks_OK: rank of the true token among each step's drafts.
         log_probs_OKR: of the best drafts of each step.
+        likely_OKR: how likely each of them is to be accepted when it follows the true text; None: it is the true token
+            or not, as in greedy decoding.
     """
     ranks = log_probs_OKR.shape[2]
     alive_O = np.ones(len(ranks_OK), dtype=bool)
     log_probs, accepted, reached = [], [], []
     for depth in range(ranks_OK.shape[1]):
-        right_OR = ranks_OK[alive_O, depth, None] == np.arange(ranks)
+        right_OR = ranks_OK[:, depth, None] == np.arange(ranks) if likely_OKR is None else likely_OKR[:, depth]
+        right_OR = right_OR[alive_O]
         knots, shares = _isotonic(log_probs_OKR[alive_O, depth].ravel(), right_OR.ravel())
         log_probs.append(knots)
         accepted.append(shares)
-        reached.append(float(right_OR[:, :_TRIED].any(1).mean()) if len(right_OR) else 0.0)
+        reached.append(float(right_OR[:, :_TRIED].sum(1).mean()) if len(right_OR) else 0.0)
         alive_O &= ranks_OK[:, depth] < ranks
     return Calibration(tuple(log_probs), tuple(accepted), tuple(reached))
 
 
-def _isotonic(values: NDArray[np.float32], right: NDArray[np.bool_]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _isotonic(values: NDArray[np.float32], right: NDArray[np.generic]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Means of equally filled bins, pooled until they never fall (pool adjacent violators).
 
     >>> _isotonic(np.array([0.0, 1.0, 2.0, 3.0], dtype=np.float32), np.array([False, True, False, True]))

@@ -47,6 +47,7 @@ class Request:
         children: how children may be chosen. Drafters without a distribution of their own always choose TOP.
         warp: draft logits [..., D] to the distribution to draw from, float [..., D], temperature included.
         streams: one random generator per row, for drawing children; used for nothing else.
+        temperature: of the decoding, 0 when greedy; drafts are accepted more seldom above.
     """
 
     max_nodes: int
@@ -56,6 +57,7 @@ class Request:
     children: Children = Children.TOP
     warp: Callable[[Tensor], Tensor] | None = None
     streams: Sequence[torch.Generator] = ()
+    temperature: float = 0.0
 
 
 class Drafter(Protocol):

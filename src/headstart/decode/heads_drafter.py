@@ -29,6 +29,7 @@ class HeadDrafter:
         tree: "static" drafts `shape`; "dynamic" chooses nodes each round; "chain" the best draft of each depth of
             `shape`.
         calibration: of the heads' probabilities, for dynamic trees.
+        sampled: the same at temperature 1; between 0 and 1 what lies between the two is taken. None: `calibration`.
         max_nodes: nodes of a dynamic tree at most, root included.
 
     Raises:
@@ -44,12 +45,15 @@ class HeadDrafter:
         tree: Tree = "static",
         calibration: Calibration | None = None,
         max_nodes: int = 32,
+        sampled: Calibration | None = None,
     ) -> None:
         heads.check_tree(shape)
         self.heads = heads.eval()
         self.tree = tree
         self.shape = {"dynamic": None, "static": shape, "chain": TreeShape.chain(shape.depth)}[tree]
         self.calibration = calibration or Calibration()
+        self._sampled = sampled
+        self._warm: dict[float, Calibration] = {}
         self.taps = heads.taps
         self.max_nodes = max_nodes if self.shape is None else self.shape.size
 
@@ -62,8 +66,16 @@ class HeadDrafter:
         if shape is not None and (request.max_nodes < shape.size or (request.chain and shape.width > 1)):
             # Memory is short, or the rule takes chains only.
             shape = TreeShape.chain(min(shape.depth, request.max_nodes - 1))
-        tree = grow(self.heads, session, root_B, request, self.calibration, shape)
+        tree = grow(self.heads, session, root_B, request, self._calibration_at(request.temperature), shape)
         return tree if shape is None else replace(tree, gains=None)  # a static tree is verified whole
+
+    def _calibration_at(self, temperature: float) -> Calibration:
+        share = min(1.0, temperature)
+        if self._sampled is None or share == 0:
+            return self.calibration
+        if share not in self._warm:
+            self._warm[share] = self.calibration.towards(self._sampled, share)
+        return self._warm[share]
 
     def observe(self, session: Any, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
         self.heads.observe(session, tokens_BP, states, counts)

@@ -181,6 +181,7 @@ class Engine:
                     verifier.children,
                     options.sampling.warp,
                     draft_streams,
+                    options.temperature,
                 )
                 tree = pace.prune(session.propose(root_B, request))
             else:

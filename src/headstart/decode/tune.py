@@ -31,7 +31,7 @@ from headstart.decode.verify import GreedyVerifier
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch
 from headstart.heads.packed import pack, unpack
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.target import FINAL, DraftTree, Target, TreeShape
 from headstart.target.tree import RankPath
 
 _CLEARLY = 0.9
@@ -66,7 +66,8 @@ class Tuning:
         curve: for each node count of a static tree tried, the predicted speed-up.
         tree: what decodes fastest by prediction: "dynamic" trees, or the "static" one.
         chain: length of the best chain.
-        calibration: of the heads' probabilities, see `Calibration`.
+        calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, and `sampled_` for temperature
+            1.
         settings: target, dtype, device, threads, context, positions measured.
     """
 
@@ -109,7 +110,11 @@ class Tuning:
         # Heads tuned by an older version come without it; their table of the best path is close.
         reached = knots["reached"][0] if "reached" in knots else tuple(sum(best[:3]) for best in self.acceptance)
         calibration = Calibration(knots.get("log_probs", ()), knots.get("accepted", ()), reached)
-        return HeadDrafter(heads, self.shape, tree, calibration)
+        sampled = None
+        if "sampled_reached" in knots:
+            (reached,) = knots["sampled_reached"]
+            sampled = Calibration(knots["sampled_log_probs"], knots["sampled_accepted"], reached)
+        return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
 
     @property
     def shape(self) -> TreeShape:
@@ -162,7 +167,7 @@ def tune(
     unpack(heads)
     context = min(context, target.max_length - max(widths) - 1)
     widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
-    ranks_OK, log_probs_OKR = measure_drafts(target, heads, conversations, max_rank, console)
+    ranks_OK, log_probs_OKR, likely_OKR = measure_drafts(target, heads, conversations, max_rank, console)
     values = path_values(ranks_OK, max_rank)
     verify_ms = measure_verify(target, widths, context, heads.taps)
     draft_ms, level_ms, packed = _draft_costs(target, heads, values, context)
@@ -178,6 +183,7 @@ def tune(
     chosen, gain = tuple(ordered[: best - 1]), gains[best - 1]
     round_ms = costs.verify(best) + costs.draft(depths[best - 1])
     calibration = fit_calibration(ranks_OK.numpy(), log_probs_OKR.numpy())
+    sampled = fit_calibration(ranks_OK.numpy(), log_probs_OKR.numpy(), likely_OKR.numpy())
     dynamic_gain, dynamic_ms = replay_dynamic(ranks_OK.numpy(), log_probs_OKR.numpy(), calibration, costs)
     dynamic = best > 1 and dynamic_gain / dynamic_ms > gain / round_ms
     if dynamic:
@@ -208,6 +214,9 @@ def tune(
             "log_probs": [list(knots) for knots in calibration.log_probs],
             "accepted": [list(knots) for knots in calibration.accepted],
             "reached": [list(calibration.reached)],
+            "sampled_log_probs": [list(knots) for knots in sampled.log_probs],
+            "sampled_accepted": [list(knots) for knots in sampled.accepted],
+            "sampled_reached": [list(sampled.reached)],
         },
         level_ms=level_ms,
         packed=packed,
@@ -293,14 +302,15 @@ def measure_drafts(
     conversations: Sequence[Supervised],
     max_rank: int,
     console: Console | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """What the heads would have drafted on texts, and how well.
 
     Only origins from which every step is supervised count; they come in the order of the text.
 
     Returns:
-        Rank of the true token among each step's drafts, int64 [O, K], where `max_rank` stands for anything worse; and
-        the log-probabilities of the best drafts of each step, float32 [O, K, R] with R at most `max_rank`.
+        Rank of the true token among each step's drafts, int64 [O, K], where `max_rank` stands for anything worse; the
+        log-probabilities of the best drafts of each step, float32 [O, K, R] with R at most `max_rank`; and the target's
+        own probabilities of these drafts behind the true text, at temperature 1.
 
     Raises:
         UserError: when there is no such origin.
@@ -310,10 +320,13 @@ def measure_drafts(
     width = min(max_rank, heads.config.draft_width)
     ranks: list[Tensor] = []
     log_probs: list[Tensor] = []
+    likely: list[Tensor] = []
     for conversation in track(
         conversations, "measuring acceptance", console=console, disable=console is None, transient=True
     ):
-        states = target.hidden_states([conversation.tokens], heads.taps)[0]
+        states = target.hidden_states([conversation.tokens], sorted({*heads.taps, FINAL}))[0]
+        own_TV = target.lm_head(states[FINAL])
+        size_T1 = own_TV.float().logsumexp(-1, keepdim=True)
         tokens_BT = torch.tensor([conversation.tokens], device=target.device)
         batch = HeadBatch(
             tokens_BT,
@@ -322,6 +335,7 @@ def measure_drafts(
         )
         rank_KT = torch.full((heads.steps, tokens_BT.shape[1]), -1)
         log_KTR = torch.zeros(heads.steps, tokens_BT.shape[1], width)
+        likely_KTR = torch.zeros_like(log_KTR)
         for depth, step in enumerate(heads.unroll(batch)):
             logits_MD = step.logits_MD.float()
             truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
@@ -329,17 +343,21 @@ def measure_drafts(
             rank_M = (logits_MD > truth_M1).sum(-1).clamp(max=max_rank)
             origin_M = step.origin_M.cpu()
             rank_KT[depth, origin_M] = torch.where(truth_M < 0, max_rank, rank_M).cpu()
-            best_MR = logits_MD.topk(width, dim=-1).values - logits_MD.logsumexp(-1, keepdim=True)
-            log_KTR[depth, origin_M] = best_MR.cpu()
+            best = logits_MD.topk(width, dim=-1)
+            log_KTR[depth, origin_M] = (best.values - logits_MD.logsumexp(-1, keepdim=True)).cpu()
+            drafts_MR = heads.draft_to_target_D[best.indices]
+            own_MR = own_TV[step.source_M[:, None], drafts_MR].float() - size_T1[step.source_M]
+            likely_KTR[depth, origin_M] = own_MR.exp().cpu()
         whole_T = (rank_KT >= 0).all(0)
         ranks.append(rank_KT[:, whole_T].T)
         log_probs.append(log_KTR[:, whole_T].transpose(0, 1))
+        likely.append(likely_KTR[:, whole_T].transpose(0, 1))
     if not sum(map(len, ranks)):
         raise UserError(
             f"No calibration answer is longer than the {heads.steps + 1} tokens that the heads look ahead.",
             "Write longer answers (data.max_new_tokens), or more of them (data.calibration).",
         )
-    return torch.cat(ranks), torch.cat(log_probs)
+    return torch.cat(ranks), torch.cat(log_probs), torch.cat(likely)
 
 
 @torch.inference_mode()
