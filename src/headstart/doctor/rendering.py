@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.data.conversations import Conversation, added_tokens, encode, prompt_tokens, render
+from headstart.data.conversations import Conversation, added_tokens, alike, encode, prompt_tokens, render
 from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
 from headstart.doctor.subject import SPLITS, Subject, spread
 from headstart.errors import UserError
@@ -127,10 +127,7 @@ def _added(messages: Any, answered: int, turn: int, tokens: Sequence[int], token
 
 def _parting(stored: Sequence[int], now: Sequence[int]) -> int | None:
     """The first token at which they differ; None when they are equal."""
-    if list(stored) == list(now):
-        return None
-    pairs = zip(stored, now, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(stored), len(now)))
+    return None if list(stored) == list(now) else alike(stored, now)
 
 
 def _word(tokens: Sequence[int], place: int, tokenizer: Any) -> str:
