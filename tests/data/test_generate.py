@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import decoders
 
 from headstart.data import generate, selfprompt
-from headstart.data.conversations import encode
+from headstart.data.conversations import Conversation, encode
 from headstart.data.generate import build_conversations
 from headstart.data.openers import OPENERS, opener_list
 from headstart.data.sampling import sample_rows
@@ -64,12 +66,12 @@ def test_an_interrupted_run_continues_and_gives_the_same(
     calls = 0
     real = generate.write_conversations
 
-    def dies(path: Path, conversations: list[object]) -> None:
+    def dies(path: Path, conversations: Sequence[Conversation]) -> None:
         nonlocal calls
         calls += 1
         if calls == 4:
             raise KeyboardInterrupt
-        real(path, conversations)  # type: ignore[arg-type]
+        real(path, conversations)
 
     with monkeypatch.context() as patch:
         patch.setattr(generate, "write_conversations", dies)
@@ -218,10 +220,10 @@ def test_a_target_without_template_cannot_prompt_itself(tiny_target: Target) -> 
 
 def test_rows_of_a_batch_do_not_depend_on_each_other(tiny_target: Target) -> None:
     rows = [[5, 6, 7], [8] * 9, [9, 10]]
-    common = {"max_new_tokens": 10, "top_p": 1.0, "ends": frozenset[int](), "seed": 0}
-    together = sample_rows(tiny_target, rows, temperatures=[0.0] * 3, **common)  # type: ignore[arg-type]
+    common: dict[str, Any] = {"max_new_tokens": 10, "top_p": 1.0, "ends": frozenset[int](), "seed": 0}
+    together = sample_rows(tiny_target, rows, temperatures=[0.0] * 3, **common)
     for row, tokens in zip(rows, together, strict=True):
-        assert sample_rows(tiny_target, [row], temperatures=[0.0], **common)[0] == tokens  # type: ignore[arg-type]
+        assert sample_rows(tiny_target, [row], temperatures=[0.0], **common)[0] == tokens
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "gpt2"])
@@ -239,19 +241,19 @@ def test_what_rows_begin_with_alike_is_read_once(kind: str, monkeypatch: pytest.
         return prefill(self, cache, rows, taps)
 
     monkeypatch.setattr(Target, "prefill", noted)
-    common = {"max_new_tokens": 9, "top_p": 1.0, "ends": frozenset({1}), "seed": 0}
-    together = sample_rows(target, rows, temperatures=[0.0] * 4, **common)  # type: ignore[arg-type]
+    common: dict[str, Any] = {"max_new_tokens": 9, "top_p": 1.0, "ends": frozenset({1}), "seed": 0}
+    together = sample_rows(target, rows, temperatures=[0.0] * 4, **common)
     assert read == [[12], [3, 10, 1, 7]]
     for row, tokens in zip(rows, together, strict=True):
-        assert sample_rows(target, [row], temperatures=[0.0], **common)[0] == tokens  # type: ignore[arg-type]
+        assert sample_rows(target, [row], temperatures=[0.0], **common)[0] == tokens
 
 
 def test_sampling_follows_the_temperature(tiny_target: Target) -> None:
     rows = [[5, 6, 7]] * 200
-    common = {"max_new_tokens": 1, "ends": frozenset[int](), "seed": 0}
-    cold = sample_rows(tiny_target, rows, temperatures=[0.0] * 200, top_p=1.0, **common)  # type: ignore[arg-type]
-    warm = sample_rows(tiny_target, rows, temperatures=[1.0] * 200, top_p=1.0, **common)  # type: ignore[arg-type]
-    tight = sample_rows(tiny_target, rows, temperatures=[1.0] * 200, top_p=1e-6, **common)  # type: ignore[arg-type]
+    common: dict[str, Any] = {"max_new_tokens": 1, "ends": frozenset[int](), "seed": 0}
+    cold = sample_rows(tiny_target, rows, temperatures=[0.0] * 200, top_p=1.0, **common)
+    warm = sample_rows(tiny_target, rows, temperatures=[1.0] * 200, top_p=1.0, **common)
+    tight = sample_rows(tiny_target, rows, temperatures=[1.0] * 200, top_p=1e-6, **common)
     assert len({row[0] for row in cold}) == 1
     assert len({row[0] for row in warm}) > 5
     assert tight == cold

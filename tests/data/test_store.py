@@ -30,7 +30,7 @@ def conversations(target: Target, count: int = 7) -> list[Conversation]:
 
 def build(folder: Path, target: Target, taken: Sequence[Conversation], **options: object) -> StateStore:
     settings: dict[str, object] = {"budget_bytes": PLENTY, "batch_tokens": 64, "shard_bytes": 20_000, **options}
-    return build_store(folder, taken, target, settings.pop("taps", TAPS), **settings)  # type: ignore[arg-type]
+    return build_store(folder, taken, target, settings.pop("taps", TAPS), **settings)  # type: ignore[arg-type]  # of several types
 
 
 class Forwards:

@@ -64,7 +64,7 @@ def test_random_heads(shape: TreeShape, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     heads = family("medusa")(config)
     heads.warm_start(target)
-    torch.nn.init.normal_(heads.block_weight_KLEE)  # type: ignore[arg-type]
+    torch.nn.init.normal_(heads.block_weight_KLEE)  # type: ignore[arg-type]  # a parameter, which torch types as a module, too
     texts = prompts(61)
     together = Engine(target, HeadDrafter(heads.to(dtype), shape)).generate(texts, OPTIONS)
     assert [row.tokens for row in together] == plain(target, texts)

@@ -137,8 +137,9 @@ class Counting:
         (DecodeOptions(temperature=1, min_p=2), "min_p is 2"),
         (DecodeOptions(repetition_penalty=0), "repetition_penalty is 0"),
         (DecodeOptions(verifier="grady_draft"), "Did you mean 'greedy_draft'"),
-        (DecodeOptions(draft="maybe"), "draft is 'maybe'"),  # type: ignore[arg-type]
+        (DecodeOptions(draft="maybe"), "draft is 'maybe'"),  # type: ignore[arg-type]  # wrong on purpose
         (DecodeOptions(processors=(Counting(),)), "Counting keeps a state"),
+        # Wrong on purpose.
         (DecodeOptions(processors=(lambda ids: ids,)), "cannot be applied to a token tree"),  # type: ignore[arg-type,misc,return-value]
     ],
 )

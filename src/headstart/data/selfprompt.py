@@ -28,7 +28,7 @@ class SelfPrompt:
     category: str
 
 
-def user_prefix(tokenizer: object) -> str:
+def user_prefix(tokenizer: Any) -> str:
     """What the chat template writes before the user's first words.
 
     Raises:
@@ -39,9 +39,7 @@ def user_prefix(tokenizer: object) -> str:
             "The target has no chat template, so it cannot write its own prompts.",
             "Give prompts as a file (data.prompts=FILE.jsonl), or use an instruction-tuned target.",
         )
-    text = str(
-        tokenizer.apply_chat_template([{"role": "user", "content": _SENTINEL}], tokenize=False)  # type: ignore[attr-defined]
-    )
+    text = str(tokenizer.apply_chat_template([{"role": "user", "content": _SENTINEL}], tokenize=False))
     return text[: text.index(_SENTINEL)]
 
 

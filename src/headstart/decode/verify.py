@@ -226,7 +226,7 @@ class RuleVerifier:
                 parents,
                 tree.drawn[number] if tree.drawn is not None else {},
                 logits_BNV[number],
-                lambda logits_V, path, text=text: self._distribution(logits_V, text + path),  # type: ignore[misc]
+                lambda logits_V, path, text=text: self._distribution(logits_V, text + path),  # type: ignore[misc]  # a default's type
             )
             accepted.append(self.rule.accept_row(row, self._streams[number]))
             text.extend(accepted[-1].tokens)

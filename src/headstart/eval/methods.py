@@ -189,7 +189,7 @@ def _check_same_words(target: Target, assistant: Target) -> None:
         )
 
 
-class _Clock(BaseStreamer):  # type: ignore[misc]
+class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers has no types
     """Notes when `generate` hands over tokens; it hands the prompt over first."""
 
     def __init__(self, rows: int) -> None:

@@ -84,7 +84,7 @@ def generate(
 
 
 @dataclass
-class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]  # transformers has no types
     """What `return_dict_in_generate=True` gives; of transformers' own fields only `sequences` is filled.
 
     Attributes:

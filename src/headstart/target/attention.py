@@ -49,7 +49,7 @@ def attach(mask: TreeMask) -> Tensor:
     sliding window finds its own mask without any model-specific argument.
     """
     tensor = mask.full_B1TS.view(mask.full_B1TS.shape)  # a new object: no reference cycle to wait for the collector
-    tensor._headstart_mask = mask  # type: ignore[attr-defined]
+    tensor._headstart_mask = mask  # type: ignore[attr-defined]  # travels with the tensor
     return tensor
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 
-class TreeCache(Cache):  # type: ignore[misc]
+class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     """Keys and values of every layer, written in place.
 
     Args:
