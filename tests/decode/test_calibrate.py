@@ -27,6 +27,22 @@ def test_sampling_accepts_as_often_as_the_target_says() -> None:
     assert found.chances(0, np.log(claimed).astype(np.float32)).tolist() == pytest.approx(own.tolist(), abs=0.01)
 
 
+def test_a_drawn_child_has_a_chance_of_its_own() -> None:
+    claimed, own, drawn = np.array([0.5, 0.2, 0.1, 0.05]), np.array([0.4, 0.15, 0.1, 0.05]), np.array([0.6, 0.3, 0.2])
+    log_probs, likely, drawn_OKR = (
+        np.tile(part.astype(np.float32), (40, 1, 1)) for part in (np.log(claimed), own, drawn)
+    )
+    found = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely, drawn_OKR)
+    assert found.reached == (pytest.approx(0.4 + 0.15 + 0.2),), "two guessed children and a drawn one"
+    assert found.drawn is not None
+    asked = np.log(claimed[:3]).astype(np.float32)
+    assert found.drawn.chances(0, asked).tolist() == pytest.approx(drawn.tolist(), abs=0.01)
+    halfway = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely).towards(found, 0.5)
+    assert halfway.drawn is not None
+    expected = (own[:3] + drawn) / 2
+    assert halfway.drawn.chances(0, asked).tolist() == pytest.approx(expected.tolist(), abs=0.01)
+
+
 def test_calibration_corrects_overconfidence() -> None:
     ranks, log_probs = overconfident()
     found = fit_calibration(ranks, log_probs)

@@ -134,6 +134,26 @@ def test_drawn_children_are_described_and_distinct(children: Children, shape: Tr
     assert len(set(counts)) == 1, "how many children the root has depends on nothing that was drawn"
 
 
+def test_children_are_added_for_what_they_bring_together() -> None:
+    """Every draft has a chance of .2, a child drawn in its place .5: a second child brings .2 more, as does each next."""
+    flat = ((-100.0, 0.0),) * 3
+    calibration = Calibration(flat, ((0.2, 0.2),) * 3, (0.0,) * 3, Calibration(flat, ((0.5, 0.5),) * 3))
+
+    def gains(worth: float, children: Children) -> list[float]:
+        request = Request(
+            5, worth, 0.1, False, children, Sampling(temperature=1.0).warp, [torch.Generator().manual_seed(0)]
+        )
+        tree = grow(TableHead(), None, torch.tensor([3]), request, calibration)
+        assert tree.gains is not None
+        return [round(gain, 6) for gain in tree.gains[0][1:]]
+
+    assert gains(0.3, Children.TOP_AND_DRAWN) == [0.5], "one child is drawn"
+    assert gains(0.19, Children.TOP_AND_DRAWN) == [0.2, 0.2, 0.2, 0.5], "room ends"
+    assert gains(0.3, Children.TOP) == []
+    assert gains(0.3, Children.DRAWN) == [0.5]
+    assert gains(0.1, Children.DRAWN) == [0.5, 0.25, 0.125], "those after the first are tried when it was rejected"
+
+
 def test_what_top_p_leaves_out_is_not_drawn() -> None:
     heads = TableHead()
     narrow = Sampling(temperature=1.0, top_k=2)

@@ -6,15 +6,17 @@ import itertools
 import json
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
+import headstart.decode.tune as tune_module
 from headstart.decode.budget import Costs
 from headstart.decode.calibrate import Calibration, fit_calibration
 from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions, Engine
-from headstart.decode.tune import Tuning, choose, measure_drafts, measure_ranks, path_values, tune
+from headstart.decode.loop import DecodeOptions, Engine, Generation
+from headstart.decode.tune import Tuning, choose, measure_drafts, measure_ranks, measure_sampling, path_values, tune
 from headstart.errors import UserError
 from headstart.heads import family, make_config, packed
 from headstart.heads.medusa import head_hidden
@@ -124,19 +126,60 @@ def test_heads_that_cannot_be_packed_are_timed_once(monkeypatch: pytest.MonkeyPa
     assert not found.packed and found.draft_ms == 2.0
 
 
-def test_drafts_are_as_likely_as_the_target_finds_them_behind_the_true_text() -> None:
+def test_sampling_accepts_what_the_target_finds_likely_behind_the_true_text() -> None:
+    """By hand: p of each draft, and of a drawn child the mass that p shares with what the better drafts leave of q."""
     target = Target(tiny_model("llama", vocab_size=61))
     heads, tokens = trained_like(target), [3, 50, 7, 8, 20, 44, 9, 11]
     text = Text(tokens, [False, False, True, True, True, True, True, True])
-    _, log_probs, likely = measure_drafts(target, heads, [text], max_rank=5)
-    assert likely.shape == log_probs.shape == (3, 3, 5)
+    ranks, log_probs, likely, drawn = measure_sampling(target, heads, [text], max_rank=5)
+    assert likely.shape == log_probs.shape == (3, 3, 5) and drawn.shape == (3, 3, 4)
+    for found, expected in zip((ranks, log_probs), measure_drafts(target, heads, [text], max_rank=5), strict=True):
+        torch.testing.assert_close(found, expected)
     final = target.hidden_states([tokens], (FINAL,))[0][FINAL]
     for row, origin in enumerate((1, 2, 3)):
         for step in range(3):
             *body, lm_head = heads.parts()[step]
-            drafts = heads.draft_to_target_D[(head_hidden(final[origin][None], *body) @ lm_head.T)[0].topk(5).indices]
-            own = target.lm_head(final[origin + step + 1]).softmax(-1)[drafts]
-            torch.testing.assert_close(likely[row, step], own, rtol=1e-4, atol=1e-6)
+            logits_D = (head_hidden(final[origin][None], *body) @ lm_head.T)[0]
+            best = logits_D.topk(5).indices
+            own_D = target.lm_head(final[origin + step + 1]).softmax(-1)[heads.draft_to_target_D]
+            torch.testing.assert_close(likely[row, step], own_D[best], rtol=1e-4, atol=1e-6)
+            for rank in range(4):
+                q_draft_D = logits_D.softmax(-1)
+                q_draft_D[best[:rank]] = 0
+                shared = torch.minimum(own_D, q_draft_D / q_draft_D.sum())
+                torch.testing.assert_close(drawn[row, step, rank], shared.sum(), rtol=1e-4, atol=1e-6)
+
+
+def test_sampling_is_calibrated_on_sampled_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    heads = trained_like(target)
+    texts = [Text(list(range(3 + i, 23 + i)), [False] * 6 + [True] * 14) for i in range(3)]
+    seen: list[tuple[list[int], list[bool]]] = []
+    honest = tune_module.measure_sampling
+
+    def watched(*args: Any) -> Any:
+        seen.extend((text.tokens, text.supervised) for text in args[2])
+        return honest(*args)
+
+    monkeypatch.setattr(tune_module, "measure_sampling", watched)
+    found = tune(target, heads, texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    prompts = [text.tokens[:6] for text in texts]
+    answers = Engine(target).generate(prompts, DecodeOptions(14, temperature=1.0, seed=0))
+    for (tokens, supervised), prompt, answer in zip(seen, prompts, answers, strict=True):
+        assert tokens == prompt + answer.tokens and supervised == [False] * 6 + [True] * len(answer.tokens)
+    again = Tuning.from_json(json.loads(json.dumps(found.to_json())))
+    again.paths = ((0,),)
+    drafter = again.drafter(heads, "dynamic")
+    assert drafter is not None and drafter._sampled is not None and drafter._sampled.drawn is not None
+    assert [list(knots) for knots in drafter._sampled.drawn.accepted] == found.calibration["sampled_drawn_accepted"]
+
+
+def test_texts_without_a_sampled_answer_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    monkeypatch.setattr(Engine, "generate", lambda self, prompts, options: [Generation([2]) for _ in prompts])
+    texts = [Text(list(range(3 + i, 23 + i)), [False] * 6 + [True] * 14) for i in range(3)]
+    found = tune(target, trained_like(target), texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    assert all(found.calibration["sampled_accepted"])
 
 
 def test_trees_are_grown_by_what_sampling_accepts() -> None:
@@ -170,7 +213,7 @@ def test_what_levels_promise_is_saved_and_older_tunings_are_read() -> None:
     heads, chance = trained_like(target), random.Random(1)
     texts = [Text([chance.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
     found = tune(target, heads, texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
-    ranks, log_probs, _ = measure_drafts(target, heads, texts, 4)
+    ranks, log_probs = measure_drafts(target, heads, texts, 4)
     assert found.calibration["reached"] == [list(fit_calibration(ranks.numpy(), log_probs.numpy()).reached)]
     found.paths, found.calibration["reached"] = ((0,),), [[0.5, 0.25, 0.125]]
     again = Tuning.from_json(json.loads(json.dumps(found.to_json()))).drafter(heads, "dynamic")

@@ -30,11 +30,14 @@ class Calibration:
         log_probs: knots of each depth, ascending.
         accepted: share accepted at each knot, never falling.
         reached: at each depth, how often one of the best drafts is right behind a path that was right.
+        drawn: the same for a child that is drawn from what the drafts above its rank leave, read at the log-probability
+            of the draft that has this rank; None takes such a child to be that draft.
     """
 
     log_probs: tuple[tuple[float, ...], ...] = ()
     accepted: tuple[tuple[float, ...], ...] = ()
     reached: tuple[float, ...] = ()
+    drawn: Calibration | None = None
 
     def reach(self, depth: int) -> float:
         """How often a node at this depth (from 0, the root) has a child that is accepted; 1 where it is unknown."""
@@ -45,7 +48,7 @@ class Calibration:
 
         >>> one = Calibration(((-2.0, 0.0),), ((0.0, 0.8),), (1.0,))
         >>> one.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5)
-        Calibration(log_probs=((-4.0, -2.0, 0.0),), accepted=((0.0, 0.125, 0.65),), reached=(0.75,))
+        Calibration(log_probs=((-4.0, -2.0, 0.0),), accepted=((0.0, 0.125, 0.65),), reached=(0.75,), drawn=None)
         """
         log_probs: list[tuple[float, ...]] = []
         accepted: list[tuple[float, ...]] = []
@@ -56,7 +59,8 @@ class Calibration:
             both = (1 - share) * self.chances(depth, knots) + share * other.chances(depth, knots)
             accepted.append(tuple(both.tolist()))
         reached = ((1 - share) * a + share * b for a, b in zip(self.reached, other.reached, strict=False))
-        return Calibration(tuple(log_probs), tuple(accepted), tuple(reached))
+        drawn = (self.drawn or self).towards(other.drawn or other, share) if self.drawn or other.drawn else None
+        return Calibration(tuple(log_probs), tuple(accepted), tuple(reached), drawn)
 
     def chances(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
         """Probability of acceptance of drafts at a depth (from 0); the drafts' own where nothing was measured.
@@ -73,6 +77,7 @@ def fit_calibration(
     ranks_OK: NDArray[np.int64],
     log_probs_OKR: NDArray[np.float32],
     likely_OKR: NDArray[np.float32] | None = None,
+    drawn_OKR: NDArray[np.float32] | None = None,
 ) -> Calibration:
     """Isotonic regression of acceptance on log-probability at each depth, over drafts whose path so far was drafted.
 
@@ -81,19 +86,29 @@ def fit_calibration(
         log_probs_OKR: of the best drafts of each step.
         likely_OKR: how likely each of them is to be accepted when it follows the true text; None: it is the true token
             or not, as in greedy decoding.
+        drawn_OKR: how likely a child drawn in place of each of the first drafts is to be accepted; None where nothing
+            is drawn. R may be smaller here.
     """
     ranks = log_probs_OKR.shape[2]
     alive_O = np.ones(len(ranks_OK), dtype=bool)
     log_probs, accepted, reached = [], [], []
+    curves = []
     for depth in range(ranks_OK.shape[1]):
         right_OR = ranks_OK[:, depth, None] == np.arange(ranks) if likely_OKR is None else likely_OKR[:, depth]
         right_OR = right_OR[alive_O]
         knots, shares = _isotonic(log_probs_OKR[alive_O, depth].ravel(), right_OR.ravel())
         log_probs.append(knots)
         accepted.append(shares)
-        reached.append(float(right_OR[:, :_TRIED].sum(1).mean()) if len(right_OR) else 0.0)
+        best_OR = right_OR[:, :_TRIED]
+        if drawn_OKR is not None:
+            drawn_OR = drawn_OKR[alive_O, depth]
+            curves.append(_isotonic(log_probs_OKR[alive_O, depth, : drawn_OR.shape[1]].ravel(), drawn_OR.ravel()))
+            last = min(_TRIED, drawn_OR.shape[1]) - 1
+            best_OR = np.concatenate([right_OR[:, :last], drawn_OR[:, last, None]], axis=1)
+        reached.append(float(best_OR.sum(1).mean()) if len(right_OR) else 0.0)
         alive_O &= ranks_OK[:, depth] < ranks
-    return Calibration(tuple(log_probs), tuple(accepted), tuple(reached))
+    drawn = Calibration(*map(tuple, zip(*curves, strict=True))) if curves else None
+    return Calibration(tuple(log_probs), tuple(accepted), tuple(reached), drawn)
 
 
 def _isotonic(values: NDArray[np.float32], right: NDArray[np.generic]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -10,7 +10,7 @@ Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,17 +20,13 @@ from torch import Tensor
 
 from headstart.decode.calibrate import Calibration
 from headstart.decode.drafters import Children, Request
-from headstart.decode.verify import draw
 from headstart.heads import DraftHead
 from headstart.target import DraftTree, TreeShape
 from headstart.target.tree import Drawn
 
-_DRAWN_SHARE = 0.5
-"""Assumed acceptance of a drawn child, as a share of the probability that its more likely siblings leave."""
-
-
-Draft = tuple[int, int, float]
-"""A candidate child: its place in the draft vocabulary, its token, its chance of acceptance behind its parent."""
+Draft = tuple[int, int, float, float]
+"""A candidate child: its place in the draft vocabulary, its token, its chance of acceptance behind its parent, and the
+chance of a child that is drawn instead of it."""
 
 
 @dataclass
@@ -96,22 +92,23 @@ def grow(
         # One copy to the host, since each waits for the device: the bits of the floats travel among the integers.
         parts = [log_probs_BWR.view(torch.int32), top.indices.int(), heads.draft_to_target_D[top.indices].int()]
         log_probs, indices, drafts = torch.stack(parts).cpu().numpy()
-        chances = calibration.chances(depth, log_probs.view(np.float32)).tolist()
+        log_probs = log_probs.view(np.float32)
+        chances = calibration.chances(depth, log_probs).tolist()
+        draws = (calibration.drawn or calibration).chances(depth, log_probs).tolist()
         indices, drafts = indices.tolist(), drafts.tolist()
         for number, row in enumerate(rows):
             columns = [0] * len(row.level) if len(drafts[number]) == 1 else range(len(row.level))
             tables = [
-                list(zip(indices[number][column], drafts[number][column], chances[number][column], strict=True))
+                list(zip(*(part[number][column] for part in (indices, drafts, chances, draws)), strict=True))
                 for column in columns
             ]
             picks = _static(row, shape) if shape else _dynamic(row, tables, request)
-            grown: list[tuple[int, int]] = []
-            for above, (node, _) in enumerate(row.level):
-                if picks[above]:
-                    chosen = [tables[above][rank] for rank in picks[above]]
-                    logits_D = logits_BWD[number, columns[above]]
-                    children = _add(row, node, chosen, logits_D, heads.draft_to_target_D, request, number)
-                    grown += [(child, above) for child in children]
+            chosen = {above: [tables[above][rank] for rank in ranks] for above, ranks in enumerate(picks) if ranks}
+            q_draft_WD = None
+            if chosen and request.children is not Children.TOP:
+                assert request.warp is not None, "drawing needs a distribution"
+                q_draft_WD = request.warp(logits_BWD[number, [columns[above] for above in chosen]])
+            grown = _add(row, chosen, q_draft_WD, heads.draft_to_target_D, request, number)
             if shape:
                 _settle(row, [child for child, _ in grown], shape)
                 grown = [pair for pair in grown if row.places[pair[0]] in shape.inner]
@@ -147,8 +144,8 @@ def _dynamic(row: _Growing, tables: list[list[Draft]], request: Request) -> list
     """For each node of the level, the ranks whose paths are worth verifying; the best of them when room is short."""
     found = []
     for above, (node, _) in enumerate(row.level):
-        for rank, (_, _, chance) in enumerate(tables[above]):
-            gain = row.gains[node] * chance
+        for rank, more in enumerate(_marginals(tables[above], request.children)):
+            gain = row.gains[node] * more
             if gain < request.worth or gain <= 0:
                 break
             found.append((-gain, above, rank))
@@ -161,36 +158,95 @@ def _dynamic(row: _Growing, tables: list[list[Draft]], request: Request) -> list
     return picks
 
 
+def _marginals(drafts: Sequence[Draft], children: Children) -> Iterator[float]:
+    """What each further child adds to the chance that one of them is accepted; never more than the one before adds."""
+    if children is Children.TOP:
+        yield from (chance for _, _, chance, _ in drafts)
+        return
+    before, more = 0.0, 1.0
+    for count in range(1, len(drafts) + 1):
+        together = sum(_chances(drafts[:count], children))
+        more = min(more, together - before)
+        yield more
+        before = together
+
+
+def _chances(chosen: Sequence[Draft], children: Children) -> list[float]:
+    """Each child's chance of acceptance, the guessed ones first."""
+    fixed = _guessed(len(chosen), children)
+    chances = [chance for _, _, chance, _ in chosen[:fixed]]
+    rejected = 1.0
+    for _, _, _, drawn in chosen[fixed:]:  # tried one after the other
+        chances.append(rejected * drawn)
+        rejected *= 1 - drawn
+    return chances
+
+
+def _guessed(count: int, children: Children) -> int:
+    """How many of so many children are guessed rather than drawn."""
+    return {Children.TOP: count, Children.TOP_AND_DRAWN: count - 1, Children.DRAWN: 0}[children]
+
+
 def _add(
     row: _Growing,
-    node: int,
-    chosen: list[Draft],
-    logits_D: Tensor,
+    chosen: dict[int, list[Draft]],
+    q_draft_WD: Tensor | None,
     draft_to_target_D: Tensor,
     request: Request,
     number: int,
-) -> list[int]:
-    """Give a node its children; the count is decided, and as many of them are drawn as the request asks for."""
-    fixed = {Children.TOP: len(chosen), Children.TOP_AND_DRAWN: len(chosen) - 1, Children.DRAWN: 0}[request.children]
-    gain = row.gains[node]
-    left = 1.0 - sum(chance for _, _, chance in chosen[:fixed])
-    children = [row.add(node, token, gain * chance) for _, token, chance in chosen[:fixed]]
-    if fixed == len(chosen):
-        return children
-    assert request.warp is not None, "drawing needs a distribution"
-    q_draft_D = request.warp(logits_D)
-    q_draft_D[[index for index, _, _ in chosen[:fixed]]] = 0.0
-    drawn: list[int] = []
-    rest_D = q_draft_D.clone()
-    for _, _, chance in chosen[fixed:]:
-        if not rest_D.sum() > 0:  # top-k or top-p leave no further token
-            break
-        index = draw(rest_D, request.streams[number])
-        rest_D[index] = 0.0
-        drawn.append(row.add(node, int(draft_to_target_D[index]), gain * max(chance, _DRAWN_SHARE * left)))
-    if drawn:
-        row.drawn[node] = Drawn(drawn, q_draft_D / q_draft_D.sum(), draft_to_target_D)
-    return children + drawn
+) -> list[tuple[int, int]]:
+    """Give nodes of a level their children; how many is decided, and as many are drawn as the request asks for.
+
+    Args:
+        row: gets the children.
+        chosen: the drafts whose places they take, by the node's own place in the level.
+        q_draft_WD: the heads' distribution behind each of these nodes, in this order; None when nothing is drawn.
+        draft_to_target_D: the target's token of each draft token.
+        request: of the decode loop.
+        number: of the row.
+
+    Returns:
+        The new nodes, each with its parent's place in the level.
+    """
+    fixed = [_guessed(len(drafts), request.children) for drafts in chosen.values()]
+    drawn: list[list[int]] = [[] for _ in chosen]
+    if q_draft_WD is not None:
+        own = [[index for index, *_ in drafts[:known]] for drafts, known in zip(chosen.values(), fixed, strict=True)]
+        places = [place for place, indices in enumerate(own) for _ in indices]
+        q_draft_WD[places, [index for indices in own for index in indices]] = 0.0
+        q_draft_WD /= q_draft_WD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        counts = [len(drafts) - known for drafts, known in zip(chosen.values(), fixed, strict=True)]
+        drawn = _draws(q_draft_WD, counts, request.streams[number])
+    grown: list[tuple[int, int]] = []
+    for place, (above, drafts) in enumerate(chosen.items()):
+        node, _ = row.level[above]
+        tokens = [token for _, token, _, _ in drafts[: fixed[place]]]
+        tokens += draft_to_target_D[drawn[place]].tolist() if drawn[place] else []
+        chances = _chances(drafts, request.children)[: len(tokens)]
+        children = [
+            row.add(node, token, row.gains[node] * chance) for token, chance in zip(tokens, chances, strict=True)
+        ]
+        grown += [(child, above) for child in children]
+        if q_draft_WD is not None and drawn[place]:
+            row.drawn[node] = Drawn(children[fixed[place] :], q_draft_WD[place], draft_to_target_D)
+    return grown
+
+
+def _draws(q_draft_WD: Tensor, counts: Sequence[int], stream: torch.Generator) -> list[list[int]]:
+    """So many draws from each distribution, without replacement; fewer where it holds no further token."""
+    found: list[list[int]] = [[] for _ in counts]
+    for turn in range(max(counts)):
+        cumulative_WD = q_draft_WD.cumsum(-1, dtype=torch.float64)
+        chance_W = torch.rand(len(counts), generator=stream, dtype=torch.float64).to(q_draft_WD.device)
+        place_W1 = (chance_W * cumulative_WD[:, -1])[:, None]
+        # The first token whose cumulative sum passes the place; there is none where nothing is left.
+        index_W1 = torch.searchsorted(cumulative_WD, place_W1, right=True)
+        for place, (index,) in enumerate(index_W1.tolist()):
+            if turn < counts[place] and index < q_draft_WD.shape[1]:
+                found[place].append(index)
+        if turn + 1 < max(counts):
+            q_draft_WD = q_draft_WD.scatter(1, index_W1.clamp(max=q_draft_WD.shape[1] - 1), 0.0)
+    return found
 
 
 def _next_level(rows: Sequence[_Growing], device: torch.device) -> tuple[Tensor, Tensor]:

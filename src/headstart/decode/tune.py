@@ -11,7 +11,7 @@ Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from time import perf_counter
@@ -27,6 +27,7 @@ from headstart.decode.budget import Costs
 from headstart.decode.calibrate import Calibration, fit_calibration, replay_dynamic
 from headstart.decode.drafters import Request, root_only
 from headstart.decode.heads_drafter import HeadDrafter, Tree
+from headstart.decode.loop import DecodeOptions, Engine
 from headstart.decode.verify import GreedyVerifier
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch
@@ -36,6 +37,10 @@ from headstart.target.tree import RankPath
 
 _CLEARLY = 0.9
 """Share of the milliseconds of a draft below which 8 bits are worth the little that they take from acceptance."""
+_TEXTS, _ROWS, _LONGEST = 32, 16, 96
+"""Prompts answered again at temperature 1, so many at a time, and tokens of these answers at most."""
+_DRAWN = 4
+"""Ranks in whose place drawing a child is measured; a node seldom has more children."""
 
 
 class Supervised(Protocol):
@@ -66,8 +71,8 @@ class Tuning:
         curve: for each node count of a static tree tried, the predicted speed-up.
         tree: what decodes fastest by prediction: "dynamic" trees, or the "static" one.
         chain: length of the best chain.
-        calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, and `sampled_` for temperature
-            1.
+        calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, `sampled_` for temperature 1,
+            `sampled_drawn_` for children that are drawn.
         settings: target, dtype, device, threads, context, positions measured.
     """
 
@@ -110,10 +115,12 @@ class Tuning:
         # Heads tuned by an older version come without it; their table of the best path is close.
         reached = knots["reached"][0] if "reached" in knots else tuple(sum(best[:3]) for best in self.acceptance)
         calibration = Calibration(knots.get("log_probs", ()), knots.get("accepted", ()), reached)
-        sampled = None
+        sampled = drawn = None
+        if "sampled_drawn_accepted" in knots:
+            drawn = Calibration(knots["sampled_drawn_log_probs"], knots["sampled_drawn_accepted"])
         if "sampled_reached" in knots:
             (reached,) = knots["sampled_reached"]
-            sampled = Calibration(knots["sampled_log_probs"], knots["sampled_accepted"], reached)
+            sampled = Calibration(knots["sampled_log_probs"], knots["sampled_accepted"], reached, drawn)
         return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
 
     @property
@@ -167,7 +174,7 @@ def tune(
     unpack(heads)
     context = min(context, target.max_length - max(widths) - 1)
     widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
-    ranks_OK, log_probs_OKR, likely_OKR = measure_drafts(target, heads, conversations, max_rank, console)
+    ranks_OK, log_probs_OKR = measure_drafts(target, heads, conversations, max_rank, console)
     values = path_values(ranks_OK, max_rank)
     verify_ms = measure_verify(target, widths, context, heads.taps)
     draft_ms, level_ms, packed = _draft_costs(target, heads, values, context)
@@ -183,7 +190,7 @@ def tune(
     chosen, gain = tuple(ordered[: best - 1]), gains[best - 1]
     round_ms = costs.verify(best) + costs.draft(depths[best - 1])
     calibration = fit_calibration(ranks_OK.numpy(), log_probs_OKR.numpy())
-    sampled = fit_calibration(ranks_OK.numpy(), log_probs_OKR.numpy(), likely_OKR.numpy())
+    sampled = _sampled_calibration(target, heads, conversations, max_rank, console)
     dynamic_gain, dynamic_ms = replay_dynamic(ranks_OK.numpy(), log_probs_OKR.numpy(), calibration, costs)
     dynamic = best > 1 and dynamic_gain / dynamic_ms > gain / round_ms
     if dynamic:
@@ -217,6 +224,8 @@ def tune(
             "sampled_log_probs": [list(knots) for knots in sampled.log_probs],
             "sampled_accepted": [list(knots) for knots in sampled.accepted],
             "sampled_reached": [list(sampled.reached)],
+            "sampled_drawn_log_probs": [list(knots) for knots in sampled.drawn.log_probs],
+            "sampled_drawn_accepted": [list(knots) for knots in sampled.drawn.accepted],
         },
         level_ms=level_ms,
         packed=packed,
@@ -302,62 +311,159 @@ def measure_drafts(
     conversations: Sequence[Supervised],
     max_rank: int,
     console: Console | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """What the heads would have drafted on texts, and how well.
 
     Only origins from which every step is supervised count; they come in the order of the text.
 
     Returns:
-        Rank of the true token among each step's drafts, int64 [O, K], where `max_rank` stands for anything worse; the
-        log-probabilities of the best drafts of each step, float32 [O, K, R] with R at most `max_rank`; and the target's
-        own probabilities of these drafts behind the true text, at temperature 1.
+        Rank of the true token among each step's drafts, int64 [O, K], where `max_rank` stands for anything worse; and
+        the log-probabilities of the best drafts of each step, float32 [O, K, R] with R at most `max_rank`.
 
     Raises:
         UserError: when there is no such origin.
     """
+
+    def compare(logits_MD: Tensor, truth_M: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        return _rank(logits_MD, truth_M, max_rank), _best(logits_MD, max_rank)[0]
+
+    ranks_OK, log_probs_OKR = _measure(target, heads, conversations, compare, False, console)
+    return ranks_OK, log_probs_OKR
+
+
+@torch.inference_mode()
+def measure_sampling(
+    target: Target,
+    heads: DraftHead,
+    conversations: Sequence[Supervised],
+    max_rank: int,
+    console: Console | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What sampling at temperature 1 would accept of the drafts behind a text.
+
+    Returns:
+        Ranks and log-probabilities as of `measure_drafts`; the target's own probabilities of these drafts, [O, K, R];
+        and how likely a child drawn in place of each of the first drafts, beside those above it, is to be accepted,
+        [O, K, R] with a smaller R: the mass that the target's distribution shares with the one it is drawn from.
+
+    Raises:
+        UserError: when there is no origin from which every step is supervised.
+    """
+
+    def compare(logits_MD: Tensor, truth_M: Tensor, own_MD: Tensor) -> tuple[Tensor, ...]:
+        log_probs_MR, best_MR = _best(logits_MD, max_rank)
+        q_draft_MD = logits_MD.softmax(-1)
+        drawn = []
+        for rank in range(min(_DRAWN, best_MR.shape[1])):
+            rest_M1 = q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+            drawn.append(torch.minimum(own_MD, q_draft_MD / rest_M1).sum(-1))
+            q_draft_MD.scatter_(1, best_MR[:, rank, None], 0.0)
+        return _rank(logits_MD, truth_M, max_rank), log_probs_MR, own_MD.gather(1, best_MR), torch.stack(drawn, 1)
+
+    ranks_OK, log_probs_OKR, likely_OKR, drawn_OKR = _measure(target, heads, conversations, compare, True, console)
+    return ranks_OK, log_probs_OKR, likely_OKR, drawn_OKR
+
+
+def _rank(logits_MD: Tensor, truth_M: Tensor, max_rank: int) -> Tensor:
+    """Rank [M] of the true token, `max_rank` for anything worse and for tokens that cannot be drafted (below 0)."""
+    truth_M1 = logits_MD.gather(1, truth_M.clamp(min=0)[:, None])
+    return torch.where(truth_M < 0, max_rank, (logits_MD > truth_M1).sum(-1).clamp(max=max_rank))
+
+
+def _best(logits_MD: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and places of the best drafts, [M, R]."""
+    best = logits_MD.topk(min(max_rank, logits_MD.shape[1]), dim=-1)
+    return best.values - logits_MD.logsumexp(-1, keepdim=True), best.indices
+
+
+def _measure(
+    target: Target,
+    heads: DraftHead,
+    conversations: Sequence[Supervised],
+    compare: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+    own: bool,
+    console: Console | None,
+) -> list[Tensor]:
+    """Tables [O, K, ...] of what `compare` finds, over the origins from which every step is supervised.
+
+    Args:
+        compare: of one step: draft logits [M, D], the true token's place among them or -1 [M], the target's own
+            probabilities of the draft vocabulary [M, D] (empty without `own`) to tables [M, ...].
+        own: whether `compare` reads the target's probabilities.
+    """
     to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
-    width = min(max_rank, heads.config.draft_width)
-    ranks: list[Tensor] = []
-    log_probs: list[Tensor] = []
-    likely: list[Tensor] = []
+    found: list[list[Tensor]] = []
     for conversation in track(
         conversations, "measuring acceptance", console=console, disable=console is None, transient=True
     ):
         states = target.hidden_states([conversation.tokens], sorted({*heads.taps, FINAL}))[0]
-        own_TV = target.lm_head(states[FINAL])
-        size_T1 = own_TV.float().logsumexp(-1, keepdim=True)
         tokens_BT = torch.tensor([conversation.tokens], device=target.device)
         batch = HeadBatch(
             tokens_BT,
             torch.tensor([conversation.supervised], device=target.device),
             {tap: state[None] for tap, state in states.items()},
         )
-        rank_KT = torch.full((heads.steps, tokens_BT.shape[1]), -1)
-        log_KTR = torch.zeros(heads.steps, tokens_BT.shape[1], width)
-        likely_KTR = torch.zeros_like(log_KTR)
-        for depth, step in enumerate(heads.unroll(batch)):
-            logits_MD = step.logits_MD.float()
+        steps: list[dict[int, int]] = []
+        tables: list[tuple[Tensor, ...]] = []
+        for step in heads.unroll(batch):
+            own_MD = torch.empty(0, device=target.device)
+            if own:
+                own_MD = target.lm_head(states[FINAL][step.source_M]).float().softmax(-1)[:, heads.draft_to_target_D]
             truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
-            truth_M1 = logits_MD.gather(1, truth_M.clamp(min=0)[:, None])
-            rank_M = (logits_MD > truth_M1).sum(-1).clamp(max=max_rank)
-            origin_M = step.origin_M.cpu()
-            rank_KT[depth, origin_M] = torch.where(truth_M < 0, max_rank, rank_M).cpu()
-            best = logits_MD.topk(width, dim=-1)
-            log_KTR[depth, origin_M] = (best.values - logits_MD.logsumexp(-1, keepdim=True)).cpu()
-            drafts_MR = heads.draft_to_target_D[best.indices]
-            own_MR = own_TV[step.source_M[:, None], drafts_MR].float() - size_T1[step.source_M]
-            likely_KTR[depth, origin_M] = own_MR.exp().cpu()
-        whole_T = (rank_KT >= 0).all(0)
-        ranks.append(rank_KT[:, whole_T].T)
-        log_probs.append(log_KTR[:, whole_T].transpose(0, 1))
-        likely.append(likely_KTR[:, whole_T].transpose(0, 1))
-    if not sum(map(len, ranks)):
+            tables.append(tuple(part.cpu() for part in compare(step.logits_MD.float(), truth_M, own_MD)))
+            steps.append({origin: place for place, origin in enumerate(step.origin_M.tolist())})
+        whole = sorted(set.intersection(*map(set, steps)))
+        places = [[place[origin] for origin in whole] for place in steps]
+        found.append(
+            [
+                torch.stack([one[at] for one, at in zip(table, places, strict=True)], 1)
+                for table in zip(*tables, strict=True)
+            ]
+        )
+    if not sum(len(tables[0]) for tables in found):
         raise UserError(
             f"No calibration answer is longer than the {heads.steps + 1} tokens that the heads look ahead.",
             "Write longer answers (data.max_new_tokens), or more of them (data.calibration).",
         )
-    return torch.cat(ranks), torch.cat(log_probs), torch.cat(likely)
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+@dataclass
+class _Text:
+    """A conversation with another answer."""
+
+    tokens: list[int]
+    supervised: list[bool]
+
+
+def _sampled_calibration(
+    target: Target,
+    heads: DraftHead,
+    conversations: Sequence[Supervised],
+    max_rank: int,
+    console: Console | None,
+) -> Calibration:
+    """Calibration for temperature 1: on answers that the target draws there and then to some of the prompts.
+
+    Sampled texts are harder to draft than greedy ones, and the heads more sure of themselves than they should be.
+    """
+    some = [one for one in conversations[:_TEXTS] if True in one.supervised]
+    batches = [some[start : start + _ROWS] for start in range(0, len(some), _ROWS)]
+    texts: list[Supervised] = []
+    for number, rows in enumerate(
+        track(batches, "sampling answers", console=console, disable=console is None, transient=True)
+    ):
+        prompts = [one.tokens[: one.supervised.index(True)] for one in rows]
+        longest = min(_LONGEST, max(sum(one.supervised) for one in rows), target.max_length - max(map(len, prompts)))
+        answers = Engine(target).generate(prompts, DecodeOptions(longest, temperature=1.0, seed=_ROWS * number))
+        texts += [
+            _Text(prompt + answer.tokens, [False] * len(prompt) + [True] * len(answer.tokens))
+            for prompt, answer in zip(prompts, answers, strict=True)
+            if len(answer.tokens) > heads.steps + 1
+        ]
+    ranks_OK, *tables = measure_sampling(target, heads, texts or conversations, max_rank, console)
+    return fit_calibration(ranks_OK.numpy(), *(table.numpy() for table in tables))
 
 
 @torch.inference_mode()
