@@ -49,6 +49,17 @@ def test_answers_are_the_targets_own_greedy_tokens(tiny_target: Target, tmp_path
         assert tiny_target.tokenizer.decode(item.tokens[:first]) == rendered
 
 
+def test_a_share_of_the_training_answers_is_sampled_and_no_other(tiny_target: Target, tmp_path: Path) -> None:
+    settings = section(prompt_file(tmp_path), sampled_fraction=0.4)
+    splits = build_conversations(tiny_target, settings, tmp_path / "data")
+    assert [item.sampling["temperature"] for item in splits.calibration] == [0.0] * 3
+    assert [item.sampling["temperature"] for item in splits.train].count(1.0) == 4
+    for item in splits.train + splits.calibration:
+        first = item.supervised.index(True)
+        plain = Engine(tiny_target).generate([item.tokens[:first]], DecodeOptions(max_new_tokens=12))[0].tokens
+        assert (item.tokens[first:] == plain) is (item.sampling["temperature"] == 0)
+
+
 def test_splits_do_not_overlap(tiny_target: Target, tmp_path: Path) -> None:
     splits = build_conversations(tiny_target, section(prompt_file(tmp_path)), tmp_path / "data")
     asked = [[item.messages[0]["content"] for item in part] for part in (splits.heldout, splits.calibration)]

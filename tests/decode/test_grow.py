@@ -135,7 +135,7 @@ def test_drawn_children_are_described_and_distinct(children: Children, shape: Tr
 
 
 def test_children_are_added_for_what_they_bring_together() -> None:
-    """Every draft has a chance of .2, a child drawn in its place .5: a second child brings .2 more, as does each next."""
+    """A draft has a chance of .2, a child drawn in its place .5: each further child brings .2 more."""
     flat = ((-100.0, 0.0),) * 3
     calibration = Calibration(flat, ((0.2, 0.2),) * 3, (0.0,) * 3, Calibration(flat, ((0.5, 0.5),) * 3))
 

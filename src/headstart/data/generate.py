@@ -223,7 +223,9 @@ class _PromptSource:
         """Batch `number` of a split, `most` of it, answered unless held out; `check` is called now and then."""
         prompts = self.take(split, number, check)[:most]
         seed = self.seed(split, number)
-        return _answer(self._target, prompts, self._settings, seed, split != "heldout", check)
+        # Calibration answers stay at the data's temperature: they stand for decoding as it is judged.
+        sampled = self._settings.sampled_fraction if split == "train" else 0.0
+        return _answer(self._target, prompts, self._settings, sampled, seed, split != "heldout", check)
 
     def take(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:
         """Batch `number` of a split: the same for the same settings, whatever was taken before."""
@@ -254,11 +256,12 @@ def _answer(
     target: Target,
     prompts: Sequence[Prompt],
     settings: Settings,
+    sampled_fraction: float,
     seed: int,
     answered: bool,
     check: Callable[[], None],
 ) -> list[Conversation]:
-    """Answer every user turn of each prompt with the target, shortest prompts first.
+    """Answer every user turn of each prompt with the target, shortest prompts first; a share of them at temperature 1.
 
     Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same.
     """
@@ -271,7 +274,7 @@ def _answer(
         for prompt in prompts
         if prompt not in kept
     ]
-    sampled = round(settings.sampled_fraction * len(running))
+    sampled = round(sampled_fraction * len(running))
     for place, row in enumerate(running):
         row.temperature = 1.0 if place < sampled else settings.temperature
     turn = 0

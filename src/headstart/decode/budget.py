@@ -34,6 +34,8 @@ _PATIENCE = 1.0
 """Tokens that the first rounds may fall behind plain decoding before they are judged early."""
 _MEMORY = 1 / 8
 """Weight of the newest round in the running means."""
+_JUDGED = 1 / 16
+"""The same in the mean that decides whether drafting pays: pausing by mistake costs more than noticing late."""
 _PROBE_ROUNDS = 2
 """Drafted rounds that try again after a pause."""
 _LAST_SPREAD = 4.0
@@ -233,7 +235,7 @@ class Pace:
             if not self._probes_left:
                 self._judge(self._net > 0)
         else:
-            self._net += max(_MEMORY, 1 / self._rounds) * (net - self._net)
+            self._net += max(_JUDGED, 1 / self._rounds) * (net - self._net)
             if self._rounds >= _FIRST_ROUNDS or self._net * self._rounds < -_PATIENCE:
                 self._judge(self._net > 0)
 

@@ -5,7 +5,7 @@ Shape suffixes: O origins, K steps, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -38,6 +38,21 @@ class Calibration:
     accepted: tuple[tuple[float, ...], ...] = ()
     reached: tuple[float, ...] = ()
     drawn: Calibration | None = None
+
+    def knots(self, prefix: str = "") -> dict[str, list[list[float]]]:
+        """As plain values for a JSON file, under names that begin with `prefix`."""
+        own = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.reached,)}
+        values = {prefix + name: [list(part) for part in parts] for name, parts in own.items()}
+        return values | self.drawn.knots(prefix + "drawn_") if self.drawn else values
+
+    @classmethod
+    def from_knots(cls, knots: Mapping[str, Sequence[Sequence[float]]], prefix: str = "") -> Calibration | None:
+        """The inverse of `knots`; None when there is none of this name."""
+        if f"{prefix}log_probs" not in knots:
+            return None
+        log_probs, accepted = (tuple(map(tuple, knots[prefix + name])) for name in ("log_probs", "accepted"))
+        (reached,) = knots.get(f"{prefix}reached", [[]])
+        return cls(log_probs, accepted, tuple(reached), cls.from_knots(knots, f"{prefix}drawn_"))
 
     def reach(self, depth: int) -> float:
         """How often a node at this depth (from 0, the root) has a child that is accepted; 1 where it is unknown."""
@@ -92,7 +107,7 @@ def fit_calibration(
     ranks = log_probs_OKR.shape[2]
     alive_O = np.ones(len(ranks_OK), dtype=bool)
     log_probs, accepted, reached = [], [], []
-    curves = []
+    curves: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for depth in range(ranks_OK.shape[1]):
         right_OR = ranks_OK[:, depth, None] == np.arange(ranks) if likely_OKR is None else likely_OKR[:, depth]
         right_OR = right_OR[alive_O]
@@ -107,7 +122,7 @@ def fit_calibration(
             best_OR = np.concatenate([right_OR[:, :last], drawn_OR[:, last, None]], axis=1)
         reached.append(float(best_OR.sum(1).mean()) if len(right_OR) else 0.0)
         alive_O &= ranks_OK[:, depth] < ranks
-    drawn = Calibration(*map(tuple, zip(*curves, strict=True))) if curves else None
+    drawn = Calibration(tuple(knots for knots, _ in curves), tuple(shares for _, shares in curves)) if curves else None
     return Calibration(tuple(log_probs), tuple(accepted), tuple(reached), drawn)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Any, Protocol
@@ -111,16 +111,10 @@ class Tuning:
         (pack if self.packed else unpack)(heads)
         if tree == "chain":
             return HeadDrafter(heads, TreeShape.chain(self.chain))
-        knots = {name: tuple(map(tuple, values)) for name, values in self.calibration.items()}
-        # Heads tuned by an older version come without it; their table of the best path is close.
-        reached = knots["reached"][0] if "reached" in knots else tuple(sum(best[:3]) for best in self.acceptance)
-        calibration = Calibration(knots.get("log_probs", ()), knots.get("accepted", ()), reached)
-        sampled = drawn = None
-        if "sampled_drawn_accepted" in knots:
-            drawn = Calibration(knots["sampled_drawn_log_probs"], knots["sampled_drawn_accepted"])
-        if "sampled_reached" in knots:
-            (reached,) = knots["sampled_reached"]
-            sampled = Calibration(knots["sampled_log_probs"], knots["sampled_accepted"], reached, drawn)
+        calibration = Calibration.from_knots(self.calibration) or Calibration()
+        if not calibration.reached:  # tuned by an older version; the table of the best path is close
+            calibration = replace(calibration, reached=tuple(sum(best[:3]) for best in self.acceptance))
+        sampled = Calibration.from_knots(self.calibration, "sampled_")
         return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
 
     @property
@@ -217,16 +211,7 @@ def tune(
         },
         tree="dynamic" if dynamic else "static",
         chain=chain - 1,
-        calibration={
-            "log_probs": [list(knots) for knots in calibration.log_probs],
-            "accepted": [list(knots) for knots in calibration.accepted],
-            "reached": [list(calibration.reached)],
-            "sampled_log_probs": [list(knots) for knots in sampled.log_probs],
-            "sampled_accepted": [list(knots) for knots in sampled.accepted],
-            "sampled_reached": [list(sampled.reached)],
-            "sampled_drawn_log_probs": [list(knots) for knots in sampled.drawn.log_probs],
-            "sampled_drawn_accepted": [list(knots) for knots in sampled.drawn.accepted],
-        },
+        calibration=calibration.knots() | sampled.knots("sampled_"),
         level_ms=level_ms,
         packed=packed,
     )

@@ -327,7 +327,7 @@ STAGES = (
     ),
     Stage("states", "computing hidden states", 1, (STATES,), ("target", "conversations"), _state_settings, _states),
     Stage("train", "training the heads", 1, (TRAIN,), ("target", "states"), _train_settings, _train, adopts=True),
-    Stage("tune", "measuring costs, choosing the tree", 2, (TUNE,), ("conversations", "train"), _tune_settings, _tune),
+    Stage("tune", "measuring costs, choosing the tree", 3, (TUNE,), ("conversations", "train"), _tune_settings, _tune),
     Stage("export", "writing the folder to keep and share", 1, (HEADS,), ("tune",), lambda _: {}, _export),
     Stage("eval", "measuring against the baselines", 1, (REPORT,), ("conversations", "export"), _eval_settings, _eval),
 )

@@ -51,7 +51,9 @@ class DataSection(Section):
     max_prompt_tokens: int = Field(384, ge=8, description="Longer prompts are left out, later turns as well.")
     max_new_tokens: int = Field(160, ge=8, description="Longest answer, in tokens.")
     temperature: float = Field(0.0, ge=0, description="Temperature of the answers; 0 is greedy.")
-    sampled_fraction: float = Field(0.0, ge=0, le=1, description="Share of the answers drawn at temperature 1 instead.")
+    sampled_fraction: float = Field(
+        0.0, ge=0, le=1, description="Share of the training answers drawn at temperature 1 instead."
+    )
     batch_size: int = Field(64, ge=1, description="Conversations written at a time.")
     regenerate: bool = Field(True, description="Replace the answers of a given file by the target's own.")
     seed: int = Field(0, description="Seed of prompts and answers.")
