@@ -224,6 +224,21 @@ def test_what_levels_promise_is_saved_and_older_tunings_are_read() -> None:
     assert older.calibration.reached == pytest.approx([sum(best[:3]) for best in found.acceptance])
 
 
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle"])
+def test_short_answers_are_left_out(name: str) -> None:
+    """Some families end where a step has no origin."""
+    target = Target(tiny_model("llama", vocab_size=61))
+    heads = family(name)(make_config({"family": name}, target))
+    heads.warm_start(target)
+    long = Text(list(range(3, 27)), [False] * 6 + [True] * 18)
+    short = [Text([3, 4, *range(7, 7 + size)], [False] * 2 + [True] * size) for size in (1, 2, 3)]
+    expected = measure_drafts(target, heads, [long], 4)
+    for found, alone in zip(measure_drafts(target, heads, [*short, long], 4), expected, strict=True):
+        torch.testing.assert_close(found, alone)
+    with pytest.raises(UserError, match="No calibration answer is longer"):
+        measure_drafts(target, heads, short, 4)
+
+
 def test_answers_that_are_too_short_are_refused() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     with pytest.raises(UserError, match="No calibration answer is longer than the 4 tokens"):

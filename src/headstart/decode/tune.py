@@ -398,6 +398,8 @@ def _measure(
             truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
             tables.append(tuple(part.cpu() for part in compare(step.logits_MD.float(), truth_M, own_MD)))
             steps.append({origin: place for place, origin in enumerate(step.origin_M.tolist())})
+        if len(steps) < heads.steps:  # too short: families may end before a step that has no origin
+            continue
         whole = sorted(set.intersection(*map(set, steps)))
         places = [[place[origin] for origin in whole] for place in steps]
         found.append(
