@@ -23,7 +23,8 @@ from headstart.data.conversations import Conversation, prompt_tokens, read_conve
 from headstart.data.questions import Question
 from headstart.data.store import StateStore, build_store
 from headstart.decode.loop import Round
-from headstart.decode.tune import measure_ranks, replay, tune
+from headstart.decode.measure import measure_ranks
+from headstart.decode.tune import replay, tune
 from headstart.errors import UserError
 from headstart.eval import plain_answers
 from headstart.eval.methods import PLAIN, Method, Run

@@ -73,6 +73,19 @@ def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
     assert drafted == 300 if accepted else drafted < 25
 
 
+def test_a_few_rounds_without_luck_are_forgiven() -> None:
+    """Rounds that bring 1.5 tokens and cost 1.3 plain ones; eight in a row bring nothing."""
+    pace = Pace(Costs((1, 64), (10.0, 10.0), 3.0), "auto", 1, draft_ms=3.0)
+    drafted = DraftTree.from_shape(torch.zeros(1, 5, dtype=torch.long), TreeShape.chain(4))
+    for number in range(60):
+        pace.note(drafted, [1 + number % 2])
+    unlucky = 0
+    while pace.drafts:
+        unlucky += 1
+        pace.note(drafted, [1])
+    assert 8 <= unlucky < 14
+
+
 def test_dear_drafts_that_fail_are_given_up_early() -> None:
     pace = Pace(REAL, "auto", 1, draft_ms=20.0)
     rounds = 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from headstart.decode.calibrate import Calibration
 from headstart.decode.drafters import Children, Request
-from headstart.decode.grow import grow
+from headstart.decode.grow import _draws, grow
 from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.sampling import Sampling
 from headstart.heads import DraftHead, HeadConfig
@@ -152,6 +155,49 @@ def test_children_are_added_for_what_they_bring_together() -> None:
     assert gains(0.3, Children.TOP) == []
     assert gains(0.3, Children.DRAWN) == [0.5]
     assert gains(0.1, Children.DRAWN) == [0.5, 0.25, 0.125], "those after the first are tried when it was rejected"
+
+
+def test_draws_are_those_of_drawing_one_after_the_other() -> None:
+    """Ordered pairs of two nodes at once: each as drawing without replacement gives them, the nodes independent."""
+    q_draft_WD = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.0, 0.0, 0.9]])
+    stream, trials = torch.Generator().manual_seed(0), 20_000
+    found: Counter[tuple[tuple[int, ...], ...]] = Counter(
+        tuple(map(tuple, _draws(q_draft_WD, [2, 1], stream))) for _ in range(trials)
+    )
+    expected = {
+        ((first, second), (other,)): q[first] * q[second] / (1 - q[first]) * chance
+        for q in ([0.5, 0.3, 0.2],)
+        for first, second in itertools.permutations(range(3), 2)
+        for other, chance in ((0, 0.1), (3, 0.9))
+    }
+    assert set(found) == set(expected)
+    for outcome, chance in expected.items():
+        # 12 outcomes: one in 10000 seeds would leave 4.5 standard errors.
+        assert abs(found[outcome] / trials - chance) < 4.5 * (chance * (1 - chance) / trials) ** 0.5
+    assert _draws(torch.tensor([[0.0, 0.0], [0.0, 1.0]]), [1, 2], stream) == [[], [1]], "nothing is left to draw"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_row_draws_from_its_own_nodes(shared: bool) -> None:
+    """As many rows as there are, and families whose nodes share their drafts: q is that of the node without guesses."""
+    heads = TableHead(shared)
+    sampling = Sampling(temperature=1.0)
+    request = Request(
+        9, 0.05, 0.0, False, Children.TOP_AND_DRAWN, sampling.warp, [torch.Generator().manual_seed(i) for i in range(3)]
+    )
+    tree = grow(heads, None, torch.tensor([3, 4, 5]), request, Calibration())
+    assert tree.drawn is not None
+    for row, drawn in enumerate(tree.drawn):
+        at = [(), *paths(tree, row)]
+        assert len(drawn) > 1
+        for node, one in drawn.items():
+            expected_V = heads.table(at[node]).softmax(-1)
+            children = [child for child in range(1, len(tree.parents_of(row))) if tree.parents_of(row)[child] == node]
+            expected_V[[at[child][-1] for child in children if child not in one.children]] = 0
+            torch.testing.assert_close(one.q_draft_V(VOCAB), expected_V / expected_V.sum())
+    chain = grow(heads, None, torch.tensor([3]), replace(request, chain=True, worth=0.0), Calibration())
+    assert chain.parents == ((-1, 0, 1, 2),) and chain.drawn is not None
+    assert [one.children for one in chain.drawn[0].values()] == [[1], [2], [3]], "a chain is drawn"
 
 
 def test_what_top_p_leaves_out_is_not_drawn() -> None:

@@ -16,7 +16,8 @@ from headstart.decode.budget import Costs
 from headstart.decode.calibrate import Calibration, fit_calibration
 from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.loop import DecodeOptions, Engine, Generation
-from headstart.decode.tune import Tuning, choose, measure_drafts, measure_ranks, measure_sampling, path_values, tune
+from headstart.decode.measure import measure_drafts, measure_ranks, measure_sampling, sampled_answers
+from headstart.decode.tune import Tuning, choose, path_values, tune
 from headstart.errors import UserError
 from headstart.heads import family, make_config, packed
 from headstart.heads.medusa import head_hidden
@@ -152,8 +153,7 @@ def test_sampling_accepts_what_the_target_finds_likely_behind_the_true_text() ->
 
 def test_sampling_is_calibrated_on_sampled_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    heads = trained_like(target)
-    texts = [Text(list(range(3 + i, 23 + i)), [False] * 6 + [True] * 14) for i in range(3)]
+    heads, texts = trained_like(target), texts_of(16, answer=20)
     seen: list[tuple[list[int], list[bool]]] = []
     honest = tune_module.measure_sampling
 
@@ -164,9 +164,12 @@ def test_sampling_is_calibrated_on_sampled_answers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tune_module, "measure_sampling", watched)
     found = tune(target, heads, texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
     prompts = [text.tokens[:6] for text in texts]
-    answers = Engine(target).generate(prompts, DecodeOptions(14, temperature=1.0, seed=0))
-    for (tokens, supervised), prompt, answer in zip(seen, prompts, answers, strict=True):
-        assert tokens == prompt + answer.tokens and supervised == [False] * 6 + [True] * len(answer.tokens)
+    answers = Engine(target).generate(prompts, DecodeOptions(20, temperature=1.0, seed=0))
+    assert seen == [
+        (prompt + answer.tokens, [False] * 6 + [True] * len(answer.tokens))
+        for prompt, answer in zip(prompts, answers, strict=True)
+        if len(answer.tokens) > heads.steps + 1
+    ]
     again = Tuning.from_json(json.loads(json.dumps(found.to_json())))
     again.paths = ((0,),)
     drafter = again.drafter(heads, "dynamic")
@@ -174,12 +177,57 @@ def test_sampling_is_calibrated_on_sampled_answers(monkeypatch: pytest.MonkeyPat
     assert [list(knots) for knots in drafter._sampled.drawn.accepted] == found.calibration["sampled_drawn_accepted"]
 
 
-def test_texts_without_a_sampled_answer_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def texts_of(count: int, answer: int = 14, prompt: int = 6) -> list[Text]:
+    return [
+        Text([3 + (7 * i + j) % 58 for j in range(prompt + answer)], [False] * prompt + [True] * answer)
+        for i in range(count)
+    ]
+
+
+def test_where_sampled_answers_are_too_short_the_given_ones_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, texts = Target(tiny_model("llama", vocab_size=61)), texts_of(3)
+    given = [(text.tokens, text.supervised) for text in texts]
+
+    def found() -> list[tuple[list[int], list[bool]]]:
+        return [(text.tokens, text.supervised) for text in sampled_answers(target, texts, least=5)]
+
+    monkeypatch.setattr(Engine, "generate", lambda self, prompts, options: [Generation([2] * 4) for _ in prompts])
+    assert found() == given
+    monkeypatch.setattr(Engine, "generate", lambda self, prompts, options: [Generation([2] * 5) for _ in prompts])
+    few = [(tokens[:6] + [2] * 5, [False] * 6 + [True] * 5) for tokens, _ in given]
+    assert found() == [*few, *given], "15 tokens are not enough to learn from"
+    monkeypatch.setattr(Engine, "generate", lambda self, prompts, options: [Generation([2] * 99) for _ in prompts])
+    assert len(found()) == 3 and found()[0][0] == given[0][0][:6] + [2] * 99
+
+
+def test_answers_are_sampled_as_many_at_a_time_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, asked = Target(tiny_model("llama", vocab_size=61)), []
+
+    def generate(self: Engine, prompts: list[list[int]], options: DecodeOptions) -> list[Generation]:
+        asked.append(len(prompts))
+        if len(prompts) > room:
+            raise UserError("Too many.", "Fewer.")
+        return [Generation([options.seed + row] * 20) for row in range(len(prompts))]
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    room = 16
+    at_once = [text.tokens for text in sampled_answers(target, texts_of(40), least=5)]
+    assert asked == [16, 16] and at_once[20] == texts_of(40)[20].tokens[:6] + [20] * 20, "32 of them, each its own seed"
+    room, asked[:] = 5, []
+    assert [text.tokens for text in sampled_answers(target, texts_of(40), least=5)] == at_once
+    assert asked == [16, 8, *[4] * 8]
+    room = 0
+    with pytest.raises(UserError, match="Too many"):
+        sampled_answers(target, texts_of(40), least=5)
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_left_out() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    monkeypatch.setattr(Engine, "generate", lambda self, prompts, options: [Generation([2]) for _ in prompts])
-    texts = [Text(list(range(3 + i, 23 + i)), [False] * 6 + [True] * 14) for i in range(3)]
-    found = tune(target, trained_like(target), texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
-    assert all(found.calibration["sampled_accepted"])
+    long = Text([3] * target.max_length, [False] * (target.max_length - 3) + [True] * 3)
+    texts = [long, *texts_of(20)]
+    found = sampled_answers(target, texts, least=1)
+    assert all(text.tokens[:6] in [one.tokens[:6] for one in texts_of(20)] for text in found[:-21])
+    assert len(found) >= 20 and max(sum(text.supervised) for text in found) == 14
 
 
 def test_trees_are_grown_by_what_sampling_accepts() -> None:

@@ -230,7 +230,7 @@ class Pace:
         spent_ms = self._costs.verify(rows * tree.size) + draft_ms
         net = tokens / rows - spent_ms / plain_ms  # tokens of a row more than plain decoding in the same time
         if self._probes_left:
-            self._net += net
+            self._net += net / _PROBE_ROUNDS
             self._probes_left -= 1
             if not self._probes_left:
                 self._judge(self._net > 0)

@@ -29,9 +29,11 @@ class Calibration:
     Attributes:
         log_probs: knots of each depth, ascending.
         accepted: share accepted at each knot, never falling.
-        reached: at each depth, how often one of the best drafts is right behind a path that was right.
+        reached: at each depth, how often one of the best drafts is right behind a path that was right; with `drawn`
+            the last of these is drawn.
         drawn: the same for a child that is drawn from what the drafts above its rank leave, read at the log-probability
-            of the draft that has this rank; None takes such a child to be that draft.
+            of the draft that has this rank; None takes such a child to be that draft. Exact for one drawn child; of
+            several under one node, those after the first are accepted more seldom.
     """
 
     log_probs: tuple[tuple[float, ...], ...] = ()

@@ -39,8 +39,9 @@ class Request:
 
     Attributes:
         max_nodes: nodes of a row at most, root included.
-        worth: how probable the acceptance of a node's whole path must be for the node to pay for its verification;
-            drafters that know such probabilities leave out nodes below it. 0 asks for all of them.
+        worth: how much a node must add to the accepted tokens to pay for its verification: the probability that its
+            whole path is accepted, where children are drawn less what its siblings would have come to without it.
+            Drafters that know such probabilities leave out nodes below it. 0 asks for all that add something.
         level_worth: how many accepted tokens, over all rows and less the worth of their nodes, another level of
             drafting must promise to pay for its time; 0 asks for all levels.
         chain: no node may have more than one child.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -217,11 +218,12 @@ def _add(
         q_draft_WD /= q_draft_WD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         counts = [len(drafts) - known for drafts, known in zip(chosen.values(), fixed, strict=True)]
         drawn = _draws(q_draft_WD, counts, request.streams[number])
+    drawn_tokens = iter(draft_to_target_D[list(chain.from_iterable(drawn))].tolist() if any(drawn) else ())
     grown: list[tuple[int, int]] = []
     for place, (above, drafts) in enumerate(chosen.items()):
         node, _ = row.level[above]
         tokens = [token for _, token, _, _ in drafts[: fixed[place]]]
-        tokens += draft_to_target_D[drawn[place]].tolist() if drawn[place] else []
+        tokens += islice(drawn_tokens, len(drawn[place]))
         chances = _chances(drafts, request.children)[: len(tokens)]
         children = [
             row.add(node, token, row.gains[node] * chance) for token, chance in zip(tokens, chances, strict=True)

@@ -3,7 +3,7 @@
 Acceptance alone always asks for a wider tree; only the cost of verifying it on this machine says where to stop, and
 "no speculation" is one of the choices (compare Sequoia, arXiv 2402.12374, and CaDDTree, arXiv 2606.01813). The best
 static tree, the best chain, and what dynamic trees need (costs, and how far the heads' probabilities can be believed)
-come out of the same two measurements.
+come out of the same two measurements; for sampling the second is made again on sampled answers.
 
 Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, K steps, R ranks.
 """
@@ -11,46 +11,31 @@ Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from headstart.decode.budget import Costs
 from headstart.decode.calibrate import Calibration, fit_calibration, replay_dynamic
 from headstart.decode.drafters import Request, root_only
 from headstart.decode.heads_drafter import HeadDrafter, Tree
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.measure import Supervised, measure_drafts, measure_sampling, sampled_answers
 from headstart.decode.verify import GreedyVerifier
 from headstart.errors import UserError
-from headstart.heads import DraftHead, HeadBatch
+from headstart.heads import DraftHead
 from headstart.heads.packed import pack, unpack
-from headstart.target import FINAL, DraftTree, Target, TreeShape
+from headstart.target import DraftTree, Target, TreeShape
 from headstart.target.tree import RankPath
 
 _CLEARLY = 0.9
 """Share of the milliseconds of a draft below which 8 bits are worth the little that they take from acceptance."""
-_TEXTS, _ROWS, _LONGEST = 32, 16, 96
-"""Prompts answered again at temperature 1, so many at a time, and tokens of these answers at most."""
-_DRAWN = 4
-"""Ranks in whose place drawing a child is measured; a node seldom has more children."""
-
-
-class Supervised(Protocol):
-    """What tuning needs of a conversation."""
-
-    @property
-    def tokens(self) -> list[int]: ...
-
-    @property
-    def supervised(self) -> list[bool]: ...
 
 
 @dataclass
@@ -73,7 +58,7 @@ class Tuning:
         chain: length of the best chain.
         calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, `sampled_` for temperature 1,
             `sampled_drawn_` for children that are drawn.
-        settings: target, dtype, device, threads, context, positions measured.
+        settings: target, dtype, device, threads, context, positions measured on given and on sampled answers.
     """
 
     paths: tuple[RankPath, ...]
@@ -155,7 +140,8 @@ def tune(
     Args:
         target: the model.
         heads: trained heads, in the target's dtype and on its device.
-        conversations: calibration conversations, kept out of training.
+        conversations: calibration conversations, kept out of training; the target answers some of them again at
+            temperature 1.
         widths: tree widths to time; 1 is always among them.
         context: committed tokens in the cache while timing.
         max_nodes: widest tree considered, root included.
@@ -184,7 +170,9 @@ def tune(
     chosen, gain = tuple(ordered[: best - 1]), gains[best - 1]
     round_ms = costs.verify(best) + costs.draft(depths[best - 1])
     calibration = fit_calibration(ranks_OK.numpy(), log_probs_OKR.numpy())
-    sampled = _sampled_calibration(target, heads, conversations, max_rank, console)
+    texts = sampled_answers(target, conversations, heads.steps + 2, console)
+    sampled_OK, *tables = measure_sampling(target, heads, texts, max_rank, console)
+    sampled = fit_calibration(sampled_OK.numpy(), *(table.numpy() for table in tables))
     dynamic_gain, dynamic_ms = replay_dynamic(ranks_OK.numpy(), log_probs_OKR.numpy(), calibration, costs)
     dynamic = best > 1 and dynamic_gain / dynamic_ms > gain / round_ms
     if dynamic:
@@ -208,6 +196,7 @@ def tune(
             "threads": torch.get_num_threads(),
             "context": context,
             "positions": len(ranks_OK),
+            "sampled_positions": len(sampled_OK),
         },
         tree="dynamic" if dynamic else "static",
         chain=chain - 1,
@@ -276,181 +265,6 @@ def path_values(ranks_OK: Tensor, max_rank: int) -> dict[RankPath, float]:
                 break
             counts[tuple(row[:depth])] += 1
     return {path: count / len(ranks_OK) for path, count in counts.items()}
-
-
-def measure_ranks(
-    target: Target,
-    heads: DraftHead,
-    conversations: Sequence[Supervised],
-    max_rank: int,
-    console: Console | None = None,
-) -> Tensor:
-    """The ranks of `measure_drafts` alone."""
-    return measure_drafts(target, heads, conversations, max_rank, console)[0]
-
-
-@torch.inference_mode()
-def measure_drafts(
-    target: Target,
-    heads: DraftHead,
-    conversations: Sequence[Supervised],
-    max_rank: int,
-    console: Console | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What the heads would have drafted on texts, and how well.
-
-    Only origins from which every step is supervised count; they come in the order of the text.
-
-    Returns:
-        Rank of the true token among each step's drafts, int64 [O, K], where `max_rank` stands for anything worse; and
-        the log-probabilities of the best drafts of each step, float32 [O, K, R] with R at most `max_rank`.
-
-    Raises:
-        UserError: when there is no such origin.
-    """
-
-    def compare(logits_MD: Tensor, truth_M: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        return _rank(logits_MD, truth_M, max_rank), _best(logits_MD, max_rank)[0]
-
-    ranks_OK, log_probs_OKR = _measure(target, heads, conversations, compare, False, console)
-    return ranks_OK, log_probs_OKR
-
-
-@torch.inference_mode()
-def measure_sampling(
-    target: Target,
-    heads: DraftHead,
-    conversations: Sequence[Supervised],
-    max_rank: int,
-    console: Console | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What sampling at temperature 1 would accept of the drafts behind a text.
-
-    Returns:
-        Ranks and log-probabilities as of `measure_drafts`; the target's own probabilities of these drafts, [O, K, R];
-        and how likely a child drawn in place of each of the first drafts, beside those above it, is to be accepted,
-        [O, K, R] with a smaller R: the mass that the target's distribution shares with the one it is drawn from.
-
-    Raises:
-        UserError: when there is no origin from which every step is supervised.
-    """
-
-    def compare(logits_MD: Tensor, truth_M: Tensor, own_MD: Tensor) -> tuple[Tensor, ...]:
-        log_probs_MR, best_MR = _best(logits_MD, max_rank)
-        q_draft_MD = logits_MD.softmax(-1)
-        drawn = []
-        for rank in range(min(_DRAWN, best_MR.shape[1])):
-            rest_M1 = q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            drawn.append(torch.minimum(own_MD, q_draft_MD / rest_M1).sum(-1))
-            q_draft_MD.scatter_(1, best_MR[:, rank, None], 0.0)
-        return _rank(logits_MD, truth_M, max_rank), log_probs_MR, own_MD.gather(1, best_MR), torch.stack(drawn, 1)
-
-    ranks_OK, log_probs_OKR, likely_OKR, drawn_OKR = _measure(target, heads, conversations, compare, True, console)
-    return ranks_OK, log_probs_OKR, likely_OKR, drawn_OKR
-
-
-def _rank(logits_MD: Tensor, truth_M: Tensor, max_rank: int) -> Tensor:
-    """Rank [M] of the true token, `max_rank` for anything worse and for tokens that cannot be drafted (below 0)."""
-    truth_M1 = logits_MD.gather(1, truth_M.clamp(min=0)[:, None])
-    return torch.where(truth_M < 0, max_rank, (logits_MD > truth_M1).sum(-1).clamp(max=max_rank))
-
-
-def _best(logits_MD: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and places of the best drafts, [M, R]."""
-    best = logits_MD.topk(min(max_rank, logits_MD.shape[1]), dim=-1)
-    return best.values - logits_MD.logsumexp(-1, keepdim=True), best.indices
-
-
-def _measure(
-    target: Target,
-    heads: DraftHead,
-    conversations: Sequence[Supervised],
-    compare: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
-    own: bool,
-    console: Console | None,
-) -> list[Tensor]:
-    """Tables [O, K, ...] of what `compare` finds, over the origins from which every step is supervised.
-
-    Args:
-        compare: of one step: draft logits [M, D], the true token's place among them or -1 [M], the target's own
-            probabilities of the draft vocabulary [M, D] (empty without `own`) to tables [M, ...].
-        own: whether `compare` reads the target's probabilities.
-    """
-    to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
-    to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
-    found: list[list[Tensor]] = []
-    for conversation in track(
-        conversations, "measuring acceptance", console=console, disable=console is None, transient=True
-    ):
-        states = target.hidden_states([conversation.tokens], sorted({*heads.taps, FINAL}))[0]
-        tokens_BT = torch.tensor([conversation.tokens], device=target.device)
-        batch = HeadBatch(
-            tokens_BT,
-            torch.tensor([conversation.supervised], device=target.device),
-            {tap: state[None] for tap, state in states.items()},
-        )
-        steps: list[dict[int, int]] = []
-        tables: list[tuple[Tensor, ...]] = []
-        for step in heads.unroll(batch):
-            own_MD = torch.empty(0, device=target.device)
-            if own:
-                own_MD = target.lm_head(states[FINAL][step.source_M]).float().softmax(-1)[:, heads.draft_to_target_D]
-            truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
-            tables.append(tuple(part.cpu() for part in compare(step.logits_MD.float(), truth_M, own_MD)))
-            steps.append({origin: place for place, origin in enumerate(step.origin_M.tolist())})
-        if len(steps) < heads.steps:  # too short: families may end before a step that has no origin
-            continue
-        whole = sorted(set.intersection(*map(set, steps)))
-        places = [[place[origin] for origin in whole] for place in steps]
-        found.append(
-            [
-                torch.stack([one[at] for one, at in zip(table, places, strict=True)], 1)
-                for table in zip(*tables, strict=True)
-            ]
-        )
-    if not sum(len(tables[0]) for tables in found):
-        raise UserError(
-            f"No calibration answer is longer than the {heads.steps + 1} tokens that the heads look ahead.",
-            "Write longer answers (data.max_new_tokens), or more of them (data.calibration).",
-        )
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
-
-
-@dataclass
-class _Text:
-    """A conversation with another answer."""
-
-    tokens: list[int]
-    supervised: list[bool]
-
-
-def _sampled_calibration(
-    target: Target,
-    heads: DraftHead,
-    conversations: Sequence[Supervised],
-    max_rank: int,
-    console: Console | None,
-) -> Calibration:
-    """Calibration for temperature 1: on answers that the target draws there and then to some of the prompts.
-
-    Sampled texts are harder to draft than greedy ones, and the heads more sure of themselves than they should be.
-    """
-    some = [one for one in conversations[:_TEXTS] if True in one.supervised]
-    batches = [some[start : start + _ROWS] for start in range(0, len(some), _ROWS)]
-    texts: list[Supervised] = []
-    for number, rows in enumerate(
-        track(batches, "sampling answers", console=console, disable=console is None, transient=True)
-    ):
-        prompts = [one.tokens[: one.supervised.index(True)] for one in rows]
-        longest = min(_LONGEST, max(sum(one.supervised) for one in rows), target.max_length - max(map(len, prompts)))
-        answers = Engine(target).generate(prompts, DecodeOptions(longest, temperature=1.0, seed=_ROWS * number))
-        texts += [
-            _Text(prompt + answer.tokens, [False] * len(prompt) + [True] * len(answer.tokens))
-            for prompt, answer in zip(prompts, answers, strict=True)
-            if len(answer.tokens) > heads.steps + 1
-        ]
-    ranks_OK, *tables = measure_sampling(target, heads, texts or conversations, max_rank, console)
-    return fit_calibration(ranks_OK.numpy(), *(table.numpy() for table in tables))
 
 
 @torch.inference_mode()

@@ -15,7 +15,8 @@ from torch import Tensor
 from headstart.data.conversations import Conversation
 from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.loop import DecodeOptions, Engine, Generation
-from headstart.decode.tune import measure_ranks, replay
+from headstart.decode.measure import measure_ranks
+from headstart.decode.tune import replay
 from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
 from headstart.doctor.subject import Subject
 from headstart.errors import UserError

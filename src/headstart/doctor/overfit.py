@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headstart.data.conversations import Conversation
 from headstart.data.store import build_store
-from headstart.decode.tune import measure_ranks
+from headstart.decode.measure import measure_ranks
 from headstart.doctor.decoding import decode_chain
 from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
 from headstart.doctor.subject import Subject

@@ -319,7 +319,7 @@ STAGES = (
     Stage(
         "conversations",
         "the target writes and answers prompts",
-        1,
+        2,
         (CONVERSATIONS, QUESTIONS),
         ("target",),
         _conversation_settings,

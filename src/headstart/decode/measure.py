@@ -1,0 +1,229 @@
+"""What heads would have drafted on known texts, and how much of it decoding would have accepted.
+
+Greedy decoding accepts the true token; sampling accepts a draft as often as the target itself finds it likely. Sampled
+texts are harder to draft than greedy ones, so `sampled_answers` has the target write some.
+
+Shape suffixes: B rows, T tokens, V vocabulary, D draft vocabulary, M predictions, O origins, K steps, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from headstart.decode.loop import DecodeOptions, Engine
+from headstart.errors import UserError
+from headstart.heads import DraftHead, HeadBatch
+from headstart.target import FINAL, Target
+
+_TEXTS, _ROWS, _LONGEST = 32, 16, 96
+"""Prompts answered again at temperature 1, so many at a time, and tokens of these answers at most."""
+_ENOUGH = 256
+"""Tokens of such answers below which the given ones count as well."""
+_DRAWN = 4
+"""Ranks in whose place drawing a child is measured; a node seldom has more children."""
+
+
+class Supervised(Protocol):
+    """What tuning needs of a conversation."""
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def supervised(self) -> list[bool]: ...
+
+
+def measure_ranks(
+    target: Target,
+    heads: DraftHead,
+    conversations: Sequence[Supervised],
+    max_rank: int,
+    console: Console | None = None,
+) -> Tensor:
+    """The ranks of `measure_drafts` alone."""
+    return measure_drafts(target, heads, conversations, max_rank, console)[0]
+
+
+@torch.inference_mode()
+def measure_drafts(
+    target: Target,
+    heads: DraftHead,
+    conversations: Sequence[Supervised],
+    max_rank: int,
+    console: Console | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the heads would have drafted on texts, and how well.
+
+    Only origins from which every step is supervised count; they come in the order of the text.
+
+    Returns:
+        Rank of the true token among each step's drafts, int64 [O, K], where `max_rank` stands for anything worse; and
+        the log-probabilities of the best drafts of each step, float32 [O, K, R] with R at most `max_rank`.
+
+    Raises:
+        UserError: when there is no such origin.
+    """
+
+    def compare(logits_MD: Tensor, truth_M: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        return _rank(logits_MD, truth_M, max_rank), _best(logits_MD, max_rank)[0]
+
+    ranks_OK, log_probs_OKR = _measure(target, heads, conversations, compare, False, console)
+    return ranks_OK, log_probs_OKR
+
+
+@torch.inference_mode()
+def measure_sampling(
+    target: Target,
+    heads: DraftHead,
+    conversations: Sequence[Supervised],
+    max_rank: int,
+    console: Console | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What sampling at temperature 1 would accept of the drafts behind a text.
+
+    Returns:
+        Ranks and log-probabilities as of `measure_drafts`; the target's own probabilities of these drafts, [O, K, R];
+        and how likely a child drawn in place of each of the first drafts, beside those above it, is to be accepted,
+        [O, K, R] with a smaller R: the mass that the target's distribution shares with the one it is drawn from.
+
+    Raises:
+        UserError: when there is no origin from which every step is supervised.
+    """
+
+    def compare(logits_MD: Tensor, truth_M: Tensor, own_MD: Tensor) -> tuple[Tensor, ...]:
+        log_probs_MR, best_MR = _best(logits_MD, max_rank)
+        q_draft_MD = logits_MD.softmax(-1)
+        drawn = []
+        for rank in range(min(_DRAWN, best_MR.shape[1])):
+            rest_M1 = q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+            drawn.append(torch.minimum(own_MD, q_draft_MD / rest_M1).sum(-1))
+            q_draft_MD.scatter_(1, best_MR[:, rank, None], 0.0)
+        return _rank(logits_MD, truth_M, max_rank), log_probs_MR, own_MD.gather(1, best_MR), torch.stack(drawn, 1)
+
+    ranks_OK, log_probs_OKR, likely_OKR, drawn_OKR = _measure(target, heads, conversations, compare, True, console)
+    return ranks_OK, log_probs_OKR, likely_OKR, drawn_OKR
+
+
+def _rank(logits_MD: Tensor, truth_M: Tensor, max_rank: int) -> Tensor:
+    """Rank [M] of the true token, `max_rank` for anything worse and for tokens that cannot be drafted (below 0)."""
+    truth_M1 = logits_MD.gather(1, truth_M.clamp(min=0)[:, None])
+    return torch.where(truth_M < 0, max_rank, (logits_MD > truth_M1).sum(-1).clamp(max=max_rank))
+
+
+def _best(logits_MD: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and places of the best drafts, [M, R]."""
+    best = logits_MD.topk(min(max_rank, logits_MD.shape[1]), dim=-1)
+    return best.values - logits_MD.logsumexp(-1, keepdim=True), best.indices
+
+
+def _measure(
+    target: Target,
+    heads: DraftHead,
+    conversations: Sequence[Supervised],
+    compare: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+    own: bool,
+    console: Console | None,
+) -> list[Tensor]:
+    """Tables [O, K, ...] of what `compare` finds, over the origins from which every step is supervised.
+
+    Args:
+        compare: of one step: draft logits [M, D], the true token's place among them or -1 [M], the target's own
+            probabilities of the draft vocabulary [M, D] (empty without `own`) to tables [M, ...].
+        own: whether `compare` reads the target's probabilities.
+    """
+    to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
+    to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
+    found: list[list[Tensor]] = []
+    for conversation in track(
+        conversations, "measuring acceptance", console=console, disable=console is None, transient=True
+    ):
+        states = target.hidden_states([conversation.tokens], sorted({*heads.taps, FINAL}))[0]
+        tokens_BT = torch.tensor([conversation.tokens], device=target.device)
+        batch = HeadBatch(
+            tokens_BT,
+            torch.tensor([conversation.supervised], device=target.device),
+            {tap: state[None] for tap, state in states.items()},
+        )
+        steps: list[dict[int, int]] = []
+        tables: list[tuple[Tensor, ...]] = []
+        for step in heads.unroll(batch):
+            own_MD = torch.empty(0, device=target.device)
+            if own:
+                own_MD = target.lm_head(states[FINAL][step.source_M]).float().softmax(-1)[:, heads.draft_to_target_D]
+            truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
+            tables.append(tuple(part.cpu() for part in compare(step.logits_MD.float(), truth_M, own_MD)))
+            steps.append({origin: place for place, origin in enumerate(step.origin_M.tolist())})
+        if len(steps) < heads.steps:  # too short: families may end before a step that has no origin
+            continue
+        whole = sorted(set.intersection(*map(set, steps)))
+        places = [[place[origin] for origin in whole] for place in steps]
+        found.append(
+            [
+                torch.stack([one[at] for one, at in zip(table, places, strict=True)], 1)
+                for table in zip(*tables, strict=True)
+            ]
+        )
+    if not sum(len(tables[0]) for tables in found):
+        raise UserError(
+            f"No calibration answer is longer than the {heads.steps + 1} tokens that the heads look ahead.",
+            "Write longer answers (data.max_new_tokens), or more of them (data.calibration).",
+        )
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+@dataclass
+class Text:
+    """A conversation with another answer."""
+
+    tokens: list[int]
+    supervised: list[bool]
+
+
+def sampled_answers(
+    target: Target, conversations: Sequence[Supervised], least: int, console: Console | None = None
+) -> list[Supervised]:
+    """Some conversations' first prompts with answers that the target draws at temperature 1, always the same ones.
+
+    Args:
+        target: writes the answers.
+        conversations: whose prompts.
+        least: tokens below which an answer is left out.
+        console: shows that something is going on.
+
+    Returns:
+        Conversations with these answers; where they are too short to learn much from, the given ones as well.
+
+    Raises:
+        UserError: when memory cannot hold one of them.
+    """
+    some = [one for one in conversations if True in one.supervised]
+    longest = min(_LONGEST, max((sum(one.supervised) for one in some), default=0))
+    prompts = [one.tokens[: one.supervised.index(True)] for one in some]
+    prompts = [prompt for prompt in prompts if len(prompt) + longest <= target.max_length][:_TEXTS]
+    texts: list[Supervised] = []
+    start, rows = 0, _ROWS
+    with console.status("sampling answers") if console else nullcontext():
+        while start < len(prompts):
+            part = prompts[start : start + rows]
+            try:
+                answers = Engine(target).generate(part, DecodeOptions(longest, temperature=1.0, seed=start))
+            except UserError:  # memory is short
+                if rows == 1:
+                    raise
+                rows //= 2
+                continue
+            start += len(part)
+            texts += [
+                Text(prompt + answer.tokens, [False] * len(prompt) + [True] * len(answer.tokens))
+                for prompt, answer in zip(part, answers, strict=True)
+                if len(answer.tokens) >= least
+            ]
+    return texts if sum(sum(text.supervised) for text in texts) >= _ENOUGH else [*texts, *conversations]
