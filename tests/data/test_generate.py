@@ -146,6 +146,20 @@ def test_what_is_kept_apart_is_of_the_kinds_of_a_sorted_file(tiny_target: Target
         assert {item.category for item in part} == {"a", "b"}
 
 
+@pytest.mark.usefixtures("says_fine")
+def test_a_prompt_of_another_split_costs_no_further_batch(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_prompts(_target: Target, count: int, _breadth: str, _ends: Any, seed: int, _check: Any) -> Any:
+        return [selfprompt.SelfPrompt("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
+
+    monkeypatch.setattr(generate, "write_prompts", write_prompts)
+    sizes = {"conversations": 40, "heldout": 8, "calibration": 8, "batch_size": 32}
+    splits = build_conversations(tiny_target, section("self", **sizes), tmp_path / "data")
+    assert [len(part) for part in (splits.heldout, splits.calibration, splits.train)] == [8, 8, 40]
+    assert [path.name for path in (tmp_path / "data" / "parts").glob("calibration-*")] == ["calibration-00000.jsonl"]
+
+
 def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     rows = [

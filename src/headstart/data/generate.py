@@ -136,7 +136,8 @@ def _in_order(
                 part = parts / f"{split}-{number:05d}.jsonl"
                 new = not part.is_file()
                 if not new or number == 0 or clock is None or not clock.over(lanes.count):
-                    write = partial(source.write, split, number, count, lanes.check)
+                    # A few more than wanted: some may be in another split, and a batch for one more takes long.
+                    write = partial(source.write, split, number, count + -(-count // 8), lanes.check)
                     batch_of = lanes.submit(write) if new else partial(read_conversations, part)
                     running.append((part, new, batch_of))
                     number += 1
