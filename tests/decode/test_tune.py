@@ -210,12 +210,12 @@ def test_answers_are_sampled_as_many_at_a_time_as_memory_holds(monkeypatch: pyte
         return [Generation([options.seed + row] * 20) for row in range(len(prompts))]
 
     monkeypatch.setattr(Engine, "generate", generate)
-    room = 16
+    room = 24
     at_once = [text.tokens for text in sampled_answers(target, texts_of(40), least=5)]
-    assert asked == [16, 16] and at_once[20] == texts_of(40)[20].tokens[:6] + [20] * 20, "32 of them, each its own seed"
+    assert asked == [24] and at_once[20] == texts_of(40)[20].tokens[:6] + [20] * 20, "each its own seed"
     room, asked[:] = 5, []
     assert [text.tokens for text in sampled_answers(target, texts_of(40), least=5)] == at_once
-    assert asked == [16, 8, *[4] * 8]
+    assert asked == [24, 12, 6, *[3] * 8]
     room = 0
     with pytest.raises(UserError, match="Too many"):
         sampled_answers(target, texts_of(40), least=5)

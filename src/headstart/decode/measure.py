@@ -23,8 +23,8 @@ from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch
 from headstart.target import FINAL, Target
 
-_TEXTS, _ROWS, _LONGEST = 32, 16, 96
-"""Prompts answered again at temperature 1, so many at a time, and tokens of these answers at most."""
+_TEXTS, _LONGEST = 24, 64
+"""Prompts answered again at temperature 1, and tokens of these answers at most."""
 _ENOUGH = 256
 """Tokens of such answers below which the given ones count as well."""
 _DRAWN = 4
@@ -152,14 +152,17 @@ def _measure(
             torch.tensor([conversation.supervised], device=target.device),
             {tap: state[None] for tap, state in states.items()},
         )
+        start = conversation.supervised.index(True) - 1 if own and True in conversation.supervised else 0
+        own_TD = torch.empty(len(conversation.tokens), 0, device=target.device)
+        if own:
+            own_TD = target.lm_head(states[FINAL][start:]).float().softmax(-1)[:, heads.draft_to_target_D]
         steps: list[dict[int, int]] = []
         tables: list[tuple[Tensor, ...]] = []
         for step in heads.unroll(batch):
-            own_MD = torch.empty(0, device=target.device)
-            if own:
-                own_MD = target.lm_head(states[FINAL][step.source_M]).float().softmax(-1)[:, heads.draft_to_target_D]
             truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
-            tables.append(tuple(part.cpu() for part in compare(step.logits_MD.float(), truth_M, own_MD)))
+            tables.append(
+                tuple(part.cpu() for part in compare(step.logits_MD.float(), truth_M, own_TD[step.source_M - start]))
+            )
             steps.append({origin: place for place, origin in enumerate(step.origin_M.tolist())})
         if len(steps) < heads.steps:  # too short: families may end before a step that has no origin
             continue
@@ -209,7 +212,7 @@ def sampled_answers(
     prompts = [one.tokens[: one.supervised.index(True)] for one in some]
     prompts = [prompt for prompt in prompts if len(prompt) + longest <= target.max_length][:_TEXTS]
     texts: list[Supervised] = []
-    start, rows = 0, _ROWS
+    start, rows = 0, _TEXTS
     with console.status("sampling answers") if console else nullcontext():
         while start < len(prompts):
             part = prompts[start : start + rows]
