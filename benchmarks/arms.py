@@ -23,7 +23,7 @@ from headstart.data.conversations import Conversation, prompt_tokens, read_conve
 from headstart.data.questions import Question
 from headstart.data.store import StateStore, build_store
 from headstart.decode.loop import Round
-from headstart.decode.measure import measure_ranks
+from headstart.decode.measure import Text, measure_ranks
 from headstart.decode.tune import replay, tune
 from headstart.errors import UserError
 from headstart.eval import plain_answers
@@ -59,14 +59,6 @@ class Lessons:
     train: StateStore
     calibration: StateStore
     texts: list[Conversation]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt with the target's plain greedy answer."""
-
-    tokens: list[int]
-    supervised: list[bool]
 
 
 def options_of(doc: str | None, out: Path, dtype: str = "auto") -> argparse.ArgumentParser:
@@ -216,10 +208,7 @@ def answered(target: Target, questions: Sequence[Question], file: Path, max_new_
     if {name: known.get(name) for name in key} != key:
         known = {**key, "answers": plain_answers(target, prompts, max_new_tokens, 16)}
         write_json(file, known)
-    return [
-        Text([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
-        for prompt, answer in zip(prompts, known["answers"], strict=True)
-    ]
+    return [Text.of(prompt, answer) for prompt, answer in zip(prompts, known["answers"], strict=True)]
 
 
 def chain_tau(target: Target, heads: DraftHead, texts: Sequence[Text | Conversation], length: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from transformers import (
@@ -14,7 +16,7 @@ from transformers import (
 )
 
 from headstart.decode.loop import DecodeOptions, Engine
-from headstart.decode.sampling import Sampling
+from headstart.decode.sampling import Processor, Sampling
 from headstart.decode.verify import draw, streams
 from headstart.errors import UserError
 from headstart.target import Target
@@ -139,8 +141,7 @@ class Counting:
         (DecodeOptions(verifier="grady_draft"), "Did you mean 'greedy_draft'"),
         (DecodeOptions(draft="maybe"), "draft is 'maybe'"),  # type: ignore[arg-type]  # wrong on purpose
         (DecodeOptions(processors=(Counting(),)), "Counting keeps a state"),
-        # Wrong on purpose.
-        (DecodeOptions(processors=(lambda ids: ids,)), "cannot be applied to a token tree"),  # type: ignore[arg-type,misc,return-value]
+        (DecodeOptions(processors=(cast(Processor, lambda ids: ids),)), "cannot be applied to a token tree"),
     ],
 )
 def test_bad_options_are_refused(options: DecodeOptions, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -109,10 +110,10 @@ def test_a_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) ->
     read: list[int] = []
     honest = Target.forward_tree
 
-    def counted(self: Target, cache: object, tree: DraftTree, taps: tuple[int, ...] = ()) -> object:
+    def counted(self: Target, cache: Any, tree: DraftTree, taps: tuple[int, ...] = ()) -> object:
         if type(self) is Target:
             read.append(tree.size)
-        return honest(self, cache, tree, taps)  # type: ignore[arg-type]
+        return honest(self, cache, tree, taps)
 
     monkeypatch.setattr(Target, "forward_tree", counted)
     view = RememberingTarget(target)

@@ -187,9 +187,10 @@ def test_a_checkpoint_cut_short_falls_back_to_the_one_before(
     kill_after(10**9)
     file = tmp_path / "cut" / "checkpoints" / "step-00000008" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    console = Console(file=StringIO(), width=500)
+    written = StringIO()
+    console = Console(file=written, width=500)
     resumed = run(tmp_path / "cut", console=console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = written.getvalue()
     assert "step-00000008 is cut short" in text and "Going on from step 4" in text
     assert_same(whole.last_folder, resumed.last_folder)
 
@@ -333,10 +334,11 @@ class _Unsupervised:
 def test_nothing_supervised_is_an_error(
     recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path
 ) -> None:
+    silent: list[Any] = [_Unsupervised(train_store), _Unsupervised(valid_store)]
     with pytest.raises(UserError, match="Nothing is supervised in the training data"):
-        train(recipe(), tiny_target, _Unsupervised(train_store), valid_store, tmp_path)  # type: ignore[arg-type]
+        train(recipe(), tiny_target, silent[0], valid_store, tmp_path)
     with pytest.raises(UserError, match="Nothing is supervised in the validation data"):
-        train(recipe(), tiny_target, train_store, _Unsupervised(valid_store), tmp_path)  # type: ignore[arg-type]
+        train(recipe(), tiny_target, train_store, silent[1], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -460,20 +462,22 @@ def test_drafts_longer_than_every_answer_are_refused(
     tmp_path: Path,
     steps: int,
 ) -> None:
-    made, store = recipe(heads={"num_heads": steps}, steps=1), _Masked(train_store, steps + 1)
-    train(made, tiny_target, store, valid_store, tmp_path / "just", None)  # type: ignore[arg-type]
+    made = recipe(heads={"num_heads": steps}, steps=1)
+    store: Any = _Masked(train_store, steps + 1)
+    train(made, tiny_target, store, valid_store, tmp_path / "just", None)
     store = _Masked(train_store, steps)
     with pytest.raises(UserError, match=f"draft {steps} tokens ahead and no answer .* has the {steps + 1} tokens"):
-        train(made, tiny_target, store, valid_store, tmp_path / "short", None)  # type: ignore[arg-type]
+        train(made, tiny_target, store, valid_store, tmp_path / "short", None)
 
 
 def test_a_bfloat16_target_trains_in_mixed_precision_with_float32_weights(
     run: Train, tmp_path: Path, tiny_target_folder: Path
 ) -> None:
     target = load_target(str(tiny_target_folder), dtype="bfloat16", device="cpu")
-    console = Console(file=StringIO(), width=500)
+    written = StringIO()
+    console = Console(file=written, width=500)
     result = run(tmp_path, target=target, console=console, steps=2)
-    assert "(cpu, bf16" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "(cpu, bf16" in written.getvalue()
     assert {tensor.dtype for tensor in weights(result.last_folder).values()} == {torch.float32, torch.int64}
 
 
@@ -492,9 +496,10 @@ def test_wandb_works_offline_and_leaves_the_environment_alone(
 
 
 def test_the_live_line_shows_steps_loss_and_time_left(run: Train, tmp_path: Path) -> None:
-    console = Console(file=StringIO(), width=200, force_terminal=True)
+    written = StringIO()
+    console = Console(file=written, width=200, force_terminal=True)
     run(tmp_path, console=console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = written.getvalue()
     for part in ("Training on 1 process", "step 0", "tau", "loss", "lr", "tok/s", "left", "covers"):
         assert part in text
     shutil.rmtree(tmp_path / "checkpoints")

@@ -316,9 +316,11 @@ def test_steps_that_share_an_lm_head_add_up_in_it() -> None:
         other.hidden_MH = one.hidden_MH.detach().clone().requires_grad_()
     totals = [weighted(steps, losses.soft_ce, lesson, 0.8) for steps in (together, separate)]
     torch.testing.assert_close(*totals)
-    sum(totals).backward()  # type: ignore[union-attr]
+    (totals[0] + totals[1]).backward()
     assert shared.grad is not None
-    torch.testing.assert_close(shared.grad, apart[0].grad + apart[1].grad)  # type: ignore[operator]
+    first, second = (one.grad for one in apart)
+    assert first is not None and second is not None
+    torch.testing.assert_close(shared.grad, first + second)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -334,18 +336,19 @@ def test_agreement_is_alpha_and_whether_the_best_tokens_are_the_same() -> None:
 def test_drafted_features_learn_the_final_state_of_their_source() -> None:
     torch.manual_seed(0)
     steps, lesson = _steps([4, 3], [torch.randn(DRAFTS, WIDTH)] * 2), _lesson(5)
-    for prediction in steps:
-        prediction.feature_ME = torch.randn(len(prediction.source_M), 4, requires_grad=True)
+    features = [torch.randn(len(prediction.source_M), 4, requires_grad=True) for prediction in steps]
+    for prediction, feature_ME in zip(steps, features, strict=True):
+        prediction.feature_ME = feature_ME
     without = weighted(steps, losses.tv, lesson, 0.5)
     total = weighted(steps, losses.tv, lesson, 0.5, feature_weight=2.0)
     expected = sum(
         2.0 * 0.5**step * F.smooth_l1_loss(feature_E, lesson.final_SE[source - 2])
         for step, prediction in enumerate(steps)
-        for feature_E, source in zip(prediction.feature_ME, prediction.source_M, strict=True)  # type: ignore[arg-type]
+        for feature_E, source in zip(features[step], prediction.source_M, strict=True)
     )
     torch.testing.assert_close(total - without, expected)
     total.backward()
-    assert all(prediction.feature_ME.grad.abs().sum() > 0 for prediction in steps)  # type: ignore[union-attr]
+    assert all(feature_ME.grad is not None and feature_ME.grad.abs().sum() > 0 for feature_ME in features)
 
 
 def test_a_feature_loss_needs_features() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headstart.data.store import StateStore
 from headstart.errors import UserError
-from headstart.heads import DraftHead, HeadConfig
+from headstart.heads import DraftHead
 from headstart.heads.io import load_heads, save_heads
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.target import Target
@@ -119,8 +119,8 @@ def test_earlier_heads_that_are_missing_or_of_another_target_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=r"nowhere.*does not exist"):
         build_heads(recipe(start_from=str(tmp_path / "nowhere")), tiny_target, train_store)
-    config: HeadConfig = MedusaConfig(hidden_size=8, vocab_size=30, num_heads=2)
-    save_heads(MedusaHead(config), tmp_path / "small")  # type: ignore[arg-type]
+    config = MedusaConfig(hidden_size=8, vocab_size=30, num_heads=2)
+    save_heads(MedusaHead(config), tmp_path / "small")
     with pytest.raises(UserError, match=r"read states of size 8 over 30 tokens"):
         build_heads(recipe(start_from=str(tmp_path / "small")), tiny_target, train_store)
 
@@ -133,11 +133,12 @@ def test_a_run_that_starts_from_the_best_of_another_begins_at_its_tau(
     tmp_path: Path,
 ) -> None:
     first = train(recipe(loss="hard_ce"), tiny_target, train_store, valid_store, tmp_path / "first")
-    console = Console(file=StringIO(), width=500)
+    written = StringIO()
+    console = Console(file=written, width=500)
     onward = recipe(loss="hard_ce", steps=1, lr=1e-9, start_from=str(first.heads_folder))
     second = train(onward, tiny_target, train_store, valid_store, tmp_path / "second", console)
     assert second.metrics["tau"] == first.metrics["tau"]
-    assert "4 of 4 tensors are those of earlier medusa heads" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "4 of 4 tensors are those of earlier medusa heads" in written.getvalue()
     assert torch.equal(
         load_heads(second.heads_folder).draft_to_target_D, load_heads(first.heads_folder).draft_to_target_D
     )

@@ -11,7 +11,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -225,8 +225,8 @@ class _PromptSource:
         prompts = self.take(split, number, check)[:most]
         seed = self.seed(split, number)
         # Calibration answers stay at the data's temperature: they stand for decoding as it is judged.
-        sampled = self._settings.sampled_fraction if split == "train" else 0.0
-        return _answer(self._target, prompts, self._settings, sampled, seed, split != "heldout", check)
+        settings = self._settings if split == "train" else replace(self._settings, sampled_fraction=0.0)
+        return _answer(self._target, prompts, settings, seed, split != "heldout", check)
 
     def take(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:
         """Batch `number` of a split: the same for the same settings, whatever was taken before."""
@@ -257,7 +257,6 @@ def _answer(
     target: Target,
     prompts: Sequence[Prompt],
     settings: Settings,
-    sampled_fraction: float,
     seed: int,
     answered: bool,
     check: Callable[[], None],
@@ -275,7 +274,7 @@ def _answer(
         for prompt in prompts
         if prompt not in kept
     ]
-    sampled = round(sampled_fraction * len(running))
+    sampled = round(settings.sampled_fraction * len(running))
     for place, row in enumerate(running):
         row.temperature = 1.0 if place < sampled else settings.temperature
     turn = 0

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headstart.decode.calibrate import Calibration
 from headstart.decode.drafters import Children, Request
+from headstart.decode.verify import draw_each
 from headstart.heads import DraftHead
 from headstart.target import DraftTree, TreeShape
 from headstart.target.tree import Drawn
@@ -95,7 +96,7 @@ def grow(
         log_probs, indices, drafts = torch.stack(parts).cpu().numpy()
         log_probs = log_probs.view(np.float32)
         chances = calibration.chances(depth, log_probs).tolist()
-        draws = (calibration.drawn or calibration).chances(depth, log_probs).tolist()
+        draws = calibration.drawn.chances(depth, log_probs).tolist() if calibration.drawn else chances
         indices, drafts = indices.tolist(), drafts.tolist()
         for number, row in enumerate(rows):
             columns = [0] * len(row.level) if len(drafts[number]) == 1 else range(len(row.level))
@@ -238,16 +239,12 @@ def _draws(q_draft_WD: Tensor, counts: Sequence[int], stream: torch.Generator) -
     """So many draws from each distribution, without replacement; fewer where it holds no further token."""
     found: list[list[int]] = [[] for _ in counts]
     for turn in range(max(counts)):
-        cumulative_WD = q_draft_WD.cumsum(-1, dtype=torch.float64)
-        chance_W = torch.rand(len(counts), generator=stream, dtype=torch.float64).to(q_draft_WD.device)
-        place_W1 = (chance_W * cumulative_WD[:, -1])[:, None]
-        # The first token whose cumulative sum passes the place; there is none where nothing is left.
-        index_W1 = torch.searchsorted(cumulative_WD, place_W1, right=True)
-        for place, (index,) in enumerate(index_W1.tolist()):
+        index_W = draw_each(q_draft_WD, stream)
+        for place, index in enumerate(index_W.tolist()):
             if turn < counts[place] and index < q_draft_WD.shape[1]:
                 found[place].append(index)
         if turn + 1 < max(counts):
-            q_draft_WD = q_draft_WD.scatter(1, index_W1.clamp(max=q_draft_WD.shape[1] - 1), 0.0)
+            q_draft_WD = q_draft_WD.scatter(1, index_W[:, None].clamp(max=q_draft_WD.shape[1] - 1), 0.0)
     return found
 
 

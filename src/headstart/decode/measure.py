@@ -152,17 +152,15 @@ def _measure(
             torch.tensor([conversation.supervised], device=target.device),
             {tap: state[None] for tap, state in states.items()},
         )
-        start = conversation.supervised.index(True) - 1 if own and True in conversation.supervised else 0
-        own_TD = torch.empty(len(conversation.tokens), 0, device=target.device)
-        if own:
-            own_TD = target.lm_head(states[FINAL][start:]).float().softmax(-1)[:, heads.draft_to_target_D]
+        own_TD = torch.zeros(len(conversation.tokens), len(heads.draft_to_target_D) if own else 0, device=target.device)
+        if own:  # behind the states that a supervised token follows
+            read = batch.supervised_BT[0, 1:].nonzero()[:, 0]
+            own_TD[read] = target.lm_head(states[FINAL][read]).float().softmax(-1)[:, heads.draft_to_target_D]
         steps: list[dict[int, int]] = []
         tables: list[tuple[Tensor, ...]] = []
         for step in heads.unroll(batch):
             truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
-            tables.append(
-                tuple(part.cpu() for part in compare(step.logits_MD.float(), truth_M, own_TD[step.source_M - start]))
-            )
+            tables.append(tuple(part.cpu() for part in compare(step.logits_MD.float(), truth_M, own_TD[step.source_M])))
             steps.append({origin: place for place, origin in enumerate(step.origin_M.tolist())})
         if len(steps) < heads.steps:  # too short: families may end before a step that has no origin
             continue
@@ -184,10 +182,19 @@ def _measure(
 
 @dataclass
 class Text:
-    """A conversation with another answer."""
+    """A prompt and an answer to it, as tokens."""
 
     tokens: list[int]
     supervised: list[bool]
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], answer: Sequence[int]) -> Text:
+        """All of the answer is supervised, nothing of the prompt is.
+
+        >>> Text.of([5, 6], [7])
+        Text(tokens=[5, 6, 7], supervised=[False, False, True])
+        """
+        return cls([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
 
 def sampled_answers(
@@ -225,7 +232,7 @@ def sampled_answers(
                 continue
             start += len(part)
             texts += [
-                Text(prompt + answer.tokens, [False] * len(prompt) + [True] * len(answer.tokens))
+                Text.of(prompt, answer.tokens)
                 for prompt, answer in zip(part, answers, strict=True)
                 if len(answer.tokens) >= least
             ]

@@ -3,7 +3,7 @@
 Greedy decoding reads all choices at once. Sampling follows a rule (see `headstart.decode.rules`), which asks for the
 target's distribution only at the nodes that it comes to.
 
-Shape suffixes: B rows, N tree nodes, V vocabulary.
+Shape suffixes: B rows, N tree nodes, W distributions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -129,11 +129,17 @@ def uniform(stream: torch.Generator) -> float:
 
 
 def draw(probs_V: Tensor, stream: torch.Generator) -> int:
-    """A token from a distribution, by inverting its cumulative sum; one without probability is never drawn."""
-    cumulative_V = probs_V.cumsum(-1, dtype=torch.float64)
-    place = cumulative_V[-1] * uniform(stream)
+    """A token from a distribution; one without probability is never drawn."""
+    return int(draw_each(probs_V[None], stream).clamp(max=len(probs_V) - 1))
+
+
+def draw_each(probs_WV: Tensor, stream: torch.Generator) -> Tensor:
+    """A token from each distribution, int64 [W], by inverting cumulative sums; V where there is no probability."""
+    cumulative_WV = probs_WV.cumsum(-1, dtype=torch.float64)
+    chance_W = torch.rand(len(probs_WV), generator=stream, dtype=torch.float64).to(probs_WV.device)
+    place_W1 = (cumulative_WV[:, -1] * chance_W)[:, None]
     # The first token whose cumulative sum passes the place: its own probability is then above 0.
-    return int(torch.searchsorted(cumulative_V, place, right=True).clamp(max=len(probs_V) - 1))
+    return torch.searchsorted(cumulative_WV, place_W1, right=True)[:, 0]
 
 
 class Row:

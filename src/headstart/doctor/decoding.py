@@ -15,7 +15,7 @@ from torch import Tensor
 from headstart.data.conversations import Conversation
 from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.loop import DecodeOptions, Engine, Generation
-from headstart.decode.measure import measure_ranks
+from headstart.decode.measure import Text, measure_ranks
 from headstart.decode.tune import replay
 from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
 from headstart.doctor.subject import Subject
@@ -240,10 +240,7 @@ def _decode(subject: Subject, prompts: Sequence[Sequence[int]]) -> _Decoded:
     prompts = [prompt for prompt in prompts if len(prompt) + longest <= subject.target.max_length]
     rows = decode_chain(subject.target, subject.heads, prompts, longest)
     rounds = [one.emitted for row in rows for one in row.rounds]
-    texts = [
-        Conversation("", [*prompt, *row.tokens], [False] * len(prompt) + [True] * len(row.tokens), [])
-        for prompt, row in zip(prompts, rows, strict=True)
-    ]
+    texts = [Text.of(prompt, row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
     try:
         ranks_OK = measure_ranks(subject.target, subject.heads, texts, max_rank=1)
         predicted = replay(ranks_OK, _chain(subject.heads).paths)

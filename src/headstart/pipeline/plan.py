@@ -124,7 +124,7 @@ def make_plan(run: Run) -> Plan:
         "conversations": train_seconds + kept_apart,
         "states": tokens * speeds.prefill_token,
         "train": seconds_training,
-        # Trees timed 48 times; 64 rounds of sampling 24 answers, which take about three times a single token.
+        # Widths are timed 32 times, wide ones cost more; 64 rounds of sampling 24 answers cost about three each.
         "tune": (48 * len(run.recipe.tune.widths) + 100 + 3 * 64) * speeds.single
         + data.calibration * 2 * answer * speeds.prefill_token,
         "eval": prompts * run.recipe.eval.max_new_tokens * speeds.single * ways,
