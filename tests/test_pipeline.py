@@ -18,12 +18,15 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from headstart.data.store import StateStore, estimate_bytes
 from headstart.errors import UserError
+from headstart.lock import locked
+from headstart.pipeline.inventory import free, run_states, unreferenced
 from headstart.pipeline.plan import make_plan, show_plan
-from headstart.pipeline.run import Run, execute, recipe_text
+from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
 from headstart.train import loop
-from headstart.train.config import Recipe, parse_recipe
+from headstart.train.config import Recipe, parse_recipe, recipe_text
 from tests.test_stages import said
 
 WORDS = "tell me about the sun and moon how to cook rice what is a user system who are you"
@@ -121,7 +124,7 @@ def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
     tmp_path: Path, whole: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, undisturbed = whole
-    folder = tmp_path / "run"
+    folder = tmp_path / "runs" / "run"
     names = [stage.name for stage in STAGES]
     assert [place[0] for place in PLACES] == names
     for number, (_, function, calls) in enumerate(PLACES):
@@ -185,43 +188,180 @@ def newest_step(folder: Path) -> int:
 
 @pytest.fixture
 def copied(tmp_path: Path, whole: tuple[Recipe, Path]) -> tuple[Recipe, Path]:
-    """A copy of the finished run, to be changed."""
+    """A copy of the finished run and of what it refers to, to be changed."""
     recipe, folder = whole
-    shutil.copytree(folder, tmp_path / "run")
-    return recipe, tmp_path / "run"
+    shutil.copytree(folder.parent, tmp_path / "runs", symlinks=True)
+    return recipe, tmp_path / "runs" / "run"
 
 
-def test_heads_trained_by_another_command_are_taken_as_they_are(
+def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
+    """The recipe with other settings."""
+    updates = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
+    return recipe.model_copy(update=updates)
+
+
+def files_under(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Every file that holds something made, with its size and time: locks and links left out."""
+    return {
+        file: (file.stat().st_size, file.stat().st_mtime_ns)
+        for file in folder.rglob("*")
+        if file.is_file() and not file.is_symlink() and file.name != "lock"
+    }
+
+
+def kept(before: dict[Path, tuple[int, int]]) -> bool:
+    """Whether every file of artifacts is still there as it was; model cards tell of the newest report."""
+    return all(
+        file.is_file() and (file.stat().st_size, file.stat().st_mtime_ns) == stamp
+        for file, stamp in before.items()
+        if file.name not in ("README.md", "clocks.json")
+    )
+
+
+def test_heads_that_are_there_are_found_without_a_record(
     copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, folder = copied
-    (folder / "stages" / "train.json").unlink()
+    shutil.rmtree(folder / "stages")
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
-    execute(quiet(folder, recipe), stages_until("train"))
+    monkeypatch.setattr("headstart.data.generate._answer", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr("headstart.data.store._write_shard", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr("headstart.decode.tune.tune", lambda *_: pytest.fail("tuned again"))
+    execute(quiet(folder, recipe), STAGES)
 
 
-def test_heads_trained_by_another_command_for_less_are_trained_on(copied: tuple[Recipe, Path]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data": {"batch_size": 3}},
+        {"data": {"cache_gigabytes": 3.0}},
+        {"train": {"eval_every": 1}},
+        {"train": {"save_every": 1, "log_every": 3}},
+    ],
+    ids=str,
+)
+def test_what_changes_nothing_costs_nothing(
+    copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch, change: dict[str, dict[str, Any]]
+) -> None:
     recipe, folder = copied
-    (folder / "stages" / "train.json").unlink()
-    longer = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 6})})
-    run = Run(longer, folder, Console(file=io.StringIO(), width=200))
-    execute(run, stages_until("train"))
+    before = files_under(folder.parent / "artifacts")
+    monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("headstart.data.generate._answer", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr("headstart.data.store._write_shard", lambda *_: pytest.fail("computed again"))
+    execute(quiet(folder, changed(recipe, **change)), STAGES)
+    assert files_under(folder.parent / "artifacts").keys() == before.keys() and kept(before)
+
+
+def test_longer_training_goes_on_and_the_shorter_one_is_kept(
+    copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, folder = copied
+    before = files_under(folder.parent / "artifacts")
+    first = (folder / "train").resolve()
+    run = Run(changed(recipe, train={"steps": 6}), folder, Console(file=io.StringIO(), width=200))
+    execute(run, STAGES)
     assert "Going on from step 4 " in said(run)
     assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 6
+    assert json.loads((first / "result.json").read_text())["steps"] == 4
+    assert kept(before)
+    # Back to the shorter one: everything is still there, its report and its heads too.
+    monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("headstart.eval.evaluate_decoder", lambda *_: pytest.fail("measured again"))
+    execute(quiet(folder, recipe), STAGES)
+    assert (folder / "train").resolve() == first
+    rows = [json.loads(row)["step"] for row in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [0, 2, 4]
+
+
+def test_more_conversations_are_added_to_those_that_are_there(copied: tuple[Recipe, Path]) -> None:
+    recipe, folder = copied
+    before = files_under(folder.parent / "artifacts")
+    text = (folder / "data" / "conversations" / "train.jsonl").read_text()
+    execute(quiet(folder, changed(recipe, data={"conversations": 20})), STAGES)
+    longer = (folder / "data" / "conversations" / "train.jsonl").read_text()
+    assert longer.startswith(text) and len(longer.splitlines()) == 20
+    assert kept(before)
+    made = [file for file in files_under(folder.parent / "artifacts") if file not in before]
+    assert sorted(file.name.partition("-")[0] for file in made if file.parent.name == "parts") == ["00005", "00006"]
+    # Fewer use a part of them, and those of before are what was trained on before.
+    execute(quiet(folder, recipe), STAGES)
+    assert (folder / "data" / "conversations" / "train.jsonl").read_text() == text
+
+
+def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, folder = copied
+    before = files_under(folder.parent / "artifacts")
+    monkeypatch.setattr("headstart.data.generate._answer", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr("headstart.data.store._write_shard", lambda *_: pytest.fail("computed again"))
+    other = recipe.model_copy(update={"name": "other", "heads": {"family": "hydra", "num_heads": 2}})
+    execute(quiet(folder.parent / "other", other), STAGES)
+    assert kept(before)
+    assert (folder.parent / "other" / "report" / "report.html").is_file()
+    assert (folder / "report" / "report.html").is_file()
+    states = {run.folder.name: run for run in run_states(folder.parent)}
+    assert {name: (run.state, run.family) for name, run in states.items()} == {
+        "run": ("done", "medusa"),
+        "other": ("done", "hydra"),
+    }
+    assert all(run.tau is not None and run.speedup is not None and run.bytes > 10_000 for run in states.values())
+
+
+def test_only_what_no_run_refers_to_is_freed(copied: tuple[Recipe, Path]) -> None:
+    recipe, folder = copied
+    assert unreferenced(folder.parent) == []
+    first = (folder / "train").resolve()
+    execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES)
+    found = unreferenced(folder.parent)
+    assert {one.path.parent.name for one in found} == {"heads", "tuning", "exports", "reports"}
+    assert first in {one.path.resolve() for one in found}
+    used = {path for path in files_under(folder.parent) if not any(one.path in path.parents for one in found)}
+    with locked(found[0].path):  # another process goes on with it
+        assert found[0].path not in {one.path for one in unreferenced(folder.parent)}
+        assert free(found) > 0
+        assert found[0].path.is_dir()
+    assert free(unreferenced(folder.parent)) > 0
+    assert not any(one.path.exists() for one in found)
+    assert all(path.is_file() for path in used), "nothing else is deleted"
+    assert not execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES), "the run is still whole"
+
+
+def test_states_that_no_run_reads_are_freed_alone(copied: tuple[Recipe, Path]) -> None:
+    recipe, folder = copied
+    more = changed(recipe, data={"conversations": 20})
+    execute(quiet(folder, more), stages_until("states"))
+    execute(quiet(folder, recipe), stages_until("states"))
+    found = [one for one in unreferenced(folder.parent) if one.path.suffix == ".safetensors"]
+    assert len(found) == 1
+    free(found)
+    assert not execute(quiet(folder, recipe), stages_until("states"))
+    execute(quiet(folder, more), stages_until("states"))
+    assert found[0].path.is_file(), "they can be had again"
 
 
 def test_the_card_counts_the_conversations_that_were_trained_on(copied: tuple[Recipe, Path]) -> None:
     recipe, folder = copied
-    tight = recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache_gigabytes": 5e-5})})
-    execute(quiet(folder, tight), stages_until("export"))
-    kept = len(json.loads((folder / "data" / "states" / "train" / "manifest.json").read_text())["lengths"])
-    assert 0 < kept < recipe.data.conversations
-    assert f"| training conversations | {kept} |" in (folder / "heads" / "README.md").read_text()
+    execute(quiet(folder, changed(recipe, data={"cache_gigabytes": 1.2e-4})), stages_until("export"))
+    used = len(json.loads((folder / "data" / "states" / "train" / "manifest.json").read_text())["lengths"])
+    assert 0 < used < recipe.data.conversations
+    assert f"| training conversations | {used} |" in (folder / "heads" / "README.md").read_text()
+
+
+def test_the_byte_budget_holds_for_both_splits_together_and_stops_the_writing(
+    tmp_path: Path, tiny_target_folder: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"conversations": 28, "cache_gigabytes": 2e-4})
+    run = quiet(tmp_path / "runs" / "run", recipe)
+    execute(run, stages_until("states"))
+    stores = [StateStore(run.folder / "data" / "states" / split) for split in ("train", "calibration")]
+    own = sum(estimate_bytes(store.tokens, 1, store.hidden_size, torch.float32) for store in stores)
+    assert own <= 2e5
+    written = len((run.folder / "data" / "conversations" / "train.jsonl").read_text().splitlines())
+    assert len(stores[0]) <= written <= len(stores[0]) + 2 * recipe.data.batch_size < 28, "two may be under way"
 
 
 def test_a_shard_cut_short_is_computed_again(copied: tuple[Recipe, Path]) -> None:
     recipe, folder = copied
-    shard = next((folder / "data" / "states" / "train").glob("shard-*.safetensors"))
+    shard = StateStore(folder / "data" / "states" / "train").files[0]
     size = shard.stat().st_size
     shard.write_bytes(shard.read_bytes()[:-100])
     (folder / "train" / "result.json").unlink()
@@ -273,7 +413,7 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     show_plan(run, plan)
     text = capsys.readouterr().out
     assert set(plan.left) == {"train", "tune", "export", "eval"} and plan.disk_bytes > 0
-    assert "built anew: train.steps changed from 4 to 6" in text and "again, after train" in text
+    assert "train.steps changed from 4 to 6" in text and "again, after train" in text
     assert text.count("done before") == 3 and "Nothing is left" not in text
     assert make_plan(quiet(tmp_path / "none", recipe)).left == dict.fromkeys(plan.seconds, "")
     greedy = tiny_recipe(tmp_path, tiny_target_folder, data={"conversations": 10**12, "cache_gigabytes": 1e9})

@@ -1,4 +1,4 @@
-"""The stage framework on made-up stages: skipped when done, built anew when stale, continued when interrupted."""
+"""The stage framework on made-up stages: skipped when done, called again when a setting changed, never cleared."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from headstart import provenance as provenance_module
+from headstart.artifacts import artifact, held, refer
 from headstart.errors import UserError
 from headstart.lock import locked
-from headstart.pipeline import run as run_module
-from headstart.pipeline.run import Outcome, Run, Stage, execute, format_seconds, left_to_do, provenance, recipe_text
-from headstart.train.config import load_recipe, parse_recipe
+from headstart.pipeline.run import Outcome, Run, Stage, execute, format_seconds, left_to_do
+from headstart.provenance import provenance
+from headstart.train.config import load_recipe, parse_recipe, recipe_text
 
 
 class Factory:
-    """Two stages that write a file each and count how often they work; `fail` makes one stop half way."""
+    """Two stages that add a file each time they work and count how often they do; `fail` makes one stop half way."""
 
     def __init__(self) -> None:
         self.worked: list[str] = []
         self.fail: str | None = None
         self.version = 1
+        self.identity = ""
 
     def stages(self) -> tuple[Stage, ...]:
         return (
@@ -49,7 +52,7 @@ class Factory:
         (path / f"part-{len(list(path.iterdir()))}").touch()
         if self.fail == name:
             raise KeyboardInterrupt
-        return Outcome(f"{name} is there")
+        return Outcome(f"{name} is there", self.identity)
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def test_done_stages_are_skipped(tmp_path: Path, factory: Factory) -> None:
         ({"train": {"clip": 0.5}}, []),
     ],
 )
-def test_only_stages_that_depend_on_a_changed_setting_are_built_anew(
+def test_only_stages_that_depend_on_a_changed_setting_work_again(
     tmp_path: Path, factory: Factory, settings: dict[str, Any], worked: list[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -95,7 +98,17 @@ def test_only_stages_that_depend_on_a_changed_setting_are_built_anew(
     factory.worked.clear()
     execute(make_run(folder, **settings), factory.stages())
     assert factory.worked == worked
-    assert parts(folder / "a") == parts(folder / "b" / "c") == 1, "what was there before is gone"
+    assert parts(folder / "a") == 1 + worked.count("first"), "what was there before is still there"
+    assert parts(folder / "b" / "c") == 1 + worked.count("second")
+
+
+def test_a_change_that_comes_to_the_same_leaves_later_stages_done(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    factory.identity = "the same"
+    execute(make_run(folder), factory.stages())
+    factory.worked.clear()
+    execute(make_run(folder, data={"seed": 1}), factory.stages())
+    assert factory.worked == ["first"]
 
 
 def test_it_says_which_setting_changed(tmp_path: Path, factory: Factory) -> None:
@@ -104,10 +117,10 @@ def test_it_says_which_setting_changed(tmp_path: Path, factory: Factory) -> None
     run = make_run(folder, data={"seed": 7})
     execute(run, factory.stages())
     assert "seed changed from 0 to 7" in said(run)
-    assert "first has changed" in said(run)
+    assert "first changed" in said(run)
 
 
-def test_a_new_version_of_a_stage_builds_it_anew(tmp_path: Path, factory: Factory) -> None:
+def test_a_new_version_of_a_stage_works_again(tmp_path: Path, factory: Factory) -> None:
     folder = tmp_path / "run"
     execute(make_run(folder), factory.stages())
     factory.version = 2
@@ -130,37 +143,8 @@ def test_an_interrupted_stage_goes_on_with_what_it_has(tmp_path: Path, factory: 
     assert factory.worked.count("first") == (2 if name == "first" else 1)
 
 
-def test_parts_of_other_settings_are_not_gone_on_with(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
-    factory.fail = "first"
-    with pytest.raises(KeyboardInterrupt):
-        execute(make_run(folder), factory.stages())
-    factory.fail = None
-    execute(make_run(folder, data={"seed": 1}), factory.stages())
-    assert parts(folder / "a") == 1
-
-
-def test_a_kill_while_old_outputs_are_removed_leaves_nothing_taken_for_whole(
-    tmp_path: Path, factory: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "run"
-    execute(make_run(folder), factory.stages())
-
-    def killed(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(run_module.shutil, "rmtree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            execute(make_run(folder, data={"seed": 1}), factory.stages())
-    factory.worked.clear()
-    execute(make_run(folder), factory.stages())  # back to the first settings
-    assert factory.worked == ["first", "second"]
-    assert parts(folder / "a") == 1
-
-
 @pytest.mark.parametrize("loss", ["a", "b", "stages/first.json"])
-def test_what_somebody_deleted_is_built_anew(tmp_path: Path, factory: Factory, loss: str) -> None:
+def test_what_somebody_deleted_is_made_again(tmp_path: Path, factory: Factory, loss: str) -> None:
     folder = tmp_path / "run"
     execute(make_run(folder), factory.stages())
     path = folder / loss
@@ -190,13 +174,34 @@ def test_a_stage_can_be_asked_for_again(tmp_path: Path, factory: Factory) -> Non
     assert factory.worked == ["first", "second", "second"]
 
 
-def test_outputs_without_a_record_are_adopted_where_a_stage_says_so(tmp_path: Path, factory: Factory) -> None:
+def test_a_stage_whose_artifact_is_gone_works_again(tmp_path: Path, factory: Factory) -> None:
     folder = tmp_path / "run"
-    (folder / "a").mkdir(parents=True)
-    (folder / "a" / "part-0").touch()
-    first = factory.stages()[0]
-    execute(make_run(folder), [Stage(**{**vars(first), "adopts": True})])
-    assert parts(folder / "a") == 2
+    execute(make_run(folder), factory.stages())
+    made = artifact(folder, "things", "second", {"what": 1})
+    with held(made) as place:
+        refer(folder, "second", made)
+    assert not execute(make_run(folder), factory.stages())
+    for file in place.iterdir():
+        file.unlink()
+    place.rmdir()
+    factory.worked.clear()
+    execute(make_run(folder), factory.stages())
+    assert factory.worked == ["second"]
+
+
+def test_a_run_of_an_earlier_layout_is_left_alone(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    for name in ("first", "second"):
+        record = json.loads((folder / "stages" / f"{name}.json").read_text())
+        del record["layout"]
+        (folder / "stages" / f"{name}.json").write_text(json.dumps(record))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    factory.worked.clear()
+    with pytest.raises(UserError, match=r"another version of headstart.*heads can be used as before.*--run-dir"):
+        execute(make_run(folder, data={"seed": 1}), factory.stages())
+    assert factory.worked == []
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, factory: Factory) -> None:
@@ -227,11 +232,9 @@ def test_it_is_known_beforehand_what_is_left(tmp_path: Path, factory: Factory) -
     factory.fail = None
     execute(make_run(folder), stages)
     assert left_to_do(make_run(folder), stages) == {}
-    assert left_to_do(make_run(folder, train={"lr": 0.5}), stages) == {
-        "second": "built anew: lr changed from 0.001 to 0.5"
-    }
+    assert left_to_do(make_run(folder, train={"lr": 0.5}), stages) == {"second": "lr changed from 0.001 to 0.5"}
     assert left_to_do(make_run(folder, data={"seed": 1}), stages) == {
-        "first": "built anew: seed changed from 0 to 1",
+        "first": "seed changed from 0 to 1",
         "second": "again, after first",
     }
 
@@ -254,8 +257,8 @@ def test_provenance_names_the_commit_only_of_its_own_source_tree(
 ) -> None:
     sha = provenance().git_sha
     assert sha is None or len(sha) == 40
-    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
-    assert run_module.git_state() == (None, None)
+    monkeypatch.setattr(provenance_module, "__file__", str(tmp_path / "run.py"))
+    assert provenance_module.git_state() == (None, None)
 
 
 def test_recipes_survive_being_written() -> None:

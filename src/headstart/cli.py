@@ -68,6 +68,55 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     )
 
 
+Runs = Annotated[Path, typer.Option("--runs", help="Folder that the runs lie in.")]
+
+
+@app.command("runs")
+def list_runs(folder: Runs = Path("runs")) -> None:
+    """List the runs of a folder: how far each is, its heads, τ, speed-up, size and age.
+
+    Example: headstart runs
+    """
+    from headstart.pipeline.inventory import run_states, show_runs
+
+    states = run_states(folder)
+    if not states:
+        raise UserError(f"There are no runs in {folder}.", "Start one: headstart run quickstart")
+    show_runs(states, Console())
+
+
+@app.command()
+def gc(
+    folder: Runs = Path("runs"),
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only list.")] = False,
+) -> None:
+    """List what no run refers to any more, with sizes, and delete it after asking.
+
+    Nothing else of headstart deletes conversations, states, checkpoints, heads or reports.
+
+    Example: headstart gc --dry-run
+    """
+    from headstart.files import format_bytes
+    from headstart.pipeline.inventory import free, unreferenced
+
+    console = Console()
+    found = unreferenced(folder)
+    for one in found:
+        console.print(f"{format_bytes(one.bytes):>9}  {one.path}  ({one.what})", highlight=False, markup=False)
+    if not found:
+        console.print(f"Nothing to delete: the runs in {folder} use everything that is there.", highlight=False)
+        return
+    total = format_bytes(sum(one.bytes for one in found))
+    if dry_run:
+        console.print(f"{len(found)} to delete, {total} at most.", highlight=False)
+        return
+    if not yes and not typer.confirm(f"Delete these {len(found)}, {total} at most?"):
+        console.print("Nothing was deleted.")
+        return
+    console.print(f"Freed {format_bytes(free(found))}.", highlight=False)
+
+
 @app.command()
 def plan(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
     """What a run would cost in memory, disk and time, before any of it is spent.
@@ -245,8 +294,7 @@ def recipes_show(recipe: RecipeName, overrides: Overrides = None) -> None:
 
     Example: headstart recipes show quickstart > mine.yaml
     """
-    from headstart.pipeline.run import recipe_text
-    from headstart.train.config import load_recipe
+    from headstart.train.config import load_recipe, recipe_text
 
     typer.echo(recipe_text(load_recipe(recipe, overrides or [])), nl=False)
 

@@ -42,9 +42,9 @@ def write_text(path: Path, text: str) -> None:
     write_atomic(path, lambda partial: _write_text(partial, text))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` atomically, as indented JSON."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """Write `value` to `path` atomically, as JSON."""
+    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:

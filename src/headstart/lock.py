@@ -12,12 +12,16 @@ from pathlib import Path
 from headstart.errors import UserError
 
 
+class Busy(UserError):
+    """Another process works in a folder."""
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder against a second run. The system lets go of the lock when its process ends, however it ends.
 
     Raises:
-        UserError: another process holds it.
+        Busy: another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a+", encoding="utf-8") as handle:
@@ -28,7 +32,7 @@ def locked(folder: Path) -> Iterator[None]:
                 raise
             handle.seek(0)
             holder = handle.read().strip() or "unknown"
-            raise UserError(
+            raise Busy(
                 f"Another run (process {holder}) is working in {folder}.", "Wait for it, or choose another --run-dir."
             ) from None
         handle.truncate(0)

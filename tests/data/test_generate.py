@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from tokenizers import decoders
 
 from headstart.data import generate, selfprompt
-from headstart.data.conversations import Conversation, encode
+from headstart.data.conversations import encode
 from headstart.data.generate import build_conversations
 from headstart.data.openers import OPENERS, opener_list
 from headstart.data.sampling import sample_rows
@@ -75,17 +74,17 @@ def test_an_interrupted_run_continues_and_gives_the_same(
     prompts = prompt_file(tmp_path)
     whole = build_conversations(tiny_target, section(prompts), tmp_path / "whole")
     calls = 0
-    real = generate.write_conversations
+    real = generate.Part.write
 
-    def dies(path: Path, conversations: Sequence[Conversation]) -> None:
+    def dies(part: generate.Part, folder: Path) -> None:
         nonlocal calls
         calls += 1
         if calls == 4:
             raise KeyboardInterrupt
-        real(path, conversations)
+        real(part, folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(generate, "write_conversations", dies)
+        patch.setattr(generate.Part, "write", dies)
         with pytest.raises(KeyboardInterrupt):
             build_conversations(tiny_target, section(prompts), tmp_path / "cut")
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut" / "parts").glob("*.jsonl")}
@@ -157,7 +156,7 @@ def test_a_prompt_of_another_split_costs_no_further_batch(
     sizes = {"conversations": 40, "heldout": 8, "calibration": 8, "batch_size": 32}
     splits = build_conversations(tiny_target, section("self", **sizes), tmp_path / "data")
     assert [len(part) for part in (splits.heldout, splits.calibration, splits.train)] == [8, 8, 40]
-    assert [path.name for path in (tmp_path / "data" / "parts").glob("calibration-*")] == ["calibration-00000.jsonl"]
+    assert [path.name for path in (tmp_path / "data" / "parts").glob("*-calibration*")] == ["00001-calibration.jsonl"]
 
 
 def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:

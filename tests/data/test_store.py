@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -161,9 +160,10 @@ class TestResume:
         given = conversations(tiny_target)
         whole = build(tmp_path / "whole", tiny_target, given)
         build(tmp_path / "store", tiny_target, given)
-        shard = tmp_path / "store" / "shard-00001.safetensors"
+        shard = whole.files[1]
+        shard = tmp_path / "store" / shard.name
         shard.write_bytes(shard.read_bytes()[:-100])
-        with pytest.raises(UserError, match=r"shard-00001.safetensors is cut short .*only that shard"):
+        with pytest.raises(UserError, match=rf"{shard.name} is cut short .*only that shard"):
             StateStore(tmp_path / "store")
         forwards = Forwards(tiny_target, monkeypatch)
         store = build(tmp_path / "store", tiny_target, given)
@@ -181,30 +181,75 @@ class TestResume:
                 assert torch.equal(one.get(i).states[tap], other.get(i).states[tap])
 
 
-class TestOtherInputs:
-    """A folder that was built from something else is built anew, and holds nothing of the old."""
+class TestMore:
+    """Shards are only ever added: what one of them holds is not computed again."""
 
-    def test_other_conversations(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_more_conversations(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target)
-        build(tmp_path, tiny_target, given)
-        store = build(tmp_path, tiny_target, given[::-1][:3])
-        assert [store.get(i).tokens_T.tolist() for i in range(3)] == [item.tokens for item in given[::-1][:3]]
-        manifest = json.loads((tmp_path / "manifest.json").read_text())
-        assert {file.name for file in tmp_path.glob("shard-*")} == {shard["file"] for shard in manifest["shards"]}
+        first = build(tmp_path / "one", tiny_target, given[:4], shards=tmp_path / "shards")
+        before = {file: file.stat().st_mtime_ns for file in first.files}
+        forwards = Forwards(tiny_target, monkeypatch)
+        store = build(tmp_path / "two", tiny_target, given[::-1], shards=tmp_path / "shards")
+        assert forwards.rows == 3
+        assert [store.get(i).tokens_T.tolist() for i in range(7)] == [item.tokens for item in given[::-1]]
+        for i in range(4):
+            for tap in TAPS:
+                assert torch.equal(store.get(6 - i).states[tap], first.get(i).states[tap])
+        assert {file: file.stat().st_mtime_ns for file in first.files} == before
+        assert len(StateStore(tmp_path / "one")) == 4, "the first store is as it was"
 
-    def test_other_mask_taps_and_target(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_fewer_or_equal_conversations(
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given = conversations(tiny_target)
+        build(tmp_path / "one", tiny_target, given, shards=tmp_path / "shards")
+        forwards = Forwards(tiny_target, monkeypatch)
+        store = build(tmp_path / "two", tiny_target, [given[5], given[2], given[5]], shards=tmp_path / "shards")
+        assert forwards.count == 0
+        assert [store.get(i).tokens_T.tolist() for i in range(3)] == [given[i].tokens for i in (5, 2, 5)]
+
+    def test_another_layer_alone(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = conversations(tiny_target)
+        first = build(tmp_path / "one", tiny_target, given, shards=tmp_path / "shards")
+        asked: list[tuple[int, ...]] = []
+        stock = tiny_target.hidden_states
+
+        def hidden_states(rows: Sequence[Sequence[int]], taps: Sequence[int]) -> object:
+            asked.append(tuple(taps))
+            return stock(rows, taps)
+
+        monkeypatch.setattr(tiny_target, "hidden_states", hidden_states)
+        store = build(tmp_path / "two", tiny_target, given, taps=(2, *TAPS), shards=tmp_path / "shards")
+        assert set(asked) == {(2,)}
+        assert store.taps == (2, *TAPS)
+        assert store.fingerprint == first.fingerprint, "the same texts, whatever is kept of them"
+        for i, conversation in enumerate(given):
+            (expected,) = stock([conversation.tokens], store.taps)
+            for tap in store.taps:
+                torch.testing.assert_close(store.get(i).states[tap], expected[tap], rtol=1e-4, atol=1e-5)
+
+    def test_another_mask_is_another_store_of_the_same_states(
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         given = conversations(tiny_target, 3)
-        prints = [build(tmp_path, tiny_target, given).fingerprint]
+        first = build(tmp_path / "one", tiny_target, given, shards=tmp_path / "shards")
+        forwards = Forwards(tiny_target, monkeypatch)
         masked = [Conversation(c.id, c.tokens, [*c.supervised[:-1], True], c.messages) for c in given]
-        prints.append(build(tmp_path, tiny_target, masked).fingerprint)
-        prints.append(build(tmp_path, tiny_target, given, taps=(2,)).fingerprint)
-        assert StateStore(tmp_path).taps == (2,)
+        store = build(tmp_path / "two", tiny_target, masked, shards=tmp_path / "shards")
+        assert forwards.count == 0
+        assert store.fingerprint != first.fingerprint
+        assert [store.get(i).supervised_T.tolist() for i in range(3)] == [item.supervised for item in masked]
+        assert [mask.tolist() for mask in store.supervised()] == [item.supervised for item in masked]
+
+    def test_the_states_of_another_target_are_its_own(self, tiny_target: Target, tmp_path: Path) -> None:
+        given = conversations(tiny_target)
+        first = build(tmp_path, tiny_target, given)
         other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
-        store = build(tmp_path, other, given, taps=(2,))
-        prints.append(store.fingerprint)
-        assert len(set(prints)) == 4
-        (expected,) = other.hidden_states([given[0].tokens], [2])
-        torch.testing.assert_close(store.get(0).states[2], expected[2], rtol=1e-4, atol=1e-5)
+        store = build(tmp_path, other, given)
+        assert store.fingerprint != first.fingerprint
+        (expected,) = other.hidden_states([given[0].tokens], TAPS)
+        for tap in TAPS:
+            torch.testing.assert_close(store.get(0).states[tap], expected[tap], rtol=1e-4, atol=1e-5)
 
     def test_files_of_others_stay(self, tiny_target: Target, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("mine")

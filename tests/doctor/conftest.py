@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from headstart.data.conversations import Conversation, read_conversations, write_conversations
-from headstart.data.store import build_store
+from headstart.data.store import StateStore, build_store
 from headstart.doctor import Finding, Subject, examine, find_subject
 from headstart.pipeline.layout import CONVERSATIONS, STATES
 from headstart.pipeline.run import Run, execute
@@ -35,15 +35,15 @@ def healthy(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) 
         heads={"draft_vocab_size": 200},
         train={"steps": 100, "eval_every": 25, "save_every": 100, "lr": 3e-3},
     )
-    execute(Run(recipe, place / "run", Console(quiet=True)), stages_until("train"))
-    return place / "run"
+    execute(Run(recipe, place / "runs" / "run", Console(quiet=True)), stages_until("train"))
+    return place / "runs" / "run"
 
 
 @pytest.fixture
 def run(healthy: Path, tmp_path: Path) -> Path:
     """A copy of the run, to be broken."""
-    shutil.copytree(healthy, tmp_path / "run")
-    return tmp_path / "run"
+    shutil.copytree(healthy.parent, tmp_path / "runs", symlinks=True)
+    return tmp_path / "runs" / "run"
 
 
 def problems(subject: Subject | Path) -> list[Finding]:
@@ -65,7 +65,7 @@ def rewrite(run: Path, target: Target, change: Callable[[Conversation], Conversa
 
 def rewrite_states(run: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
     """Change the tensors of every shard, as a faulty writer would have."""
-    for file in (run / STATES).glob("*/shard-*.safetensors"):
+    for file in sorted({file for split in SPLITS for file in StateStore(run / STATES / split).files}):
         with safe_open(file, framework="pt") as handle:
             metadata = handle.metadata()
         save_file({name: part.contiguous() for name, part in change(load_file(file)).items()}, file, metadata)

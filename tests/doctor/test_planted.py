@@ -47,7 +47,10 @@ def test_a_shifted_mask(run: Path, tiny_target: Target, tokens: int, words: str)
 
 
 def test_a_mask_shifted_in_the_store_alone(run: Path) -> None:
-    rewrite_states(run, lambda tensors: {**tensors, "supervised": tensors["supervised"].roll(1)})
+    for manifest in (run / "data" / "states").glob("*/manifest.json"):
+        known = json.loads(manifest.read_text())
+        known["supervised"] = [[[start + 1, stop + 1] for start, stop in spans] for spans in known["supervised"]]
+        manifest.write_text(json.dumps(known))
     first = problems(run)[0]
     assert first.check == "mask"
     assert "one token late" in first.sentence
@@ -63,8 +66,8 @@ def test_supervised_padding_and_ends_that_are_not_learned(healthy: Path, run: Pa
 
     rewrite(run, tiny_target, cut)
     assert "ends early" in problems(run)[0].sentence
-    shutil.rmtree(run)
-    shutil.copytree(healthy, run)
+    shutil.rmtree(run.parent)
+    shutil.copytree(healthy.parent, run.parent, symlinks=True)
     rewrite(run, tiny_target, pad)
     first = problems(run)[0]
     assert first.check == "mask"

@@ -33,7 +33,7 @@ def workplace(
         values["target"] = {"spec": str(tiny_target_folder), "dtype": "float32", "device": "cpu"}
         file = tmp_path / "tiny.yaml"
         file.write_text(yaml.safe_dump(values))
-        run = tmp_path / "run"
+        run = tmp_path / "runs" / "run"
         (run / "data").mkdir(parents=True)
         (run / "data" / "states").symlink_to(states)
         return file, run
@@ -56,7 +56,7 @@ def here(file: Path, folder: Path, *overrides: str) -> Path:
     """The same training in this process; returns its last heads."""
     recipe = load_recipe(str(file), overrides)
     target = load_target(recipe.target.spec, recipe.target.dtype, recipe.target.device)
-    states = file.parent / "run" / "data" / "states"
+    states = file.parent / "runs" / "run" / "data" / "states"
     stores = StateStore(states / "train"), StateStore(states / "calibration")
     return train(recipe, target, *stores, folder).last_folder
 

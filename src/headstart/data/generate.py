@@ -1,17 +1,21 @@
 """On-policy conversations: prompts, answered by the target itself.
 
-Work goes in parts of one batch each, written atomically and seeded by their number, so that an interrupted run goes on
-with the next part and gives what an uninterrupted one would have given.
+Work goes in numbered parts of one batch each, written atomically and seeded by their number, so that an interrupted
+run goes on with the next part and gives what an uninterrupted one would have given. Parts are only ever added: whoever
+asks for more conversations gets more parts, whoever asks for fewer uses the first ones. A prompt belongs to the first
+part that holds it, so it is in one split only.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,6 @@ from headstart.data.conversations import (
     added_tokens,
     encode,
     prompt_tokens,
-    read_conversations,
     render,
     write_conversations,
 )
@@ -34,11 +37,17 @@ from headstart.data.prompts import Prompt, deduplicate, load_prompts, normalise
 from headstart.data.sampling import sample_rows
 from headstart.data.selfprompt import write_prompts
 from headstart.errors import UserError
-from headstart.files import read_json, write_json
+from headstart.files import read_json, read_jsonl, write_json, write_jsonl
 from headstart.target import Target
 
 _COUNTS = {"heldout": "heldout", "calibration": "calibration", "train": "conversations"}
 SPLITS = tuple(_COUNTS)
+AMOUNTS = {"conversations", "heldout", "calibration", "minutes", "batch_size", "cache_gigabytes"}
+"""Settings of the data that say how much of it there is, and not what it is."""
+VERSION = 3
+"""Raised when the same settings come to mean other conversations."""
+_CLOCKS = "clocks.json"
+_OF_FILES, _OF_SELF = {"split", "regenerate", "revision"}, {"openers"}
 
 
 @dataclass(frozen=True)
@@ -70,38 +79,66 @@ class Splits:
     heldout: list[Conversation]
 
 
-def build_conversations(target: Target, section: Any, folder: Path, console: Console | None = None) -> Splits:
+def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What conversations depend on: the target, its template, where prompts come from, how answers are drawn.
+
+    Args:
+        target: that writes them.
+        settings: the recipe's data section, as JSON values.
+    """
+    self_prompted = settings["prompts"] == "self"
+    left_out = AMOUNTS | (_OF_FILES if self_prompted else _OF_SELF)
+    file = Path(settings["prompts"]).expanduser()
+    content = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else settings["prompts"]
+    template = json.dumps(getattr(target.tokenizer, "chat_template", None), sort_keys=True)
+    return {
+        "version": VERSION,
+        "target": target.identity().fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "template": hashlib.sha256(template.encode()).hexdigest()[:16],
+        **{key: value for key, value in settings.items() if key not in left_out},
+        "prompts": content,
+    }
+
+
+def build_conversations(
+    target: Target,
+    section: Any,
+    folder: Path,
+    console: Console | None = None,
+    parts: Path | None = None,
+    max_tokens: float = math.inf,
+) -> Splits:
     """Write (or go on writing) the conversations of a run.
 
-    Held-out and calibration conversations come first, so that a time budget cuts the training ones only. A prompt
-    appears in one split only.
+    Held-out and calibration conversations come first, so that a time budget cuts the training ones only.
 
     Args:
         target: the model, with its tokenizer.
         section: the recipe's data section.
-        folder: where `train.jsonl`, `calibration.jsonl`, `heldout.jsonl` and the parts go.
+        folder: where `train.jsonl`, `calibration.jsonl` and `heldout.jsonl` go.
         console: shows a progress bar with the time left; None is silent.
+        parts: folder of the parts, which runs with the same `identity` may share; `folder / "parts"` by default.
+        max_tokens: training conversations are written until they and those for calibration have so many tokens.
 
     Raises:
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
     settings = Settings(**{name: getattr(section, name) for name in Settings.__dataclass_fields__})
-    source = _PromptSource(target, settings)
-    splits: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
+    writing = _Writing(target, settings, parts or folder / "parts")
     wanted = {split: int(getattr(settings, name)) for split, name in _COUNTS.items()}
-    seen: set[str] = set()
+    splits: dict[str, list[Conversation]] = {}
     with _progress(console) as progress:
         bar = progress.add_task("conversations", total=sum(wanted.values()), tokens="")
-        written_tokens, started = 0, time.perf_counter()
+        written, started = 0, time.perf_counter()
         for split, count in wanted.items():
-            kept = splits[split]
-            clock = _Clock(folder / "clock.json", settings.minutes) if split == "train" else None
-            for batch, new in _in_order(source, split, kept, count, folder / "parts", clock):
-                fresh = [item for item in batch if normalise(_asked(item)) not in seen][: count - len(kept)]
-                seen.update(normalise(_asked(item)) for item in fresh)
+            kept = splits[split] = list[Conversation]()
+            tokens = sum(len(item.tokens) for item in splits.get("calibration", ())) if split == "train" else 0
+            for part, new in writing.parts(split, kept, count, max_tokens - tokens if split == "train" else math.inf):
+                fresh = part.fresh[: count - len(kept)]
                 kept.extend(fresh)
-                written_tokens += sum(sum(item.supervised) for item in batch) if new else 0
-                rate = written_tokens / max(1e-9, time.perf_counter() - started)
+                written += sum(sum(item.supervised) for item in part.conversations) if new else 0
+                rate = written / max(1e-9, time.perf_counter() - started)
                 progress.update(bar, advance=len(fresh), tokens=f"{rate:.0f} answer tokens/s" if rate else "")
         progress.update(bar, total=progress.tasks[bar].completed)
     if not splits["train"]:
@@ -114,93 +151,219 @@ def build_conversations(target: Target, section: Any, folder: Path, console: Con
     return Splits(splits["train"], splits["calibration"], splits["heldout"])
 
 
-def _in_order(
-    source: _PromptSource, split: str, kept: Sequence[Conversation], count: int, parts: Path, clock: _Clock | None
-) -> Iterator[tuple[list[Conversation], bool]]:
-    """The batches of a split, each with whether it is new; while one is waited for, the next ones are being written.
+@dataclass
+class Part:
+    """One batch of conversations of a split.
+
+    Attributes:
+        number: among the parts of all splits.
+        split: its name.
+        prompts: of given prompts, the range in their order that the part answers.
+        seconds: that its writing took; of parts that were written at once, each has its share.
+        conversations: all of them.
+        fresh: those whose prompt is in no earlier part.
+    """
+
+    number: int
+    split: str
+    prompts: tuple[int, int]
+    seconds: float
+    conversations: list[Conversation]
+    fresh: list[Conversation] = field(default_factory=list)
+
+    @property
+    def file(self) -> str:
+        """Its name in the folder of the parts."""
+        return f"{self.number:05d}-{self.split}.jsonl"
+
+    def write(self, folder: Path) -> None:
+        """Write it whole or not at all; its first line says what it is."""
+        about = {"part": self.number, "split": self.split, "prompts": list(self.prompts), "seconds": self.seconds}
+        write_jsonl(folder / self.file, [about, *(item.to_json() for item in self.conversations)])
+
+    @classmethod
+    def read(cls, file: Path) -> Part:
+        """Back from `write`.
+
+        Raises:
+            UserError: when it is none, or damaged; the message names file and line.
+        """
+        rows = read_jsonl(file)
+        try:
+            _, about = next(rows, (0, {}))
+            start, stop = about["prompts"]
+            read = cls(int(about["part"]), str(about["split"]), (int(start), int(stop)), float(about["seconds"]), [])
+            for _, row in rows:
+                read.conversations.append(Conversation.from_json(row))
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"{file} is not a part of conversations ({error}).", "Move it away: it will be written again."
+            ) from None
+        return read
+
+
+class _Writing:
+    """The parts of a folder: those that are there, and further ones as they are asked for.
 
     Args:
-        source: of prompts and answers.
-        split: its name.
-        kept: what the caller keeps of the batches, which decides how many more there are.
-        count: conversations wanted.
-        parts: folder where each batch is kept.
-        clock: bounds the time; None does not.
+        target: the model.
+        settings: of the data.
+        folder: of the parts.
     """
-    size, number = source.batch_size, 0
-    running: deque[tuple[Path, bool, Callable[[], list[Conversation]]]] = deque()
-    with Lanes(source.device, -(-count // size) if source.shareable else 1) as lanes:
-        while True:
-            room = count - len(kept) - len(running) * size  # those under way may bring a whole batch each
-            if room > 0 and len(running) < lanes.count and not source.exhausted(split, number):
-                part = parts / f"{split}-{number:05d}.jsonl"
-                new = not part.is_file()
-                if not new or number == 0 or clock is None or not clock.over(lanes.count):
-                    # A few more than wanted: some may be in another split, and a batch for one more takes long.
-                    write = partial(source.write, split, number, count + -(-count // 8), lanes.check)
-                    batch_of = lanes.submit(write) if new else partial(read_conversations, part)
-                    running.append((part, new, batch_of))
-                    number += 1
+
+    def __init__(self, target: Target, settings: Settings, folder: Path) -> None:
+        self._folder, self._settings = folder, settings
+        self._seen: set[str] = set()
+        self._parts: list[Part] = []
+        for file in sorted(folder.glob("[0-9]*-*.jsonl")):
+            self._add(Part.read(file))
+        self._source = _PromptSource(target, settings)
+
+    @property
+    def _stop(self) -> int:
+        """Where the prompts begin that no part has answered."""
+        return max((part.prompts[1] for part in self._parts), default=0)
+
+    def _add(self, part: Part) -> None:
+        for item in part.conversations:
+            asked = normalise(_asked(item))
+            if asked not in self._seen:
+                self._seen.add(asked)
+                part.fresh.append(item)
+        self._parts.append(part)
+
+    def parts(
+        self, split: str, kept: Sequence[Conversation], count: int, max_tokens: float
+    ) -> Iterator[tuple[Part, bool]]:
+        """The parts of a split, each with whether it is new, until there is enough.
+
+        Args:
+            split: its name.
+            kept: what the caller keeps of the parts, which decides how many more there are.
+            count: conversations wanted.
+            max_tokens: tokens wanted.
+        """
+
+        def missing() -> int:
+            return 0 if sum(len(item.tokens) for item in kept) >= max_tokens else count - len(kept)
+
+        clock = _Clock(self._settings.minutes if split == "train" else None, self._folder / _CLOCKS)
+        for part in [part for part in self._parts if part.split == split]:
+            if missing() <= 0 or not clock.takes(part.seconds):
+                break
+            yield part, False
+        else:
+            yield from ((part, True) for part in self._new(split, clock, count, missing))
+        if missing() > 0:
+            clock.stop()
+
+    def _new(self, split: str, clock: _Clock, count: int, missing: Callable[[], int]) -> Iterator[Part]:
+        """Further parts; while one is waited for, the next ones are being written."""
+        source = self._source
+        number, start = len(self._parts), self._stop
+        first = not any(part.split == split for part in self._parts)
+        own = sum(part.split == split for part in self._parts)
+        running: deque[tuple[int, tuple[int, int], int, Callable[[], list[Conversation]]]] = deque()
+        with Lanes(source.device, -(-count // source.batch_size) if source.shareable else 1) as lanes:
+            mark = time.perf_counter()
+            while True:
+                room = missing() - sum(size for _, _, size, _ in running)
+                # The clock never stops the first part: there is nothing to learn from without it.
+                in_time = first or not clock.over(lanes.count, time.perf_counter() - mark)
+                more = room > 0 and len(running) < lanes.count and in_time
+                if more and not source.exhausted(split, own, start):
+                    size = source.size(room, count)
+                    prompts = source.range(start, size)
+                    job = lanes.submit(partial(source.write, split, number, prompts, size, lanes.check))
+                    running.append((number, prompts, size, job))
+                    number, own, start, first = number + 1, own + 1, prompts[1], False
                     continue
-            if not running:
-                return
-            part, new, batch_of = running.popleft()
-            batch = batch_of()
-            if new:
-                write_conversations(part, batch)
-                if clock is not None:
-                    clock.note()
-            yield batch, new
+                if not running:
+                    return
+                index, prompts, _, job = running.popleft()
+                conversations = job()
+                now = time.perf_counter()
+                part = Part(index, split, prompts, round(now - mark, 3), conversations)
+                mark = now
+                part.write(self._folder)
+                self._add(part)
+                clock.note(part.seconds)
+                yield part
 
 
 class _Clock:
-    """Time spent on training conversations, over all sessions.
+    """Time spent on the training conversations that a run uses, whoever wrote them.
 
     Args:
-        file: where it is kept.
         minutes: the budget; None has no end.
+        file: where it is kept after how many parts a budget was spent, so that the same budget ends there again.
     """
 
-    def __init__(self, file: Path, minutes: float | None) -> None:
-        self._file, self._budget = file, math.inf if minutes is None else 60 * minutes
-        self._spent = float(read_json(file)["training_seconds"]) if file.is_file() else 0.0
-        self._mark, self._batches, self._before = time.perf_counter(), 0, self._spent
+    def __init__(self, minutes: float | None, file: Path) -> None:
+        self._file, self._key = file, str(minutes)
+        self._budget = math.inf if minutes is None else 60 * minutes
+        self._ends: dict[str, int] = read_json(file) if file.is_file() else {}
+        self._taken, self._spent, self._new = 0, 0.0, list[float]()
 
-    def note(self) -> None:
-        """A batch is written."""
-        now = time.perf_counter()
-        self._spent += now - self._mark
-        self._mark, self._batches = now, self._batches + 1
-        write_json(self._file, {"training_seconds": self._spent})
+    def takes(self, seconds: float) -> bool:
+        """Whether a part that is there belongs to the budget: its middle does, or it did before."""
+        if self._key in self._ends:
+            taken = self._taken < self._ends[self._key]
+        else:
+            taken = not self._taken or self._spent + seconds / 2 < self._budget
+        if taken:
+            self._taken, self._spent = self._taken + 1, self._spent + seconds
+        return taken
 
-    def over(self, lanes: int) -> bool:
-        """Whether another batch would end further behind the budget than its lane would stop before it without one."""
-        one = lanes * (self._spent - self._before) / self._batches if self._batches else 0.0
-        return self._spent + time.perf_counter() - self._mark + one / 2 >= self._budget
+    def note(self, seconds: float) -> None:
+        """A further part is written."""
+        self._taken, self._spent = self._taken + 1, self._spent + seconds
+        self._new.append(seconds)
+
+    def over(self, lanes: int, since: float) -> bool:
+        """Whether another part would end further after the budget than its lane would stop before it without one.
+
+        Args:
+            lanes: parts that are written at once.
+            since: seconds since the last part was written.
+        """
+        if self._key in self._ends:
+            return self._taken >= self._ends[self._key]
+        one = lanes * sum(self._new) / len(self._new) if self._new else 0.0
+        return self._spent + since + one / 2 >= self._budget
+
+    def stop(self) -> None:
+        """The budget is spent."""
+        if self._budget < math.inf and self._key not in self._ends:
+            write_json(self._file, {**self._ends, self._key: self._taken})
 
 
 class _PromptSource:
-    """Batches of prompts by split and number: written by the target, or read once from a file or a dataset."""
+    """Prompts by part: written by the target, or read once from a file or a dataset.
+
+    Args:
+        target: the model.
+        settings: of the data.
+    """
 
     def __init__(self, target: Target, settings: Settings) -> None:
         self._target = target
         self._settings = settings
-        self._given: dict[str, list[Prompt]] | None = None
+        self._given: list[Prompt] | None = None
         if settings.prompts != "self":
-            first, second = settings.heldout, settings.heldout + settings.calibration
-            given = load_prompts(
+            self._given = load_prompts(
                 settings.prompts,
                 settings.split,
                 target.tokenizer,
                 max_tokens=settings.max_prompt_tokens,
-                limit=second + settings.conversations,
             )
             # Files are often sorted by kind: what is kept apart should be of the same kinds as what is trained on.
-            random.Random(settings.seed).shuffle(given)
-            self._given = {"heldout": given[:first], "calibration": given[first:second], "train": given[second:]}
+            random.Random(settings.seed).shuffle(self._given)
 
     def seed(self, split: str, number: int) -> int:
-        """A seed of its own for each batch."""
+        """A seed of its own for each part."""
         return (self._settings.seed * 1_000_003 + number) * len(SPLITS) + SPLITS.index(split)
 
     @property
@@ -210,32 +373,41 @@ class _PromptSource:
 
     @property
     def shareable(self) -> bool:
-        """Whether several batches may be written at once: some rotary tables change with the text that is read."""
+        """Whether several parts may be written at once: some rotary tables change with the text that is read."""
         return not any(
             kind in str(getattr(self._target.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")
         )
 
     @property
     def batch_size(self) -> int:
-        """Conversations of a batch at most."""
+        """Conversations of a part at most."""
         return self._settings.batch_size
 
-    def write(self, split: str, number: int, most: int, check: Callable[[], None]) -> list[Conversation]:
-        """Batch `number` of a split, `most` of it, answered unless held out; `check` is called now and then."""
-        prompts = self.take(split, number, check)[:most]
+    def size(self, room: int, count: int) -> int:
+        """Conversations of the next part, of a split of `count` that has room for `room`.
+
+        Of self-prompts a few more than wanted: some may be in another split, and a part for one more takes long.
+        """
+        return min(self.batch_size, room if self._given is not None else count + -(-count // 8))
+
+    def range(self, start: int, size: int) -> tuple[int, int]:
+        """The given prompts from `start` on that a part of this size answers; nothing of the kind for self-prompts."""
+        return (0, 0) if self._given is None else (start, min(start + size, len(self._given)))
+
+    def write(
+        self, split: str, number: int, prompts: tuple[int, int], size: int, check: Callable[[], None]
+    ) -> list[Conversation]:
+        """Part `number`, answered unless held out, of at most `size` conversations; `check` is called now and then."""
         seed = self.seed(split, number)
+        asked = self._written(split, number, check)[:size] if self._given is None else self._given[slice(*prompts)]
         # Calibration answers stay at the data's temperature: they stand for decoding as it is judged.
         settings = self._settings if split == "train" else replace(self._settings, sampled_fraction=0.0)
-        return _answer(self._target, prompts, settings, seed, split != "heldout", check)
+        return _answer(self._target, asked, settings, seed, split != "heldout", check)
 
-    def take(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:
-        """Batch `number` of a split: the same for the same settings, whatever was taken before."""
-        size = self._settings.batch_size
-        if self._given is not None:
-            return self._given[split][number * size : (number + 1) * size]
-        target = self._target
-        seed = self.seed(split, number)
-        drafts = write_prompts(target, size, self._settings.openers, target.end_tokens, seed, check)
+    def _written(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:
+        """Self-prompts: the same for the same settings, whatever was written before."""
+        target, seed = self._target, self.seed(split, number)
+        drafts = write_prompts(target, self.batch_size, self._settings.openers, target.end_tokens, seed, check)
         prompts = [
             Prompt([{"role": "user", "content": draft.text}], draft.category, f"{split}-{number}-{i}")
             for i, draft in enumerate(drafts)
@@ -245,12 +417,12 @@ class _PromptSource:
             [prompt for prompt in prompts if len(prompt_tokens(prompt.messages, target.tokenizer)) <= limit]
         )
 
-    def exhausted(self, split: str, number: int) -> bool:
-        """Whether there is no batch `number`; self-prompts end only after many batches that gave nothing new."""
-        size = self._settings.batch_size
+    def exhausted(self, split: str, own: int, start: int) -> bool:
+        """Whether there is no further part: no prompts from `start` on, or, of those that the target writes, `own`
+        parts already, which only many parts that gave nothing new can come to."""
         if self._given is not None:
-            return number * size >= len(self._given[split])
-        return number > 20 + 10 * int(getattr(self._settings, _COUNTS[split])) // size
+            return start >= len(self._given)
+        return own > 20 + 10 * int(getattr(self._settings, _COUNTS[split])) // self.batch_size
 
 
 def _answer(

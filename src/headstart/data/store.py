@@ -1,10 +1,13 @@
 """Hidden states of conversations on disk: computed once with the frozen target, read many times by training.
 
-A store is a folder of safetensors shards and a manifest. Every shard is written atomically and says what it is part of,
-and the manifest comes last; whatever moment a build is killed at, the next one goes on from the shards that are whole.
+States lie in shards, safetensors files that are only ever added: a shard holds some layers of some conversations, is
+named by them and is written atomically. A store is a folder whose manifest says which conversations it holds, in which
+order, and in which shards their states lie. Several stores can share the shards of one folder; whoever asks for more
+conversations or for other layers computes what no shard holds yet. Whatever moment a build is killed at, the next one
+goes on from the shards that are whole.
 
-    shard-00000.safetensors   tokens [S] int32, supervised [S] bool, states.<tap> [S, E], sequences end to end
-    manifest.json             fingerprints, taps, and for every conversation its shard, place and length
+    shard-<name>.safetensors   tokens [S] int32, states.<tap> [S, E], sequences end to end
+    manifest.json              fingerprint, taps, and for every conversation its length, mask and places
 
 Shape suffixes: T tokens of one conversation, S tokens of one shard, E hidden size, V vocabulary.
 """
@@ -13,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,7 @@ from torch import Tensor
 
 from headstart.data.conversations import Conversation
 from headstart.errors import UserError
-from headstart.files import PARTIAL, format_bytes, need_disk, read_json, write_atomic, write_json
+from headstart.files import format_bytes, need_disk, read_json, write_atomic, write_json
 from headstart.target import Target
 
 SHARD_BYTES = 64_000_000
@@ -34,9 +38,12 @@ SHARD_BYTES = 64_000_000
 CACHE_BYTES = 2_000_000_000
 """Stores up to this size are kept in memory once read."""
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
-_FORMAT = 1
+_FORMAT = 2
+
+Place = tuple[int, int]
+"""Where the states of a conversation lie: number of the shard among the manifest's, first token in it."""
 
 
 @dataclass(frozen=True)
@@ -72,34 +79,34 @@ class StateStore:
 
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
         self.folder = folder
-        if not (folder / _MANIFEST).is_file():
+        if not (folder / MANIFEST).is_file():
             raise UserError(f"{folder} holds no finished store of hidden states.", "Run: headstart data RECIPE")
-        manifest = read_json(folder / _MANIFEST)
+        manifest = read_json(folder / MANIFEST)
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-            raise UserError(f"{folder} is a store of another format.", "Delete it and build it again.")
+            raise UserError(f"{folder} is a store of another format.", "Build it again, in another folder.")
         self.fingerprint: str = manifest["fingerprint"]
-        self.target_fingerprint: str | None = manifest.get("target_fingerprint")  # None: written before it was kept
+        self.target_fingerprint: str = manifest["target_fingerprint"]
         self.taps: tuple[int, ...] = tuple(manifest["taps"])
         self.hidden_size: int = manifest["hidden_size"]
         self.lengths: list[int] = manifest["lengths"]
         self.dropped: int = manifest["dropped"]
-        self.bytes: int = sum(shard["bytes"] for shard in manifest["shards"])
-        self._files = [folder / shard["file"] for shard in manifest["shards"]]
-        self._place: dict[int, tuple[int, int]] = {}
-        for number, shard in enumerate(manifest["shards"]):
-            file = self._files[number]
-            found = file.stat().st_size if file.is_file() else 0
-            if found != shard["bytes"]:
+        self.shards: Path = folder / manifest["shards"]
+        self.files = [self.shards / file["file"] for file in manifest["files"]]
+        self.bytes: int = sum(file["bytes"] for file in manifest["files"])
+        self._spans: list[list[list[int]]] = manifest["supervised"]
+        self._places: dict[int, list[Place]] = {
+            tap: [(number, start) for number, start in places]
+            for tap, places in zip(self.taps, manifest["places"], strict=True)
+        }
+        for path, file in zip(self.files, manifest["files"], strict=True):
+            found = path.stat().st_size if path.is_file() else 0
+            if found != file["bytes"]:
                 raise UserError(
-                    f"{file} is {'cut short' if found else 'missing'} ({found} of {shard['bytes']} bytes).",
+                    f"{path} is {'cut short' if found else 'missing'} ({found} of {file['bytes']} bytes).",
                     "Run the same command again: only that shard is computed anew.",
                 )
-            start = 0
-            for index in shard["conversations"]:
-                self._place[index] = (number, start)
-                start += self.lengths[index]
         self._cached = self.bytes <= cache_bytes
-        self._shards: dict[int, dict[str, Tensor]] = {}
+        self._loaded: dict[int, dict[str, Tensor]] = {}
         self._open: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -128,47 +135,41 @@ class StateStore:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
-        shard, start = self._place[index]
-        part = slice(start, start + self.lengths[index])
-        return Sample(
-            self._read(shard, "tokens", part).long(),
-            self._read(shard, "supervised", part),
-            {tap: self._read(shard, f"states.{tap}", part) for tap in self.taps},
-        )
+        states = {tap: self._read(f"states.{tap}", self._places[tap][index], index) for tap in self.taps}
+        return Sample(self._tokens(index), self._supervised(index), states)
 
-    def _read(self, shard: int, name: str, part: slice) -> Tensor:
+    def _tokens(self, index: int) -> Tensor:
+        return self._read("tokens", self._places[self.taps[0]][index], index).long()
+
+    def _supervised(self, index: int) -> Tensor:
+        supervised_T = torch.zeros(self.lengths[index], dtype=torch.bool)
+        for start, stop in self._spans[index]:
+            supervised_T[start:stop] = True
+        return supervised_T
+
+    def _read(self, name: str, place: Place, index: int) -> Tensor:
+        shard, start = place
+        part = slice(start, start + self.lengths[index])
         if self._cached:
-            if shard not in self._shards:
-                self._shards[shard] = load_file(self._files[shard])
-            return self._shards[shard][name][part]
+            if shard not in self._loaded:
+                self._loaded[shard] = load_file(self.files[shard])
+            return self._loaded[shard][name][part]
         if shard not in self._open:
-            self._open[shard] = safe_open(self._files[shard], framework="pt")
+            self._open[shard] = safe_open(self.files[shard], framework="pt")
         part_of_it: Tensor = self._open[shard].get_slice(name)[part]
         return part_of_it
+
+    def supervised(self) -> Iterable[Tensor]:
+        """The mask of each conversation in turn, bool [T]; no states are read."""
+        return map(self._supervised, range(len(self)))
 
     def supervised_counts(self, vocab_size: int) -> Tensor:
         """How often each token of the vocabulary is supervised, int64 [V]."""
         counts_V = torch.zeros(vocab_size, dtype=torch.long)
-        for tokens_S, supervised_S in self._masks():
-            counts_V += torch.bincount(tokens_S[supervised_S].long(), minlength=vocab_size)
+        for index in range(len(self)):
+            supervised_S = self._tokens(index)[self._supervised(index)]
+            counts_V += torch.bincount(supervised_S, minlength=vocab_size)
         return counts_V
-
-    def _masks(self) -> list[tuple[Tensor, Tensor]]:
-        masks = []
-        for file in self._files:
-            with safe_open(file, framework="pt") as handle:
-                masks.append((handle.get_tensor("tokens"), handle.get_tensor("supervised")))
-        return masks
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What a store will hold: decided by its inputs alone, so that a killed build finds the same plan again."""
-
-    fingerprint: str
-    taps: tuple[int, ...]
-    kept: int
-    shards: list[list[int]]  # conversation numbers, longest first
 
 
 def build_store(
@@ -178,20 +179,20 @@ def build_store(
     taps: Sequence[int],
     *,
     budget_bytes: int,
+    shards: Path | None = None,
     batch_tokens: int = 8192,
     advance: Callable[[int, int], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> StateStore:
-    """Compute and keep the tapped states of conversations; whole shards of an earlier, killed build are kept.
-
-    A folder that was built from other conversations, another target or other taps is built anew.
+    """Compute and keep the tapped states of conversations; states that a whole shard holds already are not computed.
 
     Args:
-        folder: of the store; files in it that are not a store's are left alone.
+        folder: of the store; a manifest that is there is replaced.
         conversations: their order is the order of the store.
         target: the frozen model.
         taps: which hidden states to keep.
         budget_bytes: conversations from the first one on are kept while they fit; see `StateStore.notice`.
+        shards: folder of the shards, which other stores of the same target may share; by default `folder` itself.
         batch_tokens: tokens of a forward at most, padding included (one longer conversation goes alone).
         advance: called with (tokens done, tokens in all) after every forward.
         shard_bytes: size at which a shard is closed.
@@ -201,50 +202,114 @@ def build_store(
             conversation, or too little free disk.
     """
     _check(conversations, target)
-    plan = _plan(conversations, target, taps, budget_bytes, shard_bytes)
-    lengths = [len(conversation.tokens) for conversation in conversations[: plan.kept]]
-    files = [folder / f"shard-{number:05d}.safetensors" for number in range(len(plan.shards))]
-    whole = [_is_whole(file, plan.fingerprint, shard) for file, shard in zip(files, plan.shards, strict=True)]
-    if all(whole) and _is_finished(folder, plan.fingerprint):
-        return StateStore(folder)
-    (folder / _MANIFEST).unlink(missing_ok=True)
-    for stale in [*folder.glob("shard-*.safetensors"), *folder.glob(f"shard-*.safetensors{PARTIAL}")]:
-        if stale not in files or not whole[files.index(stale)]:
-            stale.unlink()
+    taps, shards = tuple(dict.fromkeys(taps)), shards or folder
+    kept = conversations[: fitting(conversations, target, taps, budget_bytes)]
+    lengths = [len(conversation.tokens) for conversation in kept]
+    keys = [_key(conversation.tokens) for conversation in kept]
+    owner = f"{target.identity().fingerprint} {str(target.dtype).removeprefix('torch.')}"
+    index = _Index(shards, owner)
+    lacking: dict[tuple[int, ...], dict[str, int]] = {}
+    for number, key in enumerate(keys):
+        if missing := tuple(tap for tap in taps if (tap, key) not in index.places):
+            lacking.setdefault(missing, {}).setdefault(key, number)
     total = sum(lengths)
-    done = sum(lengths[i] for shard, ready in zip(plan.shards, whole, strict=True) if ready for i in shard)
-    missing = estimate_bytes(total - done, len(plan.taps), target.hidden_size, target.dtype)
-    need_disk(folder, missing, "Keeping hidden states")
-    for file, shard, ready in zip(files, plan.shards, whole, strict=True):
-        if ready:
-            continue
-        states: dict[int, dict[int, Tensor]] = {}
-        for batch in _batches(shard, lengths, batch_tokens):
-            rows = target.hidden_states([conversations[i].tokens for i in batch], plan.taps)
-            states.update(zip(batch, ({tap: row[tap].cpu() for tap in plan.taps} for row in rows), strict=True))
-            done += sum(lengths[i] for i in batch)
-            if advance is not None:
-                advance(done, total)
-        _write_shard(file, plan, shard, conversations, states)
-    write_json(
-        folder / _MANIFEST,
-        {
-            "format": _FORMAT,
-            "fingerprint": plan.fingerprint,
-            "target": target.name,
-            "target_fingerprint": target.identity().fingerprint,
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "taps": list(plan.taps),
-            "hidden_size": target.hidden_size,
-            "dropped": len(conversations) - plan.kept,
-            "lengths": lengths,
-            "shards": [
-                {"file": file.name, "bytes": file.stat().st_size, "conversations": shard}
-                for file, shard in zip(files, plan.shards, strict=True)
-            ],
-        },
+    left = sum(lengths[number] for group in lacking.values() for number in group.values())
+    needed = sum(
+        estimate_bytes(
+            sum(lengths[number] for number in group.values()), len(missing), target.hidden_size, target.dtype
+        )
+        for missing, group in lacking.items()
     )
+    need_disk(shards, needed, "Keeping hidden states")
+    for missing, group in lacking.items():
+        per_token = estimate_bytes(1, len(missing), target.hidden_size, target.dtype)
+        for numbers in _shards(list(group.values()), lengths, per_token, shard_bytes):
+            states: dict[int, dict[int, Tensor]] = {}
+            for batch in _batches(numbers, lengths, batch_tokens):
+                rows = target.hidden_states([kept[i].tokens for i in batch], missing)
+                states.update(zip(batch, ({tap: row[tap].cpu() for tap in missing} for row in rows), strict=True))
+                left -= sum(lengths[i] for i in batch)
+                if advance is not None:
+                    advance(total - left, total)
+            index.add(_write_shard(shards, owner, missing, numbers, kept, keys, states))
+    files = sorted({index.places[tap, key][0] for tap in taps for key in keys})
+    number_of = {file: number for number, file in enumerate(files)}
+    digest = hashlib.sha256(json.dumps([_FORMAT, owner]).encode())
+    for conversation in kept:
+        digest.update(json.dumps([conversation.tokens, conversation.supervised_spans]).encode())
+    manifest = {
+        "format": _FORMAT,
+        "fingerprint": digest.hexdigest()[:32],
+        "target": target.name,
+        "target_fingerprint": target.identity().fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "taps": list(taps),
+        "hidden_size": target.hidden_size,
+        "dropped": len(conversations) - len(kept),
+        "shards": os.path.relpath(shards, folder),
+        "files": [{"file": file, "bytes": (shards / file).stat().st_size} for file in files],
+        "lengths": lengths,
+        "supervised": [[list(span) for span in conversation.supervised_spans] for conversation in kept],
+        "places": [
+            [[number_of[file], start] for file, start in (index.places[tap, key] for key in keys)] for tap in taps
+        ],
+    }
+    write_json(folder / MANIFEST, manifest, indent=None)
     return StateStore(folder)
+
+
+def fitting(conversations: Sequence[Conversation], target: Target, taps: Sequence[int], budget_bytes: int) -> int:
+    """How many conversations, from the first one on, a byte budget holds the states of.
+
+    Raises:
+        UserError: not even the first.
+    """
+    per_token = estimate_bytes(1, len(set(taps)), target.hidden_size, target.dtype)
+    used = 0
+    for kept, conversation in enumerate(conversations):
+        used += len(conversation.tokens) * per_token
+        if used > budget_bytes:
+            if not kept:
+                raise UserError(
+                    f"The byte budget of {format_bytes(max(0, budget_bytes))} does not hold one conversation "
+                    f"({format_bytes(used)} for {len(conversation.tokens)} tokens).",
+                    "Raise data.cache_gigabytes.",
+                )
+            return kept
+    return len(conversations)
+
+
+class _Index:
+    """What the whole shards of a folder hold.
+
+    Args:
+        folder: of the shards.
+        owner: whose states count: a target and its dtype.
+
+    Attributes:
+        places: (name of the shard's file, first token in it) by tap and key of a conversation.
+    """
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        self._owner = owner
+        self.places: dict[tuple[int, str], tuple[str, int]] = {}
+        for file in sorted(folder.glob("shard-*.safetensors")):
+            self.add(file)
+
+    def add(self, file: Path) -> None:
+        """Read what a shard says of itself; one that is cut short, or another target's, counts for nothing."""
+        try:
+            with safe_open(file, framework="pt") as handle:  # refuses a file of another length than its header's
+                metadata = handle.metadata() or {}
+        except (SafetensorError, OSError):
+            return
+        if metadata.get("owner") != self._owner:
+            return
+        start = 0
+        for key, length in zip(json.loads(metadata["keys"]), json.loads(metadata["lengths"]), strict=True):
+            for tap in json.loads(metadata["taps"]):
+                self.places.setdefault((tap, key), (file.name, start))
+            start += length
 
 
 def _check(conversations: Sequence[Conversation], target: Target) -> None:
@@ -269,38 +334,23 @@ def _check(conversations: Sequence[Conversation], target: Target) -> None:
             )
 
 
-def _plan(
-    conversations: Sequence[Conversation], target: Target, taps: Sequence[int], budget_bytes: int, shard_bytes: int
-) -> _Plan:
-    unique = tuple(dict.fromkeys(taps))
-    per_token = estimate_bytes(1, len(unique), target.hidden_size, target.dtype)
-    digest = hashlib.sha256()
-    settings = [_FORMAT, target.identity().fingerprint, str(target.dtype), unique, shard_bytes]
-    digest.update(json.dumps(settings).encode())
-    kept = used = 0
-    for conversation in conversations:
-        used += len(conversation.tokens) * per_token
-        if used > budget_bytes:
-            break
-        kept += 1
-        digest.update(json.dumps([conversation.tokens, conversation.supervised_spans]).encode())
-    if not kept:
-        raise UserError(
-            f"The byte budget of {format_bytes(budget_bytes)} does not hold one conversation "
-            f"({format_bytes(used)} for {len(conversations[0].tokens)} tokens).",
-            "Raise data.cache_gigabytes.",
-        )
-    # Longest first: rows of a batch have about one length, and memory runs out at once or never.
-    order = sorted(range(kept), key=lambda i: (-len(conversations[i].tokens), i))
+def _key(tokens: Sequence[int]) -> str:
+    """What a conversation's states depend on, besides the target."""
+    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:24]
+
+
+def _shards(numbers: Sequence[int], lengths: Sequence[int], per_token: int, shard_bytes: int) -> list[list[int]]:
+    """Conversations by shard, longest first: rows of a batch have about one length, and memory runs out at once or
+    never."""
     shards: list[list[int]] = [[]]
     filled = 0
-    for i in order:
+    for i in sorted(numbers, key=lambda i: (-lengths[i], i)):
         if filled >= shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(i)
-        filled += len(conversations[i].tokens) * per_token
-    return _Plan(digest.hexdigest()[:32], unique, kept, shards)
+        filled += lengths[i] * per_token
+    return shards
 
 
 def _batches(shard: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -319,33 +369,26 @@ def _batches(shard: Sequence[int], lengths: Sequence[int], batch_tokens: int) ->
 
 
 def _write_shard(
-    file: Path,
-    plan: _Plan,
-    shard: Sequence[int],
+    folder: Path,
+    owner: str,
+    taps: Sequence[int],
+    numbers: Sequence[int],
     conversations: Sequence[Conversation],
+    keys: Sequence[str],
     states: dict[int, dict[int, Tensor]],
-) -> None:
+) -> Path:
+    """Write one shard; returns its file."""
     tensors = {
-        "tokens": torch.tensor([token for i in shard for token in conversations[i].tokens], dtype=torch.int32),
-        "supervised": torch.tensor([flag for i in shard for flag in conversations[i].supervised]),
-        **{f"states.{tap}": torch.cat([states[i][tap] for i in shard]) for tap in plan.taps},
+        "tokens": torch.tensor([token for i in numbers for token in conversations[i].tokens], dtype=torch.int32),
+        **{f"states.{tap}": torch.cat([states[i][tap] for i in numbers]) for tap in taps},
     }
-    metadata = {"fingerprint": plan.fingerprint, "conversations": json.dumps(list(shard))}
+    metadata = {
+        "owner": owner,
+        "taps": json.dumps(list(taps)),
+        "keys": json.dumps([keys[i] for i in numbers]),
+        "lengths": json.dumps([len(conversations[i].tokens) for i in numbers]),
+    }
+    name = hashlib.sha256(json.dumps(metadata).encode()).hexdigest()[:16]
+    file = folder / f"shard-{name}.safetensors"
     write_atomic(file, lambda partial: save_file(tensors, partial, metadata=metadata))
-
-
-def _is_whole(file: Path, fingerprint: str, shard: Sequence[int]) -> bool:
-    """Whether a shard is all there and belongs to this plan; safetensors refuses a file of another length."""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            metadata = handle.metadata() or {}
-    except (SafetensorError, OSError):
-        return False
-    return metadata == {"fingerprint": fingerprint, "conversations": json.dumps(list(shard))}
-
-
-def _is_finished(folder: Path, fingerprint: str) -> bool:
-    try:
-        return StateStore(folder).fingerprint == fingerprint
-    except (UserError, KeyError):
-        return False
+    return file

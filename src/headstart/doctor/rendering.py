@@ -223,7 +223,7 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
                     raise UserError(
                         f"The store {store.folder} was built from other conversations than {file} holds: number "
                         f"{place} parts at token {_parting(kept, item.tokens)}.",
-                        "Build the states again: headstart data build RECIPE with data/states removed.",
+                        "Remove the shards that its manifest names and build the states again (headstart data build).",
                     )
                 yield _Masked(str(store.folder), item.id, kept, supervised, wanted)
 

@@ -30,7 +30,9 @@ _AGREE = 0.95
 """Greedy answers are the target's own choice, but for near-ties that another batch rounds the other way (1-2 % in
 bfloat16)."""
 
-_REBUILD = "Build the states again: headstart data build RECIPE with data/states removed, then train again."
+_REBUILD = (
+    "Remove the shards that its manifest names and build the states again (headstart data build), then train again."
+)
 
 
 @check("states")

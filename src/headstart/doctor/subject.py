@@ -223,7 +223,7 @@ def find_subject(
     if "/" not in place and not folder.is_dir():
         load_recipe(place)  # says what is known
     folder = locate(place)
-    above = next((up for up in list(folder.resolve().parents)[:2] if (up / "recipe.yaml").is_file()), None)
+    above = next((up for up in list(folder.absolute().parents)[:2] if (up / "recipe.yaml").is_file()), None)
     home = run_dir or above
     if home is not None and (home / "recipe.yaml").is_file():
         return replace(_of_run(load_recipe(str(home / "recipe.yaml")), home, asked, target, quick), heads_folder=folder)

@@ -64,7 +64,7 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
 
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder here.", "Tuning writes into the folder: give a copy of the heads.")
-    _refuse_other_files(folder)
+    refuse_other_files(folder)
     calibration = calibration or folder.parent / CONVERSATIONS / "calibration.jsonl"
     if not calibration.is_file():
         raise UserError(
@@ -96,7 +96,7 @@ def copy_heads(run_folder: Path, out: Path) -> None:
         )
     check_folder(heads)
     if out.exists():
-        _refuse_other_files(out)
+        refuse_other_files(out)
 
     def copy(partial: Path) -> None:
         shutil.copytree(heads, partial)
@@ -104,7 +104,7 @@ def copy_heads(run_folder: Path, out: Path) -> None:
     write_atomic(out, copy)
 
 
-def _refuse_other_files(folder: Path) -> None:
+def refuse_other_files(folder: Path) -> None:
     """Refuse to replace a folder that holds, or may hold, anything but exported heads.
 
     Raises:

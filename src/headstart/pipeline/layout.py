@@ -8,3 +8,6 @@ TRAIN = "train"
 TUNE = "tune"
 HEADS = "heads"
 REPORT = "report"
+
+LAYOUT = 2
+"""Raised when a run's folder comes to mean something else."""

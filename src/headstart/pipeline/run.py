@@ -1,42 +1,37 @@
-"""The stages of a run: fingerprinted, skipped when done, built anew when stale, continued when interrupted.
+"""The stages of a run: skipped when done, continued when interrupted, extended when more is asked for.
 
-A stage is done when its record (`stages/<name>.json` in the run's folder) says so for the same fingerprint and its
-outputs are there. The fingerprint covers the stage's version, the recipe settings it depends on, and the identity of
-every stage before it. Work on a stage begins with a record that is not whole, so after a kill at any moment the next
-run knows whether what lies in the folder is a part of the stage as it is wanted now.
+What a stage makes is an artifact (see `headstart.artifacts`), found again by what it is; its work completes what is
+there and never removes anything. A stage is done when its record (`stages/<name>.json` in the run's folder) says so
+for the same fingerprint and its outputs are there. The fingerprint covers the stage's version, the recipe settings it
+depends on, and the identity of every stage before it: a changed setting that comes to the same artifact leaves the
+stages after it done.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import platform
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from rich.console import Console
 from rich.markup import escape
 
+from headstart.artifacts import Artifact, refer, referred
 from headstart.errors import UserError
-from headstart.files import PARTIAL, read_json, write_json, write_text
+from headstart.files import read_json, write_json, write_text
 from headstart.lock import locked
-from headstart.train.config import Recipe
+from headstart.pipeline.layout import HEADS, LAYOUT
+from headstart.provenance import note_provenance
+from headstart.train.config import Recipe, recipe_text
 
 if TYPE_CHECKING:
     from headstart.target import Target
-
-PACKAGES = ("headstart", "torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "pydantic")
-"""Packages whose versions a run writes down."""
 
 
 @dataclass
@@ -47,11 +42,13 @@ class Run:
         recipe: what to do.
         folder: where everything goes.
         console: where progress is shown.
+        again: names of stages whose work is to be done anew even where its result is there.
     """
 
     recipe: Recipe
     folder: Path
     console: Console
+    again: Collection[str] = ()
 
     @cached_property
     def target(self) -> Target:
@@ -69,9 +66,13 @@ class Run:
         if record is not None and record.whole and record.identity != target_identity(target):
             raise UserError(
                 f"{section.spec} is not the model (or not in the dtype) that the run in {self.folder} began with.",
-                f"Choose another --run-dir, or delete {self.record_file('target')} to build the run anew.",
+                "Load the one that the run began with, or choose another --run-dir.",
             )
         return target
+
+    def refer(self, stage: str, artifact: Artifact, link: str | None = None) -> None:
+        """Note which artifact a stage uses; `link` in the run's folder leads there."""
+        refer(self.folder, stage, artifact, link)
 
     def record_file(self, stage: str) -> Path:
         """Where a stage's record is."""
@@ -101,6 +102,7 @@ class Record:
         identity: what later stages depend on: new each time the stage is built, unless the stage knows better.
         seconds: spent on it, interrupted attempts included where they could be timed.
         summary: what came of it, as a short phrase.
+        layout: of the run's folder.
     """
 
     fingerprint: str
@@ -111,6 +113,7 @@ class Record:
     identity: str = ""
     seconds: float = 0.0
     summary: str = ""
+    layout: int = 1
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,10 @@ class Stage:
         name: names its record, and is what people see.
         title: what it does, as a phrase.
         version: raise it when the same settings come to mean another result.
-        outputs: what it makes, relative to the run's folder; removed before it is built anew.
+        outputs: what it leaves in the run's folder.
         after: names of the stages it reads from.
         settings: the settings it depends on, by dotted key; values must survive JSON.
-        work: does it. Called again after an interruption, with the outputs as they were left.
-        adopts: outputs without any record, which another command may have left, are handed to `work` as they are.
+        work: completes what is there; called again after an interruption, and when a setting has changed.
     """
 
     name: str
@@ -143,7 +145,6 @@ class Stage:
     after: tuple[str, ...]
     settings: Callable[[Run], dict[str, Any]]
     work: Callable[[Run], Outcome]
-    adopts: bool = False
 
 
 def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:
@@ -152,15 +153,17 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
     Args:
         run: recipe, folder and console.
         stages: in an order in which each comes after those it reads from.
-        again: names of stages to build anew even when they are done.
+        again: names of stages to do anew even when they are done.
 
     Returns:
         Whether there was anything to do.
 
     Raises:
-        UserError: the folder is in use by another run, or a stage refuses.
+        UserError: the folder is in use by another run, holds a run of an earlier headstart, or a stage refuses.
     """
     worked = False
+    run.again = again
+    check_layout(run.folder)
     with locked(run.folder):
         write_text(run.folder / "recipe.yaml", recipe_text(run.recipe))
         for number, stage in enumerate(stages, start=1):
@@ -174,14 +177,31 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
                 )
                 continue
             if not worked:
-                _note_provenance(run.folder)
+                note_provenance(run.folder)
             worked = True
             began = " (continuing)" if reason is None else f" ({escape(reason)})" if reason else ""
             run.console.print(f"{label}  {stage.title}{began}", highlight=False, soft_wrap=True)
-            if reason is not None and not (record is None and stage.adopts):
-                _clear(run, stage)
             _work(run, stage, record if reason is None and record is not None else wanted)
     return worked
+
+
+def check_layout(folder: Path) -> None:
+    """Refuse to work on a run of an earlier headstart, which kept what it made inside its own folder.
+
+    Raises:
+        UserError: with what its heads are still good for.
+    """
+    for file in sorted((folder / "stages").glob("*.json")):
+        try:
+            layout = read_json(file).get("layout", 1)
+        except (UserError, AttributeError):
+            continue
+        if layout != LAYOUT:
+            raise UserError(
+                f"The run in {folder} was made by another version of headstart, which lays runs out differently.",
+                f"Its heads can be used as before ({folder / HEADS}); for new work choose another --run-dir, or move "
+                "the folder away.",
+            )
 
 
 def left_to_do(run: Run, stages: Sequence[Stage]) -> dict[str, str]:
@@ -209,16 +229,8 @@ def left_to_do(run: Run, stages: Sequence[Stage]) -> dict[str, str]:
     return left
 
 
-def _clear(run: Run, stage: Stage) -> None:
-    """Remove what the stage made; a kill half way leaves a record that fits nothing."""
-    write_json(run.record_file(stage.name), asdict(Record("being removed", stage.version, {}, {})))
-    for output in stage.outputs:
-        for path in (run.folder / output, run.folder / (output + PARTIAL)):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
 def _work(run: Run, stage: Stage, record: Record) -> None:
-    record.whole = False
+    record.whole, record.layout = False, LAYOUT
     write_json(run.record_file(stage.name), asdict(record))
     start, before = perf_counter(), record.seconds
     try:
@@ -250,22 +262,24 @@ def _wanted(run: Run, stage: Stage) -> Record:
 
 
 def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str | None:
-    """Why what is in the folder cannot be used, "" when there is nothing; None when it can."""
+    """Why there is work to do, "" when nothing was done yet; None when what is there is as wanted, whole or begun."""
     if record is None:
         return ""
     if record.fingerprint == wanted.fingerprint:
         gone = [output for output in stage.outputs if not (run.folder / output).exists()]
+        if (place := referred(run.folder, stage.name)) is not None and not place.is_dir():
+            gone.append(str(place))
         return f"{gone[0]} is gone" if record.whole and gone else None
     if record.version != wanted.version:
-        return "built anew: headstart does this differently now"
-    for name, identity in wanted.before.items():
-        if record.before.get(name) != identity:
-            return f"built anew: {name} has changed"
+        return "headstart does this differently now"
     for key in sorted({*record.settings, *wanted.settings}):
         old, new = record.settings.get(key), wanted.settings.get(key)
         if old != new:
-            return f"built anew: {key} changed from {_short(old)} to {_short(new)}"
-    return "built anew"
+            return f"{key} changed from {_short(old)} to {_short(new)}"
+    for name, identity in wanted.before.items():
+        if record.before.get(name) != identity:
+            return f"{name} changed"
+    return "something changed"
 
 
 def _short(value: Any) -> str:
@@ -280,67 +294,6 @@ def _hash(value: Any) -> str:
 def target_identity(target: Target) -> str:
     """What stages depend on when they depend on the target: its weights and the dtype they run in."""
     return f"{target.identity().fingerprint} {str(target.dtype).removeprefix('torch.')}"
-
-
-# -- provenance ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Provenance:
-    """One command that worked on a run: what it would take to do it again."""
-
-    argv: list[str]
-    started: str
-    python: str
-    platform: str
-    versions: dict[str, str]
-    git_sha: str | None
-    git_clean: bool | None = field(default=None)
-
-
-def provenance() -> Provenance:
-    """Of this process."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    sha, clean = git_state()
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return Provenance(sys.argv, now, platform.python_version(), platform.platform(), versions, sha, clean)
-
-
-def git_state() -> tuple[str | None, bool | None]:
-    """(commit of the source tree that headstart runs from, whether it has no changes); None when it is not in git."""
-
-    def git(*arguments: str) -> str | None:
-        try:
-            command = ["git", "-C", str(Path(__file__).parent), *arguments]
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
-
-    # An installed package may lie in a folder that some other repository holds, without being a part of it.
-    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None, None
-    sha, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-    return sha, None if changes is None else changes == ""
-
-
-def _note_provenance(folder: Path) -> None:
-    """Add this command to provenance.json."""
-    file = folder / "provenance.json"
-    try:
-        commands = list(read_json(file)["commands"]) if file.is_file() else []
-    except (UserError, KeyError, TypeError):
-        commands = []
-    write_json(file, {"commands": [*commands, asdict(provenance())]})
-
-
-def recipe_text(recipe: Recipe) -> str:
-    """A recipe with every setting filled in, as YAML that `load_recipe` reads back."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,4 +1,8 @@
-"""The stages of `headstart run`: target, conversations, states, train, tune, export, eval."""
+"""The stages of `headstart run`: target, conversations, states, train, tune, export, eval.
+
+Each finds its artifact by what it depends on, and completes it. In the run's folder stand the conversations and the
+store that it uses of them, links to its training and tuning, and its heads and report.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from headstart.artifacts import Artifact, artifact, give, held
 from headstart.errors import UserError
-from headstart.files import format_bytes, need_disk, read_json, write_json, write_jsonl
-from headstart.pipeline.actions import describe_tuning, report
+from headstart.files import format_bytes, need_disk, read_json, write_atomic, write_json, write_jsonl
+from headstart.pipeline.actions import describe_tuning, refuse_other_files, report
 from headstart.pipeline.layout import CONVERSATIONS, HEADS, QUESTIONS, REPORT, STATES, TARGET, TRAIN, TUNE
 from headstart.pipeline.run import Outcome, Run, Stage, target_identity
 from headstart.train.config import Recipe, Section
@@ -24,8 +29,8 @@ if TYPE_CHECKING:
     from headstart.heads import DraftHead
 
 _SPLITS = ("train", "calibration")
-_NO_EFFECT = {"tracker", "project", "log_every", "save_every"}
-"""Train settings that change nothing about the heads that come out."""
+_VERSIONS = {"states": 1, "tune": 4, "export": 1, "eval": 1}
+"""Raised when the same settings come to mean something else; those of conversations and training are in their rooms."""
 
 
 # -- before anything ---------------------------------------------------------------------------------------------------
@@ -124,14 +129,23 @@ def taps(run: Run) -> list[int]:
 
 
 def _conversation_settings(run: Run) -> dict[str, Any]:
-    settings = _flat("data", run.recipe.data, leave_out={"cache_gigabytes"})
-    return {**settings, "the prompts' file": _content(run.recipe.data.prompts)}
+    settings = _flat("data", run.recipe.data)
+    return {**settings, "the prompts' file": _content(run.recipe.data.prompts), "states of a token": len(taps(run))}
 
 
 def _conversations(run: Run) -> Outcome:
-    from headstart.data.generate import build_conversations
+    from headstart.data.generate import build_conversations, identity
+    from headstart.data.store import estimate_bytes
 
-    splits = build_conversations(run.target, run.recipe.data, run.folder / CONVERSATIONS, run.console)
+    data, target = run.recipe.data, run.target
+    slug = "self" if data.prompts == "self" else Path(data.prompts).stem
+    made = artifact(run.folder, "conversations", slug, identity(target, data.model_dump(mode="json")))
+    # More text than there is room for states of would be written for nothing.
+    most = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(taps(run)), target.hidden_size, target.dtype)
+    folder = run.folder / CONVERSATIONS
+    with held(made, run.console) as place:
+        run.refer("conversations", made)
+        splits = build_conversations(target, data, folder, run.console, place / "parts", most)
     questions = [
         {
             "question_id": item.id,
@@ -142,9 +156,12 @@ def _conversations(run: Run) -> Outcome:
     ]
     write_jsonl(run.folder / QUESTIONS, questions)
     answers = sum(sum(item.supervised) for item in splits.train)
+    held_out = _content(str(folder / "heldout.jsonl"))
+    used = [_content(str(folder / f"{split}.jsonl")) for split in _SPLITS]
     return Outcome(
         f"{len(splits.train)} conversations with {answers} answer tokens; {len(splits.calibration)} for calibration, "
-        f"{len(splits.heldout)} held out"
+        f"{len(splits.heldout)} held out",
+        identity=" ".join(map(str, [made.name, *used, held_out])),
     )
 
 
@@ -160,69 +177,70 @@ def _state_settings(run: Run) -> dict[str, Any]:
 
 
 def _states(run: Run) -> Outcome:
-    stores = [store(run, split) for split in _SPLITS]
-    notice = f"; {stores[0].notice}" if stores[0].notice else ""
-    size = format_bytes(sum(part.bytes for part in stores))
-    return Outcome(f"hidden states of {sum(part.tokens for part in stores)} tokens, {size}{notice}")
+    stores = both_stores(run)
+    notice = f"; {stores['train'].notice}" if stores["train"].notice else ""
+    size = format_bytes(sum(part.bytes for part in stores.values()))
+    return Outcome(
+        f"hidden states of {sum(part.tokens for part in stores.values())} tokens, {size}{notice}",
+        identity=" ".join([*(part.fingerprint for part in stores.values()), *map(str, taps(run))]),
+    )
 
 
-def store(run: Run, split: str) -> StateStore:
-    """The hidden states of a split: what is whole is kept, what is missing or cut short is computed."""
-    from headstart.data.store import build_store
+def both_stores(run: Run) -> dict[str, StateStore]:
+    """The hidden states of both splits: what is there is kept, what is missing or cut short is computed.
 
-    with progress(run.console, f"hidden states ({split})", "tokens") as advance:
-        return build_store(
-            run.folder / STATES / split,
-            conversations(run, split),
-            run.target,
-            taps(run),
-            budget_bytes=int(run.recipe.data.cache_gigabytes * 1e9),
-            advance=advance,
-        )
+    Those for calibration come first: the byte budget, which holds for both together, leaves out training text.
+    """
+    from headstart.data.store import build_store, estimate_bytes
+
+    target, stores = run.target, dict[str, "StateStore"]()
+    kind = str(target.dtype).removeprefix("torch.")
+    identity = {"version": _VERSIONS["states"], "target": target.identity().fingerprint, "dtype": kind}
+    shared = artifact(run.folder, "states", Path(target.name).name, identity)
+    budget = int(run.recipe.data.cache_gigabytes * 1e9)
+    with held(shared, run.console) as shards:
+        run.refer("states", shared)
+        for split in reversed(_SPLITS):
+            with progress(run.console, f"hidden states ({split})", "tokens") as advance:
+                stores[split] = build_store(
+                    run.folder / STATES / split,
+                    conversations(run, split),
+                    target,
+                    taps(run),
+                    budget_bytes=budget,
+                    shards=shards,
+                    advance=advance,
+                )
+            budget -= estimate_bytes(stores[split].tokens, len(taps(run)), target.hidden_size, target.dtype)
+    return stores
 
 
 # -- train and tune --------------------------------------------------------------------------------------------------
 
 
 def _train_settings(run: Run) -> dict[str, Any]:
+    from headstart.train.config import FREE_TO_CHANGE
+    from headstart.train.place import AMOUNT
+
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.items()}
-    return {**_flat("train", run.recipe.train, leave_out=_NO_EFFECT), **heads}
+    return {**_flat("train", run.recipe.train, leave_out=FREE_TO_CHANGE - set(AMOUNT)), **heads}
 
 
 def _train(run: Run) -> Outcome:
-    from headstart.train.loop import train
-
-    folder, lessons = run.folder / TRAIN, store(run, "train")
-    if not _finished_here(run, lessons):
-        train(run.recipe, run.target, lessons, store(run, "calibration"), folder, run.console)
-    result = read_json(folder / "result.json")
-    return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}")
-
-
-def _finished_here(run: Run, lessons: StateStore) -> bool:
-    """Whether `accelerate launch -m headstart.train`, on any number of processes, has trained these very heads."""
     from headstart.heads import make_config
-    from headstart.train import checkpoint
+    from headstart.train.loop import train
+    from headstart.train.place import RESULT, finished, go_on_from_shorter, training
 
-    folder, training = run.folder / TRAIN, run.recipe.train
-    if not (folder / "result.json").is_file():
-        return False
-    found = checkpoint.find(folder / "checkpoints", {}, run.console.print)
-    if found is None:
-        return False
-    standing = found[1]
-    over = [standing.epoch >= training.epochs]
-    over.append(training.steps is not None and standing.step >= training.steps)
-    over.append(training.minutes is not None and standing.elapsed >= 60 * training.minutes)
-    if not any(over):  # with a smaller budget than this recipe's: training goes on
-        return False
-    kept = read_json(found[0] / checkpoint.MANIFEST)["settings"]
-    wanted = {
-        **_flat("train", training),
-        "heads": make_config(run.recipe.heads, run.target).model_dump(mode="json"),
-        "data fingerprint": lessons.fingerprint,
-    }
-    return all(wanted[key] == value for key, value in kept.items() if key in wanted)
+    stores = both_stores(run)
+    lessons, judged = stores["train"], stores["calibration"]
+    made = training(run.folder, run.recipe, make_config(run.recipe.heads, run.target), lessons, judged)
+    with held(made, run.console) as folder:
+        run.refer("train", made, TRAIN)
+        if not finished(folder):
+            go_on_from_shorter(made, 1, lambda text: run.console.print(text, highlight=False, soft_wrap=True))
+            train(run.recipe, run.target, lessons, judged, folder, run.console)
+    result = read_json(folder / RESULT)
+    return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=made.name)
 
 
 def _tune_settings(run: Run) -> dict[str, Any]:
@@ -230,21 +248,31 @@ def _tune_settings(run: Run) -> dict[str, Any]:
 
 
 def _tune(run: Run) -> Outcome:
-    from headstart.decode.tune import tune
+    from headstart.decode.tune import Tuning, tune
 
-    section = run.recipe.tune
-    tuning = tune(
-        run.target,
-        trained_heads(run),
-        conversations(run, "calibration"),
-        widths=section.widths,
-        context=section.context,
-        max_nodes=section.max_nodes,
-        max_rank=section.max_rank,
-        console=run.console,
-    )
-    write_json(run.folder / TUNE / "tuning.json", tuning.to_json())
-    return Outcome(describe_tuning(tuning))
+    section, file = run.recipe.tune, run.folder / TUNE / "tuning.json"
+    identity = {
+        "version": _VERSIONS["tune"],
+        "heads": _before(run, "train"),
+        "texts": _content(str(run.folder / CONVERSATIONS / "calibration.jsonl")),
+        **_tune_settings(run),
+    }
+    made = artifact(run.folder, "tuning", run.recipe.heads["family"], identity)
+    with held(made, run.console):
+        run.refer("tune", made, TUNE)
+        if "tune" in run.again or not file.is_file():
+            tuning = tune(
+                run.target,
+                trained_heads(run),
+                conversations(run, "calibration"),
+                widths=section.widths,
+                context=section.context,
+                max_nodes=section.max_nodes,
+                max_rank=section.max_rank,
+                console=run.console,
+            )
+            write_json(file, tuning.to_json())
+    return Outcome(describe_tuning(Tuning.from_json(read_json(file))), identity=f"{made.name} {_content(str(file))}")
 
 
 def trained_heads(run: Run) -> DraftHead:
@@ -260,9 +288,26 @@ def trained_heads(run: Run) -> DraftHead:
 def _export(run: Run) -> Outcome:
     from headstart.hub import export_heads
 
-    tuning = read_json(run.folder / TUNE / "tuning.json")
-    export_heads(run.folder / HEADS, trained_heads(run), run.target, tuning, {"training": _training_facts(run)})
-    return Outcome(f"heads, tree and model card in {run.folder / HEADS}")
+    made = _exported(run)
+    with held(made, run.console) as folder:
+        run.refer("export", made)
+        if not (folder / HEADS).is_dir():
+            tuning = read_json(run.folder / TUNE / "tuning.json")
+            export_heads(folder / HEADS, trained_heads(run), run.target, tuning, {"training": _training_facts(run)})
+        _give(folder / HEADS, run.folder / HEADS)
+    return Outcome(f"heads, tree and model card in {run.folder / HEADS}", identity=made.name)
+
+
+def _exported(run: Run) -> Artifact:
+    identity = {"version": _VERSIONS["export"], "heads": _before(run, "train"), "tuning": _before(run, "tune")}
+    return artifact(run.folder, "exports", run.recipe.heads["family"], identity)
+
+
+def _give(source: Path, place: Path) -> None:
+    """Let a run have the heads of an artifact; refuses to replace a folder that somebody put other files into."""
+    if place.exists():
+        refuse_other_files(place)
+    give(source, place)
 
 
 def _training_facts(run: Run) -> dict[str, str]:
@@ -294,22 +339,51 @@ def _eval(run: Run) -> Outcome:
     from headstart.hub import write_card
 
     section, asked = run.recipe.eval, run.recipe.eval.questions
-    questions = read_questions(run.folder / QUESTIONS if asked == "heldout" else Path(asked).expanduser())
-    options = EvalOptions(
-        limit=section.limit,
-        max_new_tokens=section.max_new_tokens,
-        temperature=section.temperature,
-        compare=section.compare,
-    )
-    # Read back what was exported: the report is about what people will load.
-    decoder = load(run.folder / HEADS, run.target)
-    results = report(decoder, questions, options, run.folder / REPORT, run.console)
-    name = "held-out prompts" if asked == "heldout" else Path(asked).stem
-    facts = {"training": _training_facts(run), "measurements": [{"name": name, "results": results}]}
-    write_card(run.folder / HEADS, facts)
+    file = run.folder / QUESTIONS if asked == "heldout" else Path(asked).expanduser()
+    exported = _exported(run)
+    identity = {
+        "version": _VERSIONS["eval"],
+        "heads": exported.name,
+        **_eval_settings(run),
+        "questions": _content(str(file)),
+    }
+    made = artifact(run.folder, "reports", run.recipe.heads["family"], identity)
+    with held(made, run.console) as folder, held(exported, run.console):
+        run.refer("eval", made)
+        if not (folder / REPORT / "results.json").is_file():
+            options = EvalOptions(
+                limit=section.limit,
+                max_new_tokens=section.max_new_tokens,
+                temperature=section.temperature,
+                compare=section.compare,
+            )
+            # Read back what was exported: the report is about what people will load.
+            decoder = load(run.folder / HEADS, run.target)
+            questions = read_questions(file)
+
+            def measure(partial: Path) -> None:
+                report(decoder, questions, options, partial, run.console)
+
+            write_atomic(folder / REPORT, measure)
+        results = read_json(folder / REPORT / "results.json")
+        name = "held-out prompts" if asked == "heldout" else Path(asked).stem
+        facts = {"training": _training_facts(run), "measurements": [{"name": name, "results": results}]}
+        write_card(exported.folder / HEADS, facts)
+        _give(exported.folder / HEADS, run.folder / HEADS)
+        give(folder / REPORT, run.folder / REPORT)
     speedup = results["summary"]["speedup_vs_plain"]
     measured = f"{speedup['mean']:.2f}x over plain decoding, measured; " if speedup else ""
-    return Outcome(f"{measured}τ {results['summary']['tokens_per_round']:.2f} on {len(results['per_prompt'])} prompts")
+    return Outcome(
+        f"{measured}τ {results['summary']['tokens_per_round']:.2f} on {len(results['per_prompt'])} prompts",
+        identity=made.name,
+    )
+
+
+def _before(run: Run, stage: str) -> str:
+    """Identity of a stage that is finished."""
+    record = run.record(stage)
+    assert record is not None and record.whole, f"{stage} is finished"
+    return record.identity
 
 
 # -- the list --------------------------------------------------------------------------------------------------------
@@ -319,17 +393,49 @@ STAGES = (
     Stage(
         "conversations",
         "the target writes and answers prompts",
-        2,
+        3,
         (CONVERSATIONS, QUESTIONS),
         ("target",),
         _conversation_settings,
         _conversations,
     ),
-    Stage("states", "computing hidden states", 1, (STATES,), ("target", "conversations"), _state_settings, _states),
-    Stage("train", "training the heads", 1, (TRAIN,), ("target", "states"), _train_settings, _train, adopts=True),
-    Stage("tune", "measuring costs, choosing the tree", 3, (TUNE,), ("conversations", "train"), _tune_settings, _tune),
-    Stage("export", "writing the folder to keep and share", 1, (HEADS,), ("tune",), lambda _: {}, _export),
-    Stage("eval", "measuring against the baselines", 1, (REPORT,), ("conversations", "export"), _eval_settings, _eval),
+    Stage(
+        "states",
+        "computing hidden states",
+        _VERSIONS["states"],
+        (STATES,),
+        ("target", "conversations"),
+        _state_settings,
+        _states,
+    ),
+    Stage("train", "training the heads", 1, (TRAIN,), ("target", "states"), _train_settings, _train),
+    Stage(
+        "tune",
+        "measuring costs, choosing the tree",
+        _VERSIONS["tune"],
+        (TUNE,),
+        ("conversations", "train"),
+        _tune_settings,
+        _tune,
+    ),
+    Stage(
+        "export",
+        "writing the folder to keep and share",
+        _VERSIONS["export"],
+        (HEADS,),
+        ("train", "tune"),
+        lambda _: {},
+        _export,
+    ),
+    Stage(
+        "eval",
+        "measuring against the baselines",
+        _VERSIONS["eval"],
+        (REPORT,),
+        ("conversations", "export"),
+        _eval_settings,
+        _eval,
+    ),
 )
 """In order."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +15,17 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
 
+from headstart.artifacts import held, refer
 from headstart.data.store import StateStore
 from headstart.errors import UserError
+from headstart.files import write_text
+from headstart.heads import make_config
 from headstart.lock import locked
+from headstart.provenance import note_provenance
 from headstart.target import load_target
-from headstart.train.config import load_recipe
+from headstart.train.config import load_recipe, recipe_text
 from headstart.train.loop import train
+from headstart.train.place import finished, go_on_from_shorter, training
 
 app = typer.Typer(add_completion=False)
 
@@ -59,27 +64,39 @@ def _train(name: str, overrides: list[str], run_dir: Path | None, console: Conso
                 f"Make them first: headstart data {' '.join([name, *overrides])}"
                 + (f" --run-dir {run_dir}" if run_dir else ""),
             )
-    with _held(run, state):
+    with _on_main(state, locked(run)):
         stores = {part: StateStore(place) for part, place in places.items()}
         section = recipe.target
         device = str(state.device) if section.device == "auto" and not on_cpu else section.device
         target = load_target(section.spec, section.dtype, device, section.revision)
-        result = train(recipe, target, stores["train"], stores["calibration"], run / "train", console)
-    if state.is_main_process:
-        tau = result.metrics["tau"]
-        console.print(
-            f"{result.steps} steps; best heads (step {result.metrics['step']}, predicted {tau:.2f} tokens per round): "
-            f"{result.heads_folder}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        made = training(run, recipe, make_config(recipe.heads, target), stores["train"], stores["calibration"])
+        main = state.is_main_process
+        with _on_main(state, held(made, console)):
+            if main:
+                write_text(run / "recipe.yaml", recipe_text(recipe))
+                note_provenance(run)
+                refer(run, "train", made, "train")
+            if finished(made.folder):
+                if main:
+                    _say(console, f"These heads are trained already: {made.folder / 'best'}")
+                return
+            if main:
+                go_on_from_shorter(made, state.num_processes, lambda text: _say(console, text))
+            state.wait_for_everyone()
+            result = train(recipe, target, stores["train"], stores["calibration"], made.folder, console)
+    if main:
+        best = f"best heads (step {result.metrics['step']}, predicted {result.metrics['tau']:.2f} tokens per round)"
+        _say(console, f"{result.steps} steps; {best}: {run / 'train' / 'best'}")
     state.destroy_process_group()
 
 
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 @contextmanager
-def _held(run: Path, state: PartialState) -> Iterator[None]:
-    """Hold the run's folder as `headstart run` does: the main process for all of them.
+def _on_main(state: PartialState, hold: AbstractContextManager[object]) -> Iterator[None]:
+    """Hold something as `headstart train` does: the main process for all of them.
 
     Raises:
         UserError: on the main process, when another run works there.
@@ -89,7 +106,7 @@ def _held(run: Path, state: PartialState) -> Iterator[None]:
         refusal: UserError | OSError | None = None
         if state.is_main_process:
             try:
-                stack.enter_context(locked(run))
+                stack.enter_context(hold)
             except (UserError, OSError) as error:
                 refusal = error
         refused = [refusal is not None]

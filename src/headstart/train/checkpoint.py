@@ -10,21 +10,23 @@ and the run that goes on from there need not come by them again: its schedule ma
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from headstart.artifacts import link_or_copy
 from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json, write_atomic, write_json
 
 MANIFEST = "checkpoint.json"
 BEST = "best"
 KEEP = 2
+PROCESSES = "number of processes"
+"""Key of a checkpoint's settings."""
 
 
 @dataclass
@@ -39,6 +41,10 @@ class Standing:
         tokens: supervised predictions of the first draft step learnt from so far.
         best_tau: best predicted tokens per round so far; 0 before the first validation.
         best_step: the step it was measured at.
+        lr: learning rate of the last step.
+        budget: [steps, minutes, epochs] that the run was to train for.
+        onward: share of the run that was done when a larger budget took over from a smaller one; 0 when none did.
+        onward_lr: learning rate then.
     """
 
     step: int = 0
@@ -48,6 +54,10 @@ class Standing:
     tokens: int = 0
     best_tau: float = 0.0
     best_step: int = 0
+    lr: float = 0.0
+    budget: list[float | None] = field(default_factory=list)
+    onward: float = 0.0
+    onward_lr: float = 0.0
 
 
 def save(accelerator: Accelerator, folder: Path, standing: Standing, settings: dict[str, Any], best: Path) -> None:
@@ -72,7 +82,7 @@ def save(accelerator: Accelerator, folder: Path, standing: Standing, settings: d
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        shutil.copytree(best, partial / BEST, copy_function=_link)
+        shutil.copytree(best, partial / BEST, copy_function=link_or_copy)
         files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
         manifest = {"standing": dataclasses.asdict(standing), "settings": settings, "files": files}
         write_json(partial / MANIFEST, manifest)
@@ -113,21 +123,10 @@ def restore_best(place: Path, best: Path) -> None:
     """
 
     def link(partial: Path) -> None:
-        shutil.copytree(place / BEST, partial, copy_function=_link)
+        shutil.copytree(place / BEST, partial, copy_function=link_or_copy)
 
     if (place / BEST).is_dir():
         write_atomic(best, link)
-
-
-def _link(source: str, place: str) -> None:
-    """A second name for a file, which takes no space; a copy where the file system has no such names.
-
-    Files of heads are replaced and never written into, so neither name changes what the other shows.
-    """
-    try:
-        os.link(source, place)
-    except OSError:
-        shutil.copyfile(source, place)
 
 
 def _manifest(place: Path) -> dict[str, Any] | None:

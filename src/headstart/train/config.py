@@ -17,6 +17,10 @@ PositionWeight = Literal["exponential", "sampled", "dpace", "auf"]
 (sampled) of `headstart.train.batches`."""
 
 
+FREE_TO_CHANGE = {"steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "tracker", "project"}
+"""Train settings that may differ when a training goes on from a checkpoint: how long, how often, and who watches."""
+
+
 class Section(BaseModel):
     """A part of a recipe. Unknown keys are refused with the nearest known one."""
 
@@ -142,6 +146,11 @@ class Recipe(Section):
     @classmethod
     def _short_target(cls, value: Any) -> Any:
         return {"spec": value} if isinstance(value, str) else value
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """A recipe with every setting filled in, as YAML that `load_recipe` reads back."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def packaged_recipes() -> dict[str, Path]:

@@ -32,7 +32,7 @@ from headstart.target import FINAL, Target
 from headstart.train import checkpoint
 from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, noisy, predictions, share, thinned
 from headstart.train.checkpoint import Standing
-from headstart.train.config import Recipe
+from headstart.train.config import FREE_TO_CHANGE, Recipe
 from headstart.train.display import Display, format_seconds
 from headstart.train.interrupt import Interrupt
 from headstart.train.losses import Teacher, find_loss, weighted
@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from headstart.data.store import StateStore
 
 R = TypeVar("R")
-
-_FREE_TO_CHANGE = {"steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "tracker", "project"}
-"""Train settings that may differ when a run goes on from a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +191,7 @@ class _Run:
                 fraction = self._fraction(elapsed)
                 if asked or fraction >= 1:
                     break
-                lr = learning_rate(self.section, fraction)
+                lr = self.standing.lr = self._lr(fraction)
                 loss = self._step(group, batches, max(count, 1), lr, fraction >= 1 - self.section.finish)
                 learnt += count
                 self._advance(count)
@@ -381,6 +378,18 @@ class _Run:
         by_clock = elapsed / (60 * self.section.minutes) if self.section.minutes else 0.0
         return max(self.standing.step / self.total, by_clock)
 
+    def _lr(self, fraction: float) -> float:
+        """The learning rate; where a larger budget took over it warms up again, from where the smaller one ended."""
+        rate, standing = learning_rate(self.section, fraction), self.standing
+        span = self.section.warmup * (1 - standing.onward)
+        if not standing.onward or fraction >= standing.onward + span:
+            return rate
+        return standing.onward_lr + (rate - standing.onward_lr) * max(0.0, fraction - standing.onward) / span
+
+    @property
+    def _budget(self) -> list[float | None]:
+        return [self.section.steps, self.section.minutes, self.section.epochs]
+
     def _agree(self, count: int, asked: bool) -> tuple[int, float, bool]:
         """(predictions of the step, seconds of the main process, somebody was asked to stop): equal everywhere."""
         elapsed = self._elapsed()
@@ -391,7 +400,7 @@ class _Run:
         return int(ours[0]), ours[1], ours[2] > 0
 
     def _save(self) -> None:
-        self.standing.elapsed = self._elapsed()
+        self.standing.elapsed, self.standing.budget = self._elapsed(), self._budget
         best = self.folder / "best"
         checkpoint.save(self.accelerator, self.folder / "checkpoints", self.standing, self.settings, best)
 
@@ -402,6 +411,8 @@ class _Run:
         place, self.standing = found
         self.accelerator.load_state(str(place))
         self.earlier = self.standing.elapsed
+        if self.standing.budget and self.standing.budget != self._budget:
+            self.standing.onward, self.standing.onward_lr = self._fraction(self.earlier), self.standing.lr
         rows = [row for _, row in read_jsonl(self.folder / "metrics.jsonl")]
         self.records = [row for row in rows if row["step"] <= self.standing.step]
         if self.accelerator.is_main_process:  # what came behind the checkpoint never happened to this run
@@ -410,12 +421,12 @@ class _Run:
         self._say(f"Going on from step {self.standing.step} ({format_seconds(self.earlier)} spent).")
 
     def _settings(self, recipe: Recipe) -> dict[str, Any]:
-        section = recipe.train.model_dump(mode="json", exclude=_FREE_TO_CHANGE)
+        section = recipe.train.model_dump(mode="json", exclude=FREE_TO_CHANGE)
         return {
             "heads": self.heads.config.model_dump(mode="json"),
             **{f"train.{key}": value for key, value in section.items()},
             "data fingerprint": self.store.fingerprint,
-            "number of processes": self.ranks,
+            checkpoint.PROCESSES: self.ranks,
         }
 
     # -- setting up ----------------------------------------------------------------------------------------------

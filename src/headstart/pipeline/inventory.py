@@ -1,0 +1,254 @@
+"""What lies in a folder of runs: the runs, what they share, and what no run refers to any more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headstart.artifacts import FOLDER, NOTE, references, referred
+from headstart.errors import UserError
+from headstart.files import PARTIAL, format_bytes, read_json
+from headstart.lock import Busy, locked
+from headstart.pipeline.layout import LAYOUT, REPORT, STATES, TRAIN
+from headstart.pipeline.stages import STAGES
+from headstart.train.config import load_recipe
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One run, as `headstart runs` shows it.
+
+    Attributes:
+        folder: of the run.
+        state: "done", or how far it is.
+        bytes: of the run's folder and of every artifact that it refers to, shared ones included.
+        family: of its heads.
+        tau: of the report, or as predicted by training when there is no report yet.
+        speedup: over plain decoding, from the report.
+        changed: when the run was last worked on.
+    """
+
+    folder: Path
+    state: str
+    bytes: int
+    family: str
+    tau: float | None
+    speedup: float | None
+    changed: datetime
+
+
+@dataclass(frozen=True)
+class Free:
+    """Something that no run refers to.
+
+    Attributes:
+        path: a folder or a file.
+        bytes: that deleting it frees, at most: files may have a second name elsewhere.
+        what: it is, for people.
+    """
+
+    path: Path
+    bytes: int
+    what: str
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folders of runs in a folder, by name.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"No folder at {folder}.", "Runs lie in runs/ by default; name their folder with --runs.")
+    return sorted(place for place in folder.iterdir() if (place / "recipe.yaml").is_file())
+
+
+def run_states(folder: Path) -> list[RunState]:
+    """Every run in a folder, the newest first.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    return sorted(map(_state, runs_in(folder)), key=lambda run: run.changed, reverse=True)
+
+
+def _state(folder: Path) -> RunState:
+    records = {stage.name: _json(folder / "stages" / f"{stage.name}.json") for stage in STAGES}
+    done = [name for name, record in records.items() if record.get("whole")]
+    begun = [name for name, record in records.items() if record and not record.get("whole")]
+    if any(record and record.get("layout", 1) != LAYOUT for record in records.values()):
+        state = "of an earlier headstart"
+    elif len(done) == len(STAGES):
+        state = "done"
+    else:
+        state = f"{begun[0]} begun" if begun else f"{done[-1]} done" if done else "not begun"
+    summary = _json(folder / REPORT / "results.json").get("summary") or {}
+    trained = (_json(folder / TRAIN / "result.json").get("best") or {}).get("tau")
+    try:
+        family = str(load_recipe(str(folder / "recipe.yaml")).heads.get("family", ""))
+    except UserError:
+        family = "?"
+    places = {folder, *(place for stage in references(folder) if (place := referred(folder, stage)) is not None)}
+    stamps = [file.stat().st_mtime for file in (folder / "stages").glob("*.json")]
+    return RunState(
+        folder,
+        state,
+        sum(size(place) for place in places if place.is_dir()),
+        family,
+        summary.get("tokens_per_round", trained),
+        (summary.get("speedup_vs_plain") or {}).get("mean"),
+        datetime.fromtimestamp(max(stamps, default=folder.stat().st_mtime), UTC),
+    )
+
+
+def show_runs(states: Sequence[RunState], console: Console) -> None:
+    """Print the runs as a table."""
+    table = Table(box=None)
+    for name in ("run", "state", "heads"):
+        table.add_column(name)
+    for name in ("τ", "over plain", "size", "age"):
+        table.add_column(name, justify="right")
+    now = datetime.now(UTC)
+    for run in states:
+        table.add_row(
+            escape(str(run.folder)),
+            run.state,
+            run.family,
+            "" if run.tau is None else f"{run.tau:.2f}",
+            "" if run.speedup is None else f"{run.speedup:.2f}x",
+            format_bytes(run.bytes),
+            _age((now - run.changed).total_seconds()),
+        )
+    console.print(table)
+    console.print("Sizes count what runs share once for each of them.", style="dim")
+
+
+def unreferenced(folder: Path) -> list[Free]:
+    """What no run in a folder refers to: artifacts, shards of hidden states, and what kills left half written.
+
+    What another process works on is left out. The shards of a run that has begun to compute states, and has not come
+    to their end, count as its own.
+
+    Raises:
+        UserError: there is no such folder, or a run in it whose references cannot be read.
+    """
+    runs = runs_in(folder)
+    for run in runs:
+        if (run / "stages").is_dir() and not references(run) and _json(run / "stages" / "conversations.json"):
+            record = _json(run / "stages" / "conversations.json")
+            if record.get("layout", 1) == LAYOUT:
+                raise UserError(
+                    f"What {run} refers to cannot be read, so nothing can be said to be unused.",
+                    "Run it once more (headstart run), or move it away.",
+                )
+    used = {place for run in runs for stage in references(run) if (place := referred(run, stage)) is not None}
+    used = {place.resolve() for place in used}
+    found = []
+    for note in sorted((folder / FOLDER).glob(f"*/*/{NOTE}")):
+        place = note.parent
+        if place.resolve() not in used:
+            if _idle(place):
+                found.append(Free(place, size(place), f"{place.parent.name} that no run refers to"))
+            continue
+        if place.parent.name == "states":
+            found += _unused_shards(place, runs)
+        found += [Free(path, size(path), "half written") for path in sorted(place.rglob(f"*{PARTIAL}")) if _idle(place)]
+    return found
+
+
+def _unused_shards(place: Path, runs: Sequence[Path]) -> Iterator[Free]:
+    read: set[str] = set()
+    for run in runs:
+        if referred(run, "states") is None or not _same(referred(run, "states"), place):
+            continue
+        if not _json(run / "stages" / "states.json").get("whole"):
+            return
+        for manifest in (run / STATES).glob("*/manifest.json"):
+            read |= {str(file["file"]) for file in _json(manifest).get("files", ())}
+    if _idle(place):
+        for shard in sorted(place.glob("shard-*.safetensors")):
+            if shard.name not in read:
+                yield Free(shard, shard.stat().st_size, "hidden states that no run reads")
+
+
+def free(found: Sequence[Free]) -> int:
+    """Delete what `unreferenced` found; returns the bytes that were freed on the disk.
+
+    An artifact that a process has begun to work on meanwhile is left alone.
+    """
+    freed = 0
+    for one in found:
+        holder = one.path if one.path.is_dir() and (one.path / NOTE).is_file() else None
+        try:
+            if holder is None:
+                freed += _own_bytes(one.path)
+                _delete(one.path)
+            else:
+                with locked(holder):
+                    freed += _own_bytes(holder)
+                    (holder / NOTE).unlink()  # from here on it counts as nothing, whenever this is interrupted
+                    _delete(holder)
+        except Busy:
+            continue
+    return freed
+
+
+def size(place: Path) -> int:
+    """Bytes of all files under a folder, or of a file; links are not followed."""
+    if not place.is_dir():
+        return place.lstat().st_size
+    return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(place) for name in names)
+
+
+def _own_bytes(place: Path) -> int:
+    """Bytes of the files that have no second name elsewhere."""
+    files = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
+    return sum(file.lstat().st_size for file in files if file.lstat().st_nlink == 1)
+
+
+def _delete(place: Path) -> None:
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+
+
+def _idle(place: Path) -> bool:
+    try:
+        with locked(place):
+            return True
+    except Busy:
+        return False
+
+
+def _same(one: Path | None, other: Path) -> bool:
+    return one is not None and one.resolve() == other.resolve()
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """A JSON object; empty when there is none."""
+    try:
+        value = read_json(file) if file.is_file() else {}
+    except UserError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _age(seconds: float) -> str:
+    """How long ago, in the largest unit that fits.
+
+    >>> _age(30), _age(7300), _age(200_000)
+    ('1 min', '2 h', '2 d')
+    """
+    if seconds < 3600:
+        return f"{max(1, round(seconds / 60))} min"
+    return f"{round(seconds / 3600)} h" if seconds < 86_400 else f"{round(seconds / 86_400)} d"

@@ -1,0 +1,119 @@
+"""Where a training lies, whoever starts it: an artifact named by the heads, the data and the settings it depends on.
+
+How long is trained (steps, minutes, epochs) is the artifact's amount: a longer training goes on from the checkpoint of
+a shorter one, which keeps its own heads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.artifacts import Artifact, artifact, link_or_copy, relatives
+from headstart.errors import UserError
+from headstart.files import PARTIAL, read_json
+from headstart.heads import HeadConfig
+from headstart.train import checkpoint
+from headstart.train.config import FREE_TO_CHANGE, Recipe
+
+if TYPE_CHECKING:
+    from headstart.data.store import StateStore
+
+RESULT = "result.json"
+"""Written last: a training that has it is finished."""
+AMOUNT = ("steps", "minutes", "epochs")
+_VERSION = 1
+
+
+def training(
+    run_folder: Path, recipe: Recipe, config: HeadConfig, train_store: StateStore, valid_store: StateStore
+) -> Artifact:
+    """The artifact of a training.
+
+    Args:
+        run_folder: of the run that it is for.
+        recipe: its `train` section is read.
+        config: of the heads, with the target's sizes filled in.
+        train_store: conversations to learn from.
+        valid_store: conversations to judge by.
+    """
+    section = recipe.train.model_dump(mode="json")
+    settings = {key: value for key, value in section.items() if key not in FREE_TO_CHANGE}
+    settings["start_from"] = _content(recipe.train.start_from)
+    identity = {
+        "version": _VERSION,
+        "heads": {**config.model_dump(mode="json"), "family": config.family},
+        "train": settings,
+        "data": train_store.fingerprint,
+        "validation": valid_store.fingerprint,
+        "amount": {key: section[key] for key in AMOUNT},
+    }
+    return artifact(run_folder, "heads", config.family, identity)
+
+
+def finished(folder: Path) -> bool:
+    """Whether the training in an artifact's folder is over."""
+    return (folder / RESULT).is_file()
+
+
+def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> None:
+    """Begin a training with the newest checkpoint of those that differ only in being shorter, when there is one.
+
+    Args:
+        of: the training; nothing happens when it has checkpoints of its own.
+        ranks: processes that train; checkpoints of another number do not fit.
+        say: takes a sentence for the user.
+    """
+    checkpoints = of.folder / "checkpoints"
+    if checkpoint.find(checkpoints, {}, lambda _: None) is not None:
+        return
+    best: tuple[int, Path] | None = None
+    for other in relatives(of):
+        if not _within(other.identity["amount"], of.identity["amount"]):
+            continue
+        found = checkpoint.find(other.folder / "checkpoints", {}, lambda _: None)
+        if found is None or not (other.folder / "metrics.jsonl").is_file():
+            continue
+        kept = read_json(found[0] / checkpoint.MANIFEST)["settings"]
+        if kept.get(checkpoint.PROCESSES) == ranks and (best is None or found[1].step > best[0]):
+            best = found[1].step, found[0]
+    if best is None:
+        return
+    _, place = best
+    partial = checkpoints / (place.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(place.parent.parent / "metrics.jsonl", of.folder / "metrics.jsonl")
+    shutil.copytree(place, partial, copy_function=link_or_copy)
+    partial.rename(checkpoints / place.name)
+    say(f"A shorter training of these heads is there ({place.parent.parent.name}): going on from it.")
+
+
+def _within(shorter: dict[str, Any], longer: dict[str, Any]) -> bool:
+    """Whether one amount is no more than another; None has no end.
+
+    >>> _within({"steps": None, "minutes": 5, "epochs": 50}, {"steps": None, "minutes": 6, "epochs": 50})
+    True
+    >>> _within({"steps": None, "minutes": 5, "epochs": 50}, {"steps": 100, "minutes": 6, "epochs": 50})
+    False
+    """
+
+    def size(amount: dict[str, Any], key: str) -> float:
+        value = amount.get(key)
+        return float("inf") if value is None else float(value)
+
+    return all(size(shorter, key) <= size(longer, key) for key in AMOUNT)
+
+
+def _content(folder: str | None) -> str | None:
+    """Hash of the weights in a folder of heads; the name itself when there are none to be read."""
+    if folder is None:
+        return None
+    try:
+        files = sorted(Path(folder).expanduser().glob("*.safetensors"))
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else folder
+    except OSError as error:
+        raise UserError(f"Cannot read the heads in {folder} ({error.strerror}).", "Check train.start_from.") from None
