@@ -1,0 +1,203 @@
+"""Is anything lost, or made twice, when runs that share their data are killed at random moments?
+
+    python benchmarks/kills.py --out out/kills --kills 30
+
+Runs of a tiny random target, on the commands that people give after a first run: longer training, more conversations,
+another batch size, two other families. Each is killed (SIGKILL) at random moments and given again, until it ends. After
+every kill each part of conversations, shard of hidden states and finished training that was there before must be there
+unchanged; in the end nothing may have been made twice, every run has its report, and the heads must equal, bit for bit,
+those of the same commands that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headstart.files import write_json
+
+CHAT = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("run", "RECIPE"),
+    ("run", "RECIPE", "train.steps=60"),
+    ("run", "RECIPE", "data.conversations=60"),
+    ("run", "RECIPE", "data.batch_size=4"),
+    ("run", "RECIPE", "name=hydra", "heads.family=hydra", "heads.num_heads=2"),
+    ("run", "RECIPE", "name=eagle3", "heads.family=eagle3", "heads.steps=2", "heads.tap_layers=[1,2,3]"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/kills"), help="an empty folder")
+    parser.add_argument("--kills", type=int, default=30, help="in all")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    options = parser.parse_args(arguments)
+    if options.out.exists() and any(options.out.iterdir()):
+        parser.error(f"{options.out} is not empty")
+    recipe = prepare(options.out)
+    chance = random.Random(options.seed)
+    longest = [undisturbed(options.out / "calm", recipe, command) for command in COMMANDS]
+    kills: list[dict[str, Any]] = []
+    before: dict[str, int] = {}
+    for number, command in enumerate(COMMANDS):
+        last = number == len(COMMANDS) - 1
+        wanted = (
+            options.kills - len(kills) if last else round(options.kills * (number + 1) / len(COMMANDS)) - len(kills)
+        )
+        # Moments within the time that the whole command takes undisturbed: what is done already goes faster.
+        for moment in [chance.uniform(0, longest[number]) for _ in range(wanted)]:
+            killed = disturbed(options.out / "killed", recipe, command, moment)
+            after = made(options.out / "killed")
+            lost = sorted(name for name, stamp in before.items() if after.get(name) != stamp)
+            kills.append({"command": command, "moment": round(moment, 2), "killed": killed, "lost": lost})
+            print(json.dumps(kills[-1]), flush=True)
+            before = after
+        undisturbed(options.out / "killed", recipe, command)
+        after = made(options.out / "killed")
+        assert not (lost := sorted(name for name, stamp in before.items() if after.get(name) != stamp)), lost
+        before = after
+    results = {"kills": kills, **compare(options.out / "calm", options.out / "killed")}
+    write_json(options.out / "kills.json", results)
+    lost = sum(len(kill["lost"]) for kill in kills)
+    print(
+        f"{sum(kill['killed'] for kill in kills)} of {len(kills)} kills hit a running command; {lost} files lost, "
+        f"{results['twice']} things made twice, {results['reports']} reports, {results['different']} heads that differ"
+    )
+    if lost or results["twice"] or results["different"]:
+        raise SystemExit(1)
+
+
+def prepare(out: Path) -> Path:
+    """A tiny random target, its prompts and a recipe; returns the recipe's file."""
+    out.mkdir(parents=True, exist_ok=True)
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    plain.train_from_iterator([], trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet))
+    plain.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=special[2], pad_token=special[0])
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(out / "target")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(out / "target")
+    prompts = out / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"Tell me about number {i}."]}) + "\n" for i in range(200)))
+    recipe = out / "tiny.yaml"
+    settings = {
+        "name": "tiny",
+        "target": {"spec": str((out / "target").resolve()), "dtype": "float32", "device": "cpu"},
+        "data": {
+            "prompts": str(prompts.resolve()),
+            "conversations": 40,
+            "heldout": 4,
+            "calibration": 6,
+            "max_new_tokens": 32,
+            "batch_size": 8,
+        },
+        "heads": {"family": "medusa", "num_heads": 2},
+        "train": {"steps": 40, "batch_tokens": 256, "eval_every": 10, "save_every": 5},
+        "tune": {"widths": [1, 2, 4], "context": 32, "max_nodes": 4, "max_rank": 2},
+        "eval": {"limit": 2, "max_new_tokens": 8},
+    }
+    recipe.write_text(yaml.safe_dump(settings))
+    return recipe.resolve()
+
+
+def start(folder: Path, recipe: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """One command of headstart in a folder of runs of its own, on one thread, so that sums have one order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [str(recipe) if word == "RECIPE" else word for word in command]
+    code = "import torch; torch.set_num_threads(1); from headstart.cli import main; main()"
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen([sys.executable, "-c", code, *words], cwd=folder, stdout=log, stderr=log)
+
+
+def undisturbed(folder: Path, recipe: Path, command: Sequence[str]) -> float:
+    """Let a command come to its end; returns its seconds."""
+    began = time.perf_counter()
+    code = start(folder, recipe, command).wait()
+    if code:
+        raise SystemExit(f"{' '.join(command)} ended with {code}; see {folder / 'log'}")
+    return time.perf_counter() - began
+
+
+def disturbed(folder: Path, recipe: Path, command: Sequence[str], moment: float) -> bool:
+    """Kill a command after so many seconds; whether it was still running."""
+    process = start(folder, recipe, command)
+    try:
+        process.wait(moment)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        return True
+    return False
+
+
+def made(folder: Path) -> dict[str, int]:
+    """What is finished of the artifacts: each file with its time. Checkpoints give way to newer ones by themselves."""
+    root = folder / "runs" / "artifacts"
+    kinds = ("conversations/*/parts/*.jsonl", "states/*/shard-*.safetensors", "heads/*/result.json")
+    return {str(file.relative_to(root)): file.stat().st_mtime_ns for pattern in kinds for file in root.glob(pattern)}
+
+
+def compare(calm: Path, killed: Path) -> dict[str, int]:
+    """What was made twice under kills, the reports, and heads that are not those of the undisturbed runs."""
+    twice = 0
+    for folder in (killed / "runs" / "artifacts" / "conversations").iterdir():
+        numbers = Counter(file.name.partition("-")[0] for file in (folder / "parts").glob("[0-9]*.jsonl"))
+        asked = Counter(
+            json.loads(line)["id"] for file in (folder / "parts").glob("[0-9]*.jsonl") for line in _rows(file)
+        )
+        twice += sum(count > 1 for count in [*numbers.values(), *asked.values()])
+    held: Counter[tuple[str, str]] = Counter()
+    for shard in (killed / "runs" / "artifacts" / "states").glob("*/shard-*.safetensors"):
+        with safe_open(shard, framework="pt") as handle:
+            about = handle.metadata()
+        held.update((str(tap), key) for tap in json.loads(about["taps"]) for key in json.loads(about["keys"]))
+    twice += sum(count > 1 for count in held.values())
+    different = 0
+    for run in ("tiny", "hydra", "eagle3"):
+        ours, theirs = (load_file(place / "runs" / run / "heads" / "heads.safetensors") for place in (killed, calm))
+        different += any(not torch.equal(ours[name], theirs[name]) for name in theirs)
+    reports = sum((killed / "runs" / run / "report" / "report.html").is_file() for run in ("tiny", "hydra", "eagle3"))
+    return {"twice": twice, "different": different, "reports": reports}
+
+
+def _rows(part: Path) -> list[str]:
+    """The conversations of a part; its first line says what it is."""
+    return part.read_text().splitlines()[1:]
+
+
+if __name__ == "__main__":
+    main()
