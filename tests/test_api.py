@@ -40,6 +40,15 @@ def test_import_alone_is_light() -> None:
     assert "AttributeError: module 'headstart' has no attribute 'nothing'" in done.stderr
 
 
+def test_load_takes_the_folder_of_a_run(tmp_path: Path, tiny_target: Target) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: mine\nheads: {}\n")
+    with pytest.raises(UserError, match="has no heads yet"):
+        headstart.load(tmp_path, target=tiny_target)
+    made = export(tmp_path / "heads", tiny_target)
+    loaded = headstart.load(tmp_path, target=tiny_target).heads.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in made.state_dict().items())
+
+
 def test_load_finds_the_target_named_in_the_folder(
     tmp_path: Path, tiny_target: Target, tiny_target_folder: Path
 ) -> None:

@@ -99,7 +99,7 @@ def load(
     """Load heads and the model they belong to.
 
     Args:
-        heads: a folder that headstart wrote, or a Hub id (user/name).
+        heads: a folder of heads, the folder of a run, or a Hub id (user/name).
         target: the model, when it is loaded already or lies elsewhere than the heads say (then what `load_target`
             takes). By default the one that the heads name is loaded.
         revision: branch, tag or commit of the heads, when they come from the Hub.

@@ -187,14 +187,14 @@ def export(
 
 @app.command()
 def push(
-    heads: Annotated[Path, typer.Argument(metavar="HEADS", help="A folder that headstart export or run wrote.")],
+    heads: Annotated[Path, typer.Argument(metavar="HEADS", help="A folder of heads, or the folder of a run.")],
     repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub.")],
     private: Annotated[bool, typer.Option(help="Create it for its owner's eyes only.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only say what would be uploaded.")] = False,
 ) -> None:
     """Upload heads to the Hub.
 
-    Example: headstart push runs/quickstart/heads user/name --private
+    Example: headstart push runs/quickstart user/name --private
     """
     from headstart.files import format_bytes
     from headstart.hub import push as upload

@@ -71,7 +71,7 @@ def evaluate(
 ) -> None:
     """Measure heads on a question file against plain decoding, transformers, and other drafters.
 
-    Example: headstart eval runs/quickstart/heads --questions questions.jsonl --out report --compare all
+    Example: headstart eval runs/quickstart --questions questions.jsonl --out report --compare all
     """
     from headstart.data.questions import read_questions
 
@@ -125,7 +125,7 @@ def audit(
     Greedy: every drafter's tokens are those of plain decoding. Sampling: under every verifier the tokens come with the
     frequencies that transformers gives them.
 
-    Example: headstart audit runs/quickstart/heads --out audit
+    Example: headstart audit runs/quickstart --out audit
     """
     from headstart.data.questions import read_questions
 
@@ -178,7 +178,7 @@ def generate(
 ) -> None:
     """Answer one prompt; the text goes to stdout, the figures to stderr.
 
-    Example: headstart generate runs/quickstart/heads --prompt "Why is the sky blue?"
+    Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
     """
     decoder = load_decoder(heads, target, revision, dtype)
     stream = decoder.stream(
@@ -221,7 +221,7 @@ def chat(
 ) -> None:
     """Talk with the target; after each answer its tokens/s and accepted length (τ).
 
-    Example: headstart chat runs/quickstart/heads
+    Example: headstart chat runs/quickstart
     """
     decoder = load_decoder(heads, target, revision, dtype)
     console = Console()

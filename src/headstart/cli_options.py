@@ -69,7 +69,9 @@ RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_def
 
 # -- heads -----------------------------------------------------------------------------------------------------------
 
-Heads = Annotated[str, typer.Argument(metavar="HEADS", help="A folder of heads, or a Hub id (user/name).")]
+Heads = Annotated[
+    str, typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
+]
 TargetOption = Annotated[
     str | None, typer.Option("--target", help="Where the target is, when it is not where the heads say.")
 ]

@@ -67,6 +67,18 @@ def test_training_heads_round_trip(tmp_path: Path, tiny_target: Target) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
+def test_training_starts_from_exported_heads_and_from_runs_too(tmp_path: Path, tiny_target: Target) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: mine\nheads: {}\n")
+    with pytest.raises(UserError, match="has no heads yet") as caught:
+        load_heads(tmp_path)
+    assert f"headstart run {tmp_path / 'recipe.yaml'} --run-dir {tmp_path}" in caught.value.remedy
+    heads = export(tmp_path / "heads", tiny_target)
+    for place in (tmp_path, tmp_path / "heads"):
+        again = load_heads(place, tiny_target)
+        assert again.config == heads.config
+        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
+
+
 def test_a_failing_export_leaves_the_folder_as_it_was(folder: Path, tiny_target: Target) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="measurments"):

@@ -22,6 +22,26 @@ from headstart.target import Target
 
 CONFIG = "config.json"
 WEIGHTS = "heads.safetensors"
+RUN_RECIPE = "recipe.yaml"
+"""What tells the folder of a run from a folder of heads."""
+RUN_HEADS = "heads"
+"""Where a run keeps the heads that it came to."""
+
+
+def heads_folder(place: Path) -> Path:
+    """Where the heads lie that a user means by a folder: a folder of heads, or that of a run.
+
+    Raises:
+        UserError: a run that has not come to its heads yet.
+    """
+    if (place / CONFIG).is_file() or not (place / RUN_RECIPE).is_file():
+        return place
+    if not (place / RUN_HEADS / CONFIG).is_file():
+        raise UserError(
+            f"The run in {place} has no heads yet.",
+            f"Finish it: headstart run {place / RUN_RECIPE} --run-dir {place}",
+        )
+    return place / RUN_HEADS
 
 
 def save_heads(heads: DraftHead, folder: Path) -> None:
@@ -36,10 +56,10 @@ def save_heads(heads: DraftHead, folder: Path) -> None:
 
 
 def load_heads(folder: Path, target: Target | None = None, device: torch.device | str | None = None) -> DraftHead:
-    """Read heads that `save_heads` wrote.
+    """Read heads that `save_heads` wrote, or that were exported.
 
     Args:
-        folder: with config.json and heads.safetensors.
+        folder: with config.json and heads.safetensors, or the folder of a run.
         target: binds the heads to it, when they read frozen weights of it.
         device: where the heads go; the target's device by default, the CPU without a target.
 
@@ -50,7 +70,10 @@ def load_heads(folder: Path, target: Target | None = None, device: torch.device 
         UserError: a file is missing or cut short, the settings are not of this version, or the heads do not fit the
             target.
     """
-    return build_heads(read_json(folder / CONFIG), folder / WEIGHTS, target, device)
+    folder = heads_folder(folder)
+    config = read_json(folder / CONFIG)
+    exported = isinstance(config, dict) and "format" in config
+    return build_heads(config.get("heads") if exported else config, folder / WEIGHTS, target, device)
 
 
 def settings_of(heads: DraftHead) -> dict[str, Any]:

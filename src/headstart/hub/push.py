@@ -9,6 +9,7 @@ import huggingface_hub
 
 from headstart.errors import UserError
 from headstart.files import PARTIAL
+from headstart.heads.io import heads_folder
 from headstart.hub.client import LOGIN, explained
 from headstart.hub.format import CARD, check_folder
 from headstart.hub.pull import HUB_ID
@@ -40,7 +41,7 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
     """Create a repository, if there is none, and upload an exported folder to it in one commit.
 
     Args:
-        folder: what `export_heads` wrote.
+        folder: what `export_heads` wrote, or the folder of the run it belongs to.
         repo_id: user/name.
         private: create the repository for its owner's eyes only; one that exists has to be private already.
         dry_run: only say what would be uploaded; nothing is sent and no token is needed.
@@ -50,6 +51,7 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
         UserError: the folder is not whole, the id is none, there is no token, it may not write there, a repository
             that should be private is public, or the Hub cannot be reached.
     """
+    folder = heads_folder(folder)
     check_folder(folder)
     if not (folder / CARD).is_file():
         raise UserError(f"{folder} has no {CARD}.", "Export the heads again; the model card is written with them.")
