@@ -95,6 +95,7 @@ def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     names = [row["name"] for row in results["compare"]]
     assert names == ["heads", "plain", "transformers", "transformers_prompt_lookup", "ngram", "early-exit:1", "static"]
+    asked = (*asked, "--overwrite")
     shown = works(*asked, "--limit", 1, "--temperature", 1, "--verifier", "typical", "--drafter", "ngram").stdout
     assert "LOSSY" in shown
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]

@@ -128,6 +128,8 @@ Compare = Annotated[
     ),
 ]
 
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a report that is there already.")]
+
 # -- the audit -------------------------------------------------------------------------------------------------------
 
 Questions = Annotated[

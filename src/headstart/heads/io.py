@@ -6,6 +6,8 @@ from the target again.
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,12 @@ def settings_of(heads: DraftHead) -> dict[str, Any]:
 def write_weights(heads: DraftHead, path: Path) -> None:
     """Write everything the heads save (parameters and draft vocabulary) to one safetensors file."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
-    save_file(state, path, metadata={"format": "pt"})
+    try:
+        save_file(state, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its text is all that it says of the system's reason
+        if reason := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(path)) from None
+        raise
 
 
 def build_heads(
