@@ -203,6 +203,8 @@ def push(
     done = upload(heads, repo_id, private=private, dry_run=dry_run)
     for name, size in done.files:
         console.print(f"  {name}  {format_bytes(size)}", highlight=False, markup=False)
+    for name in done.left_out:
+        console.print(f"  {name}  left out: headstart did not write it", highlight=False, markup=False)
     verb = "Would upload" if dry_run else "Uploaded"
     console.print(f"{verb} {len(done.files)} files, {format_bytes(done.total_bytes)}, to {done.url or repo_id}")
 
