@@ -11,8 +11,9 @@ import site
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -59,6 +60,26 @@ def _away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test writes without saying where lies in its own folder, and what it finds there is its own."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _guard() -> Iterator[Any]:
+    """Decoding goes on plainly when a drafter raises, with the right words: a test would pass. Here it is raised."""
+    from headstart.decode.session import Session
+
+    with pytest.MonkeyPatch.context() as patched:
+        own = Session._guard
+        patched.setattr(Session, "_guard", lambda _: nullcontext())
+        yield own
+
+
+@pytest.fixture(autouse=True)
+def _drafters_may_fail(request: pytest.FixtureRequest, _guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a test that says so, what drafters raise is caught as in use."""
+    if request.node.get_closest_marker("drafter_fails"):
+        from headstart.decode.session import Session
+
+        monkeypatch.setattr(Session, "_guard", _guard)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,61 @@ def test_what_is_around_the_suite_does_not_reach_it(tmp_path: Path, started_in: 
     found = (tmp_path / "found").read_text()
     assert '"traps": []' in found and '"here": []' in found
     assert str(tmp_path / "home") not in found
+
+
+FAILING = """
+import pytest
+from headstart.decode.drafters import NoDrafter
+from headstart.decode.loop import DecodeOptions, Engine
+
+class Failing(NoDrafter):
+    max_nodes = 4
+
+    def propose(self, *_):
+        raise ValueError("no drafts today")
+
+def decode(target):
+    return Engine(target, Failing()).generate([[3, 9]], DecodeOptions(max_new_tokens=4))[0]
+
+@pytest.fixture(scope="module")
+def made(tiny_target):
+    return decode(tiny_target)
+
+def test_in_a_test(tiny_target):
+    assert len(decode(tiny_target).tokens) == 4
+
+def test_in_a_fixture(made):
+    assert made.tokens
+
+@pytest.mark.drafter_fails
+def test_on_purpose(tiny_target):
+    assert decode(tiny_target).drafter_error == "ValueError: no drafts today"
+"""
+
+
+def test_a_drafter_that_raises_fails_its_test(tmp_path: Path) -> None:
+    (tmp_path / "test_failing.py").write_text(FAILING)
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.conftest",
+        "--rootdir",
+        str(tmp_path),
+        "-rA",
+        "-W",
+        "ignore",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(tmp_path / "test_failing.py")],
+        env={**os.environ, "PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+    )
+    told = re.findall(r"^(PASSED|FAILED|ERROR) .*::(\w+)", done.stdout, re.MULTILINE)
+    expected = {("PASSED", "test_on_purpose"), ("FAILED", "test_in_a_test"), ("ERROR", "test_in_a_fixture")}
+    assert set(told) == expected, done.stdout
 
 
 def python_path() -> str:
