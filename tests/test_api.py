@@ -169,6 +169,13 @@ def test_the_three_kinds_of_prompt(decoder: Decoder) -> None:
     ("arguments", "message"),
     [
         ({"prompt": []}, "empty"),
+        ({"prompt": ""}, "The prompt is empty"),
+        ({"prompt": " \n\t"}, "The prompt is empty"),
+        ({"prompt": "", "raw": True}, "The prompt is empty"),
+        (
+            {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": " "}]},
+            "The prompt is empty",
+        ),
         ({"prompt": [1, "a"]}, "not understood"),
         ({"prompt": [{"role": "user", "content": "a"}, 3]}, "not understood"),
         ({"prompt": [{"role": "user"}]}, "Message 0 lacks"),
@@ -199,6 +206,12 @@ def test_bad_prompts_and_options(decoder: Decoder, arguments: dict[str, Any], me
         with pytest.raises(UserError, match=message) as caught:
             call(**arguments)
         assert caught.value.remedy
+
+
+def test_one_empty_prompt_refuses_the_batch(decoder: Decoder) -> None:
+    with pytest.raises(UserError, match="The prompt is empty"):
+        decoder.generate_batch(["Hello", "  "])
+    assert decoder.tokens("\n", raw=True), "blanks may be continued as they are"
 
 
 def test_a_target_that_cannot_chat(tmp_path: Path, tiny_target: Target) -> None:

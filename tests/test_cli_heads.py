@@ -81,6 +81,12 @@ def test_a_run_without_heads_is_refused(run_folder: Path) -> None:
         assert f"headstart run {run_folder / 'recipe.yaml'} --run-dir {run_folder}" in said
 
 
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_heads, "load_decoder", None)
+    for prompt in ("", "  ", "\n"):
+        assert "The prompt is empty." in refused("generate", heads, "--prompt", prompt)
+
+
 def test_a_lossy_verifier_is_called_lossy(heads: Path) -> None:
     assert "LOSSY" in said(heads, "--temperature", 1, "--verifier", "typical").stderr
     assert "LOSSY" not in said(heads, "--temperature", 1, "--verifier", "top_k").stderr

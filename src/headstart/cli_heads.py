@@ -191,6 +191,8 @@ def generate(
 
     Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
     """
+    if not (prompt if raw else prompt.strip()):
+        raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
     decoder = load_decoder(heads, target, revision, dtype)
     stream = decoder.stream(
         prompt,

@@ -119,6 +119,21 @@ def test_a_file_cut_short_is_refused(folder: Path, tiny_target: Target, name: st
         assert caught.value.remedy
 
 
+def test_heads_called_by_another_family_name_their_own(folder: Path, tiny_target: Target) -> None:
+    edit(folder / "config.json", lambda config: config["heads"].update(family="eagle3"))
+    with pytest.raises(UserError, match="calls the heads eagle3, and their settings are those of medusa") as caught:
+        read_heads(folder, tiny_target)
+    assert "config.json" in caught.value.problem
+    assert '"family"' in caught.value.remedy and "pgrade" not in caught.value.remedy
+
+
+def test_an_unknown_setting_is_named_with_the_nearest(folder: Path, tiny_target: Target) -> None:
+    edit(folder / "config.json", lambda config: config["heads"].update(num_layerz=1))
+    with pytest.raises(UserError, match="setting 'num_layerz'") as caught:
+        read_heads(folder, tiny_target)
+    assert "Did you mean 'num_layers'" in caught.value.remedy and "upgrade" in caught.value.remedy
+
+
 def test_a_newer_format_is_refused(folder: Path, tiny_target: Target) -> None:
     edit(folder / "config.json", lambda values: values.update(format_version=2, headstart_version="9.9"))
     with pytest.raises(UserError, match=r"version 2, written by headstart 9\.9.*reads up to version 1.*Upgrade"):

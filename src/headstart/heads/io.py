@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.errors import UserError, nearest
 from headstart.files import read_json, write_atomic, write_json
-from headstart.heads.base import DraftHead, family
+from headstart.heads.base import DraftHead, families, family
 from headstart.target import Target
 
 CONFIG = "config.json"
@@ -109,12 +109,7 @@ def build_heads(
     try:
         config = cls.Config.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        setting = ".".join(str(part) for part in first["loc"])
-        raise UserError(
-            f"{cls.family} heads in {weights.parent}: setting {setting!r}: {first['msg']}.",
-            f"Upgrade headstart if a newer version wrote them. {nearest(setting, cls.Config.model_fields)}",
-        ) from None
+        raise _misfit(cls, settings, error, weights.parent) from None
     if target is not None and (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
         raise UserError(
             f"The heads in {weights.parent} read states of size {config.hidden_size} over {config.vocab_size} tokens; "
@@ -130,6 +125,25 @@ def build_heads(
     if target is not None:
         heads.bind(target)
     return heads
+
+
+def _misfit(cls: type[DraftHead], settings: dict[str, Any], error: ValidationError, folder: Path) -> UserError:
+    """Settings that their family does not take: those of another family, or of another version."""
+    for name in families():
+        try:
+            family(name).Config.model_validate({**settings, "family": name})
+        except ValidationError:
+            continue
+        return UserError(
+            f"{folder / CONFIG} calls the heads {cls.family}, and their settings are those of {name} heads.",
+            'Correct "family" there, or export or fetch the heads again.',
+        )
+    first = error.errors()[0]
+    setting = ".".join(str(part) for part in first["loc"])
+    return UserError(
+        f"{cls.family} heads in {folder}: setting {setting!r}: {first['msg'].lower()}.",
+        f"{nearest(setting, cls.Config.model_fields)} If a newer headstart wrote them: pip install --upgrade headstart",
+    )
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
