@@ -300,13 +300,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def times(interval: Mapping[str, float] | None) -> str:
-    """A speed-up with its interval.
+def times(interval: Mapping[str, float | None] | None) -> str:
+    """A speed-up with its interval; one prompt has none.
 
     >>> times({"mean": 1.4, "low": 1.31, "high": 1.5})
     '1.40x (1.31-1.50)'
     """
-    return f"{interval['mean']:.2f}x ({interval['low']:.2f}-{interval['high']:.2f})" if interval else ""
+    if interval is None:
+        return ""
+    span = "" if interval["low"] is None else f" ({interval['low']:.2f}-{interval['high']:.2f})"
+    return f"{interval['mean']:.2f}x{span}"
 
 
 def shares(values: Iterable[float]) -> str:

@@ -1,26 +1,93 @@
-"""Shared fixtures: a tiny target with a real tokenizer, the same saved as a folder, and the packaged real target."""
+"""Shared fixtures: a tiny target with a real tokenizer, the same saved as a folder, and the packaged real target.
+
+Tests depend on no home folder, cache, working folder or variable of whoever starts them: the session has an empty home
+of its own, with one cache for all of it, and each test runs in its own empty folder.
+"""
 
 from __future__ import annotations
 
 import os
+import site
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+if TYPE_CHECKING:
+    from headstart.target import Target
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tests.tiny` is found from anywhere
 
-from headstart.target import Target, load_target
-from tests.tiny import tiny_model, tiny_tokenizer
+FOREIGN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),
+    *("HF_", "HUGGING", "TRANSFORMERS_", "WANDB_", "TENSORBOARD_", "XDG_", "MPL"),
+    *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_", "GITHUB_ACTIONS"),
+)
+"""How variables begin that a launcher, a tracker, a cache or a terminal leaves to the tests."""
+
+_HOME = tempfile.TemporaryDirectory(prefix="headstart-tests-", ignore_cleanup_errors=True)
+
+
+def _settle(home: Path) -> None:
+    """Begin with an empty home. Libraries read it once, when they are imported: the fixtures import them."""
+    os.environ["PYTHONUSERBASE"] = site.getuserbase()  # packages may lie in the real home
+    for name in [name for name in os.environ if name.startswith(FOREIGN)]:
+        del os.environ[name]
+    os.environ.update(HOME=str(home), XDG_CACHE_HOME=str(home / ".cache"), HF_HOME=str(home / ".cache" / "huggingface"))
+
+
+_settle(Path(_HOME.name))
 
 if "OMP_NUM_THREADS" in os.environ:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fixtures of whole modules are made in an empty folder too."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("away"))
+    yield
+    os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test writes without saying where lies in its own folder, and what it finds there is its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _guard() -> Iterator[Any]:
+    """Decoding goes on plainly when a drafter raises, with the right words: a test would pass. Here it is raised."""
+    from headstart.decode.session import Session
+
+    with pytest.MonkeyPatch.context() as patched:
+        own = Session._guard
+        patched.setattr(Session, "_guard", lambda _: nullcontext())
+        yield own
+
+
+@pytest.fixture(autouse=True)
+def _drafters_may_fail(request: pytest.FixtureRequest, _guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a test that says so, what drafters raise is caught as in use."""
+    if request.node.get_closest_marker("drafter_fails"):
+        from headstart.decode.session import Session
+
+        monkeypatch.setattr(Session, "_guard", _guard)
+
+
 @pytest.fixture(scope="session")
 def tiny_target() -> Target:
     """A random float32 Llama of 3 layers with a byte-level tokenizer and a ChatML template."""
+    from headstart.target import Target
+    from tests.tiny import tiny_model, tiny_tokenizer
+
     tokenizer = tiny_tokenizer()
     model = tiny_model("llama", vocab_size=len(tokenizer), max_length=1024)
     return Target(model, tokenizer, "tiny")
@@ -29,6 +96,8 @@ def tiny_target() -> Target:
 @pytest.fixture(scope="session")
 def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and tokenizer of `tiny_target`, saved so that `load_target(str(folder))` reads them."""
+    from tests.tiny import tiny_model, tiny_tokenizer
+
     folder = tmp_path_factory.mktemp("tiny") / "target"
     tokenizer = tiny_tokenizer()
     tiny_model("llama", vocab_size=len(tokenizer), max_length=1024).save_pretrained(folder)
@@ -39,4 +108,6 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def real_target() -> Target:
     """The packaged SmolLM2-135M in bfloat16, for tests marked `real`."""
+    from headstart.target import load_target
+
     return load_target("smollm2-135m", dtype="bfloat16")

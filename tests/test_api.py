@@ -40,6 +40,15 @@ def test_import_alone_is_light() -> None:
     assert "AttributeError: module 'headstart' has no attribute 'nothing'" in done.stderr
 
 
+def test_load_takes_the_folder_of_a_run(tmp_path: Path, tiny_target: Target) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: mine\nheads: {}\n")
+    with pytest.raises(UserError, match="has no heads yet"):
+        headstart.load(tmp_path, target=tiny_target)
+    made = export(tmp_path / "heads", tiny_target)
+    loaded = headstart.load(tmp_path, target=tiny_target).heads.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in made.state_dict().items())
+
+
 def test_load_finds_the_target_named_in_the_folder(
     tmp_path: Path, tiny_target: Target, tiny_target_folder: Path
 ) -> None:
@@ -123,6 +132,7 @@ def test_kinds_of_trees(tiny_target: Target) -> None:
         Decoder(tiny_target, heads, shape, {"widths": [1]})
 
 
+@pytest.mark.drafter_fails
 def test_a_drafter_that_fails_is_named_in_the_answer(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = make_heads(tiny_target)
     decoder = Decoder(tiny_target, heads, TreeShape.from_paths(TUNING["paths"]), TUNING)
@@ -159,6 +169,13 @@ def test_the_three_kinds_of_prompt(decoder: Decoder) -> None:
     ("arguments", "message"),
     [
         ({"prompt": []}, "empty"),
+        ({"prompt": ""}, "The prompt is empty"),
+        ({"prompt": " \n\t"}, "The prompt is empty"),
+        ({"prompt": "", "raw": True}, "The prompt is empty"),
+        (
+            {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": " "}]},
+            "The prompt is empty",
+        ),
         ({"prompt": [1, "a"]}, "not understood"),
         ({"prompt": [{"role": "user", "content": "a"}, 3]}, "not understood"),
         ({"prompt": [{"role": "user"}]}, "Message 0 lacks"),
@@ -189,6 +206,12 @@ def test_bad_prompts_and_options(decoder: Decoder, arguments: dict[str, Any], me
         with pytest.raises(UserError, match=message) as caught:
             call(**arguments)
         assert caught.value.remedy
+
+
+def test_one_empty_prompt_refuses_the_batch(decoder: Decoder) -> None:
+    with pytest.raises(UserError, match="The prompt is empty"):
+        decoder.generate_batch(["Hello", "  "])
+    assert decoder.tokens("\n", raw=True), "blanks may be continued as they are"
 
 
 def test_a_target_that_cannot_chat(tmp_path: Path, tiny_target: Target) -> None:

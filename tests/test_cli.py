@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from headstart.cli import app
+from headstart.heads.io import write_weights
 from headstart.target import Target
+from tests.hub.helpers import make_heads
 from tests.test_pipeline import recipe_text, tiny_recipe
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -155,7 +157,7 @@ def test_eval_writes_the_three_files(finished: Path, questions: Path, tmp_path: 
     results = json.loads((out / "results.json").read_text())
     assert [row["id"] for row in results["per_prompt"]] == ["1", "1/2"]
     assert results["environment"]["dtype"] == "float32"
-    works(*asked, "--batch-size", 2, "--temperature", 0.5)
+    works(*asked, "--batch-size", 2, "--temperature", 0.5, "--overwrite")
 
 
 def test_data_shows_what_is_supervised(finished: Path, tmp_path: Path, tiny_target_folder: Path) -> None:
@@ -316,18 +318,93 @@ def test_prompts_longer_than_the_context_are_refused(finished: Path, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_too_little_disk_is_refused(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("run", recipe, "data.conversations=1000000000000", "data.cache_gigabytes=1e9", "--run-dir", tmp_path / "r")
     assert "are free" in refused(*asked)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("headstart.data.generate.write_conversations", full)
     line = refused("data", recipe, "--run-dir", tmp_path / "run")
     assert "disk is full" in line
     monkeypatch.undo()
     works("data", recipe, "--run-dir", tmp_path / "run")
+
+
+def test_a_disk_that_fills_up_while_heads_are_exported(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", full)  # copytree gathers what fails into an error without a number
+        line = refused("export", finished, tmp_path / "out" / "heads")
+    assert "The disk is full" in line and "Free some space" in line
+    monkeypatch.setattr("headstart.files.os.fsync", full)
+    assert "The disk is full" in refused("export", finished, tmp_path / "out" / "heads")
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_weights_that_the_disk_cannot_hold_are_an_error_of_the_disk(tmp_path: Path, tiny_target: Target) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="Not a directory"):
+        write_weights(make_heads(tiny_target), tmp_path / "file" / "heads.safetensors")
+
+
+def test_places_that_cannot_be_written_to_are_refused(
+    finished: Path, recipe: Path, questions: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for nowhere in (Path("/proc/x"), tmp_path / "file" / "below"):
+        for asked in (
+            ("run", recipe, "--run-dir", nowhere),
+            ("export", finished, nowhere),
+            ("eval", finished / "heads", "--questions", questions, "--out", nowhere),
+            ("audit", finished / "heads", "--out", nowhere),
+            ("doctor", finished, "--json", nowhere / "findings.json"),
+        ):
+            line = refused(*asked)
+            assert str(nowhere) in line or f"{nowhere.parent} (" in line, line
+    assert {path.name for path in tmp_path.iterdir()} == {"file", questions.name}
+
+
+@pytest.mark.parametrize("command", ["eval", "audit", "doctor"])
+def test_what_cannot_be_written_is_found_out_before_the_work(
+    finished: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr("headstart.cli_heads.load_decoder", work)
+    monkeypatch.setattr("headstart.doctor.find_subject", work)
+    heads, nowhere = finished / "heads", Path("/proc/x")
+    asked = {
+        "eval": ("eval", heads, "--questions", questions, "--out", nowhere),
+        "audit": ("audit", heads, "--out", nowhere),
+        "doctor": ("doctor", finished, "--json", nowhere / "findings.json"),
+    }
+    assert "Cannot write to /proc/x" in refused(*asked[command])
+
+
+def test_an_earlier_report_is_not_lost(finished: Path, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    measure = ("eval", finished / "heads", "--questions", questions, "--out", out, "--max-new-tokens", 4, "--limit", 1)
+    works(*measure)
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    line = refused(*measure)
+    assert "holds a report already (results.json, report.md, report.html)" in line and "--overwrite" in line
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    works(*measure, "--overwrite", "--seed", 7)
+    assert json.loads((out / "results.json").read_text())["settings"]["seed"] == 7
+    prove = ("audit", finished / "heads", "--out", out, "--limit", 1, "--drafters", "static", "--temperature", 0)
+    works(*prove)
+    assert "holds a report already (audit.json, audit.md)" in refused(*prove)
+    works(*prove, "--overwrite")
+    (out / "numbers.json").write_text("[1, 2]")
+    assert "would be lost" in refused("doctor", finished, "--json", out / "numbers.json")
+    assert (out / "notes.txt").read_text() == "mine"
 
 
 def test_options_out_of_range_are_refused(finished: Path, questions: Path, tmp_path: Path) -> None:

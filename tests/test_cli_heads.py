@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ from tests.test_cli import call, refused, works
 def heads(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target, tiny_target_folder: Path) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "heads"
     export(folder, Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder)))
+    return folder
+
+
+@pytest.fixture
+def run_folder(heads: Path, tmp_path: Path) -> Path:
+    """The folder of a run that has come to its heads."""
+    folder = tmp_path / "runs" / "mine"
+    shutil.copytree(heads, folder / "heads")
+    (folder / "recipe.yaml").write_text("name: mine\nheads: {}\n")
     return folder
 
 
@@ -50,6 +60,33 @@ def test_every_drafter_and_mode_writes_the_same_words(heads: Path) -> None:
     assert said(heads, "--repetition-penalty", 5).stdout != plain
 
 
+def test_a_run_stands_for_its_heads(heads: Path, run_folder: Path, questions: Path, tmp_path: Path) -> None:
+    assert said(run_folder).stdout == said(heads).stdout
+    assert "tokens/s" in works("chat", run_folder, "--max-new-tokens", 4, stdin="hello\n\n").stderr
+    works("eval", run_folder, "--questions", questions, "--out", tmp_path / "out", "--max-new-tokens", 4, "--limit", 1)
+    works("audit", run_folder, "--limit", 1, "--drafters", "static", "--max-new-tokens", 4, "--temperature", 0)
+    assert "Would upload 7 files" in works("push", run_folder, "user/name", "--dry-run").stdout
+
+
+def test_a_run_without_heads_is_refused(run_folder: Path) -> None:
+    shutil.rmtree(run_folder / "heads")
+    for asked in (
+        ("generate", run_folder, "--prompt", "hi"),
+        ("chat", run_folder),
+        ("audit", run_folder),
+        ("push", run_folder, "user/name", "--dry-run"),
+    ):
+        said = refused(*asked)
+        assert f"The run in {run_folder} has no heads yet." in said
+        assert f"headstart run {run_folder / 'recipe.yaml'} --run-dir {run_folder}" in said
+
+
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_heads, "load_decoder", None)
+    for prompt in ("", "  ", "\n"):
+        assert "The prompt is empty." in refused("generate", heads, "--prompt", prompt)
+
+
 def test_a_lossy_verifier_is_called_lossy(heads: Path) -> None:
     assert "LOSSY" in said(heads, "--temperature", 1, "--verifier", "typical").stderr
     assert "LOSSY" not in said(heads, "--temperature", 1, "--verifier", "top_k").stderr
@@ -64,6 +101,7 @@ def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     names = [row["name"] for row in results["compare"]]
     assert names == ["heads", "plain", "transformers", "transformers_prompt_lookup", "ngram", "early-exit:1", "static"]
+    asked = (*asked, "--overwrite")
     shown = works(*asked, "--limit", 1, "--temperature", 1, "--verifier", "typical", "--drafter", "ngram").stdout
     assert "LOSSY" in shown
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from headstart.files import write_atomic, write_json
+from headstart.errors import UserError
+from headstart.files import check_writable, write_atomic, write_json
 
 
 def folder_of(*names: str) -> Callable[[Path], None]:
@@ -44,6 +46,31 @@ def test_what_fails_half_way_leaves_the_old(tmp_path: Path) -> None:
             write_atomic(path, fail)
     assert names(tmp_path / "heads") == {"a"}
     assert (tmp_path / "x.json").read_text() == "1\n"
+    assert names(tmp_path) == {"heads", "x.json"}, "no half of anything is left"
+
+
+def test_a_full_disk_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("headstart.files.os.fsync", full)
+    for path in (tmp_path / "x.json", tmp_path / "deep" / "er" / "x.json"):
+        with pytest.raises(OSError, match="No space"):
+            write_json(path, 1)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(tmp_path / "new" / "heads", folder_of("a"))
+    assert names(tmp_path) == set()
+
+
+def test_whether_a_folder_can_be_written_to_is_found_out_without_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check_writable(tmp_path / "new" / "er")
+    check_writable(tmp_path)
+    for bad in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/x")):
+        with pytest.raises(UserError, match="Cannot write to") as caught:
+            check_writable(bad)
+        assert str(bad) in caught.value.problem
+    assert names(tmp_path) == {"file"}
 
 
 def test_a_kill_between_the_two_steps_of_a_folder_is_mended_by_the_next_write(tmp_path: Path) -> None:

@@ -425,6 +425,14 @@ def test_a_folder_written_before_is_still_whole(tmp_path: Path, tiny_target: Tar
     assert model.generate(torch.tensor([LONG]), max_new_tokens=5, custom_generate=heads).shape == (1, len(LONG) + 5)
 
 
+def test_the_folder_of_a_run(tmp_path: Path, tiny_target: Target, model: Any) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: mine\nheads: {}\n")
+    export(tmp_path / "heads", tiny_target)
+    expected = model.generate(torch.tensor([LONG]), max_new_tokens=5)
+    heads = headstart.custom_generate(tmp_path)
+    assert torch.equal(model.generate(torch.tensor([LONG]), max_new_tokens=5, custom_generate=heads), expected)
+
+
 FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, "beam search"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "assisted generation"),

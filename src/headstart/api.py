@@ -99,7 +99,7 @@ def load(
     """Load heads and the model they belong to.
 
     Args:
-        heads: a folder that headstart wrote, or a Hub id (user/name).
+        heads: a folder of heads, the folder of a run, or a Hub id (user/name).
         target: the model, when it is loaded already or lies elsewhere than the heads say (then what `load_target`
             takes). By default the one that the heads name is loaded.
         revision: branch, tag or commit of the heads, when they come from the Hub.
@@ -223,6 +223,9 @@ class Decoder:
             UserError: as `generate`.
         """
         tokenizer = self.target.tokenizer
+        said = prompt if isinstance(prompt, str) else _last_words(prompt)
+        if said is not None and not (said if raw else said.strip()):
+            raise UserError("The prompt is empty.", "Write what the target is to answer.")
         if isinstance(prompt, str) and raw:
             if tokenizer is None:
                 raise UserError("A text prompt needs a tokenizer.", "Pass token ids.")
@@ -272,6 +275,13 @@ class Decoder:
             first_token_ms=generation.first_token_ms,
             drafter_error=generation.drafter_error,
         )
+
+
+def _last_words(prompt: Sequence[Any]) -> str | None:
+    """What the last of a list of messages says, when it is the user's; None for any other prompt."""
+    last = prompt[-1] if prompt else None
+    said = last.get("content") if isinstance(last, dict) and last.get("role") == "user" else None
+    return said if isinstance(said, str) else None
 
 
 class Stream(Iterator[str]):

@@ -236,14 +236,14 @@ def export(
 
 @app.command()
 def push(
-    heads: Annotated[Path, typer.Argument(metavar="HEADS", help="A folder that headstart export or run wrote.")],
+    heads: Annotated[Path, typer.Argument(metavar="HEADS", help="A folder of heads, or the folder of a run.")],
     repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub.")],
     private: Annotated[bool, typer.Option(help="Create it for its owner's eyes only.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only say what would be uploaded.")] = False,
 ) -> None:
     """Upload heads to the Hub.
 
-    Example: headstart push runs/quickstart/heads user/name --private
+    Example: headstart push runs/quickstart user/name --private
     """
     from headstart.files import format_bytes
     from headstart.hub import push as upload
@@ -252,6 +252,8 @@ def push(
     done = upload(heads, repo_id, private=private, dry_run=dry_run)
     for name, size in done.files:
         console.print(f"  {name}  {format_bytes(size)}", highlight=False, markup=False)
+    for name in done.left_out:
+        console.print(f"  {name}  left out: headstart did not write it", highlight=False, markup=False)
     verb = "Would upload" if dry_run else "Uploaded"
     console.print(f"{verb} {len(done.files)} files, {format_bytes(done.total_bytes)}, to {done.url or repo_id}")
 

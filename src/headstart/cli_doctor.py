@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 
 from headstart.cli_options import RunDir, TargetOption
+from headstart.errors import UserError
+from headstart.files import check_writable, read_json
 
 
 def doctor(
@@ -31,6 +33,8 @@ def doctor(
 
     Example: headstart doctor runs/quickstart
     """
+    if json is not None:
+        _check_json(json)
     console = Console()
     with console.status("loading"):
         from headstart.doctor import examine, find_subject, show, write
@@ -46,3 +50,12 @@ def doctor(
         write(findings, place, json)
     if any(finding.ok is False for finding in findings):
         raise typer.Exit(1)
+
+
+def _check_json(file: Path) -> None:
+    """Refuse, before the work, a file that cannot be written or that holds anything but earlier findings."""
+    if file.is_dir():
+        raise UserError(f"{file} is a folder.", "Name a file.")
+    if file.exists() and not (isinstance(found := read_json(file), dict) and "findings" in found):
+        raise UserError(f"{file} holds something else than findings, which would be lost.", "Name another file.")
+    check_writable(file.parent)

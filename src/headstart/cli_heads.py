@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ from headstart.cli_options import (
     MaxNewTokens,
     MinP,
     MultiTurn,
+    Overwrite,
     Penalty,
     Questions,
     Revision,
@@ -40,10 +42,14 @@ from headstart.cli_options import (
     listed,
 )
 from headstart.errors import UserError
+from headstart.files import check_writable
 from headstart.terminal import ask, complain, pour, say
 
 if TYPE_CHECKING:
     from headstart.api import Decoder, Stream
+
+REPORT_FILES = ("results.json", "report.md", "report.html")
+AUDIT_FILES = ("audit.json", "audit.md")
 
 
 def evaluate(
@@ -51,6 +57,7 @@ def evaluate(
     questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
     out: Annotated[Path, typer.Option(help="Folder for results.json, report.md and report.html.")],
     compare: Compare = None,
+    overwrite: Overwrite = False,
     limit: Limit = None,
     max_new_tokens: MaxNewTokens = 128,
     dtype: DtypeOption = Dtype.auto,
@@ -71,10 +78,11 @@ def evaluate(
 ) -> None:
     """Measure heads on a question file against plain decoding, transformers, and other drafters.
 
-    Example: headstart eval runs/quickstart/heads --questions questions.jsonl --out report --compare all
+    Example: headstart eval runs/quickstart --questions questions.jsonl --out report --compare all
     """
     from headstart.data.questions import read_questions
 
+    _check_out(out, REPORT_FILES, overwrite)
     asked = read_questions(questions)
     from headstart.eval import EvalOptions, show_compare
     from headstart.pipeline.actions import report
@@ -109,6 +117,7 @@ def audit(
     heads: Heads,
     questions: Questions = None,
     out: Annotated[Path | None, typer.Option(help="Folder for audit.json and audit.md.")] = None,
+    overwrite: Overwrite = False,
     limit: Limit = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest greedy answer, in tokens.")] = 32,
     temperature: Temperatures = None,
@@ -125,10 +134,12 @@ def audit(
     Greedy: every drafter's tokens are those of plain decoding. Sampling: under every verifier the tokens come with the
     frequencies that transformers gives them.
 
-    Example: headstart audit runs/quickstart/heads --out audit
+    Example: headstart audit runs/quickstart --out audit
     """
     from headstart.data.questions import read_questions
 
+    if out is not None:
+        _check_out(out, AUDIT_FILES, overwrite)
     asked = [question.turns[0] for file in questions or () for question in read_questions(file)]
     from headstart.eval.evidence import PROMPTS, AuditOptions, run_audit
     from headstart.eval.verdict import show_audit, write_audit
@@ -178,8 +189,10 @@ def generate(
 ) -> None:
     """Answer one prompt; the text goes to stdout, the figures to stderr.
 
-    Example: headstart generate runs/quickstart/heads --prompt "Why is the sky blue?"
+    Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
     """
+    if not (prompt if raw else prompt.strip()):
+        raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
     decoder = load_decoder(heads, target, revision, dtype)
     stream = decoder.stream(
         prompt,
@@ -221,7 +234,7 @@ def chat(
 ) -> None:
     """Talk with the target; after each answer its tokens/s and accepted length (τ).
 
-    Example: headstart chat runs/quickstart/heads
+    Example: headstart chat runs/quickstart
     """
     decoder = load_decoder(heads, target, revision, dtype)
     console = Console()
@@ -266,6 +279,16 @@ def load_decoder(heads: str, target: str | None, revision: str | None, dtype: Dt
         from headstart.api import load
 
         return load(heads, target, revision, dtype.value)
+
+
+def _check_out(out: Path, files: Sequence[str], overwrite: bool) -> None:
+    """Refuse a folder that cannot be written to, or whose report would be lost, before anything is measured."""
+    found = [name for name in files if (out / name).exists()]
+    if found and not overwrite:
+        raise UserError(
+            f"{out} holds a report already ({', '.join(found)}).", "Choose another folder, or add --overwrite."
+        )
+    check_writable(out)
 
 
 def _remark(stream: Stream, verifier: str) -> None:

@@ -69,7 +69,9 @@ RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_def
 
 # -- heads -----------------------------------------------------------------------------------------------------------
 
-Heads = Annotated[str, typer.Argument(metavar="HEADS", help="A folder of heads, or a Hub id (user/name).")]
+Heads = Annotated[
+    str, typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
+]
 TargetOption = Annotated[
     str | None, typer.Option("--target", help="Where the target is, when it is not where the heads say.")
 ]
@@ -125,6 +127,8 @@ Compare = Annotated[
         "transformers_assistant:SPEC, or all (every one that needs no second model).",
     ),
 ]
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a report that is there already.")]
 
 # -- the audit -------------------------------------------------------------------------------------------------------
 

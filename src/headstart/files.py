@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +20,44 @@ PARTIAL = ".partial"
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a neighbour of `path`, then move it into place.
 
-    A file replaces a file and a folder replaces a folder, with everything in it. When `write` raises, `path` is left as
-    it was. A file is replaced in one step; between the two steps of a folder `path` does not exist.
+    A file replaces a file and a folder replaces a folder, with everything in it. When `write` raises, or the disk is
+    full, `path` is left as it was and nothing beside it. A file is replaced in one step; between the two steps of a
+    folder `path` does not exist.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + PARTIAL)
-    _remove(partial)
-    write(partial)
-    for file in [partial, *partial.rglob("*")]:
-        if file.is_file():
-            with file.open("rb+") as handle:
-                os.fsync(handle.fileno())
+    with _made(path.parent):
+        partial = path.with_name(path.name + PARTIAL)
+        _remove(partial)
+        try:
+            write(partial)
+            for file in [partial, *partial.rglob("*")]:
+                if file.is_file():
+                    with file.open("rb+") as handle:
+                        os.fsync(handle.fileno())
+        except BaseException:
+            with suppress(OSError):  # what went wrong first is what to tell
+                _remove(partial)
+            raise
     old = path.with_name(f"{path.name}.old{PARTIAL}")
     if partial.is_dir() and path.exists():
         _remove(old)
         path.rename(old)
     os.replace(partial, path)
     _remove(old)
+
+
+def check_writable(folder: Path) -> None:
+    """See that files can be written into a folder, before the work whose results they hold; leaves no trace.
+
+    Raises:
+        UserError: they cannot.
+    """
+    try:
+        with suppress(_Tried), _made(folder):
+            with tempfile.TemporaryFile(dir=folder) as handle:
+                handle.write(b"x")
+            raise _Tried
+    except OSError as error:
+        raise UserError(f"Cannot write to {folder} ({error.strerror or error}).", "Choose another folder.") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -124,6 +147,24 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+class _Tried(Exception):
+    """Writing works: take back what was made for the try."""
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder and those above it; when the block raises, those that are still empty are taken away again."""
+    missing = [place for place in [folder, *folder.parents] if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for place in missing:
+            with suppress(OSError):
+                place.rmdir()
+        raise
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -22,6 +23,7 @@ RESUMABLE = {"run", "train", "data", "tune"}
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS}
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
 class Commands(TyperGroup):
@@ -38,14 +40,9 @@ class Commands(TyperGroup):
             Console(stderr=True).print(f"\nStopped.{again}", highlight=False, markup=False, soft_wrap=True)
             raise SystemExit(130) from None
         except OSError as error:
-            if error.errno not in _DISK_FULL | _NO_RIGHT:
+            if error.errno == errno.EPIPE:  # whoever read what is printed has gone: nobody is there to be told
                 raise
-            full = error.errno in _DISK_FULL
-            where = f" at {error.filename}" if error.filename else ""
-            complain(
-                f"{'The disk is full' if full else 'No right to read or write'}{where} ({error.strerror}).",
-                f"{'Free some space' if full else 'Choose another folder'}, then run the command again.",
-            )
+            complain(*explained(error))
             raise SystemExit(2) from None
 
 
@@ -56,6 +53,27 @@ class DataCommands(TyperGroup):
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             args = ["build", *args]
         return super().parse_args(ctx, args)
+
+
+def explained(error: OSError) -> tuple[str, str]:
+    """What the system refused, as a problem and its remedy.
+
+    >>> explained(FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/x"))
+    ('Cannot read or write /proc/x (No such file or directory).', 'Check the path, then run the command again.')
+    """
+    code, reason, where = error.errno, error.strerror or str(error), error.filename
+    if isinstance(error, shutil.Error) and (inner := _ERRNO.search(str(error))):  # one of a whole folder, as text
+        code, where = int(inner[1]), None
+        reason = os.strerror(code)
+    if code in _DISK_FULL:
+        problem, remedy = "The disk is full" + (f" at {where}" if where else ""), "Free some space"
+    elif code in _NO_RIGHT:
+        problem, remedy = "No right to read or write" + (f" at {where}" if where else ""), "Choose another folder"
+    elif where:
+        problem, remedy = f"Cannot read or write {where}", "Check the path"
+    else:
+        problem, remedy = "The system refused to read or write", "Check the disk and the network"
+    return f"{problem} ({reason}).", f"{remedy}, then run the command again."
 
 
 def complain(problem: str, remedy: str) -> None:

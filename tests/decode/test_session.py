@@ -47,6 +47,7 @@ class FailingDrafter(ReplayDrafter):
         super().observe(session, tokens_BP, states, counts)
 
 
+@pytest.mark.drafter_fails
 @pytest.mark.parametrize("where", ["open", "propose", "observe"])
 def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
@@ -58,6 +59,7 @@ def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> Non
     assert all(row.drafter_error is None for row in plain)
 
 
+@pytest.mark.drafter_fails
 def test_a_failure_is_named_even_where_the_first_token_ends_the_text() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     (output,) = Engine(target, FailingDrafter([[1]], "open")).generate(TEXTS[:1], DecodeOptions(max_new_tokens=1))

@@ -102,6 +102,7 @@ class Failing(NoDrafter):
         raise ValueError("nothing to say")
 
 
+@pytest.mark.drafter_fails
 def test_a_drafter_that_fails_is_reported(tiny_target: Target) -> None:
     options = EvalOptions(max_new_tokens=6, baselines=False, compare=("good",))
     results = evaluate(tiny_target, Failing(), QUESTIONS, options, others={"good": None})

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from headstart.decode.loop import DecodeOptions, Engine
+from headstart.eval import divergence
 from headstart.eval.divergence import EXACT_MARGIN, Judge, difference, gap_error
+from headstart.eval.exact import in_float32
 from headstart.target import Target
-from tests.tiny import tiny_model
+from tests.tiny import KINDS, tiny_model
 
 PROMPTS = [[5, 9, 7], [30, 2, 2, 8]]
 
@@ -32,11 +34,10 @@ def ranked(target: Target, prefix: list[int]) -> tuple[torch.Tensor, list[int]]:
     return logits_V, logits_V.argsort(descending=True).tolist()
 
 
-def test_equal_outputs_need_no_judge() -> None:
+def test_equal_outputs_have_no_margins() -> None:
     exact, _ = targets()
-    judge = Judge(exact)
     answers = plain(exact)
-    found = judge.judge(PROMPTS, answers, answers)
+    found = Judge(exact).judge(PROMPTS, answers, answers)
     assert found.to_json() == {
         "prompts": 2,
         "tokens_compared": 20,
@@ -45,7 +46,77 @@ def test_equal_outputs_need_no_judge() -> None:
         "margin_limit": None,
         "largest_margin": None,
     }
-    assert judge._reference is None, "the float32 copy is made only when it is needed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_without_a_copy_is_float32_to_the_bit(kind: str) -> None:
+    model = tiny_model(kind, vocab_size=61).to(torch.bfloat16)
+    target = Target(model)
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    text = torch.arange(3, 40)[None]
+    with target.stock(), torch.inference_mode():
+        rounded, exact = model(text).logits, copy.deepcopy(model).float()(text).logits
+        with in_float32(model, target.layers):
+            found = model(text).logits
+        assert torch.equal(found, exact) and found.dtype == torch.float32
+        assert not torch.equal(rounded.float(), exact)
+        assert torch.equal(model(text).logits, rounded), "nothing is left of it"
+    after = model.state_dict()
+    assert all(
+        after[name].data_ptr() == place and torch.equal(after[name], value) for name, (place, value) in before.items()
+    )
+
+
+def test_float32_without_a_copy_holds_one_part_at_a_time() -> None:
+    """Whatever a forward of a part sees, all other parts are in their own dtype; also after a failure."""
+    model = tiny_model("llama", vocab_size=61).to(torch.bfloat16)
+    target, most = Target(model), 0
+
+    def look(*_: object) -> None:
+        nonlocal most
+        sizes = {tensor.data_ptr(): tensor.numel() for tensor in model.parameters() if tensor.dtype == torch.float32}
+        most = max(most, sum(sizes.values()))
+
+    parts = [*target.layers, model.get_output_embeddings(), model.get_input_embeddings()]
+    with target.stock(), torch.inference_mode(), in_float32(model, target.layers):
+        hooks = [part.register_forward_pre_hook(look) for part in parts]
+        model(torch.tensor([[5, 9, 7]]))
+        for hook in hooks:
+            hook.remove()
+        largest = max(sum(tensor.numel() for tensor in part.parameters()) for part in parts)
+        assert most == largest
+        broken = target.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="broken"):
+            model(torch.tensor([[5, 9, 7]]))
+        broken.remove()
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
+
+
+def fail(*_: object) -> None:
+    raise ValueError("broken")
+
+
+def test_judging_makes_no_copy_and_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, rounded = targets()
+    answers = plain(rounded)
+    other = [[*answers[0][:4], (answers[0][4] + 1) % 61], answers[1]]
+    prefix = torch.tensor([PROMPTS[0] + answers[0][:4]])
+    with rounded.stock() as model, torch.inference_mode():
+        logits_V = copy.deepcopy(model).float()(prefix, logits_to_keep=1).logits[0, -1]
+
+    def copied(*_: object) -> None:
+        raise AssertionError("the whole model was copied")
+
+    monkeypatch.setattr(type(rounded.model), "__deepcopy__", copied, raising=False)
+    said: list[str] = []
+    judge = Judge(rounded, say=said.append)
+    judge.judge(PROMPTS, answers, answers)
+    assert not said
+    for _ in range(2):
+        found = judge.judge(PROMPTS, answers, other)
+        monkeypatch.setattr(divergence, "in_float32", copied)  # what was computed once is kept
+    assert len(said) == 1 and "1 of 2 prompts" in said[0] and "float32, a layer at a time" in said[0]
+    assert found.verdicts[0].margin == float(logits_V.max() - logits_V[[answers[0][4], other[0][4]]].min())
 
 
 def test_any_other_token_is_unexplained_in_float32() -> None:

@@ -128,7 +128,7 @@ def test_sampling_compares_no_tokens(tiny_target: Target, drafter: HeadDrafter) 
 def test_without_baselines(tiny_target: Target, drafter: HeadDrafter) -> None:
     results = evaluate(tiny_target, drafter, QUESTIONS, EvalOptions(max_new_tokens=4, limit=1, baselines=False))
     assert results["summary"]["speedup_vs_transformers"] is None
-    assert results["summary"]["speedup_vs_plain"]["low"] > 0
+    assert results["summary"]["speedup_vs_plain"]["low"] is None, "one prompt has no interval"
     assert results["summary"]["transformers_divergences"] is None
 
 

@@ -17,6 +17,7 @@ from headstart.eval.compare import OTHER, compare_rows
 from headstart.eval.divergence import Judgement
 from headstart.eval.report import LOSSY, divergence_sentence, verdicts
 from headstart.eval.summary import categories, per_prompt, summarise
+from headstart.pipeline.summary import show_summary
 from tests.eval.test_summary import unit
 
 
@@ -89,6 +90,28 @@ def test_nulls_render(results: dict[str, Any], tmp_path: Path) -> None:
     assert "–" in html
     assert "–" in markdown
     assert "<svg" not in html
+
+
+def test_one_prompt_has_no_interval(results: dict[str, Any], tmp_path: Path) -> None:
+    results["compare"] = []
+    assert "interval 1" in "".join(pages(copy.deepcopy(results), tmp_path / "two"))
+    units = [unit(0, "writing", [1, 3, 2], (1.0, 1.5))]
+    results["summary"] |= {**summarise(units, 0), "lossless": True}
+    results["categories"], results["per_prompt"] = categories(units, 0), per_prompt(units)
+    judged = {name: Judgement(1, 7, None, []) for name in ("heads", "plain", "transformers", "ngram", OTHER + "x")}
+    for name in judged:
+        units[0].runs[name] = units[0].runs["plain" if name != "heads" else "heads"]
+    results["compare"] = compare_rows(units, judged, 0, "heads", True)
+    html, markdown = pages(results, tmp_path / "one")
+    for text in (html, markdown):
+        assert "1.50x the speed of our plain loop on one prompt" in text
+        assert "1.50–1.50" not in text and "interval 1.50" not in text and "Whiskers" not in text
+        assert "None" not in text
+    written = io.StringIO()
+    console = Console(file=written, width=200)
+    show_compare(results, console)
+    show_summary(results, "one", console)
+    assert "1.50x" in written.getvalue() and "1.50–1.50" not in written.getvalue()
 
 
 def test_verdicts_are_honest() -> None:

@@ -227,7 +227,10 @@ def test_greedy_output_is_the_targets_own(name: str, target: Target) -> None:
     texts = [[3, 9, 14], [8, 40, 12, 5, 51, 22]]
     plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
     drafter = HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1, 0), (2,)]))
-    assert [row.tokens for row in Engine(target, drafter).generate(texts, options)] == plain
+    rows = Engine(target, drafter).generate(texts, options)
+    assert [row.tokens for row in rows] == plain
+    assert [row.drafter_error for row in rows] == [None, None]
+    assert all(one.nodes == drafter.max_nodes for row in rows for one in row.rounds), "every round was drafted"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -32,8 +32,8 @@ def do_fetch(repo_id: str, revision: str | None = None) -> dict[str, Any]:
     return {"folder": str(folder), "files": files}
 
 
-def do_generate(heads: str, target: str, prompt: str, revision: str | None = None) -> dict[str, Any]:
-    decoder = headstart.load(heads, target=load_target(target, dtype="float32"), revision=revision)
+def do_generate(heads: str, target: str | None, prompt: str, revision: str | None = None) -> dict[str, Any]:
+    decoder = headstart.load(heads, target=target and load_target(target, dtype="float32"), revision=revision)
     return {"tokens": decoder.generate(prompt, max_new_tokens=12).tokens, "nodes": decoder.shape.size}
 
 

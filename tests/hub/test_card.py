@@ -47,6 +47,13 @@ def test_figures_and_settings(tmp_path: Path, tiny_target: Target) -> None:
     assert "1.46" not in card.replace("1.4567", "1.46"), "a prediction is not a measurement"
 
 
+def test_one_prompt_has_no_interval(tmp_path: Path, tiny_target: Target) -> None:
+    summary = {**RESULTS["summary"], "speedup_vs_plain": {"mean": 1.07, "low": None, "high": None}}
+    facts = {"measurements": [{"name": "One", "results": {**RESULTS, "summary": summary}}]}
+    export_heads(tmp_path / "h", make_heads(tiny_target), tiny_target, TUNING, facts)
+    assert "| speed-up over the same loop without drafts | 1.07x |" in (tmp_path / "h" / "README.md").read_text()
+
+
 def test_without_measurements_it_says_so(tmp_path: Path, tiny_target: Target) -> None:
     export(tmp_path / "h", tiny_target)
     card = (tmp_path / "h" / "README.md").read_text()

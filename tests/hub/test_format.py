@@ -67,6 +67,18 @@ def test_training_heads_round_trip(tmp_path: Path, tiny_target: Target) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
+def test_training_starts_from_exported_heads_and_from_runs_too(tmp_path: Path, tiny_target: Target) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: mine\nheads: {}\n")
+    with pytest.raises(UserError, match="has no heads yet") as caught:
+        load_heads(tmp_path)
+    assert f"headstart run {tmp_path / 'recipe.yaml'} --run-dir {tmp_path}" in caught.value.remedy
+    heads = export(tmp_path / "heads", tiny_target)
+    for place in (tmp_path, tmp_path / "heads"):
+        again = load_heads(place, tiny_target)
+        assert again.config == heads.config
+        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
+
+
 def test_a_failing_export_leaves_the_folder_as_it_was(folder: Path, tiny_target: Target) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="measurments"):
@@ -105,6 +117,21 @@ def test_a_file_cut_short_is_refused(folder: Path, tiny_target: Target, name: st
         with pytest.raises(UserError, match=name) as caught:
             read(folder)
         assert caught.value.remedy
+
+
+def test_heads_called_by_another_family_name_their_own(folder: Path, tiny_target: Target) -> None:
+    edit(folder / "config.json", lambda config: config["heads"].update(family="eagle3"))
+    with pytest.raises(UserError, match="calls the heads eagle3, and their settings are those of medusa") as caught:
+        read_heads(folder, tiny_target)
+    assert "config.json" in caught.value.problem
+    assert '"family"' in caught.value.remedy and "pgrade" not in caught.value.remedy
+
+
+def test_an_unknown_setting_is_named_with_the_nearest(folder: Path, tiny_target: Target) -> None:
+    edit(folder / "config.json", lambda config: config["heads"].update(num_layerz=1))
+    with pytest.raises(UserError, match="setting 'num_layerz'") as caught:
+        read_heads(folder, tiny_target)
+    assert "Did you mean 'num_layers'" in caught.value.remedy and "upgrade" in caught.value.remedy
 
 
 def test_a_newer_format_is_refused(folder: Path, tiny_target: Target) -> None:

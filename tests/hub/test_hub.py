@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import headstart
-from headstart.hub import push
+from headstart.hub import export_heads, push
 from headstart.target import Target
 from tests.hub.fake_hub import READ_TOKEN, WRITE_TOKEN, FakeHub, Repo
-from tests.hub.helpers import export
+from tests.hub.helpers import TUNING, export, make_heads
 
 FILES = [
     "README.md",
@@ -119,6 +119,36 @@ def test_pushed_heads_come_back_and_decode(
     answer = client.call("generate", heads="user/heads", target=str(tiny_target_folder), prompt="Hello")
     plain = headstart.load(folder, target=tiny_target).generate("Hello", max_new_tokens=12, drafter="none")
     assert answer == {"tokens": plain.tokens, "nodes": 4}
+
+
+def test_only_what_headstart_wrote_is_uploaded_and_no_local_path(
+    hub: FakeHub, client: Client, tmp_path: Path, tiny_target: Target, tiny_target_folder: Path
+) -> None:
+    """Heads of a target in a folder here, trained on prompts in a file here, with other things beside them."""
+    folder, prompts = tmp_path / "heads", tmp_path / "secret-project" / "prompts.jsonl"
+    here = Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder))
+    export_heads(folder, make_heads(here), here, TUNING, {"training": {"prompts": str(prompts), "steps": "4 of 4"}})
+    for name in ("notes.txt", ".env", "custom_generate/notes.py", "checkpoint/optimizer.bin"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    assert str(tiny_target_folder) in (folder / "config.json").read_text(), "here the target is found by its path"
+
+    done = client.call("push", folder=str(folder), repo_id="user/local")
+    pushed = hub.repos["user/local"].commits[done["commit"]]
+    assert sorted(pushed) == sorted(FILES) == sorted(name for name, _ in done["files"])
+    assert done["left_out"] == [".env", "checkpoint/", "custom_generate/notes.py", "notes.txt"]
+    assert {name: len(content) for name, content in pushed.items()} == dict(done["files"])
+    for name, content in pushed.items():
+        for path in (tmp_path, tiny_target_folder, tiny_target_folder.parent):
+            assert str(path).encode() not in content, name
+    assert b"| prompts | prompts.jsonl |" in pushed["README.md"]
+    config = json.loads(pushed["config.json"])
+    assert config["target"] == {**json.loads((folder / "config.json").read_text())["target"], "spec": ""}
+    assert config["training"] == {"prompts": "prompts.jsonl", "steps": "4 of 4"}
+
+    asked = {"heads": "user/local", "prompt": "Hello"}
+    assert client.call("generate", target=str(tiny_target_folder), **asked)["nodes"] == 4
+    assert f"belong to {tiny_target_folder.name}" in client.refusal("generate", target=None, **asked)
 
 
 def test_transformers_decodes_with_heads_on_the_hub(client: Client, folder: Path, tiny_target_folder: Path) -> None:

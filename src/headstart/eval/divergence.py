@@ -11,9 +11,8 @@ Shape suffixes: T positions, V vocabulary, L leading tokens.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headstart.decode.sampling import Sampling
+from headstart.eval.exact import in_float32
 from headstart.target import Target
 
 EXACT_MARGIN = 1e-3
@@ -95,17 +95,21 @@ class Judgement:
 
 
 class Judge:
-    """Decides which differences rounding explains. Its float32 model is made at the first difference, and only then.
+    """Decides which differences rounding explains, in float32: the target's own weights, cast a layer at a time.
 
     Args:
         target: what decoded.
         sampling: how; a repetition penalty moves logits, so margins are measured behind it.
+        say: takes a sentence for the user before the first difference is looked at.
     """
 
-    def __init__(self, target: Target, sampling: Sampling | None = None) -> None:
+    def __init__(
+        self, target: Target, sampling: Sampling | None = None, say: Callable[[str], None] | None = None
+    ) -> None:
         self._target = target
         self._sampling = sampling or Sampling()
-        self._reference: Any = None
+        self._say = say
+        self._last: dict[tuple[int, ...], Tensor] = {}  # float32 logits [V] after each prefix that was looked at
         self._errors: dict[tuple[int, ...], float] = {}  # of each text that was measured
 
     def judge(
@@ -122,6 +126,12 @@ class Judge:
         differences = [one for one in found if one is not None]
         if not differences:
             return Judgement(len(prompts), compared, None, [])
+        if self._say is not None:
+            self._say(
+                f"Answers differ from the plain loop's, first on {len(differences)} of {len(prompts)} prompts: whether "
+                "rounding explains it is computed in float32, a layer at a time."
+            )
+            self._say = None
         margins = [self._margin(prompts, plain, one) for one in differences]
         # The text where the gap is largest is where rounding must have done most: the error is measured there first.
         worst = sorted(range(len(differences)), key=lambda place: -(margins[place] or 0.0))[:MEASURED_PROMPTS]
@@ -141,7 +151,10 @@ class Judge:
 
     def margin(self, prefix: Sequence[int], tokens: Sequence[int | None]) -> float:
         """How far the worse of these tokens lies below the best one after `prefix`, in float32 logits."""
-        logits_V = self._exact_logits(prefix, 1)[0]
+        place = tuple(prefix)
+        if place not in self._last:  # several drafters often leave the plain loop at the same near-tie
+            self._last[place] = self._exact_logits(prefix, 1)[0]
+        logits_V = self._last[place]
         if self._sampling.needs_prefix:
             logits_V = self._sampling.process(logits_V, prefix)
         return float(logits_V.max() - min(logits_V[token] for token in tokens if token is not None))
@@ -163,9 +176,8 @@ class Judge:
         with self._target.stock() as model:
             if self._target.dtype in (torch.float32, torch.float64):
                 return _logits(model, tokens, keep)
-            if self._reference is None:
-                self._reference = copy.deepcopy(model).float()
-            return _logits(self._reference, tokens, keep)
+            with in_float32(model, self._target.layers):
+                return _logits(model, tokens, keep)
 
 
 def difference(prompt: int, plain: Sequence[int], other: Sequence[int]) -> Difference | None:

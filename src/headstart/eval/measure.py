@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -161,7 +162,8 @@ def evaluate(
     rows = per_prompt(units)
     judged = dict.fromkeys(methods, _nothing_compared())
     if options.temperature == 0:
-        judge = Judge(target, options.decoding.sampling)
+        say = partial(progress.print, style="dim", highlight=False, soft_wrap=True) if progress is not None else None
+        judge = Judge(target, options.decoding.sampling, say)
         for name in methods:
             judged[name] = _judge(judge, units, name)
         for verdict in judged[HEADS].verdicts:

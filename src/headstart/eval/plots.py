@@ -67,7 +67,7 @@ def _compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
     axes.set_xlabel("tokens per second")
     axes.margins(x=0.15)
     axes.grid(axis="y", visible=False)
-    note = "Bars: all tokens over all seconds, same prompts in turn. Whiskers: 95 % interval over prompts."
+    note = "Bars: all tokens over all seconds, same prompts in turn." + _whisker_note([speed for _, speed in speeds])
     return _plot(figure, "Every drafter", note)
 
 
@@ -76,12 +76,18 @@ def _colour(name: str, tested: str) -> str:
     return COLOURS[HEADS] if name == tested else COLOURS.get(name, PARTS["verify"])
 
 
-def _whiskers(speeds: Sequence[Mapping[str, float]]) -> list[list[float]]:
-    """Distances from the mean down to the low end of each interval, and up to the high end."""
+def _whiskers(speeds: Sequence[Mapping[str, Any]]) -> list[list[float]] | None:
+    """Distances from the mean down to the low end of each interval, and up to the high end; None without intervals."""
+    if any(speed["low"] is None for speed in speeds):
+        return None
     return [
         [max(0.0, speed["mean"] - speed["low"]) for speed in speeds],
         [max(0.0, speed["high"] - speed["mean"]) for speed in speeds],
     ]
+
+
+def _whisker_note(speeds: Sequence[Mapping[str, Any]]) -> str:
+    return "" if _whiskers(speeds) is None else " Whiskers: 95 % interval over prompts."
 
 
 def _throughput(speeds: Mapping[str, Mapping[str, float] | None], tested: str) -> dict[str, str] | None:
@@ -102,9 +108,8 @@ def _throughput(speeds: Mapping[str, Mapping[str, float] | None], tested: str) -
     axes.set_ylabel("tokens per second")
     axes.margins(y=0.15)
     axes.grid(axis="x", visible=False)
-    return _plot(
-        figure, "Speed of each method", "Bars: all tokens over all seconds. Whiskers: 95 % interval over prompts."
-    )
+    note = "Bars: all tokens over all seconds." + _whisker_note([speed for _, speed in shown])
+    return _plot(figure, "Speed of each method", note)
 
 
 def _acceptance(shares: Sequence[float]) -> dict[str, str] | None:

@@ -102,7 +102,8 @@ def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=number, times=times, percent=percent, cell=cell, shares=shares, words=words)
+    environment.filters.update(number=number, times=times, percent=percent, cell=cell)
+    environment.filters.update(span=span, shares=shares, words=words)
     summary = {**dict.fromkeys(_KEYS), **results["summary"]}
     compare = results.get("compare") or []
     return environment.get_template(template).render(
@@ -144,6 +145,9 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
     for key, name in AGAINST.items():
         ratio = results["summary"].get(key)
         if not ratio:
+            continue
+        if ratio["low"] is None:
+            sentences.append(f"{ratio['mean']:.2f}x the speed of {name} on one prompt, which is too few to tell more.")
             continue
         interval = f"{ratio['mean']:.2f}x (95 % interval {ratio['low']:.2f} to {ratio['high']:.2f})"
         if ratio["low"] > 1:
@@ -228,15 +232,25 @@ def words(row: Mapping[str, Any]) -> str:
     return f"{found['count']} of {found['prompts']} differ, {cause}"
 
 
-def times(ratio: Mapping[str, float] | None, interval: bool = True) -> str:
-    """A speed-up, with its interval when asked for.
+def times(ratio: Mapping[str, float | None] | None, interval: bool = True) -> str:
+    """A speed-up, with its interval when asked for; one prompt has none.
 
-    >>> times({"mean": 1.5, "low": 1.4, "high": 1.6}), times(None)
-    ('1.50x (1.40–1.60)', '–')
+    >>> times({"mean": 1.5, "low": 1.4, "high": 1.6}), times({"mean": 1.5, "low": None, "high": None}), times(None)
+    ('1.50x (1.40–1.60)', '1.50x', '–')
     """
     if ratio is None:
         return "–"
-    return f"{ratio['mean']:.2f}x" + (f" ({ratio['low']:.2f}–{ratio['high']:.2f})" if interval else "")
+    shown = interval and ratio["low"] is not None
+    return f"{ratio['mean']:.2f}x" + (f" ({ratio['low']:.2f}–{ratio['high']:.2f})" if shown else "")
+
+
+def span(speed: Mapping[str, float | None] | None) -> str:
+    """The interval of a throughput in a cell.
+
+    >>> span({"mean": 20.0, "low": 19.0, "high": 21.0}), span({"mean": 20.0, "low": None, "high": None}), span(None)
+    ('19.0–21.0', '–', '–')
+    """
+    return "–" if speed is None or speed["low"] is None else f"{speed['low']:.1f}–{speed['high']:.1f}"
 
 
 def cell(value: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,13 @@ from headstart.eval.methods import HEADS, LOOKUP, METHODS, PLAIN, STOCK, Run
 RESAMPLES = 10_000
 """Bootstrap resamples behind each interval."""
 
-Interval = dict[str, float]
-"""{"mean": point estimate, "low", "high": 95 % interval}"""
+
+class Interval(TypedDict):
+    """A point estimate ("mean") with its 95 % interval; without one where there is a single unit to draw from."""
+
+    mean: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -96,10 +101,10 @@ def acceptance_by_position(rounds: Sequence[Step]) -> list[float]:
 
 
 def rate_interval(tokens_N: Sequence[float], seconds_N: Sequence[float], seed: int) -> Interval:
-    """Total tokens over total seconds, with its 95 % bootstrap interval over units."""
+    """Total tokens over total seconds, with its 95 % bootstrap interval over units; one unit has none."""
     counts_RN = _resamples(len(tokens_N), seed)
     tokens, seconds = np.asarray(tokens_N, float), np.asarray(seconds_N, float)
-    return _interval(tokens.sum() / seconds.sum(), (counts_RN @ tokens) / (counts_RN @ seconds))
+    return _interval(tokens.sum() / seconds.sum(), (counts_RN @ tokens) / (counts_RN @ seconds), len(tokens) < 2)
 
 
 def ratio_interval(
@@ -111,7 +116,7 @@ def ratio_interval(
 ) -> Interval:
     """Speed-up: the ratio of two throughputs (total tokens over total seconds), with its 95 % interval.
 
-    Paired bootstrap: a resample draws units, and takes both methods' runs of each unit drawn.
+    Paired bootstrap: a resample draws units, and takes both methods' runs of each unit drawn. One unit has none.
 
     >>> ratio_interval([10, 20], [1, 2], [10, 20], [2, 4], seed=0)
     {'mean': 2.0, 'low': 2.0, 'high': 2.0}
@@ -121,7 +126,7 @@ def ratio_interval(
     for tokens, seconds in ((tokens_N, seconds_N), (base_tokens_N, base_seconds_N)):
         totals = np.asarray(tokens, float), np.asarray(seconds, float)
         rates.append((totals[0].sum() / totals[1].sum(), (counts_RN @ totals[0]) / (counts_RN @ totals[1])))
-    return _interval(rates[0][0] / rates[1][0], rates[0][1] / rates[1][1])
+    return _interval(rates[0][0] / rates[1][0], rates[0][1] / rates[1][1], len(tokens_N) < 2)
 
 
 def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
@@ -297,6 +302,8 @@ def _resamples(size: int, seed: int) -> NDArray[np.float64]:
     return np.random.default_rng(seed).multinomial(size, np.full(size, 1 / size), RESAMPLES).astype(float)
 
 
-def _interval(point: float, resampled_R: NDArray[np.float64]) -> Interval:
+def _interval(point: float, resampled_R: NDArray[np.float64], alone: bool) -> Interval:
+    if alone:
+        return {"mean": float(point), "low": None, "high": None}
     low, high = np.percentile(resampled_R, [2.5, 97.5])
     return {"mean": float(point), "low": float(low), "high": float(high)}

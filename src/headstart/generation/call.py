@@ -33,7 +33,7 @@ def custom_generate(heads: str | Path, *, revision: str | None = None, tokenizer
     """Heads for transformers: `model.generate(**inputs, custom_generate=headstart.custom_generate(heads))`.
 
     Args:
-        heads: a folder that headstart wrote, or a Hub id (user/name).
+        heads: a folder of heads, the folder of a run, or a Hub id (user/name).
         revision: branch, tag or commit of heads on the Hub.
         tokenizer: of the model; needed for `stop_strings` only.
     """
@@ -98,7 +98,7 @@ class CustomGenerate:
     """What transformers calls instead of its own loop; made by `custom_generate`.
 
     Args:
-        heads: a folder that headstart wrote, or a Hub id.
+        heads: a folder of heads, the folder of a run, or a Hub id.
         revision: branch, tag or commit of heads on the Hub.
         tokenizer: for `stop_strings`.
     """

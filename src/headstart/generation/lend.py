@@ -31,7 +31,7 @@ def lent(model: Any, heads: str | Path, revision: str | None = None) -> Iterator
 
     Args:
         model: a transformers causal language model.
-        heads: a folder that headstart wrote, or a Hub id.
+        heads: a folder of heads, the folder of a run, or a Hub id.
         revision: branch, tag or commit of heads on the Hub.
 
     Raises:

@@ -6,6 +6,8 @@ from the target again.
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,31 @@ from torch import Tensor
 
 from headstart.errors import UserError, nearest
 from headstart.files import read_json, write_atomic, write_json
-from headstart.heads.base import DraftHead, family
+from headstart.heads.base import DraftHead, families, family
 from headstart.target import Target
 
 CONFIG = "config.json"
 WEIGHTS = "heads.safetensors"
+RUN_RECIPE = "recipe.yaml"
+"""What tells the folder of a run from a folder of heads."""
+RUN_HEADS = "heads"
+"""Where a run keeps the heads that it came to."""
+
+
+def heads_folder(place: Path) -> Path:
+    """Where the heads lie that a user means by a folder: a folder of heads, or that of a run.
+
+    Raises:
+        UserError: a run that has not come to its heads yet.
+    """
+    if (place / CONFIG).is_file() or not (place / RUN_RECIPE).is_file():
+        return place
+    if not (place / RUN_HEADS / CONFIG).is_file():
+        raise UserError(
+            f"The run in {place} has no heads yet.",
+            f"Finish it: headstart run {place / RUN_RECIPE} --run-dir {place}",
+        )
+    return place / RUN_HEADS
 
 
 def save_heads(heads: DraftHead, folder: Path) -> None:
@@ -36,10 +58,10 @@ def save_heads(heads: DraftHead, folder: Path) -> None:
 
 
 def load_heads(folder: Path, target: Target | None = None, device: torch.device | str | None = None) -> DraftHead:
-    """Read heads that `save_heads` wrote.
+    """Read heads that `save_heads` wrote, or that were exported.
 
     Args:
-        folder: with config.json and heads.safetensors.
+        folder: with config.json and heads.safetensors, or the folder of a run.
         target: binds the heads to it, when they read frozen weights of it.
         device: where the heads go; the target's device by default, the CPU without a target.
 
@@ -50,7 +72,10 @@ def load_heads(folder: Path, target: Target | None = None, device: torch.device 
         UserError: a file is missing or cut short, the settings are not of this version, or the heads do not fit the
             target.
     """
-    return build_heads(read_json(folder / CONFIG), folder / WEIGHTS, target, device)
+    folder = heads_folder(folder)
+    config = read_json(folder / CONFIG)
+    exported = isinstance(config, dict) and "format" in config
+    return build_heads(config.get("heads") if exported else config, folder / WEIGHTS, target, device)
 
 
 def settings_of(heads: DraftHead) -> dict[str, Any]:
@@ -61,7 +86,12 @@ def settings_of(heads: DraftHead) -> dict[str, Any]:
 def write_weights(heads: DraftHead, path: Path) -> None:
     """Write everything the heads save (parameters and draft vocabulary) to one safetensors file."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
-    save_file(state, path, metadata={"format": "pt"})
+    try:
+        save_file(state, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its text is all that it says of the system's reason
+        if reason := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(path)) from None
+        raise
 
 
 def build_heads(
@@ -79,12 +109,7 @@ def build_heads(
     try:
         config = cls.Config.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        setting = ".".join(str(part) for part in first["loc"])
-        raise UserError(
-            f"{cls.family} heads in {weights.parent}: setting {setting!r}: {first['msg']}.",
-            f"Upgrade headstart if a newer version wrote them. {nearest(setting, cls.Config.model_fields)}",
-        ) from None
+        raise _misfit(cls, settings, error, weights.parent) from None
     if target is not None and (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
         raise UserError(
             f"The heads in {weights.parent} read states of size {config.hidden_size} over {config.vocab_size} tokens; "
@@ -100,6 +125,25 @@ def build_heads(
     if target is not None:
         heads.bind(target)
     return heads
+
+
+def _misfit(cls: type[DraftHead], settings: dict[str, Any], error: ValidationError, folder: Path) -> UserError:
+    """Settings that their family does not take: those of another family, or of another version."""
+    for name in families():
+        try:
+            family(name).Config.model_validate({**settings, "family": name})
+        except ValidationError:
+            continue
+        return UserError(
+            f"{folder / CONFIG} calls the heads {cls.family}, and their settings are those of {name} heads.",
+            'Correct "family" there, or export or fetch the heads again.',
+        )
+    first = error.errors()[0]
+    setting = ".".join(str(part) for part in first["loc"])
+    return UserError(
+        f"{cls.family} heads in {folder}: setting {setting!r}: {first['msg'].lower()}.",
+        f"{nearest(setting, cls.Config.model_fields)} If a newer headstart wrote them: pip install --upgrade headstart",
+    )
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

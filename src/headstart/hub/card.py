@@ -135,8 +135,10 @@ def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
             rows.append((f"tokens/s, {METHODS.get(method, method)}", f"{speed:.1f}"))
     for key, other in SPEEDUPS.items():
         if (ratio := summary.get(key)) is not None:
-            interval = f"{ratio['mean']:.2f}x (95 % interval {ratio['low']:.2f} to {ratio['high']:.2f})"
-            rows.append((f"speed-up over {other}", interval))
+            value = f"{ratio['mean']:.2f}x"
+            if ratio["low"] is not None:  # one prompt has no interval
+                value += f" (95 % interval {ratio['low']:.2f} to {ratio['high']:.2f})"
+            rows.append((f"speed-up over {other}", value))
     if summary.get("tokens_per_round") is not None:
         rows.append(("tokens per forward of the target (τ)", f"{summary['tokens_per_round']:.2f}"))
     for position, share in enumerate(summary.get("acceptance_by_position") or (), start=1):

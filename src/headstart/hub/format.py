@@ -38,6 +38,12 @@ CARD = "README.md"
 CUSTOM_GENERATE = "custom_generate"
 _NEEDED = (CONFIG, WEIGHTS, TREE, CALIBRATION)
 _TEMPLATES = Path(__file__).parent / "templates"
+FILES = (
+    *(CARD, CALIBRATION, CONFIG),
+    *(f"{CUSTOM_GENERATE}/{file}" for file in ("generate.py", "requirements.txt")),
+    *(WEIGHTS, TREE),
+)
+"""Everything that an exported folder holds; what else lies there is somebody's own."""
 
 
 def export_heads(

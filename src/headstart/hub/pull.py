@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from headstart.errors import UserError
-from headstart.heads.io import WEIGHTS
+from headstart.heads.io import WEIGHTS, heads_folder
 from headstart.hub.client import explained
 from headstart.hub.format import CARD, CUSTOM_GENERATE
 
@@ -36,10 +36,12 @@ def fetch(repo_id: str, revision: str | None = None) -> Path:
 
 
 def locate(heads: str | Path, revision: str | None = None) -> Path:
-    """The folder of heads that a user named by a path or a Hub id; a folder that exists comes first.
+    """The folder of heads that a user named by its path, by that of the run they belong to, or by a Hub id.
+
+    A folder that exists comes before a Hub id.
 
     Raises:
-        UserError: neither a folder nor a Hub id, or as `fetch`.
+        UserError: neither a folder nor a Hub id, a run that has no heads yet, or as `fetch`.
     """
     folder = Path(heads).expanduser()
     if folder.is_dir():
@@ -48,7 +50,7 @@ def locate(heads: str | Path, revision: str | None = None) -> Path:
                 f"{heads} is a folder here and has no revision {revision!r}.",
                 "Leave the revision out, or give a Hub id that is not also a folder.",
             )
-        return folder
+        return heads_folder(folder)
     if isinstance(heads, Path) or not HUB_ID.fullmatch(heads):
         raise UserError(f"No folder at {heads}.", "Give a folder that headstart export wrote, or a Hub id (user/name).")
     try:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 
 from headstart.errors import UserError
-from headstart.files import PARTIAL
+from headstart.files import read_json
+from headstart.heads.io import CONFIG, WEIGHTS, heads_folder
 from headstart.hub.client import LOGIN, explained
-from headstart.hub.format import CARD, check_folder
+from headstart.hub.format import CARD, FILES, check_folder
 from headstart.hub.pull import HUB_ID
+from headstart.target.loading import PACKAGED
 
 
 @dataclass(frozen=True)
@@ -21,12 +25,14 @@ class Upload:
     Attributes:
         repo_id: user/name.
         files: (path in the repository, size in bytes).
+        left_out: what lies in the folder and stays there, since headstart did not write it.
         url: page of the repository; empty after a dry run.
         commit: hash of the commit; empty after a dry run.
     """
 
     repo_id: str
     files: tuple[tuple[str, int], ...]
+    left_out: tuple[str, ...] = ()
     url: str = ""
     commit: str = ""
 
@@ -39,8 +45,11 @@ class Upload:
 def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = False, message: str = "") -> Upload:
     """Create a repository, if there is none, and upload an exported folder to it in one commit.
 
+    Only what headstart wrote is uploaded, and no path of this machine with it: a target in a local folder keeps its
+    name and fingerprint, and whoever loads the heads says where it lies.
+
     Args:
-        folder: what `export_heads` wrote.
+        folder: what `export_heads` wrote, or the folder of the run it belongs to.
         repo_id: user/name.
         private: create the repository for its owner's eyes only; one that exists has to be private already.
         dry_run: only say what would be uploaded; nothing is sent and no token is needed.
@@ -50,14 +59,17 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
         UserError: the folder is not whole, the id is none, there is no token, it may not write there, a repository
             that should be private is public, or the Hub cannot be reached.
     """
+    folder = heads_folder(folder)
     check_folder(folder)
     if not (folder / CARD).is_file():
         raise UserError(f"{folder} has no {CARD}.", "Export the heads again; the model card is written with them.")
     if not HUB_ID.fullmatch(repo_id):
         raise UserError(f"{repo_id!r} is not a Hub id.", "Write it as user/name.")
-    files = _files(folder)
+    contents = _contents(folder)
+    files = tuple((name, _size(content)) for name, content in contents.items())
+    left_out = _left_out(folder)
     if dry_run:
-        return Upload(repo_id, files)
+        return Upload(repo_id, files, left_out)
     if huggingface_hub.get_token() is None:
         raise UserError(f"Pushing to {repo_id} needs a Hub token, and there is none.", LOGIN)
     with explained("Cannot push to", repo_id):
@@ -66,20 +78,63 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
             raise UserError(
                 f"{repo_id} is there already, and public.", "Make it private in its settings, or choose another name."
             )
-        commit = huggingface_hub.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            allow_patterns=[name for name, _ in files],
+        commit = huggingface_hub.create_commit(
+            repo_id,
+            [huggingface_hub.CommitOperationAdd(name, content) for name, content in contents.items()],
             commit_message=message or "Upload draft heads with headstart",
         )
-    return Upload(repo_id, files, str(url), str(commit.oid))
+    return Upload(repo_id, files, left_out, str(url), str(commit.oid))
 
 
-def _files(folder: Path) -> tuple[tuple[str, int], ...]:
-    """Every file of the folder but hidden and half-written ones."""
+def _contents(folder: Path) -> dict[str, bytes | Path]:
+    """What is uploaded, by its path in the repository: the weights as they lie there, texts without local paths."""
+    config = read_json(folder / CONFIG)
+    texts = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if _is_text(folder / name)}
+    local = [value for value in (config["target"]["spec"], *_training(config).values()) if _is_local(value)]
+    for path in sorted(local, key=len, reverse=True):
+        texts = {name: text.replace(path, Path(path).name) for name, text in texts.items()}
+    if config["target"]["spec"] in local:  # a bare name would be looked for as if it were somewhere
+        texts[CONFIG] = _dumped({**json.loads(texts[CONFIG]), "target": {**config["target"], "spec": ""}})
+    return {
+        name: texts[name].encode() if name in texts else folder / name for name in FILES if (folder / name).is_file()
+    }
+
+
+def _is_text(path: Path) -> bool:
+    return path.is_file() and path.name != WEIGHTS
+
+
+def _training(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says about the training, such as the file of its prompts."""
+    training = config.get("training")
+    return training if isinstance(training, dict) else {}
+
+
+def _is_local(value: Any) -> bool:
+    """Whether a value names a place on this machine."""
+    if not isinstance(value, str) or value in PACKAGED or not Path(value).name:
+        return False
+    path = Path(value).expanduser()
+    return path.is_absolute() or value.startswith((".", "~")) or ("/" in value and path.exists())
+
+
+def _dumped(config: dict[str, Any]) -> str:
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+
+def _size(content: bytes | Path) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def _left_out(folder: Path) -> tuple[str, ...]:
+    """What is not ours, folders with a slash; of a folder with something of ours, what in it is not."""
+    ours = {part for name in FILES for part in (name, name.partition("/")[0])}
     found = []
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        if path.is_file() and not any(part.startswith(".") or part.endswith(PARTIAL) for part in parts):
-            found.append(("/".join(parts), path.stat().st_size))
-    return tuple(found)
+    for path in [
+        *folder.iterdir(),
+        *(inner for name in ours if (folder / name).is_dir() for inner in (folder / name).iterdir()),
+    ]:
+        name = path.relative_to(folder).as_posix()
+        if name not in ours:
+            found.append(f"{name}/" if path.is_dir() else name)
+    return tuple(sorted(found))

@@ -39,7 +39,7 @@ def show_summary(results: Mapping[str, Any], title: str, console: Console) -> No
             label,
             f"{speed:.1f}" if speed is not None else "–",
             f"{gain['mean']:.2f}x" if gain else "",
-            f"{gain['low']:.2f}–{gain['high']:.2f}" if gain else "",
+            _span(gain),
         )
     console.print(table)
     predicted = summary.get("predicted_speedup")
@@ -54,7 +54,7 @@ def show_summary(results: Mapping[str, Any], title: str, console: Console) -> No
         if row["name"] == DEFAULT and gain:
             console.print(
                 f"{DEFAULT}, what decoding uses when nothing else is said: {row['tokens_per_second']:.1f} tokens/s, "
-                f"{gain['mean']:.2f}x ({gain['low']:.2f}–{gain['high']:.2f}) over the plain loop",
+                f"{gain['mean']:.2f}x{f' ({span})' if (span := _span(gain)) else ''} over the plain loop",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -65,3 +65,8 @@ def show_summary(results: Mapping[str, Any], title: str, console: Console) -> No
         console.print(
             f"words as without drafts on {same} of {found['prompts']} prompts{rest}", highlight=False, soft_wrap=True
         )
+
+
+def _span(gain: Mapping[str, float | None] | None) -> str:
+    """The interval of a speed-up; empty where there is none, as of one prompt."""
+    return "" if gain is None or gain["low"] is None else f"{gain['low']:.2f}–{gain['high']:.2f}"
