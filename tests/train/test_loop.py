@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
-import os
 import shutil
 import signal
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from safetensors.torch import load_file
 
 from headstart.data.store import StateStore
 from headstart.errors import UserError
+from headstart.heads import DraftHead, families
 from headstart.heads.io import load_heads
 from headstart.heads.residual import head_hidden
 from headstart.target import FINAL, Target, load_target
 from headstart.train import loop
+from headstart.train.batches import collate
 from headstart.train.config import Recipe
 from headstart.train.loop import train
-from headstart.train.losses import LOSSES
+from headstart.train.losses import LOSSES, Teacher, weighted
+from headstart.train.setup import build_heads
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
+from tests.train.test_golden import HEADS
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -331,6 +338,39 @@ class _Unsupervised:
         return torch.zeros(vocab_size, dtype=torch.long)
 
 
+@pytest.mark.parametrize("name", families())
+def test_a_batch_without_a_place_to_learn_from_gives_every_weight_a_gradient_of_zero(
+    name: str, recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore
+) -> None:
+    """On several processes, those with something to learn wait for the gradients of the one that has nothing."""
+    made = recipe(heads={"family": name, **HEADS[name]})
+    heads = build_heads(made, tiny_target, train_store)
+    batch = collate(train_store, [0, 1], [1, 2, 3, FINAL], torch.float32, torch.device("cpu"))
+    batch = dataclasses.replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
+    lesson = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
+    loss = loop.Unrolled(heads)(batch, partial(weighted, loss=LOSSES["soft_ce"], lesson=lesson, step_weight=0.8))
+    loss.backward()
+    assert loss.item() == 0
+    for weight_name, weight in heads.named_parameters():
+        assert weight.grad is not None and not weight.grad.any(), weight_name
+
+
+@pytest.mark.parametrize("name", families())
+def test_a_conversation_without_a_place_to_learn_from_is_a_step_like_others(
+    name: str,
+    recipe: Callable[..., Recipe],
+    tiny_target: Target,
+    train_store: StateStore,
+    valid_store: Any,
+    tmp_path: Path,
+) -> None:
+    silent: Any = _Silent(train_store, set(range(0, 24, 2)))
+    made = recipe(heads={"family": name, **HEADS[name]}, batch_tokens=64, steps=8, eval_every=8)
+    result = train(made, tiny_target, silent, valid_store, tmp_path)
+    assert result.steps == 8
+    assert all(tensor.isfinite().all() for tensor in weights(result.last_folder).values())
+
+
 def test_nothing_supervised_is_an_error(
     recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path
 ) -> None:
@@ -453,6 +493,17 @@ class _Masked:
         return dataclasses.replace(sample, supervised_T=supervised_T)
 
 
+class _Silent(_Masked):
+    """A store in which some conversations have no answer."""
+
+    def __init__(self, store: StateStore, silent: set[int]) -> None:
+        super().__init__(store, 0)
+        self._silent = silent
+
+    def get(self, index: int) -> Any:
+        return super().get(index) if index in self._silent else self._store.get(index)
+
+
 @pytest.mark.parametrize("steps", [2, 3])
 def test_drafts_longer_than_every_answer_are_refused(
     recipe: Callable[..., Recipe],
@@ -481,18 +532,42 @@ def test_a_bfloat16_target_trains_in_mixed_precision_with_float32_weights(
     assert {tensor.dtype for tensor in weights(result.last_folder).values()} == {torch.float32, torch.int64}
 
 
-def test_wandb_works_offline_and_leaves_the_environment_alone(
+def test_what_a_draft_costs_is_counted_before_the_heads_are_wrapped(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    before = dict(os.environ)
-    run(tmp_path / "run", steps=2, tracker="wandb", log_every=1)
-    changed = {name for name in os.environ.keys() | before.keys() if os.environ.get(name) != before.get(name)}
-    assert {name for name in changed if name.startswith("WANDB_")} <= {"WANDB_SERVICE"}, "wandb sets that one itself"
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    """What accelerate makes of them may hold a part of each weight only."""
+    order: list[str] = []
+    prepare, count = Accelerator.prepare, DraftHead.flops_per_draft
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (order.append(name), function(*args))[1]
+
+    monkeypatch.setattr(Accelerator, "prepare", noted("prepare", prepare))
+    monkeypatch.setattr(DraftHead, "flops_per_draft", noted("count", count))
+    run(tmp_path, steps=1)
+    assert order == ["count", "prepare"]
+
+
+def test_validation_keeps_no_states(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they would take the room of the training batches."""
+    read: list[weakref.ref[Any]] = []
+    original = loop.collate
+
+    def collated(store: StateStore, *args: Any) -> Any:
+        batch = original(store, *args)
+        if store.folder.name == "calibration":
+            read.append(weakref.ref(batch))
+        return batch
+
+    def alive_at_first_step(self: Any, *args: Any) -> float:
+        gc.collect()
+        raise _Killed(sum(one() is not None for one in read))
+
+    monkeypatch.setattr(loop, "collate", collated)
+    monkeypatch.setattr(loop._Run, "_step", alive_at_first_step)
+    with pytest.raises(_Killed) as stopped:
+        run(tmp_path)
+    assert len(read) > 1 and stopped.value.args == (0,)
 
 
 def test_the_live_line_shows_steps_loss_and_time_left(run: Train, tmp_path: Path) -> None:
