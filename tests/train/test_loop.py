@@ -36,6 +36,7 @@ from headstart.train.losses import LOSSES, Teacher, weighted
 from headstart.train.setup import build_heads
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
+from tests.train.stores import Masked, Silent, Unsupervised
 from tests.train.test_golden import HEADS
 
 
@@ -289,13 +290,28 @@ def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypat
     assert_same(whole.last_folder, run(tmp_path / "cut").last_folder)
 
 
-def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(run: Train, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"steps": None, "minutes": 2 / 60, "epochs": 100_000, "eval_every": 10**6}
-    result = run(tmp_path, **settings)
-    rows = metrics(tmp_path)
-    assert result.steps > 0
-    assert 1.9 < rows[-1]["elapsed_seconds"] < 8
-    assert run(tmp_path, **settings).steps == result.steps
+def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, take = [1000.0], loop._Run._step
+    monkeypatch.setattr(loop, "monotonic", lambda: clock[0])
+    rates: list[float] = []
+
+    def ten_seconds(self: Any, group: Any, batches: Any, count: int, lr: float, on_policy: bool) -> float:
+        clock[0] += 10
+        rates.append(lr)
+        return take(self, group, batches, count, lr, on_policy)
+
+    monkeypatch.setattr(loop._Run, "_step", ten_seconds)
+    settings: dict[str, Any] = {"steps": None, "minutes": 2, "epochs": 100_000, "eval_every": 10**6, "warmup": 0.0}
+    assert run(tmp_path, **settings).steps == 12
+    assert metrics(tmp_path)[-1]["elapsed_seconds"] == 120
+    assert rates == sorted(rates, reverse=True) and rates[0] == 3e-3, "the schedule follows the clock"
+    clock[0] += 10**6  # between two sessions
+    assert run(tmp_path, **settings).steps == 12
+    rates.clear()
+    assert run(tmp_path, **settings | {"minutes": 3}).steps == 18
+    assert len(rates) == 6 and metrics(tmp_path)[-1]["elapsed_seconds"] == 180
 
 
 def test_epochs_bound_a_run_and_its_schedule(run: Train, tmp_path: Path, train_store: StateStore) -> None:
@@ -320,22 +336,6 @@ def test_a_gradient_that_is_not_finite_names_the_batch(
     monkeypatch.setattr(loop, "find_loss", lambda name: lambda logits, probs: logits.sum(-1) * math.inf)
     with pytest.raises(UserError, match=r"at step 1 .*its batches held training conversations \d+"):
         run(tmp_path)
-
-
-class _Unsupervised:
-    """A store in which no assistant ever spoke."""
-
-    def __init__(self, store: StateStore) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    def supervised_counts(self, vocab_size: int) -> torch.Tensor:
-        return torch.zeros(vocab_size, dtype=torch.long)
 
 
 @pytest.mark.parametrize("name", families())
@@ -364,7 +364,7 @@ def test_a_conversation_without_a_place_to_learn_from_is_a_step_like_others(
     valid_store: Any,
     tmp_path: Path,
 ) -> None:
-    silent: Any = _Silent(train_store, set(range(0, 24, 2)))
+    silent: Any = Silent(train_store, set(range(0, 24, 2)))
     made = recipe(heads={"family": name, **HEADS[name]}, batch_tokens=64, steps=8, eval_every=8)
     result = train(made, tiny_target, silent, valid_store, tmp_path)
     assert result.steps == 8
@@ -374,7 +374,7 @@ def test_a_conversation_without_a_place_to_learn_from_is_a_step_like_others(
 def test_nothing_supervised_is_an_error(
     recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path
 ) -> None:
-    silent: list[Any] = [_Unsupervised(train_store), _Unsupervised(valid_store)]
+    silent: list[Any] = [Unsupervised(train_store), Unsupervised(valid_store)]
     with pytest.raises(UserError, match="Nothing is supervised in the training data"):
         train(recipe(), tiny_target, silent[0], valid_store, tmp_path)
     with pytest.raises(UserError, match="Nothing is supervised in the validation data"):
@@ -475,35 +475,6 @@ def test_a_feature_loss_for_heads_without_features_is_refused(run: Train, tmp_pa
         run(tmp_path, feature_weight=1.0)
 
 
-class _Masked:
-    """A store in which each answer is its conversation's last `count` tokens."""
-
-    def __init__(self, store: StateStore, count: int) -> None:
-        self._store, self._count = store, count
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    def get(self, index: int) -> Any:
-        sample = self._store.get(index)
-        supervised_T = torch.arange(len(sample.tokens_T)) >= len(sample.tokens_T) - self._count
-        return dataclasses.replace(sample, supervised_T=supervised_T)
-
-
-class _Silent(_Masked):
-    """A store in which some conversations have no answer."""
-
-    def __init__(self, store: StateStore, silent: set[int]) -> None:
-        super().__init__(store, 0)
-        self._silent = silent
-
-    def get(self, index: int) -> Any:
-        return super().get(index) if index in self._silent else self._store.get(index)
-
-
 @pytest.mark.parametrize("steps", [2, 3])
 def test_drafts_longer_than_every_answer_are_refused(
     recipe: Callable[..., Recipe],
@@ -514,9 +485,9 @@ def test_drafts_longer_than_every_answer_are_refused(
     steps: int,
 ) -> None:
     made = recipe(heads={"num_heads": steps}, steps=1)
-    store: Any = _Masked(train_store, steps + 1)
+    store: Any = Masked(train_store, steps + 1)
     train(made, tiny_target, store, valid_store, tmp_path / "just", None)
-    store = _Masked(train_store, steps)
+    store = Masked(train_store, steps)
     with pytest.raises(UserError, match=f"draft {steps} tokens ahead and no answer .* has the {steps + 1} tokens"):
         train(made, tiny_target, store, valid_store, tmp_path / "short", None)
 

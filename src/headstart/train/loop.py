@@ -9,6 +9,7 @@ a resumed run equal to an uninterrupted one.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -173,9 +174,12 @@ class _Run:
         self.flops = self.heads.flops_per_draft()  # here: what `prepare` makes of the heads may be a part of them
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
-        self.model, *self.optimizers = accelerator.prepare(
-            Unrolled(self.heads), *make_optimizers(self.heads, self.section)
-        )
+        with warnings.catch_warnings():
+            # The buffers are the same everywhere from the start. What torch has instead, accelerate cannot say yet.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            self.model, *self.optimizers = accelerator.prepare(
+                Unrolled(self.heads), *make_optimizers(self.heads, self.section)
+            )
         self.teacher = Teacher(target, self.heads.draft_to_target_D)
         self.valid_store = valid_store
         self.valid = self._validation_batches()

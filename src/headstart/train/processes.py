@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -18,10 +19,15 @@ from headstart.errors import UserError
 from headstart.target import Target
 from headstart.train.config import Recipe
 
-_SAID = "headstart/said"
-_PATIENCE = timedelta(seconds=10)
-"""How long a process with something to say waits for the main process, which usually has the same to say."""
+_SPEAKERS, _SAID, _HEARERS, _HEARD = (f"headstart/{key}" for key in ("speakers", "said", "hearers", "heard"))
+"""Keys of the store that all processes read: who wants to speak, and who has heard."""
+_PATIENCE = 10.0
+"""Seconds that a process with something to say waits for the main process, which usually has the same to say."""
 _MEETING = timedelta(seconds=30)
+LOST_CONTACT = (
+    "Another process of this training has ended.\n"
+    "See what it said above, if anything; the same command goes on from the last checkpoint."
+)
 
 
 def join_processes(device: str) -> tuple[PartialState, str]:
@@ -121,7 +127,7 @@ def together() -> Iterator[None]:
 
 
 def speak_once(say: Callable[[], None]) -> None:
-    """Say what every process of a training has to say: the main process does, and the others wait until it has.
+    """Say what every process of a training has to say and leave it: the main process speaks, the others wait for that.
 
     When the main process has nothing to say, or is gone, another one speaks.
     """
@@ -130,22 +136,34 @@ def speak_once(say: Callable[[], None]) -> None:
             PartialState(cpu=True, timeout=_MEETING)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         say()
+        leave_processes()
         return
+    main, others = dist.get_rank() == 0, dist.get_world_size() - 1
     try:
         store = dist.distributed_c10d._get_default_store()
-        if dist.get_rank() > 0:
-            try:
-                store.wait([f"{_SAID}/end"], _PATIENCE)
-                return
-            except RuntimeError:
-                pass
-        first = store.add(_SAID, 1) == 1
-    except RuntimeError:  # the store went with another process
+        if (main or not _told(store, _SAID)) and store.add(_SPEAKERS, 1) == 1:
+            say()
+            store.set(_SAID, "")
+    except RuntimeError:  # the store went with the process that kept it
         say()
+        leave_processes()
         return
-    if first:
-        say()
-        store.set(f"{_SAID}/end", "")
+    leave_processes()  # others that wait for this one hear of it
+    with suppress(RuntimeError):
+        if not main and store.add(_HEARERS, 1) == others:
+            store.set(_HEARD, "")
+        if main:  # which may keep the store
+            _told(store, _HEARD)
+
+
+def _told(store: Any, key: str) -> bool:
+    """Whether another process sets a key of the store before patience ends."""
+    end = monotonic() + _PATIENCE
+    while not store.check([key]):
+        if monotonic() > end:
+            return False
+        sleep(0.02)
+    return True
 
 
 def is_lost_contact(error: BaseException) -> bool:
@@ -158,6 +176,12 @@ def is_lost_contact(error: BaseException) -> bool:
 def has_spoken() -> bool:
     """Whether a process of this training has said why it ends."""
     try:
-        return bool(dist.distributed_c10d._get_default_store().check([f"{_SAID}/end"]))
+        return bool(dist.distributed_c10d._get_default_store().check([_SAID]))
     except RuntimeError:
         return False
+
+
+def leave_processes() -> None:
+    """Leave the group of processes: what is left of it when Python ends may abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
