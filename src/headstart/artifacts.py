@@ -87,8 +87,17 @@ def root_of(run_folder: Path) -> Path:
 
 
 @contextmanager
-def held(artifact: Artifact, console: Console | None = None) -> Iterator[Path]:
-    """Work in an artifact's folder, made if need be, while no other process does; waits for one that does."""
+def held(artifact: Artifact, console: Console | None = None, wait: bool = True) -> Iterator[Path]:
+    """Work in an artifact's folder, made if need be, while no other process does.
+
+    Args:
+        artifact: to work on.
+        console: says when another process is waited for.
+        wait: for a process that works there.
+
+    Raises:
+        Busy: another process works there, without `wait`.
+    """
     told = False
     while True:
         try:
@@ -96,6 +105,8 @@ def held(artifact: Artifact, console: Console | None = None) -> Iterator[Path]:
             lock.__enter__()
             break
         except Busy as error:
+            if not wait:
+                raise
             if not told and console is not None:
                 console.print(f"    waiting: {error.problem}", highlight=False, markup=False, soft_wrap=True)
             told = True

@@ -5,11 +5,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from headstart.errors import UserError
+
+_HELD = (errno.EAGAIN, errno.EACCES)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+"""What file systems answer that have no such locks: some network and user-space ones."""
 
 
 class Busy(UserError):
@@ -20,22 +26,89 @@ class Busy(UserError):
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder against a second run. The system lets go of the lock when its process ends, however it ends.
 
+    On a file system without locks of either kind a file `lock.held` names the process that works there. It stays behind
+    when that process is killed, and is then taken over on the same machine.
+
+    Raises:
+        Busy: another process holds it.
+        UserError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / "lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"Cannot write in {folder}: {error.strerror}.", "Choose a folder of yours with --run-dir."
+        ) from None
+    with handle:
+        if _lock(handle, folder):
+            handle.truncate(0)
+            print(os.getpid(), file=handle, flush=True)
+            yield
+            handle.truncate(0)
+            return
+        mark = folder / "lock.held"
+        _claim(mark, folder)
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+
+def _lock(handle: TextIO, folder: Path) -> bool:
+    """Lock the file; False where the file system has no locks.
+
     Raises:
         Busy: another process holds it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+", encoding="utf-8") as handle:
+    for lock in (fcntl.flock, fcntl.lockf):
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            handle.seek(0)
-            holder = handle.read().strip() or "unknown"
-            raise Busy(
-                f"Another run (process {holder}) is working in {folder}.", "Wait for it, or choose another --run-dir."
-            ) from None
-        handle.truncate(0)
-        print(os.getpid(), file=handle, flush=True)
-        yield
-        handle.truncate(0)
+            if error.errno in _HELD:
+                handle.seek(0)
+                raise _refused(handle.read().strip() or "unknown", folder) from None
+            if error.errno not in _NO_LOCKS:
+                raise UserError(
+                    f"Cannot lock {handle.name}: {error.strerror}.", "Choose a folder on another disk with --run-dir."
+                ) from None
+    return False
+
+
+def _claim(mark: Path, folder: Path) -> None:
+    """Write a file that no other process has written.
+
+    Raises:
+        Busy: there is one, of a process that may still be at work.
+    """
+    own = f"{os.getpid()} on {socket.gethostname()}"
+    for _ in range(2):
+        try:
+            with mark.open("x", encoding="utf-8") as file:
+                file.write(own)
+            return
+        except FileExistsError:
+            holder = mark.read_text(encoding="utf-8").strip()
+            process, _, machine = holder.partition(" on ")
+            if machine != socket.gethostname() or not process.isdecimal() or _runs(int(process)):
+                raise _refused(holder or "unknown", folder, f", or delete {mark} if no process works there") from None
+            mark.unlink(missing_ok=True)  # of a process that was killed
+    raise _refused("unknown", folder)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _refused(holder: str, folder: Path, otherwise: str = "") -> Busy:
+    return Busy(
+        f"Another run (process {holder}) is working in {folder}.",
+        f"Wait for it, or choose another --run-dir{otherwise}.",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,21 +56,22 @@ def test_a_single_lane_works_when_it_is_asked(device: str, jobs: int) -> None:
 
 
 def test_leaving_stops_the_jobs_under_way() -> None:
-    ended: list[str] = []
+    under_way, ended = threading.Semaphore(0), list[str]()
 
     def endless(lanes: Lanes) -> None:
+        under_way.release()
         try:
             while True:
                 lanes.check()
-                time.sleep(0.001)
         except Stopped:
             ended.append("stopped")
             raise
 
     with pytest.raises(KeyboardInterrupt), Lanes(CPU, 2) as lanes:
-        lanes.submit(lambda: endless(lanes))
-        lanes.submit(lambda: endless(lanes))
-        time.sleep(0.05)
+        for _ in range(2):
+            lanes.submit(lambda: endless(lanes))
+        for _ in range(2):
+            assert under_way.acquire(timeout=60), "both jobs run"
         raise KeyboardInterrupt
     assert ended == ["stopped", "stopped"]
     assert torch.get_num_threads() == 2

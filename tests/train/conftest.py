@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 
 from headstart.data.conversations import Conversation
@@ -24,6 +26,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings in this process are those of one process, whoever started the tests."""
+    for name in os.environ.keys() - clean_environment().keys():
+        monkeypatch.delenv(name)
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without what launchers of several processes leave in it."""
+    theirs = ("MASTER_", "ACCELERATE_", "TORCHELASTIC_", "FSDP_", "GROUP_", "ROLE_")
+    ours = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+    kept = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith(theirs)}
+    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
 
 
 def conversations(count: int, seed: int, vocab_size: int) -> list[Conversation]:
@@ -84,3 +101,22 @@ def run(
         return train(recipe(**settings), target, train_store, valid_store, folder, console)
 
     return go
+
+
+@pytest.fixture
+def workplace(
+    tmp_path: Path, states: Path, tiny_target_folder: Path, recipe: Callable[..., Recipe]
+) -> Callable[..., tuple[Path, Path]]:
+    """(recipe file, run folder with the data stage's outputs) for these train settings."""
+
+    def make(**settings: object) -> tuple[Path, Path]:
+        values = recipe(**settings).model_dump(mode="json", exclude_defaults=True)
+        values["target"] = {"spec": str(tiny_target_folder), "dtype": "float32", "device": "cpu"}
+        file = tmp_path / "tiny.yaml"
+        file.write_text(yaml.safe_dump(values))
+        run = tmp_path / "runs" / "run"
+        (run / "data").mkdir(parents=True)
+        (run / "data" / "states").symlink_to(states)
+        return file, run
+
+    return make

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
-import os
 import shutil
 import signal
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from safetensors.torch import load_file
 
 from headstart.data.store import StateStore
 from headstart.errors import UserError
+from headstart.heads import DraftHead, families
 from headstart.heads.io import load_heads
 from headstart.heads.residual import head_hidden
 from headstart.target import FINAL, Target, load_target
 from headstart.train import loop
+from headstart.train.batches import collate
 from headstart.train.config import Recipe
 from headstart.train.loop import train
-from headstart.train.losses import LOSSES
+from headstart.train.losses import LOSSES, Teacher, weighted
+from headstart.train.setup import build_heads
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
+from tests.train.stores import Masked, Silent, Unsupervised
+from tests.train.test_golden import HEADS
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -282,13 +290,28 @@ def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypat
     assert_same(whole.last_folder, run(tmp_path / "cut").last_folder)
 
 
-def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(run: Train, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"steps": None, "minutes": 2 / 60, "epochs": 100_000, "eval_every": 10**6}
-    result = run(tmp_path, **settings)
-    rows = metrics(tmp_path)
-    assert result.steps > 0
-    assert 1.9 < rows[-1]["elapsed_seconds"] < 8
-    assert run(tmp_path, **settings).steps == result.steps
+def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, take = [1000.0], loop._Run._step
+    monkeypatch.setattr(loop, "monotonic", lambda: clock[0])
+    rates: list[float] = []
+
+    def ten_seconds(self: Any, group: Any, batches: Any, count: int, lr: float, on_policy: bool) -> float:
+        clock[0] += 10
+        rates.append(lr)
+        return take(self, group, batches, count, lr, on_policy)
+
+    monkeypatch.setattr(loop._Run, "_step", ten_seconds)
+    settings: dict[str, Any] = {"steps": None, "minutes": 2, "epochs": 100_000, "eval_every": 10**6, "warmup": 0.0}
+    assert run(tmp_path, **settings).steps == 12
+    assert metrics(tmp_path)[-1]["elapsed_seconds"] == 120
+    assert rates == sorted(rates, reverse=True) and rates[0] == 3e-3, "the schedule follows the clock"
+    clock[0] += 10**6  # between two sessions
+    assert run(tmp_path, **settings).steps == 12
+    rates.clear()
+    assert run(tmp_path, **settings | {"minutes": 3}).steps == 18
+    assert len(rates) == 6 and metrics(tmp_path)[-1]["elapsed_seconds"] == 180
 
 
 def test_epochs_bound_a_run_and_its_schedule(run: Train, tmp_path: Path, train_store: StateStore) -> None:
@@ -315,26 +338,43 @@ def test_a_gradient_that_is_not_finite_names_the_batch(
         run(tmp_path)
 
 
-class _Unsupervised:
-    """A store in which no assistant ever spoke."""
+@pytest.mark.parametrize("name", families())
+def test_a_batch_without_a_place_to_learn_from_gives_every_weight_a_gradient_of_zero(
+    name: str, recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore
+) -> None:
+    """On several processes, those with something to learn wait for the gradients of the one that has nothing."""
+    made = recipe(heads={"family": name, **HEADS[name]})
+    heads = build_heads(made, tiny_target, train_store)
+    batch = collate(train_store, [0, 1], [1, 2, 3, FINAL], torch.float32, torch.device("cpu"))
+    batch = dataclasses.replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
+    lesson = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
+    loss = loop.Unrolled(heads)(batch, partial(weighted, loss=LOSSES["soft_ce"], lesson=lesson, step_weight=0.8))
+    loss.backward()
+    assert loss.item() == 0
+    for weight_name, weight in heads.named_parameters():
+        assert weight.grad is not None and not weight.grad.any(), weight_name
 
-    def __init__(self, store: StateStore) -> None:
-        self._store = store
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    def supervised_counts(self, vocab_size: int) -> torch.Tensor:
-        return torch.zeros(vocab_size, dtype=torch.long)
+@pytest.mark.parametrize("name", families())
+def test_a_conversation_without_a_place_to_learn_from_is_a_step_like_others(
+    name: str,
+    recipe: Callable[..., Recipe],
+    tiny_target: Target,
+    train_store: StateStore,
+    valid_store: Any,
+    tmp_path: Path,
+) -> None:
+    silent: Any = Silent(train_store, set(range(0, 24, 2)))
+    made = recipe(heads={"family": name, **HEADS[name]}, batch_tokens=64, steps=8, eval_every=8)
+    result = train(made, tiny_target, silent, valid_store, tmp_path)
+    assert result.steps == 8
+    assert all(tensor.isfinite().all() for tensor in weights(result.last_folder).values())
 
 
 def test_nothing_supervised_is_an_error(
     recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path
 ) -> None:
-    silent: list[Any] = [_Unsupervised(train_store), _Unsupervised(valid_store)]
+    silent: list[Any] = [Unsupervised(train_store), Unsupervised(valid_store)]
     with pytest.raises(UserError, match="Nothing is supervised in the training data"):
         train(recipe(), tiny_target, silent[0], valid_store, tmp_path)
     with pytest.raises(UserError, match="Nothing is supervised in the validation data"):
@@ -435,24 +475,6 @@ def test_a_feature_loss_for_heads_without_features_is_refused(run: Train, tmp_pa
         run(tmp_path, feature_weight=1.0)
 
 
-class _Masked:
-    """A store in which each answer is its conversation's last `count` tokens."""
-
-    def __init__(self, store: StateStore, count: int) -> None:
-        self._store, self._count = store, count
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    def get(self, index: int) -> Any:
-        sample = self._store.get(index)
-        supervised_T = torch.arange(len(sample.tokens_T)) >= len(sample.tokens_T) - self._count
-        return dataclasses.replace(sample, supervised_T=supervised_T)
-
-
 @pytest.mark.parametrize("steps", [2, 3])
 def test_drafts_longer_than_every_answer_are_refused(
     recipe: Callable[..., Recipe],
@@ -463,9 +485,9 @@ def test_drafts_longer_than_every_answer_are_refused(
     steps: int,
 ) -> None:
     made = recipe(heads={"num_heads": steps}, steps=1)
-    store: Any = _Masked(train_store, steps + 1)
+    store: Any = Masked(train_store, steps + 1)
     train(made, tiny_target, store, valid_store, tmp_path / "just", None)
-    store = _Masked(train_store, steps)
+    store = Masked(train_store, steps)
     with pytest.raises(UserError, match=f"draft {steps} tokens ahead and no answer .* has the {steps + 1} tokens"):
         train(made, tiny_target, store, valid_store, tmp_path / "short", None)
 
@@ -481,18 +503,42 @@ def test_a_bfloat16_target_trains_in_mixed_precision_with_float32_weights(
     assert {tensor.dtype for tensor in weights(result.last_folder).values()} == {torch.float32, torch.int64}
 
 
-def test_wandb_works_offline_and_leaves_the_environment_alone(
+def test_what_a_draft_costs_is_counted_before_the_heads_are_wrapped(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    before = dict(os.environ)
-    run(tmp_path / "run", steps=2, tracker="wandb", log_every=1)
-    changed = {name for name in os.environ.keys() | before.keys() if os.environ.get(name) != before.get(name)}
-    assert {name for name in changed if name.startswith("WANDB_")} <= {"WANDB_SERVICE"}, "wandb sets that one itself"
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    """What accelerate makes of them may hold a part of each weight only."""
+    order: list[str] = []
+    prepare, count = Accelerator.prepare, DraftHead.flops_per_draft
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (order.append(name), function(*args))[1]
+
+    monkeypatch.setattr(Accelerator, "prepare", noted("prepare", prepare))
+    monkeypatch.setattr(DraftHead, "flops_per_draft", noted("count", count))
+    run(tmp_path, steps=1)
+    assert order == ["count", "prepare"]
+
+
+def test_validation_keeps_no_states(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they would take the room of the training batches."""
+    read: list[weakref.ref[Any]] = []
+    original = loop.collate
+
+    def collated(store: StateStore, *args: Any) -> Any:
+        batch = original(store, *args)
+        if store.folder.name == "calibration":
+            read.append(weakref.ref(batch))
+        return batch
+
+    def alive_at_first_step(self: Any, *args: Any) -> float:
+        gc.collect()
+        raise _Killed(sum(one() is not None for one in read))
+
+    monkeypatch.setattr(loop, "collate", collated)
+    monkeypatch.setattr(loop._Run, "_step", alive_at_first_step)
+    with pytest.raises(_Killed) as stopped:
+        run(tmp_path)
+    assert len(read) > 1 and stopped.value.args == (0,)
 
 
 def test_the_live_line_shows_steps_loss_and_time_left(run: Train, tmp_path: Path) -> None:

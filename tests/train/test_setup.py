@@ -1,4 +1,4 @@
-"""Starting from earlier heads."""
+"""What is refused before any work, the store the heads read, and starting from earlier heads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,87 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart.data.store import StateStore
+from headstart.data.store import StateStore, build_store
 from headstart.errors import UserError
 from headstart.heads import DraftHead
 from headstart.heads.io import load_heads, save_heads
 from headstart.heads.medusa import MedusaConfig, MedusaHead
-from headstart.target import Target
-from headstart.train.config import Recipe
+from headstart.target import FINAL, Target
+from headstart.train.config import Recipe, load_recipe, packaged_recipes
 from headstart.train.loop import train
-from headstart.train.setup import build_heads, take_over
+from headstart.train.setup import build_heads, check_heads, check_training, take_over
+from tests.train.conftest import conversations
+
+
+@pytest.mark.parametrize(
+    ("heads", "problem"),
+    [
+        ({"family": "hydraa"}, r"Unknown head family 'hydraa'. Did you mean 'hydra'\?"),
+        ({"family": "hydra", "num_headss": 3}, r"hydra heads have no setting 'num_headss'. Did you mean 'num_heads'\?"),
+        ({"family": "medusa", "num_heads": 40}, r"heads.num_heads is 40: input should be less than or equal to 16"),
+        ({"family": "eagle", "start": "hot"}, r"heads.start is 'hot'"),
+        ({"family": "eagle3", "join": True}, r"heads.join goes from final state to final state"),
+        ({"family": "eagle3", "tap_layers": [2, 2]}, r"layers \[2, 2\] of the target, which must be different"),
+    ],
+)
+def test_settings_of_heads_are_checked_by_the_recipe_alone(
+    recipe: Callable[..., Recipe], heads: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        check_heads(recipe(heads=heads))
+
+
+@pytest.mark.parametrize("name", packaged_recipes())
+def test_packaged_recipes_pass_the_checks(name: str) -> None:
+    check_heads(load_recipe(name))
+    check_training(load_recipe(name))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"loss": "foo"}, "Unknown loss 'foo'"),
+        ({"betas": (0.9, 1.0)}, r"train.betas is \[0.9, 1.0\]"),
+        ({"mixed_precision": "fp16"}, "fp16 training needs a GPU"),
+        ({"mixed_precision": "fp16", "optimizer": "muon"}, "muon works beside AdamW"),
+        ({"feature_weight": 1.0}, "medusa heads draft no features"),
+        ({"start_from": "nowhere"}, "nowhere.*does not exist"),
+    ],
+)
+def test_settings_of_training_are_checked_by_the_recipe_alone(
+    recipe: Callable[..., Recipe], settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        check_training(recipe(**settings))
+
+
+def test_earlier_heads_that_cannot_be_read_are_refused_by_the_recipe_alone(
+    recipe: Callable[..., Recipe], earlier: tuple[Path, DraftHead]
+) -> None:
+    check_training(recipe(start_from=str(earlier[0])))
+    file = earlier[0] / "heads.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match="cut short or damaged"):
+        check_training(recipe(start_from=str(earlier[0])))
+
+
+@pytest.mark.parametrize("lacking", ["train", "calibration"])
+def test_a_store_that_lacks_a_layer_is_refused_by_its_number(
+    recipe: Callable[..., Recipe],
+    tiny_target: Target,
+    train_store: StateStore,
+    valid_store: StateStore,
+    tmp_path: Path,
+    lacking: str,
+) -> None:
+    made = conversations(3, 0, tiny_target.vocab_size)
+    fewer = build_store(tmp_path / "fewer", made, tiny_target, [1, 3, FINAL], budget_bytes=10**8)
+    stores = (fewer, valid_store) if lacking == "train" else (train_store, fewer)
+    eagle3 = recipe(heads={"family": "eagle3", "steps": 2, "tap_layers": [1, 2, 3]})
+    with pytest.raises(UserError, match=r"fewer lacks the states of layer 2, which these heads") as refused:
+        train(eagle3, tiny_target, *stores, tmp_path / "train")
+    assert "Build the data again" in refused.value.remedy
+    assert not (tmp_path / "train").exists()
 
 
 @pytest.fixture

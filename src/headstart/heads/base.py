@@ -59,6 +59,14 @@ class HeadConfig(BaseModel):
         """
         return {}
 
+    def check(self) -> None:
+        """Refuse settings that do not go together; what is still to be filled in from the target is passed over.
+
+        Raises:
+            UserError: when they do not.
+        """
+        return None
+
 
 @dataclass
 class HeadBatch:
@@ -111,12 +119,14 @@ class DraftHead(nn.Module, ABC):
     Attributes:
         family: registered name.
         Config: its config class.
+        drafts_features: whether its predictions hold a `feature_ME`.
         config: its config, with the target's sizes filled in.
         draft_to_target_D: int64, the target's token id of each draft token (the identity without a draft vocabulary).
     """
 
     family: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
+    drafts_features: ClassVar[bool] = False
     config: HeadConfig
     draft_to_target_D: Tensor
 
@@ -318,20 +328,41 @@ def family(name: str) -> type[DraftHead]:
     return known[name]
 
 
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse recipe settings of heads that cannot work on any target.
+
+    Raises:
+        UserError: unknown family or key, a value out of range, or settings that do not go together.
+    """
+    _parsed(settings, {}).check()
+
+
 def make_config(settings: dict[str, Any], target: Target) -> HeadConfig:
     """A family's config from recipe settings, with the target's sizes filled in.
 
     Raises:
         UserError: unknown family or key, a value out of range, or a draft vocabulary larger than the target's.
     """
+    config = _parsed(settings, {})
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    config = _parsed(settings, {**type(config).of_target(target, settings), **settings, **sizes})
+    if config.draft_vocab_size > target.vocab_size:
+        raise UserError(
+            f"A draft vocabulary of {config.draft_vocab_size} is larger than the target's {target.vocab_size}.",
+            "Lower heads.draft_vocab_size, or set it to 0 for the whole vocabulary.",
+        )
+    return config
+
+
+def _parsed(settings: Mapping[str, Any], filled: Mapping[str, Any]) -> HeadConfig:
+    """The config of `settings`, or of what they became when `filled` in from a target."""
     cls = family(str(settings.get("family", "")))
     unknown = set(settings) - set(cls.Config.model_fields)
     if unknown:
         name = sorted(unknown)[0]
         raise UserError(f"{cls.family} heads have no setting {name!r}.", nearest(name, cls.Config.model_fields))
     try:
-        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        config = cls.Config(**{**cls.Config.of_target(target, settings), **settings, **sizes})
+        return cls.Config(**(filled or settings))
     except ValidationError as error:
         first = error.errors()[0]
         reason = first["msg"].removeprefix("Value error, ").lower()
@@ -339,9 +370,3 @@ def make_config(settings: dict[str, Any], target: Target) -> HeadConfig:
             f"heads.{'.'.join(map(str, first['loc']))} is {first['input']!r}: {reason}.",
             f"See what {cls.family} heads can be set to: headstart recipes show quickstart.",
         ) from None
-    if config.draft_vocab_size > target.vocab_size:
-        raise UserError(
-            f"A draft vocabulary of {config.draft_vocab_size} is larger than the target's {target.vocab_size}.",
-            "Lower heads.draft_vocab_size, or set it to 0 for the whole vocabulary.",
-        )
-    return config

@@ -41,6 +41,7 @@ class EagleHead(RecurrentHead):
 
     family: ClassVar[str] = "eagle"
     Config: ClassVar[type[LayerConfig]] = EagleConfig
+    drafts_features: ClassVar[bool] = True
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:

@@ -67,6 +67,24 @@ class Eagle3Config(LayerConfig):
         taps = (2, target.num_layers // 2, FINAL if settings.get("join") else target.num_layers - 3)
         return {**super().of_target(target, settings), "tap_layers": taps}
 
+    def check(self) -> None:
+        taps = self.tap_layers
+        if len(set(taps)) < len(taps) or any(tap < 1 and tap != FINAL for tap in taps):
+            raise self.refused_taps()
+        if self.join and (self.feedback != "post_norm" or taps[-1:] not in ((), (FINAL,))):
+            raise UserError(
+                "heads.join goes from final state to final state.",
+                f"Set heads.feedback=post_norm and end heads.tap_layers with {FINAL}, for example [2,15,{FINAL}].",
+            )
+
+    def refused_taps(self) -> UserError:
+        """Why these layers cannot be read."""
+        return UserError(
+            f"The heads would read layers {list(self.tap_layers)} of the target, which must be different ones, from 1 "
+            "on.",
+            "Name them, for example heads.tap_layers=[1,2,3]; a target of few layers needs it.",
+        )
+
 
 @register
 class Eagle3Head(RecurrentHead):
@@ -77,17 +95,10 @@ class Eagle3Head(RecurrentHead):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
+        config.check()
         taps = config.tap_layers
-        if not taps or len(set(taps)) < len(taps) or any(tap < 1 and tap != FINAL for tap in taps):
-            raise UserError(
-                f"The heads would read layers {list(taps)} of the target, which must be different ones, from 1 on.",
-                "Name them, for example heads.tap_layers=[1,2,3]; a target of few layers needs it.",
-            )
-        if config.join and (config.feedback != "post_norm" or taps[-1] != FINAL):
-            raise UserError(
-                "heads.join goes from final state to final state.",
-                f"Set heads.feedback=post_norm and end heads.tap_layers with {FINAL}, for example [2,15,{FINAL}].",
-            )
+        if not taps:
+            raise config.refused_taps()
         size = config.hidden_size
         first = DraftLayer(config, 2 * size, input_norm=False)
         super().__init__(

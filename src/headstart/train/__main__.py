@@ -8,10 +8,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
 
@@ -26,6 +24,16 @@ from headstart.target import load_target
 from headstart.train.config import load_recipe, recipe_text
 from headstart.train.loop import train
 from headstart.train.place import finished, go_on_from_shorter, training
+from headstart.train.processes import (
+    LOST_CONTACT,
+    has_spoken,
+    is_lost_contact,
+    join_processes,
+    leave_processes,
+    speak_once,
+    together,
+)
+from headstart.train.setup import check_heads, check_training
 
 app = typer.Typer(add_completion=False)
 
@@ -41,21 +49,34 @@ def main(
     Example: accelerate launch -m headstart.train quickstart train.minutes=3
     """
     console = Console(stderr=True)
+
+    def say(message: str) -> None:
+        console.print(f"[bold red]Error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+
     try:
         _train(recipe, overrides or [], run_dir, console)
+        leave_processes()
     except UserError as error:
-        message = escape(f"{error.problem}\n{error.remedy}")
-        console.print(f"[bold red]Error:[/] {message}", highlight=False, soft_wrap=True)
+        message = f"{error.problem}\n{error.remedy}"
+        speak_once(lambda: say(message))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
+        leave_processes()
         raise SystemExit(130) from None
+    except RuntimeError as error:
+        if not is_lost_contact(error):
+            raise
+        spoken = has_spoken()
+        speak_once(lambda: None if spoken else say(LOST_CONTACT))
+        raise SystemExit(2 if spoken else 1) from None
 
 
 def _train(name: str, overrides: list[str], run_dir: Path | None, console: Console) -> None:
     recipe = load_recipe(name, overrides)
+    check_heads(recipe)
+    check_training(recipe)
     run = run_dir or Path("runs") / recipe.name
-    on_cpu = recipe.target.device == "cpu" or not torch.cuda.is_available()
-    state = PartialState(cpu=on_cpu)
+    state, device = join_processes(recipe.target.device)
     places = {part: run / "data" / "states" / part for part in ("train", "calibration")}
     for place in places.values():
         if not place.is_dir():
@@ -64,30 +85,29 @@ def _train(name: str, overrides: list[str], run_dir: Path | None, console: Conso
                 f"Make them first: headstart data {' '.join([name, *overrides])}"
                 + (f" --run-dir {run_dir}" if run_dir else ""),
             )
+    main = state.is_main_process
     with _on_main(state, locked(run)):
-        stores = {part: StateStore(place) for part, place in places.items()}
-        section = recipe.target
-        device = str(state.device) if section.device == "auto" and not on_cpu else section.device
-        target = load_target(section.spec, section.dtype, device, section.revision)
-        made = training(run, recipe, make_config(recipe.heads, target), stores["train"], stores["calibration"])
-        main = state.is_main_process
-        with _on_main(state, held(made, console)):
-            if main:
-                write_text(run / "recipe.yaml", recipe_text(recipe))
-                note_provenance(run)
-                refer(run, "train", made, "train")
+        with together():
+            stores = {part: StateStore(place) for part, place in places.items()}
+            section = recipe.target
+            target = load_target(section.spec, section.dtype, device, section.revision)
+            made = training(run, recipe, make_config(recipe.heads, target), stores["train"], stores["calibration"])
+        with _on_main(state, held(made, wait=False)):
+            with together():
+                if main:
+                    write_text(run / "recipe.yaml", recipe_text(recipe))
+                    note_provenance(run)
+                    refer(run, "train", made, "train")
+                    if not finished(made.folder):
+                        go_on_from_shorter(made, state.num_processes, lambda text: _say(console, text))
             if finished(made.folder):
                 if main:
-                    _say(console, f"These heads are trained already: {made.folder / 'best'}")
+                    _say(console, f"These heads are trained already: {run / 'train' / 'best'}")
                 return
-            if main:
-                go_on_from_shorter(made, state.num_processes, lambda text: _say(console, text))
-            state.wait_for_everyone()
             result = train(recipe, target, stores["train"], stores["calibration"], made.folder, console)
     if main:
         best = f"best heads (step {result.metrics['step']}, predicted {result.metrics['tau']:.2f} tokens per round)"
         _say(console, f"{result.steps} steps; {best}: {run / 'train' / 'best'}")
-    state.destroy_process_group()
 
 
 def _say(console: Console, text: str) -> None:
@@ -99,22 +119,12 @@ def _on_main(state: PartialState, hold: AbstractContextManager[object]) -> Itera
     """Hold something as `headstart train` does: the main process for all of them.
 
     Raises:
-        UserError: on the main process, when another run works there.
-        SystemExit: on the others then, so that none waits for a main process that is gone.
+        UserError: on all processes, when another run works there.
     """
     with ExitStack() as stack:
-        refusal: UserError | OSError | None = None
-        if state.is_main_process:
-            try:
+        with together():
+            if state.is_main_process:
                 stack.enter_context(hold)
-            except (UserError, OSError) as error:
-                refusal = error
-        refused = [refusal is not None]
-        broadcast_object_list(refused)
-        if refusal is not None:
-            raise refusal
-        if refused[0]:
-            raise SystemExit(2)
         yield
 
 

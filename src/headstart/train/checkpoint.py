@@ -106,10 +106,11 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
             warn(f"The checkpoint {place} is cut short; falling back to the one before it.")
             continue
         for key, value in settings.items():
-            kept = manifest["settings"].get(key)
-            if kept != value:
+            if differing := _differing(key, manifest["settings"].get(key), value):
+                name, kept, wanted = differing[0]
+                more = f" ({len(differing) - 1} more settings of {key} differ)" if len(differing) > 1 else ""
                 raise UserError(
-                    f"The run in {folder.parent} was trained with {key} = {kept!r}, and now it is {value!r}.",
+                    f"The run in {folder.parent} was trained with {name} = {kept!r}, and now it is {wanted!r}{more}.",
                     "Go on with the same settings, or start a new run with another --run-dir.",
                 )
         return place, Standing(**manifest["standing"])
@@ -127,6 +128,23 @@ def restore_best(place: Path, best: Path) -> None:
 
     if (place / BEST).is_dir():
         write_atomic(best, link)
+
+
+def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
+    """(name, what was kept, what is wanted) of every setting in which two differ.
+
+    >>> _differing("heads", {"family": "medusa", "num_heads": 4}, {"family": "medusa", "num_heads": 3})
+    [('heads.num_heads', 4, 3)]
+    """
+    if not (isinstance(kept, dict) and isinstance(wanted, dict)):
+        return [(name, kept, wanted)] if kept != wanted else []
+    if kept.get("family") != wanted.get("family"):  # then nothing else is the same either
+        return [(f"{name}.family", kept.get("family"), wanted.get("family"))]
+    return [
+        found
+        for key in sorted({*kept, *wanted})
+        for found in _differing(f"{name}.{key}", kept.get(key), wanted.get(key))
+    ]
 
 
 def _manifest(place: Path) -> dict[str, Any] | None:

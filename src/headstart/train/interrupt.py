@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import signal
 import threading
+from time import monotonic
 from types import FrameType, TracebackType
 from typing import Any
 
+_SAME = 1.0
+"""Seconds in which further signals belong to the first."""
+
 
 class Interrupt:
-    """A context in which the first SIGINT or SIGTERM only sets `asked`; the second raises KeyboardInterrupt.
+    """A context in which the first SIGINT or SIGTERM only sets `asked`; a later one raises KeyboardInterrupt.
 
-    Outside the main thread, where Python delivers no signals, it does nothing.
+    Ctrl-C in a terminal reaches the launcher of several processes as well, which passes it on: what follows at once is
+    the same request. Outside the main thread, where Python delivers no signals, this does nothing.
     """
 
     def __init__(self) -> None:
         self.asked = False
+        self._first = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
@@ -31,6 +37,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
-        if self.asked:
+        if not self.asked:
+            self.asked, self._first = True, monotonic()
+        elif monotonic() > self._first + _SAME:
             raise KeyboardInterrupt
-        self.asked = True

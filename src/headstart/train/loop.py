@@ -9,13 +9,14 @@ a resumed run equal to an uninterrupted one.
 from __future__ import annotations
 
 import math
-import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -39,14 +40,9 @@ from headstart.train.losses import Teacher, find_loss, weighted
 from headstart.train.memory import keep_freed_memory
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
 from headstart.train.optimizers import make_optimizers
-from headstart.train.setup import (
-    build_heads,
-    check_store,
-    describe_processes,
-    learning_rate,
-    make_accelerator,
-    start_tracker,
-)
+from headstart.train.processes import describe_processes, make_accelerator, on_device, together
+from headstart.train.setup import build_heads, check_heads, check_store, check_training, learning_rate
+from headstart.train.tracking import finish_trackers, start_tracker
 
 if TYPE_CHECKING:
     from headstart.data.store import StateStore
@@ -85,8 +81,23 @@ class Unrolled(nn.Module):
         self.heads = heads
 
     def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
-        """What `consume` makes of the batch's predictions."""
-        return consume(self.heads.unroll(batch))
+        """What `consume` makes of the batch's predictions.
+
+        A loss reaches every parameter, whatever the batch holds: without a place to learn from it is zero, and so are
+        its gradients. The processes of a training all wait for the gradients of all parameters.
+        """
+        taken = 0
+
+        def counted() -> Iterator[StepPrediction]:
+            nonlocal taken
+            for prediction in self.heads.unroll(batch):
+                taken += 1
+                yield prediction
+
+        made = consume(counted())
+        if isinstance(made, Tensor) and torch.is_grad_enabled() and taken < self.heads.steps:
+            return cast(R, made + sum(p.flatten()[:0].sum() for p in self.heads.parameters() if p.requires_grad))
+        return made
 
 
 def train(
@@ -115,14 +126,18 @@ def train(
             settings.
         KeyboardInterrupt: after a checkpoint was written.
     """
-    accelerator = make_accelerator(recipe, target, folder)
-    try:
-        if target.device.type == "cpu":
-            keep_freed_memory()
-        return _Run(recipe, target, train_store, valid_store, folder, console, accelerator).go()
-    finally:
-        accelerator.free_memory()
-        AcceleratorState._reset_state()  # the next run of this process may choose another precision
+    check_heads(recipe)
+    check_training(recipe, target)
+    with on_device(target.device):
+        accelerator = make_accelerator(recipe, target, folder)
+        try:
+            if target.device.type == "cpu":
+                keep_freed_memory()
+            return _Run(recipe, target, train_store, valid_store, folder, console, accelerator).go()
+        finally:
+            finish_trackers(accelerator)
+            accelerator.free_memory()
+            AcceleratorState._reset_state()  # the next run of this process may choose another precision
 
 
 class _Run:
@@ -138,28 +153,35 @@ class _Run:
         console: Console | None,
         accelerator: Accelerator,
     ) -> None:
-        self.started = time.monotonic()
+        self.started = monotonic()
         self.section = recipe.train
         self.target, self.store, self.folder, self.accelerator = target, train_store, folder, accelerator
         self.console = console if accelerator.is_main_process else None
         self.loss = find_loss(self.section.loss)
         set_seed(self.section.seed)
-        self.heads = build_heads(recipe, target, train_store, self._say)
+        with together():
+            self.heads = build_heads(recipe, target, train_store, self._say)
+            check_store(valid_store, target, self.heads)
+            self.coverage = self._coverage(valid_store)
+            copies = 4 * (checkpoint.KEEP + 1)
+            need_disk(folder, 4 * copies * sum(p.numel() for p in self.heads.parameters()), "Training")
+            self.settings = self._settings(recipe)
+            self.found = checkpoint.find(folder / "checkpoints", self.settings, self._say)
         self.taps = sorted({*self.heads.taps, FINAL})
+        self.flops = self.heads.flops_per_draft()  # here: what `prepare` makes of the heads may be a part of them
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
-        for store in (train_store, valid_store):
-            check_store(store, target, self.taps)
-        self.coverage = self._coverage(valid_store)
-        need_disk(folder, 4 * 4 * sum(p.numel() for p in self.heads.parameters()) * (checkpoint.KEEP + 1), "Training")
-        self.model, *self.optimizers = accelerator.prepare(
-            Unrolled(self.heads), *make_optimizers(self.heads, self.section)
-        )
+        with warnings.catch_warnings():
+            # The buffers are the same everywhere from the start. What torch has instead, accelerate cannot say yet.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            self.model, *self.optimizers = accelerator.prepare(
+                Unrolled(self.heads), *make_optimizers(self.heads, self.section)
+            )
         self.teacher = Teacher(target, self.heads.draft_to_target_D)
-        self.valid = self._validation_batches(valid_store)
+        self.valid_store = valid_store
+        self.valid = self._validation_batches()
         self.per_epoch = len(self._epoch(0))
         self.total = min(self.section.steps or math.inf, self.section.epochs * self.per_epoch)
-        self.settings = self._settings(recipe)
         self.standing = Standing()
         self.earlier = 0.0
         self.records: list[dict[str, Any]] = []
@@ -172,21 +194,21 @@ class _Run:
             self._say(line)
         self._say(
             f"{self.heads.steps} draft steps, {self.heads.trainable_parameters / 1e6:.1f} M parameters to train, "
-            f"{self.heads.flops_per_draft() / 1e6:.1f} MFLOP a drafted token; the "
+            f"{self.flops / 1e6:.1f} MFLOP a drafted token; the "
             f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
             f"answers. {len(self.store)} conversations, {self.per_epoch} steps per epoch."
         )
+        start_tracker(self.accelerator, self.section, self.settings)  # before anything of an earlier session changes
         self._resume()
-        start_tracker(self.accelerator, self.section, self.settings)
         saved = self.standing.step if self.standing.step else -1
         losses: list[float] = []
         asked = False
         with Interrupt() as interrupt, Display(self.console, self._fraction(self.standing.elapsed)) as display:
             if not self.records:
                 self._validate(display, None)
-            started, learnt = time.monotonic(), 0
+            started, learnt = monotonic(), 0
             for group in self._groups():
-                batches = [self._collate(batch) for batch in share(group, self.rank, self.ranks)]
+                batches = [self._collate(self.store, batch) for batch in share(group, self.rank, self.ranks)]
                 count, elapsed, asked = self._agree(sum(map(predictions, batches)), interrupt.asked)
                 fraction = self._fraction(elapsed)
                 if asked or fraction >= 1:
@@ -197,7 +219,7 @@ class _Run:
                 self._advance(count)
                 step = self.standing.step
                 losses.append(loss)
-                now = time.monotonic()
+                now = monotonic()
                 speed = learnt / (now - started)
                 display.step(self._fraction(self._elapsed()), now - self.started, step, loss, lr, speed)
                 if step % self.section.log_every == 0:
@@ -287,9 +309,9 @@ class _Run:
         self.model.eval()
         tally = Tally(self.heads.steps, self.accelerator.device)
         with torch.no_grad():
-            for batch, chosen_X in self.valid:
+            for indices, chosen_X in self.valid:
                 self.model(
-                    batch,
+                    self._collate(self.valid_store, indices),
                     partial(tally.add, draft_to_target_D=self.heads.draft_to_target_D, chosen_X=chosen_X),
                 )
         tally.counts_KC = self.accelerator.reduce(tally.counts_KC, "sum")
@@ -337,8 +359,6 @@ class _Run:
                     "last": self.records[-1],
                 },
             )
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
         self.accelerator.wait_for_everyone()
         return result
 
@@ -371,7 +391,7 @@ class _Run:
             standing.epoch, standing.index = standing.epoch + 1, 0
 
     def _elapsed(self) -> float:
-        return self.earlier + time.monotonic() - self.started
+        return self.earlier + monotonic() - self.started
 
     def _fraction(self, elapsed: float) -> float:
         """How much of the run is done: by steps or by the clock, whichever is further."""
@@ -405,10 +425,9 @@ class _Run:
         checkpoint.save(self.accelerator, self.folder / "checkpoints", self.standing, self.settings, best)
 
     def _resume(self) -> None:
-        found = checkpoint.find(self.folder / "checkpoints", self.settings, self._say)
-        if found is None:
+        if self.found is None:
             return
-        place, self.standing = found
+        place, self.standing = self.found
         self.accelerator.load_state(str(place))
         self.earlier = self.standing.elapsed
         if self.standing.budget and self.standing.budget != self._budget:
@@ -440,15 +459,17 @@ class _Run:
             )
         return coverage(counts_V, self.heads.draft_to_target_D)
 
-    def _collate(self, batch: Batch) -> HeadBatch:
-        return collate(self.store, batch, self.taps, self.dtype, self.accelerator.device)
+    def _collate(self, store: StateStore, batch: Batch) -> HeadBatch:
+        return collate(store, batch, self.taps, self.dtype, self.accelerator.device)
 
-    def _validation_batches(self, store: StateStore) -> list[tuple[HeadBatch, Tensor]]:
-        """This process's share of the validation data, with what the target chooses at each place."""
-        batches = epoch_batches(store.lengths, self.section.batch_tokens, seed=0, epoch=0)
-        device = self.accelerator.device
-        read = [collate(store, batch, self.taps, self.dtype, device) for batch in share(batches, self.rank, self.ranks)]
-        return [(batch, chosen_tokens(self.target, batch)) for batch in read]
+    def _validation_batches(self) -> list[tuple[Batch, Tensor]]:
+        """This process's share of the validation data, with what the target chooses at each place.
+
+        The states are read again in each validation: they are many times larger than what is kept here.
+        """
+        batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
+        own = share(batches, self.rank, self.ranks)
+        return [(batch, chosen_tokens(self.target, self._collate(self.valid_store, batch))) for batch in own]
 
     def _say(self, text: str) -> None:
         if self.console is not None:

@@ -1,25 +1,24 @@
-"""What a run needs before its first step: heads, accelerator, tracker, schedule."""
+"""What a run needs before its first step: settings that can work, heads, schedule."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch, family, make_config
-from headstart.heads.base import positions
+from headstart.heads.base import check_settings, positions
 from headstart.heads.io import load_heads
 from headstart.target import FINAL, Target
 from headstart.train.batches import collate
 from headstart.train.config import Recipe, TrainSection
+from headstart.train.losses import find_loss
 from headstart.train.metrics import pick_vocabulary
+from headstart.train.tracking import check_tracker
 
 if TYPE_CHECKING:
     from headstart.data.store import StateStore
@@ -46,6 +45,50 @@ def learning_rate(section: TrainSection, fraction: float) -> float:
     return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share_of_peak)
 
 
+def check_heads(recipe: Recipe) -> None:
+    """Refuse settings of heads that cannot work, as far as the recipe alone tells: nothing is read or computed.
+
+    Raises:
+        UserError: unknown family or setting, a value out of range, or settings that do not go together.
+    """
+    check_settings(recipe.heads)
+
+
+def check_training(recipe: Recipe, target: Target | None = None) -> None:
+    """Refuse settings of training that cannot work, before any work is done for them.
+
+    Args:
+        recipe: its `train` part is checked.
+        target: the frozen model, where it is loaded already; without it, whether earlier heads fit it is left open.
+
+    Raises:
+        UserError: unknown loss, optimiser and precision that do not go together, a feature loss for heads without
+            features, a tracker that will not start, or earlier heads that cannot be read.
+    """
+    section = recipe.train
+    find_loss(section.loss)
+    if not all(0 <= beta < 1 for beta in section.betas):
+        raise UserError(f"train.betas is {list(section.betas)}.", "Both are at least 0 and below 1: [0.9, 0.95].")
+    if section.feature_weight and not family(str(recipe.heads.get("family", ""))).drafts_features:
+        raise UserError(f"{recipe.heads['family']} heads draft no features to compare.", "Set train.feature_weight=0.")
+    if section.mixed_precision == "fp16" and section.optimizer == "muon":
+        raise UserError(
+            "muon works beside AdamW, and fp16 scales gradients for one optimiser.",
+            "Set train.mixed_precision=bf16, or train.optimizer=adamw.",
+        )
+    if section.mixed_precision == "fp16" and (recipe.target.device == "cpu" or not torch.cuda.is_available()):
+        raise UserError("fp16 training needs a GPU.", "Set train.mixed_precision=bf16 (or no).")
+    check_tracker(section.tracker)
+    _earlier(recipe, target)
+
+
+def _earlier(recipe: Recipe, target: Target | None) -> DraftHead | None:
+    """The heads that the recipe starts from, on the CPU."""
+    if recipe.train.start_from is None:
+        return None
+    return load_heads(Path(recipe.train.start_from).expanduser(), target, "cpu")
+
+
 def build_heads(
     recipe: Recipe, target: Target, train_store: StateStore, say: Callable[[str], None] = lambda text: None
 ) -> DraftHead:
@@ -60,20 +103,20 @@ def build_heads(
         say: takes a sentence for the user.
 
     Raises:
-        UserError: unknown family or setting, nothing is supervised in the training data or no answer is as long as a
-            draft, or earlier heads that are missing or do not fit.
+        UserError: unknown family or setting, a store that lacks a state or is another model's, nothing is supervised in
+            the training data or no answer is as long as a draft, or earlier heads that are missing or do not fit.
     """
     config = make_config(recipe.heads, target)
+    heads = family(config.family)(config)
+    check_store(train_store, target, heads)
     counts_V = train_store.supervised_counts(target.vocab_size)
     if int(counts_V.sum()) == 0:
         raise UserError(
             "Nothing is supervised in the training data: no token was written by the assistant.",
             "Look at it with `headstart data show`; the conversations need assistant turns.",
         )
-    heads = family(config.family)(config)
     _check_depth(heads, train_store)
-    folder = None if recipe.train.start_from is None else Path(recipe.train.start_from).expanduser()
-    earlier = None if folder is None else load_heads(folder, target, "cpu")
+    earlier = _earlier(recipe, target)
     if earlier is not None and earlier.config.draft_width == config.draft_width:
         heads.set_draft_vocabulary(earlier.draft_to_target_D)
     elif config.draft_vocab_size:
@@ -88,7 +131,7 @@ def build_heads(
     if earlier is None or earlier.config != config:  # else every weight is replaced
         heads.fit(_first_look(train_store, heads))
     if earlier is not None:
-        say(f"Started from {folder}: {take_over(heads, earlier)}.")
+        say(f"Started from {recipe.train.start_from}: {take_over(heads, earlier)}.")
     return heads
 
 
@@ -132,15 +175,15 @@ def take_over(heads: DraftHead, earlier: DraftHead) -> str:
     return f"{whole + rows} of {len(state)} tensors are those of earlier {earlier.family} heads{by_token}"
 
 
-def check_store(store: StateStore, target: Target, taps: Sequence[int]) -> None:
-    """Refuse states that heads with these taps on this target cannot learn from.
+def check_store(store: StateStore, target: Target, heads: DraftHead) -> None:
+    """Refuse states that these heads on this target cannot learn from.
 
     Raises:
         UserError: a tap is missing, or the states are another model's.
     """
-    missing = sorted(set(taps) - set(store.taps))
+    missing = sorted({*heads.taps, FINAL} - set(store.taps))
     if missing or store.hidden_size != target.hidden_size:
-        what = f"lacks tap {missing[0]}" if missing else f"has states of size {store.hidden_size}"
+        what = f"lacks the states of layer {missing[0]}" if missing else f"has states of size {store.hidden_size}"
         raise UserError(
             f"The store {store.folder} {what}, which these heads on {target.name} cannot learn from.",
             "Build the data again with this recipe.",
@@ -171,65 +214,3 @@ def _first_look(store: StateStore, heads: DraftHead) -> Iterator[HeadBatch]:
             return
         read += store.lengths[index]
         yield collate(store, [index], taps, torch.float32, torch.device("cpu"))
-
-
-def make_accelerator(recipe: Recipe, target: Target, folder: Path) -> Accelerator:
-    """The accelerator of a run: the recipe's precision and tracker, on the target's device.
-
-    Raises:
-        UserError: fp16 without a GPU, or a tracker that is not installed.
-    """
-    precision: str = recipe.train.mixed_precision
-    tracker = recipe.train.tracker
-    if precision == "auto":
-        precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(target.dtype, "no")
-    if precision == "fp16" and recipe.train.optimizer == "muon":
-        raise UserError(
-            "muon works beside AdamW, and fp16 scales gradients for one optimiser.",
-            "Set train.mixed_precision=bf16, or train.optimizer=adamw.",
-        )
-    if precision == "fp16" and target.device.type == "cpu":
-        raise UserError("fp16 training needs a GPU.", "Set train.mixed_precision=bf16 (or no).")
-    if tracker != "none" and importlib.util.find_spec(tracker) is None:
-        raise UserError(f"The tracker {tracker} is not installed.", f"Run: pip install {tracker}")
-    return Accelerator(
-        cpu=target.device.type == "cpu",
-        mixed_precision=precision,
-        log_with=None if tracker == "none" else tracker,
-        project_dir=str(folder),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-    )
-
-
-def start_tracker(accelerator: Accelerator, section: TrainSection, settings: dict[str, Any]) -> None:
-    """Start the recipe's tracker, on the main process only.
-
-    Raises:
-        UserError: when it does not start; the message is the tracker's own.
-    """
-    if section.tracker == "none":
-        return
-    try:
-        accelerator.init_trackers(section.project, config=settings)
-    except Exception as error:  # every tracker has its own kinds
-        raise UserError(
-            f"The tracker {section.tracker} did not start: {error}",
-            "For wandb, log in (wandb login) or set WANDB_MODE=offline; or set train.tracker=none.",
-        ) from error
-
-
-def describe_processes(accelerator: Accelerator) -> list[str]:
-    """Lines that say how many processes train, and where; a launcher may quietly start fewer than it was asked for."""
-    ranks = accelerator.num_processes
-    precision = accelerator.mixed_precision.replace("no", "float32")
-    lines = [
-        f"Training on {ranks} process{'es' if ranks > 1 else ''} ({accelerator.device.type}, {precision}, "
-        f"{torch.get_num_threads()} CPU threads each)."
-    ]
-    # `accelerate launch --cpu --num_processes 2` sets the address of a group, and then starts one process.
-    if ranks == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        lines.append(
-            "The launcher was asked for more processes, but only this one runs. For several on a CPU: "
-            "ACCELERATE_USE_CPU=true torchrun --nproc_per_node N -m headstart.train RECIPE"
-        )
-    return lines

@@ -1,0 +1,187 @@
+"""The processes of one training: the device of each, and one voice for all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
+from accelerate.utils import gather_object
+
+from headstart.errors import UserError
+from headstart.target import Target
+from headstart.train.config import Recipe
+
+_SPEAKERS, _SAID, _HEARERS, _HEARD = (f"headstart/{key}" for key in ("speakers", "said", "hearers", "heard"))
+"""Keys of the store that all processes read: who wants to speak, and who has heard."""
+_PATIENCE = 10.0
+"""Seconds that a process with something to say waits for the main process, which usually has the same to say."""
+_MEETING = timedelta(seconds=30)
+LOST_CONTACT = (
+    "Another process of this training has ended.\n"
+    "See what it said above, if anything; the same command goes on from the last checkpoint."
+)
+
+
+def join_processes(device: str) -> tuple[PartialState, str]:
+    """Join the processes that a launcher started, if any.
+
+    Args:
+        device: as a recipe names it: auto, cpu, cuda or, for a single process, cuda:1.
+
+    Returns:
+        What accelerate knows of the processes, and the device of this one.
+
+    Raises:
+        UserError: one GPU for several processes.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return PartialState(cpu=True), device  # `cuda` without a GPU is refused where the target is loaded
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ":" in device and ranks > 1:
+        raise UserError(
+            f"target.device={device} is one GPU, and {ranks} processes train.",
+            "Set target.device=auto: each process takes a GPU of its own. CUDA_VISIBLE_DEVICES chooses among them.",
+        )
+    if ":" in device:
+        torch.cuda.set_device(device)  # which accelerate's `cuda` then means
+        return PartialState(), device
+    state = PartialState()
+    return state, str(state.device)
+
+
+def make_accelerator(recipe: Recipe, target: Target, folder: Path) -> Accelerator:
+    """The accelerator of a run: the recipe's precision and tracker, on the target's device.
+
+    Raises:
+        UserError: the target is not on the device of this process.
+    """
+    precision: str = recipe.train.mixed_precision
+    tracker = recipe.train.tracker
+    if precision == "auto":
+        precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(target.dtype, "no")
+    accelerator = Accelerator(
+        cpu=target.device.type == "cpu",
+        mixed_precision=precision,
+        log_with=None if tracker == "none" else tracker,
+        project_dir=str(folder),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    )
+    trains_on = torch.empty(0, device=accelerator.device).device  # `cuda` with the number of the current GPU
+    if trains_on != target.device:
+        raise UserError(
+            f"The target is on {target.device}, and this process trains on {trains_on}.",
+            "Set target.device=auto: the target goes where accelerate trains.",
+        )
+    return accelerator
+
+
+def on_device(device: torch.device) -> Any:
+    """A context in which `cuda` means this GPU; for any other device it changes nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def describe_processes(accelerator: Accelerator) -> list[str]:
+    """Lines that say how many processes train, and where; a launcher may quietly start fewer than it was asked for."""
+    ranks = accelerator.num_processes
+    precision = accelerator.mixed_precision.replace("no", "float32")
+    lines = [
+        f"Training on {ranks} process{'es' if ranks > 1 else ''} ({accelerator.device.type}, {precision}, "
+        f"{torch.get_num_threads()} CPU threads each)."
+    ]
+    # `accelerate launch --cpu --num_processes 2` sets the address of a group, and then starts one process.
+    if ranks == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        lines.append(
+            "The launcher was asked for more processes, but only this one runs. For several on a CPU: "
+            "ACCELERATE_USE_CPU=true torchrun --nproc_per_node N -m headstart.train RECIPE"
+        )
+    return lines
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A block that refuses on all processes when it refuses on one, so that none waits for another in vain.
+
+    Nothing in it may wait for another process.
+
+    Raises:
+        UserError: of this process, or the first of the others'.
+    """
+    own: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        own = error
+    said = gather_object([(own.problem, own.remedy) if own is not None else None])
+    if own is not None:
+        raise own
+    if refused := next(filter(None, said), None):
+        raise UserError(*refused)
+
+
+def speak_once(say: Callable[[], None]) -> None:
+    """Say what every process of a training has to say and leave it: the main process speaks, the others wait for that.
+
+    When the main process has nothing to say, or is gone, another one speaks.
+    """
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        with suppress(RuntimeError, ValueError):  # refused before the processes met
+            PartialState(cpu=True, timeout=_MEETING)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        say()
+        leave_processes()
+        return
+    main, others = dist.get_rank() == 0, dist.get_world_size() - 1
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if (main or not _told(store, _SAID)) and store.add(_SPEAKERS, 1) == 1:
+            say()
+            store.set(_SAID, "")
+    except RuntimeError:  # the store went with the process that kept it
+        say()
+        leave_processes()
+        return
+    leave_processes()  # others that wait for this one hear of it
+    with suppress(RuntimeError):
+        if not main and store.add(_HEARERS, 1) == others:
+            store.set(_HEARD, "")
+        if main:  # which may keep the store
+            _told(store, _HEARD)
+
+
+def _told(store: Any, key: str) -> bool:
+    """Whether another process sets a key of the store before patience ends."""
+    end = monotonic() + _PATIENCE
+    while not store.check([key]):
+        if monotonic() > end:
+            return False
+        sleep(0.02)
+    return True
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether a call between processes failed because another one has ended."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def has_spoken() -> bool:
+    """Whether a process of this training has said why it ends."""
+    try:
+        return bool(dist.distributed_c10d._get_default_store().check([_SAID]))
+    except RuntimeError:
+        return False
+
+
+def leave_processes() -> None:
+    """Leave the group of processes: what is left of it when Python ends may abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,104 @@
+"""Trackers: whether the one that a recipe names can start, and starting it, through accelerate."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from headstart.errors import UserError
+from headstart.train.config import TrainSection
+
+_PACKAGES = {"wandb": ("wandb",), "trackio": ("trackio",), "tensorboard": ("tensorboard", "tensorboardX")}
+"""What each tracker needs, any one of them."""
+
+_NONE = "Or set train.tracker=none."
+_REMEDIES = {
+    "wandb": f"Log in (wandb login), or set WANDB_MODE=offline. {_NONE}",
+    "trackio": f"Check that trackio works by itself (trackio show). {_NONE}",
+    "tensorboard": f"Check that tensorboard imports and that the run's folder can be written. {_NONE}",
+}
+
+
+def check_tracker(name: str) -> None:
+    """Refuse a tracker that will not start, before anything is done for the run.
+
+    Raises:
+        UserError: it is not installed, cannot be imported, or wandb has nobody to log in as.
+    """
+    if name == "none":
+        return
+    packages = _PACKAGES[name]
+    installed = next((package for package in packages if importlib.util.find_spec(package) is not None), None)
+    if installed is None:
+        raise UserError(f"The tracker {name} is not installed.", f"Run: pip install {packages[0]}")
+    try:
+        module = importlib.import_module(installed)
+    except Exception as error:  # a broken package fails in its own way
+        raise UserError(
+            f"The tracker {name} cannot be imported: {error}",
+            f"Run: pip install --force-reinstall {installed}. {_NONE}",
+        ) from error
+    if name == "wandb" and not _wandb_can_start(module):
+        raise UserError("The tracker wandb has no account to log in with, and nobody to ask.", _REMEDIES["wandb"])
+
+
+def start_tracker(accelerator: Accelerator, section: TrainSection, settings: Mapping[str, Any]) -> None:
+    """Start the recipe's tracker, on the main process only.
+
+    Raises:
+        UserError: when it does not start; the message is the tracker's own.
+    """
+    name = section.tracker
+    if name == "none":
+        return
+    options: dict[str, dict[str, Any]] = {}
+    folder = Path(accelerator.project_dir)
+    if name == "wandb" and "WANDB_DIR" not in os.environ:
+        options["wandb"] = {"dir": str(folder)}  # else its files land where the user happens to be
+    try:
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+        accelerator.init_trackers(section.project, config=flat(settings), init_kwargs=options)
+    except Exception as error:  # every tracker has its own kinds
+        accelerator.trackers.clear()  # there is nothing to finish
+        raise UserError(f"The tracker {name} did not start: {error}", _REMEDIES[name]) from error
+
+
+def finish_trackers(accelerator: Accelerator) -> None:
+    """Let trackers write what they still hold, however the run ended."""
+    if accelerator.is_main_process:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Settings as every tracker takes them: one level, with numbers, truths and texts only.
+
+    >>> flat({"heads": {"family": "medusa", "taps": [1, 2]}, "train.steps": None, "train.lr": 0.1})
+    {'heads.family': 'medusa', 'heads.taps': '[1, 2]', 'train.steps': 'None', 'train.lr': 0.1}
+    """
+    found: dict[str, bool | int | float | str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found.update(flat(value, f"{prefix}{key}."))
+        else:
+            found[prefix + key] = value if isinstance(value, bool | int | float | str) else str(value)
+    return found
+
+
+def _wandb_can_start(wandb: Any) -> bool:
+    """Whether `wandb.init` will neither fail for want of an account nor wait for someone to type."""
+    settings = wandb.setup().settings
+    if settings.mode in ("offline", "disabled", "dryrun") or sys.stdin.isatty():
+        return True
+    if "prompt" not in inspect.signature(wandb.login).parameters:  # versions before it say so when they start
+        return True
+    return bool(wandb.login(prompt=False))

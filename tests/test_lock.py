@@ -1,0 +1,86 @@
+"""One run at a time in a folder, on any file system."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.errors import UserError
+from headstart.lock import locked
+
+
+def refusing(number: int) -> Callable[..., None]:
+    def lock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return lock
+
+
+@pytest.fixture
+def gone() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_a_file_system_without_flock_takes_the_other_kind_of_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOTSUP))
+    with locked(tmp_path / "run"):
+        # Such locks are between processes: ask for it in another one.
+        ask = f"import fcntl; fcntl.lockf(open({str(tmp_path / 'run' / 'lock')!r}, 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        asked = subprocess.run(["python3", "-c", ask], capture_output=True, text=True)
+        assert "BlockingIOError" in asked.stderr
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("flock", "lockf"):
+        monkeypatch.setattr(fcntl, kind, refusing(errno.ENOLCK))
+
+
+def test_without_any_locks_a_file_names_who_works_there(tmp_path: Path, without_locks: None) -> None:
+    mine = f"process {os.getpid()} on {socket.gethostname()}"
+    with locked(tmp_path):
+        with pytest.raises(UserError, match=mine) as refused, locked(tmp_path):
+            pytest.fail("held twice")
+        assert f"delete {tmp_path}/lock.held" in refused.value.remedy
+    with locked(tmp_path):
+        pass
+    assert not (tmp_path / "lock.held").exists()
+
+
+def test_what_a_killed_process_left_is_taken_over_on_its_machine_only(
+    tmp_path: Path, without_locks: None, gone: int
+) -> None:
+    mark = tmp_path / "lock.held"
+    mark.write_text(f"{gone} on {socket.gethostname()}")
+    with locked(tmp_path):
+        assert mark.read_text().startswith(f"{os.getpid()} on ")
+    for held in (f"{gone} on elsewhere", "", "half a wo"):
+        mark.write_text(held)
+        with pytest.raises(UserError, match="Another run"), locked(tmp_path):
+            pytest.fail("nobody knows whether that process still runs")
+
+
+def test_another_fault_of_the_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.EIO))
+    with pytest.raises(UserError, match=r"Cannot lock .*/lock: Input/output error"), locked(tmp_path):
+        pytest.fail("not locked")
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence() -> None:
+    with pytest.raises(UserError, match="Cannot write in /proc/x") as refused, locked(Path("/proc/x")):
+        pytest.fail("not there")
+    assert "--run-dir" in refused.value.remedy

@@ -1,0 +1,163 @@
+"""One of several processes of a training, for tests. Imports are paid once: every task runs in a fork of this process.
+
+    python tests/train/ranks.py RANK COUNT
+
+A task is a line of JSON on stdin: the `port` to meet at, the file `out` for what is written, what to `do` and its
+`arguments`. The answer is a line with the exit code of the fork, negative for a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from headstart.data.store import StateStore
+from headstart.errors import UserError
+from headstart.heads import families
+from headstart.heads.io import save_heads
+from headstart.target import FINAL, load_target
+from headstart.train import loop, processes
+from headstart.train.__main__ import app
+from headstart.train.config import Recipe, parse_recipe
+from headstart.train.processes import join_processes, leave_processes
+from tests.train.stores import Silent
+from tests.train.test_golden import HEADS
+
+POISONED = 7
+_LONGEST = 100  # seconds, after which a task that hangs is ended
+
+
+def recipe_of(name: str, **train: Any) -> Recipe:
+    """Small heads of a family; batches are so small that some hold nothing to learn from."""
+    settings = {"steps": 3, "epochs": 3, "batch_tokens": 64, "lr": 0.3, "eval_every": 100, **train}
+    heads = {"draft_vocab_size": 40, "family": name, **HEADS[name]}
+    return parse_recipe({"name": "tiny", "target": "tiny", "heads": heads, "train": settings})
+
+
+def silent(store: StateStore) -> Any:
+    """The store in which every other conversation has no answer."""
+    return Silent(store, set(range(0, len(store), 2)))
+
+
+def plain_steps(heads: nn.Module, section: Any) -> list[torch.optim.Optimizer]:
+    """Gradient descent: a step is as long as its gradient, where Adam makes a whole step of a rounding error."""
+    return [torch.optim.SGD([weight for weight in heads.parameters() if weight.requires_grad], section.lr)]
+
+
+def train_families(target_folder: str, states: str, folder: str, accumulate: int = 1) -> None:
+    """Train every family; each process leaves its own weights in <folder>/<family>/of-<rank>."""
+    state, device = join_processes("cpu")
+    target = load_target(target_folder, "float32", device)
+    store, valid = StateStore(Path(states) / "train"), StateStore(Path(states) / "calibration")
+    finish, loop.make_optimizers = loop._Run._finish, plain_steps
+
+    def keep(run: Any) -> Any:
+        save_heads(run.heads, run.folder / f"of-{state.process_index}")
+        return finish(run)
+
+    loop._Run._finish = keep
+    for name in families():
+        loop.train(recipe_of(name, accumulate=accumulate), target, silent(store), valid, Path(folder) / name)
+    leave_processes()
+
+
+def poison(step: int) -> None:
+    """From this step on, the stored states of a conversation are not numbers."""
+    collate, take = loop.collate, loop._Run._step
+
+    def poisoned(store: StateStore, batch: Any, *args: Any) -> Any:
+        made = collate(store, batch, *args)
+        if POISONED in batch and store.folder.name == "train":
+            made.states[FINAL][batch.index(POISONED), -5:] = math.nan
+        return made
+
+    def counted(run: Any, *args: Any) -> float:
+        if run.standing.step == step - 2:
+            loop.collate = poisoned
+        return take(run, *args)
+
+    loop._Run._step = counted
+
+
+def at(step: int, act: Callable[[int], None]) -> None:
+    """Call `act` with the rank before this many steps are done."""
+    take = loop._Run._step
+
+    def acting(run: Any, *args: Any) -> float:
+        if run.standing.step == step:
+            act(run.rank)
+        return take(run, *args)
+
+    loop._Run._step = acting
+
+
+def train(*arguments: str) -> None:
+    """`python -m headstart.train`."""
+    app(list(arguments))
+
+
+def train_poisoned(*arguments: str) -> None:
+    poison(2)
+    train(*arguments)
+
+
+def train_until_one_is_killed(*arguments: str) -> None:
+    processes._PATIENCE = 0.5  # nobody is left to be told
+    at(5, lambda rank: os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else None)
+    train(*arguments)
+
+
+def train_until_ctrl_c(*arguments: str) -> None:
+    """As in a terminal: once from there, and once more from the launcher."""
+
+    def twice(rank: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    at(3, twice)
+    train(*arguments)
+
+
+def train_with_one_refusing(*arguments: str) -> None:
+    """One process finds what the others do not: a fault of its own disk, say."""
+
+    def refuse(rank: int) -> None:
+        if rank == 1:
+            raise UserError("The disk of this machine is full.", "Make room.")
+
+    processes._PATIENCE = 0.5  # the main process has nothing to say
+    at(2, refuse)
+    train(*arguments)
+
+
+def main() -> None:
+    rank, count = sys.argv[1:]
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        task = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(_LONGEST)
+            out = os.open(task["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task["port"]))
+            globals()[task["do"]](*task["arguments"])
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Two processes on gloo: they train as one does, end together, and speak with one voice."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.data.store import StateStore
+from headstart.heads import HeadBatch, families
+from headstart.heads.io import load_heads
+from headstart.lock import locked
+from headstart.train import loop
+from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions
+from tests.train import ranks
+from tests.train.conftest import clean_environment
+from tests.train.test_main import here
+
+COUNT = 2
+
+
+@dataclass
+class Ended:
+    """How a process ended, and what it wrote."""
+
+    code: int
+    text: str
+
+
+Ranks = Callable[..., list[Ended]]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Run a function of `tests.train.ranks` on two processes, in forks of two that wait for such tasks."""
+    environment = {**clean_environment(), "ACCELERATE_USE_CPU": "true"}
+    folder = tmp_path_factory.mktemp("ranks")
+    words = [sys.executable, ranks.__file__]
+    hosts = [
+        subprocess.Popen(
+            [*words, str(rank), str(COUNT)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(COUNT)
+    ]
+
+    def run(do: Callable[..., None], *arguments: str | Path) -> list[Ended]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        outs = [folder / f"out-{rank}" for rank in range(COUNT)]
+        for host, out in zip(hosts, outs, strict=True):
+            task = {"port": port, "out": str(out), "do": do.__name__, "arguments": [str(word) for word in arguments]}
+            assert host.stdin is not None
+            print(json.dumps(task), file=host.stdin, flush=True)
+        ended = []
+        for host, out in zip(hosts, outs, strict=True):
+            assert host.stdout is not None
+            ended.append(Ended(int(host.stdout.readline()), out.read_text()))
+        return ended
+
+    yield run
+    for host in hosts:
+        assert host.stdin is not None and host.stdout is not None
+        host.stdin.close()
+        host.stdout.close()
+        assert host.wait() == 0
+
+
+def assert_codes(ended: list[Ended], *codes: int) -> None:
+    assert [one.code for one in ended] == list(codes), [one.text for one in ended]
+
+
+def assert_one_voice(ended: list[Ended], *parts: str) -> None:
+    """Only the main process says why, once and without a traceback."""
+    main, *others = (one.text for one in ended)
+    for part in parts:
+        assert main.count(part) == 1, main
+    for text in (main, *others):
+        assert "Traceback" not in text, text
+    assert all("Error" not in text for text in others), others
+
+
+def read(store: Any, batch: list[int]) -> HeadBatch:
+    return collate(store, batch, [], torch.float32, torch.device("cpu"))
+
+
+def last_row(folder: Path) -> Any:
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_every_family_trains_as_one_process_does_with_twice_the_accumulation(
+    together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StateStore(states / "train")
+    steps = epoch_steps(epoch_batches(store.lengths, 64, seed=0, epoch=0), COUNT, 1)[:3]
+    learnt = [[predictions(read(ranks.silent(store), one)) > 0 for (one,) in (step[:1], step[1:])] for step in steps]
+    assert [False, True] in learnt or [True, False] in learnt, "in some step, one process has nothing to learn from"
+    ended = together(ranks.train_families, tiny_target_folder, states, tmp_path / "both")
+    assert_codes(ended, 0, 0)
+    monkeypatch.setattr(loop, "make_optimizers", loop.make_optimizers)  # put back what the next line replaces
+    monkeypatch.setattr(loop._Run, "_finish", loop._Run._finish)
+    ranks.train_families(str(tiny_target_folder), str(states), str(tmp_path / "alone"), accumulate=COUNT)
+    for name in families():
+        first, second = (load_heads(tmp_path / "both" / name / f"of-{rank}").state_dict() for rank in range(COUNT))
+        alone = load_heads(tmp_path / "alone" / name / "of-0").state_dict()
+        for key, tensor in alone.items():
+            assert torch.equal(first[key], second[key]), f"{key} of {name} differs between the processes"
+            torch.testing.assert_close(first[key], tensor, rtol=1e-4, atol=2e-6)
+        rows = [last_row(tmp_path / who / name) for who in ("both", "alone")]
+        assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+        assert rows[0]["predictions"] == rows[1]["predictions"], "validation is counted over both processes' shares"
+
+
+def test_a_loss_that_is_not_finite_on_one_process_stops_both_with_one_message(
+    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
+) -> None:
+    file, run = workplace(steps=40, eval_every=100, save_every=100)
+    ended = together(ranks.train_poisoned, file, "--run-dir", run)
+    assert_codes(ended, 2, 2)
+    assert_one_voice(ended, "not finite at step", f"training conversations {ranks.POISONED} are not finite")
+
+
+def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
+    together: Ranks, workplace: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    file, run = workplace(steps=8, save_every=3, eval_every=4, lr=1e-3)
+    ended = together(ranks.train_until_one_is_killed, file, "--run-dir", run)
+    assert_codes(ended, 1, -9)
+    assert_one_voice(ended, "Another process of this training has ended", "goes on from the last checkpoint")
+    resumed = together(ranks.train, file, "--run-dir", run)
+    assert_codes(resumed, 0, 0)
+    assert "Going on from step 3" in resumed[0].text and "Training on 2 processes" in resumed[0].text
+    assert not resumed[1].text, "only the main process speaks"
+    whole = tmp_path / "whole"
+    (whole / "data").mkdir(parents=True)
+    (whole / "data" / "states").symlink_to(run / "data" / "states")
+    assert_codes(together(ranks.train, file, "--run-dir", whole), 0, 0)
+    one, other = (load_heads(folder / "train" / "last").state_dict() for folder in (run, whole))
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def test_ctrl_c_keeps_the_step_and_ends_both(together: Ranks, workplace: Callable[..., tuple[Path, Path]]) -> None:
+    file, run = workplace(steps=8, save_every=100, eval_every=100)
+    ended = together(ranks.train_until_ctrl_c, file, "--run-dir", run)
+    assert_codes(ended, 130, 130)
+    assert_one_voice(ended, "Stopped after step 4")
+    assert [path.name for path in (run / "train" / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_what_one_process_alone_refuses_is_said_once(
+    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
+) -> None:
+    file, run = workplace(steps=8)
+    ended = together(ranks.train_with_one_refusing, file, "--run-dir", run)
+    assert_codes(ended, 2, 2)
+    assert "The disk of this machine is full" in ended[1].text
+    assert "Error" not in ended[0].text and "Traceback" not in ended[0].text + ended[1].text
+
+
+def test_refusals_are_one_sentence_from_one_process(
+    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
+) -> None:
+    file, run = workplace(steps=2)
+    here(file, run / "train")
+    ended = together(ranks.train, file, "--run-dir", run)
+    assert_codes(ended, 2, 2)
+    assert_one_voice(ended, "was trained with number of processes = 1, and now it is 2.")
+    ended = together(ranks.train, file, "--run-dir", run, "heads.num_heads=1")
+    assert_codes(ended, 2, 2)
+    assert_one_voice(ended, "was trained with heads.num_heads = 2, and now it is 1.")
+    ended = together(ranks.train, file, "--run-dir", run, "train.loss=foo")
+    assert_codes(ended, 2, 2)
+    assert_one_voice(ended, "Unknown loss 'foo'")
+    with locked(run):
+        ended = together(ranks.train, file, "--run-dir", run)
+    assert_codes(ended, 2, 2)
+    assert_one_voice(ended, f"Another run (process {os.getpid()}) is working in {run}", "choose another --run-dir")

@@ -1,0 +1,176 @@
+"""Trackers: what is logged is there, files lie under the run, and one that cannot start changes nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils import tensorboard
+from wandb.proto.wandb_internal_pb2 import Record
+
+from headstart.errors import UserError
+from headstart.train.config import Recipe
+from headstart.train.setup import check_training
+from headstart.train.tracking import check_tracker
+from tests.train.conftest import Train
+
+Logged = dict[str, list[tuple[int, float]]]
+"""(step, value) of every logged name."""
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """wandb without an account and without a network, in a folder of its own."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.chdir(tmp_path)
+    wandb.teardown()  # it remembers the settings of whoever used it before
+    yield
+    wandb.teardown()
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Records of a LevelDB log, which is what wandb writes: blocks of 32 KiB, pieces with a header of 7 bytes."""
+    block, header, place, parts = 32768, 7, 7, b""  # the file's own header takes the first 7
+    while place + header <= len(data):
+        if block - place % block < header:
+            place += block - place % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        parts += data[place + header : place + header + length]
+        place += header + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield parts
+            parts = b""
+
+
+def in_wandb(folder: Path) -> tuple[Logged, dict[str, Any]]:
+    """What an offline run holds: values and configuration."""
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    logged: Logged = {}
+    config: dict[str, Any] = {}
+    for data in _records(file.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        for name, value in items.items():
+            if not name.startswith("_"):
+                logged.setdefault(name, []).append((int(items["_step"]), float(value)))
+        for item in [*record.config.update, *record.run.config.update]:
+            config["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+    return logged, config
+
+
+def in_tensorboard(folder: Path) -> tuple[Logged, dict[str, Any]]:
+    events = EventAccumulator(str(folder / "tries")).Reload()
+    logged = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    (config,) = folder.glob("tries/*/hparams.yml")
+    return logged, yaml.safe_load(config.read_text())
+
+
+@pytest.mark.parametrize(("tracker", "read"), [("wandb", in_wandb), ("tensorboard", in_tensorboard)])
+def test_what_is_logged_is_there(
+    run: Train,
+    tmp_path: Path,
+    offline: None,
+    tracker: str,
+    read: Callable[[Path], tuple[Logged, dict[str, Any]]],
+) -> None:
+    folder = tmp_path / "run" / "train"
+    before = dict(os.environ)
+    run(folder, steps=3, log_every=1, eval_every=2, tracker=tracker, project="tries")
+    changed = {name for name in os.environ.keys() | before.keys() if os.environ.get(name) != before.get(name)}
+    assert {name for name in changed if name.startswith("WANDB_")} <= {"WANDB_SERVICE"}, "wandb sets that one itself"
+    assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["run"], "nothing beside the run"
+    logged, config = read(folder)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for name, of_row in (("valid/tau", lambda row: row["tau"]), ("valid/top1_step1", lambda row: row["top1"][1])):
+        assert [step for step, _ in logged[name]] == [0, 2, 3]
+        assert [value for _, value in logged[name]] == pytest.approx([of_row(row) for row in rows], abs=1e-4)
+    assert [step for step, _ in logged["loss"]] == [1, 2, 3]
+    losses = [value for _, value in logged["loss"]]
+    assert [sum(losses[:2]) / 2, losses[2]] == pytest.approx([row["loss"] for row in rows[1:]])
+    assert all(0 < value <= 3e-3 for _, value in logged["lr"])
+    assert (config["heads.family"], config["train.lr"], config["train.clip"]) == ("medusa", 3e-3, 1.0)
+
+
+def test_wandb_writes_where_its_user_says(
+    run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "mine"))
+    run(tmp_path / "run", steps=1, log_every=1, tracker="wandb")
+    assert "loss" in in_wandb(tmp_path / "mine")[0]
+    assert not (tmp_path / "run" / "wandb").exists()
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "trackio", "tensorboard"])
+def test_a_tracker_that_is_not_installed_is_refused_before_any_work(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tracker: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=f"tracker {tracker} is not installed") as refused:
+        check_training(recipe(tracker=tracker))
+    assert refused.value.remedy == f"Run: pip install {tracker}"
+
+
+def test_either_package_of_tensorboard_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "tensorboardX" else None)
+    monkeypatch.setattr(importlib, "import_module", imported.append)
+    check_tracker("tensorboard")
+    assert imported == ["tensorboardX"]
+
+
+def test_a_tracker_that_does_not_import_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("no libprotobuf")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(UserError, match="tensorboard cannot be imported: no libprotobuf") as refused:
+        check_tracker("tensorboard")
+    assert "wandb" not in refused.value.remedy
+
+
+def test_wandb_without_an_account_is_refused_before_any_work(
+    recipe: Callable[..., Recipe], offline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_training(recipe(tracker="wandb"))
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(UserError, match="no account to log in with") as refused:
+        check_training(recipe(tracker="wandb"))
+    assert "wandb login" in refused.value.remedy and "WANDB_MODE=offline" in refused.value.remedy
+
+
+def test_a_tracker_that_does_not_start_leaves_earlier_training_as_it_is(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files() -> dict[Path, tuple[int, int]]:
+        return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))}
+
+    class Refusing:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("no room for events")
+
+    run(tmp_path, steps=10, eval_every=3)
+    earlier = files()
+    monkeypatch.setattr(tensorboard, "SummaryWriter", Refusing)
+    with pytest.raises(UserError, match="tensorboard did not start: no room for events") as refused:
+        run(tmp_path, steps=20, eval_every=3, tracker="tensorboard")
+    assert "wandb" not in refused.value.remedy and "train.tracker=none" in refused.value.remedy
+    assert files() == earlier
