@@ -7,7 +7,6 @@ with the next part and gives what an uninterrupted one would have given.
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from headstart.data.conversations import (
     Conversation,
+    Unfit,
     added_tokens,
     encode,
     prompt_tokens,
@@ -30,8 +30,8 @@ from headstart.data.conversations import (
     write_conversations,
 )
 from headstart.data.lanes import Lanes
-from headstart.data.prompts import Prompt, deduplicate, load_prompts, normalise
-from headstart.data.sampling import sample_rows
+from headstart.data.prompts import LeftOut, Prompt, deduplicate, load_prompts, normalise
+from headstart.data.sampling import Room, sample_rows
 from headstart.data.selfprompt import write_prompts
 from headstart.errors import UserError
 from headstart.files import read_json, write_json
@@ -86,7 +86,7 @@ def build_conversations(target: Target, section: Any, folder: Path, console: Con
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
     settings = Settings(**{name: getattr(section, name) for name in Settings.__dataclass_fields__})
-    source = _PromptSource(target, settings)
+    source = _PromptSource(target, settings, getattr(section, "revision", None), console)
     splits: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
     wanted = {split: int(getattr(settings, name)) for split, name in _COUNTS.items()}
     seen: set[str] = set()
@@ -106,9 +106,11 @@ def build_conversations(target: Target, section: Any, folder: Path, console: Con
         progress.update(bar, total=progress.tasks[bar].completed)
     if not splits["train"]:
         raise UserError(
-            "No training conversation could be written.",
+            f"No training conversation could be written. {source.left_out.notice}".strip(),
             "Give more prompts or minutes, lower data.heldout and data.calibration, or raise data.max_prompt_tokens.",
         )
+    if console is not None and source.left_out.notice:
+        console.print(f"    {source.left_out.notice}")
     for split, conversations in splits.items():
         write_conversations(folder / f"{split}.jsonl", conversations)
     return Splits(splits["train"], splits["calibration"], splits["heldout"])
@@ -182,21 +184,27 @@ class _Clock:
 class _PromptSource:
     """Batches of prompts by split and number: written by the target, or read once from a file or a dataset."""
 
-    def __init__(self, target: Target, settings: Settings) -> None:
+    def __init__(
+        self, target: Target, settings: Settings, revision: str | None = None, console: Console | None = None
+    ) -> None:
+        self.left_out = LeftOut()
+        self._room = Room(None if console is None else console.print)
         self._target = target
         self._settings = settings
         self._given: dict[str, list[Prompt]] | None = None
         if settings.prompts != "self":
             first, second = settings.heldout, settings.heldout + settings.calibration
-            given = load_prompts(
+            found = load_prompts(
                 settings.prompts,
                 settings.split,
                 target.tokenizer,
                 max_tokens=settings.max_prompt_tokens,
                 limit=second + settings.conversations,
+                # Files are often sorted by kind: what is kept apart should be of the same kinds as what is trained on.
+                seed=settings.seed,
+                revision=revision,
             )
-            # Files are often sorted by kind: what is kept apart should be of the same kinds as what is trained on.
-            random.Random(settings.seed).shuffle(given)
+            given, self.left_out = found.prompts, found.left_out
             self._given = {"heldout": given[:first], "calibration": given[first:second], "train": given[second:]}
 
     def seed(self, split: str, number: int) -> int:
@@ -226,7 +234,7 @@ class _PromptSource:
         seed = self.seed(split, number)
         # Calibration answers stay at the data's temperature: they stand for decoding as it is judged.
         settings = self._settings if split == "train" else replace(self._settings, sampled_fraction=0.0)
-        return _answer(self._target, prompts, settings, seed, split != "heldout", check)
+        return _answer(self._target, prompts, settings, seed, split != "heldout", check, self.left_out, self._room)
 
     def take(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:
         """Batch `number` of a split: the same for the same settings, whatever was taken before."""
@@ -235,7 +243,7 @@ class _PromptSource:
             return self._given[split][number * size : (number + 1) * size]
         target = self._target
         seed = self.seed(split, number)
-        drafts = write_prompts(target, size, self._settings.openers, target.end_tokens, seed, check)
+        drafts = write_prompts(target, size, self._settings.openers, target.end_tokens, seed, check, self._room)
         prompts = [
             Prompt([{"role": "user", "content": draft.text}], draft.category, f"{split}-{number}-{i}")
             for i, draft in enumerate(drafts)
@@ -260,13 +268,27 @@ def _answer(
     seed: int,
     answered: bool,
     check: Callable[[], None],
+    left_out: LeftOut | None = None,
+    room: Room | None = None,
 ) -> list[Conversation]:
     """Answer every user turn of each prompt with the target, shortest prompts first; a share of them at temperature 1.
 
-    Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same.
+    Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same. What the
+    chat template makes nothing to learn from of is left out and counted.
+
+    Args:
+        target: the model, with its tokenizer.
+        prompts: of one batch.
+        settings: of the data.
+        seed: of the batch.
+        answered: whether answers are wanted; the openings alone otherwise.
+        check: called now and then; what it raises ends the work.
+        left_out: takes the count.
+        room: what is known of memory from earlier batches.
     """
+    left_out = LeftOut() if left_out is None else left_out
     if not answered:
-        return [_unanswered(prompt, target.tokenizer) for prompt in prompts]
+        return _fitting(prompts, lambda prompt: _unanswered(prompt, target.tokenizer), left_out)
     kept = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
     ends = target.end_tokens
     running = [
@@ -294,10 +316,14 @@ def _answer(
             ends=ends,
             seed=seed * 31 + turn,
             check=check,
+            room=room,
         )
         for row, answer in zip(asking, answers, strict=True):
             row.answer(answer, target.tokenizer, ends)
         turn += 1
+    for row in running:
+        if not any(row.supervised):
+            left_out.add("that the chat template refuses, or too long", row.prompt.id)
     sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": 64, "seed": seed}
     written = [
         Conversation(
@@ -311,7 +337,20 @@ def _answer(
         for row in running
         if any(row.supervised)
     ]
-    return [*(_given(prompt, target) for prompt in kept), *written]
+    return [*_fitting(kept, lambda prompt: _given(prompt, target), left_out), *written]
+
+
+def _fitting(
+    prompts: Sequence[Prompt], read: Callable[[Prompt], Conversation], left_out: LeftOut
+) -> list[Conversation]:
+    """The conversations of the prompts that the chat template takes as they are; the others are counted."""
+    fitting = []
+    for prompt in prompts:
+        try:
+            fitting.append(read(prompt))
+        except Unfit as misfit:
+            left_out.add(misfit.reason, f"{prompt.id}: {misfit.problem}")
+    return fitting
 
 
 class _Running:
@@ -329,8 +368,9 @@ class _Running:
     def ask(self, tokenizer: Any, longest: int, room: int) -> None:
         """Append the next user turn (with a system turn before it) and the generation prompt.
 
-        The conversation ends before a turn that is too long, and before one at which the template rewrites earlier
-        turns (dropped thinking, say): what the target read and wrote would no longer be what the template shows.
+        The conversation ends before a turn that is too long, before one that the template refuses, and before one at
+        which it rewrites earlier turns (dropped thinking, say): what the target read and wrote would no longer be what
+        the template shows.
 
         Args:
             tokenizer: with a chat template.
@@ -352,14 +392,15 @@ class _Running:
         self.supervised = [*self.supervised, *[False] * len(fresh)]
 
     def _rendered(self, asked: list[dict[str, str]], tokenizer: Any) -> list[int] | None:
-        """Tokens that these messages add; None when the template rewrites what came before."""
-        if not self.tokens:
-            return prompt_tokens(asked, tokenizer)
-        before = render(self.messages, tokenizer, answer=False)
-        after = render([*self.messages, *asked], tokenizer, answer=True)
-        if not after.startswith(before):
+        """Tokens that these messages add; None when the template refuses them or rewrites what came before."""
+        try:
+            if not self.tokens:
+                return prompt_tokens(asked, tokenizer)
+            before = render(self.messages, tokenizer, answer=False)
+            after = render([*self.messages, *asked], tokenizer, answer=True)
+        except Unfit:
             return None
-        return added_tokens(before, after, self.tokens[-1], tokenizer)
+        return added_tokens(before, after, self.tokens[-1], tokenizer) if after.startswith(before) else None
 
     def answer(self, tokens: list[int], tokenizer: Any, ends: frozenset[int]) -> None:
         """Append the target's answer; one that was cut ends the conversation."""
@@ -371,10 +412,7 @@ class _Running:
 
 
 def _given(prompt: Prompt, target: Target) -> Conversation:
-    try:
-        tokens, supervised = encode(prompt.messages, target.tokenizer, max_tokens=target.max_length)
-    except UserError as error:
-        raise UserError(f"Conversation {prompt.id}: {error.problem}", error.remedy) from None
+    tokens, supervised = encode(prompt.messages, target.tokenizer, max_tokens=target.max_length)
     return Conversation(prompt.id, tokens, supervised, prompt.messages, prompt.category, {"source": "given"})
 
 
