@@ -246,12 +246,19 @@ def test_too_few_prompts_is_an_error(tiny_target: Target, tmp_path: Path) -> Non
 
 def test_self_prompts_start_with_their_opener(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfprompt, "acceptable", lambda text, special: True)
-    monkeypatch.setattr(selfprompt, "_MAX_PROMPT_TOKENS", 400)
-    prompts = selfprompt.write_prompts(tiny_target, 12, "broad", tiny_target.end_tokens, seed=1)
-    assert prompts, "a random model ends a turn within 400 tokens now and then"
+    ends = frozenset(range(0, tiny_target.vocab_size, 9))  # a random model seldom writes the token that ends a turn
+    prompts = selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=1)
+    assert len(prompts) > 6 and len({item.category for item in prompts}) > 3
     starts = {category: [text.split("{topic}")[0].strip() for text in texts] for category, texts in OPENERS.items()}
     assert all(any(item.text.startswith(start) for start in starts[item.category]) for item in prompts)
-    assert prompts == selfprompt.write_prompts(tiny_target, 12, "broad", tiny_target.end_tokens, seed=1)
+    assert prompts == selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=1)
+    assert prompts != selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=2)
+
+
+def test_requests_that_do_not_end_are_left_out(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfprompt, "acceptable", lambda text, special: True)
+    monkeypatch.setattr(selfprompt, "_MAX_PROMPT_TOKENS", 3)
+    assert selfprompt.write_prompts(tiny_target, 4, "broad", frozenset(), seed=1) == []
 
 
 def test_the_blank_behind_an_opener_is_kept(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,11 +165,10 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
 
     name, _, config = origin.source.partition(":")
     try:
-        streaming = False
-        if origin.commit is not None:
-            size = _bytes_of(name, config, origin.commit)
-            streaming = not whole or size > _WHOLE_BYTES
-        rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming, revision=origin.commit)
+        size = None if origin.commit is None else _bytes_of(name, config, origin.commit)
+        streaming = size is not None and not (whole and size <= _WHOLE_BYTES)
+        with _offline() if size is None else nullcontext():
+            rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming, revision=origin.commit)
         numbered: Iterable[tuple[int, Mapping[str, Any]]]
         if streaming:
             numbered = enumerate(rows if seed is None else rows.shuffle(seed=seed, buffer_size=_BUFFER))
@@ -184,6 +184,19 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
         raise _unreadable(origin.source, split, error) from error
 
 
+@contextmanager
+def _offline() -> Iterator[None]:
+    """`datasets` takes what it finds on this machine, instead of asking the hub six times in half a minute."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
 def _unreadable(source: str, split: str | None, error: Exception) -> UserError:
     reason = (str(error).splitlines() or [""])[0].rstrip(".")
     where = f"{source!r}, split {split!r}" if split else repr(source)
@@ -197,36 +210,50 @@ def _commit_of(source: str, revision: str | None) -> str:
     """The commit that a branch or tag stands at; without a network, that of what was downloaded last."""
     name, _, config = source.partition(":")
     try:
-        return str(_hub_info(name, revision).sha)
+        info = _hub_info(name, revision)
+        found = None if info is None else str(info.sha)
+        if found is None and revision is None:
+            found = _downloaded(name, config)
     except Exception as error:
-        try:
-            if revision is None:
-                import datasets
-
-                return str(datasets.load_dataset_builder(name, config or None).hash)
-        except Exception as second:
-            raise _unreadable(source, None, second) from second
         raise _unreadable(source, None, error) from error
-
-
-def _bytes_of(name: str, config: str, commit: str) -> int:
-    """Bytes of a dataset's files; 0 where the hub does not answer and this very commit was downloaded before."""
-    try:
-        return sum(file.size or 0 for file in _hub_info(name, commit).siblings or [])
-    except Exception as error:
-        import datasets
-
-        if datasets.load_dataset_builder(name, config or None).hash == commit:
-            return 0
-        # Without a network `datasets` takes whatever it finds.
+    if found is None:
         raise UserError(
-            f"The hub does not answer ({type(error).__name__}), and another revision of {name!r} than {commit} was "
-            "downloaded before.",
-            "Connect to the network, or remove data.revision.",
-        ) from error
+            f"The hub does not answer, so that revision {revision!r} of {name!r} is not known.",
+            "Connect to the network, or set data.revision to the commit that was downloaded before.",
+        )
+    return found
+
+
+def _bytes_of(name: str, config: str, commit: str) -> int | None:
+    """Bytes of a dataset's files; None where the hub does not answer and this very commit was downloaded before."""
+    info = _hub_info(name, commit)
+    if info is not None:
+        return sum(file.size or 0 for file in info.siblings or [])
+    found = _downloaded(name, config)
+    if found != commit:  # `datasets` would take it for the one that was asked for
+        raise UserError(
+            f"The hub does not answer, and another revision of {name!r} than {commit} was downloaded before: {found}.",
+            "Connect to the network, or set data.revision to that one.",
+        )
+    return None
+
+
+def _downloaded(name: str, config: str) -> str:
+    """The commit of a dataset that was downloaded last."""
+    import datasets
+
+    with _offline():
+        return str(datasets.load_dataset_builder(name, config or None).hash)
 
 
 def _hub_info(name: str, revision: str | None) -> Any:
+    """What the hub says of a dataset, asked once; None when it does not answer."""
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
-    return HfApi().dataset_info(name, revision=revision, files_metadata=True, timeout=20.0)
+    try:
+        return HfApi().dataset_info(name, revision=revision, files_metadata=True, timeout=20.0)
+    except HfHubHTTPError:  # an answer: no such dataset or revision, or no access to it
+        raise
+    except Exception:
+        return None

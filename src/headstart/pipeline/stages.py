@@ -31,12 +31,6 @@ _NO_EFFECT = {"tracker", "project", "log_every", "save_every"}
 # -- before anything ---------------------------------------------------------------------------------------------------
 
 
-PROMPT_TOKENS = 70
-"""Tokens of a prompt with its template, on average, when nothing is known of the prompts yet."""
-ANSWER_SHARE = 0.8
-"""Length of an answer as a share of data.max_new_tokens, on average."""
-
-
 def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     """Refuse now what would otherwise stop one of these stages after minutes of work.
 
@@ -59,13 +53,22 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
         )
 
 
-def state_bytes(run: Run, conversations: float) -> int:
-    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow."""
-    from headstart.data.store import estimate_bytes
+def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> int:
+    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow.
 
-    tokens = int(conversations * (PROMPT_TOKENS + ANSWER_SHARE * run.recipe.data.max_new_tokens))
-    size = estimate_bytes(tokens, len(taps(run)), run.target.hidden_size, run.target.dtype)
-    return min(size, int(2e9 * run.recipe.data.cache_gigabytes))
+    Args:
+        run: recipe and target.
+        conversations: how many.
+        tokens: of one, on average (`headstart.pipeline.lengths`); None reads some of the recipe's prompts.
+    """
+    from headstart.data.store import estimate_bytes
+    from headstart.pipeline.lengths import expected_tokens, prompts_of
+
+    data, target = run.recipe.data, run.target
+    if tokens is None:
+        tokens = expected_tokens(data, target, prompts_of(data, target.tokenizer))
+    size = estimate_bytes(int(conversations * tokens), len(taps(run)), target.hidden_size, target.dtype)
+    return min(size, int(1e9 * data.cache_gigabytes))
 
 
 # -- target ----------------------------------------------------------------------------------------------------------
