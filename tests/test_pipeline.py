@@ -416,7 +416,9 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     assert "train.steps changed from 4 to 6" in text and "again, after train" in text
     assert text.count("done before") == 3 and "Nothing is left" not in text
     assert make_plan(quiet(tmp_path / "none", recipe)).left == dict.fromkeys(plan.seconds, "")
-    greedy = tiny_recipe(tmp_path, tiny_target_folder, data={"conversations": 10**12, "cache_gigabytes": 1e9})
+    greedy = tiny_recipe(
+        tmp_path, tiny_target_folder, data={"prompts": "self", "conversations": 10**12, "cache_gigabytes": 1e9}
+    )
     problems = make_plan(quiet(tmp_path / "none", greedy)).problems
     assert any("free" in problem for problem in problems)
     long = tiny_recipe(tmp_path, tiny_target_folder, data={"max_new_tokens": 5000, "minutes": 1})
@@ -435,6 +437,8 @@ def test_inputs_are_checked_before_any_work(tmp_path: Path, tiny_target_folder: 
 
 
 def test_too_little_disk_is_said_before_the_data_is_written(tmp_path: Path, tiny_target_folder: Path) -> None:
-    recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"conversations": 10**12, "cache_gigabytes": 1e9})
+    recipe = tiny_recipe(
+        tmp_path, tiny_target_folder, data={"prompts": "self", "conversations": 10**12, "cache_gigabytes": 1e9}
+    )
     with pytest.raises(UserError, match="are free"):
         execute(quiet(tmp_path / "run", recipe), STAGES)

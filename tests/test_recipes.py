@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.data.prompts import Prompt
 from headstart.heads import HeadBatch, families, family, make_config
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run
@@ -74,8 +75,13 @@ def test_heads_fit_the_target_that_the_recipe_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_can_be_planned(name: str, tiny_target_folder: Path, tmp_path: Path) -> None:
+def test_a_recipe_can_be_planned(
+    name: str, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [{"role": "user", "content": text} for text in ("Why is the sky blue?", "And at night?")]
+    monkeypatch.setattr("headstart.pipeline.plan.prompts_of", lambda *_: [Prompt(asked)])  # no network
     overrides = [f"target={tiny_target_folder}", "target.dtype=float32", "heads.draft_vocab_size=64"]
+    overrides += ["data.max_prompt_tokens=384", "data.max_new_tokens=160"]  # the tiny target reads 1024
     overrides += ["data.batch_size=2", "train.batch_tokens=512", "tune.widths=[1,2]"]
     recipe = load_recipe(name, overrides)
     if "tap_layers" in family(recipe.heads["family"]).Config.model_fields:  # the tiny target has three layers
@@ -83,4 +89,4 @@ def test_a_recipe_can_be_planned(name: str, tiny_target_folder: Path, tmp_path: 
     plan = make_plan(Run(recipe, tmp_path, Console(file=io.StringIO())))
     assert set(plan.seconds) == {stage.name for stage in STAGES}
     assert all(seconds > 0 for seconds in plan.seconds.values())
-    assert plan.disk_bytes > 0
+    assert plan.disk_bytes > 0 and plan.problems == []

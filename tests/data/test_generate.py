@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import json
+import random
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import decoders
 
 from headstart.data import generate, selfprompt
 from headstart.data.conversations import encode
 from headstart.data.generate import build_conversations
 from headstart.data.openers import OPENERS, opener_list
-from headstart.data.sampling import sample_rows
+from headstart.data.sampling import CACHE_PEAK, Room, _pick, sample_rows
 from headstart.decode.loop import DecodeOptions, Engine
 from headstart.errors import UserError
 from headstart.target import Target, TargetOutput, TreeCache
 from headstart.train.config import DataSection
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import CHATML, tiny_model, tiny_tokenizer
+
+DROPS_THINKING = (
+    "{% for m in messages %}{% set c = m['content'] %}"
+    "{% if m['role'] == 'assistant' and not loop.last %}{% set c = c.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + c + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def prompt_file(folder: Path, count: int = 24) -> str:
@@ -149,7 +161,9 @@ def test_what_is_kept_apart_is_of_the_kinds_of_a_sorted_file(tiny_target: Target
 def test_a_prompt_of_another_split_costs_no_further_batch(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_prompts(_target: Target, count: int, _breadth: str, _ends: Any, seed: int, _check: Any) -> Any:
+    def write_prompts(
+        _target: Target, count: int, _breadth: str, _ends: Any, seed: int, _check: Any, _room: Any
+    ) -> Any:
         return [selfprompt.SelfPrompt("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
 
     monkeypatch.setattr(generate, "write_prompts", write_prompts)
@@ -172,6 +186,44 @@ def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:
     assert tiny_target.tokenizer.decode(said) == item.messages[1]["content"] + "<|im_end|>"
 
 
+def test_given_answers_that_the_template_rewrites_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
+    target = Target(tiny_target.model, tiny_tokenizer(DROPS_THINKING), "thinking")
+    path = tmp_path / "chat.jsonl"
+
+    def chat(number: int, answer: str) -> dict[str, Any]:
+        texts = [f"Hi {number}", answer, "And?", "Bye."]
+        return {"messages": [{"role": ("user", "assistant")[i % 2], "content": texts[i]} for i in range(4)]}
+
+    rows = [chat(i, "<think>so</think>Yes" if i % 3 == 0 else "No") for i in range(27)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = io.StringIO()
+    sizes = {"conversations": 18, "heldout": 0, "calibration": 1, "batch_size": 27, "regenerate": False}
+    splits = build_conversations(target, section(str(path), **sizes), tmp_path / "data", Console(file=said, width=200))
+    answers = [item.messages[1]["content"] for item in splits.train + splits.calibration]
+    assert set(answers) == {"No"}
+    assert re.search(r"Left out: \d+ in which the chat template rewrites an answer\.", said.getvalue())
+
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[::3]))
+    with pytest.raises(UserError, match=r"No training conversation .* Left out: 9 in which the chat template rewrites"):
+        build_conversations(target, section(str(path), **sizes), tmp_path / "none")
+
+
+@pytest.mark.usefixtures("says_fine")
+def test_a_turn_that_the_template_refuses_ends_its_conversation_and_no_other(
+    tiny_target: Target, tmp_path: Path
+) -> None:
+    refuses = "{% for m in messages %}{% if 'bad' in m['content'] %}{{ raise_exception('bad') }}{% endif %}{% endfor %}"
+    target = Target(tiny_target.model, tiny_tokenizer(refuses + CHATML), "picky")
+    path = tmp_path / "turns.jsonl"
+    path.write_text(
+        "".join(json.dumps({"turns": [f"First {i}", "bad" if i % 2 else "good"]}) + "\n" for i in range(17))
+    )
+    splits = build_conversations(target, section(str(path)), tmp_path / "data")
+    assert len(splits.train) == 10
+    for item in splits.train:
+        assert len(item.messages) == (2 if int(item.id.split("-")[1]) % 2 == 0 else 4)
+
+
 def test_a_shared_system_message_does_not_make_prompts_equal(tiny_target: Target, tmp_path: Path) -> None:
     path = tmp_path / "system.jsonl"
     rows = [
@@ -187,18 +239,25 @@ def test_a_shared_system_message_does_not_make_prompts_equal(tiny_target: Target
 def test_too_few_prompts_is_an_error(tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No training conversation could be written"):
         build_conversations(tiny_target, section(prompt_file(tmp_path, 3)), tmp_path / "data")
-    with pytest.raises(UserError, match=r"No usable prompt in .*: 3 read, all over 8 tokens"):
+    with pytest.raises(UserError, match=r"No usable prompt in .*: 3 read, 3 over 8 tokens"):
         build_conversations(tiny_target, section(prompt_file(tmp_path, 3), max_prompt_tokens=8), tmp_path / "long")
 
 
 def test_self_prompts_start_with_their_opener(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfprompt, "acceptable", lambda text, special: True)
-    monkeypatch.setattr(selfprompt, "_MAX_PROMPT_TOKENS", 400)
-    prompts = selfprompt.write_prompts(tiny_target, 12, "broad", tiny_target.end_tokens, seed=1)
-    assert prompts, "a random model ends a turn within 400 tokens now and then"
+    ends = frozenset(range(0, tiny_target.vocab_size, 9))  # a random model seldom writes the token that ends a turn
+    prompts = selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=1)
+    assert len(prompts) > 6 and len({item.category for item in prompts}) > 3
     starts = {category: [text.split("{topic}")[0].strip() for text in texts] for category, texts in OPENERS.items()}
     assert all(any(item.text.startswith(start) for start in starts[item.category]) for item in prompts)
-    assert prompts == selfprompt.write_prompts(tiny_target, 12, "broad", tiny_target.end_tokens, seed=1)
+    assert prompts == selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=1)
+    assert prompts != selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=2)
+
+
+def test_requests_that_do_not_end_are_left_out(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfprompt, "acceptable", lambda text, special: True)
+    monkeypatch.setattr(selfprompt, "_MAX_PROMPT_TOKENS", 3)
+    assert selfprompt.write_prompts(tiny_target, 4, "broad", frozenset(), seed=1) == []
 
 
 def test_the_blank_behind_an_opener_is_kept(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +309,93 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(tiny_target: Target) -> Non
         assert sample_rows(tiny_target, [row], temperatures=[0.0], **common)[0] == tokens
 
 
+SAMPLED: dict[str, Any] = {"max_new_tokens": 10, "top_p": 0.95, "ends": frozenset({1}), "seed": 3}
+
+
+def test_what_a_sampled_row_says_does_not_depend_on_the_rows_beside_it(tiny_target: Target) -> None:
+    rows = [[5, 6, 7], [8] * 9, [9, 10]]
+    warm = sample_rows(tiny_target, rows, temperatures=[1.0] * 3, **SAMPLED)
+    mixed = sample_rows(tiny_target, [*rows[:2], [4] * 30], temperatures=[1.0, 0.0, 1.0], **SAMPLED)
+    assert warm[0] == mixed[0]
+    assert warm[1] != mixed[1], "greedy"
+    assert sample_rows(tiny_target, [rows[0]] * 2, temperatures=[1.0] * 2, **SAMPLED)[0] == warm[0]
+    twins = sample_rows(tiny_target, [rows[0]] * 2, temperatures=[1.0] * 2, **SAMPLED)
+    assert twins[0] != twins[1], "draws of their own"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("x"), MemoryError(), RuntimeError("can't allocate memory")]
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_batch_that_memory_does_not_hold_is_written_in_halves_and_says_the_same(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch, error: Exception, late: bool
+) -> None:
+    """Memory ends when the cache is made, or in the middle of writing."""
+    chance = random.Random(0)
+    rows = [[chance.randrange(3, 200) for _ in range(chance.randrange(2, 9))] for _ in range(11)]
+    temperatures = [float(i % 2) for i in range(11)]
+    expected = sample_rows(tiny_target, rows, temperatures=temperatures, **SAMPLED)
+
+    said: list[str] = []
+    tried: list[int] = []
+    new_cache, forward = Target.new_cache, Target.forward_tree
+
+    def small(self: Target, rows: int, capacity: int) -> TreeCache:
+        tried.append(rows)
+        if rows > 3 and not late:
+            raise error
+        return new_cache(self, rows, capacity)
+
+    def breaks(self: Target, cache: TreeCache, tree: Any, taps: Any = ()) -> TargetOutput:
+        if cache.rows > 3 and late and max(cache.lengths) > 12:
+            raise error
+        return forward(self, cache, tree, taps)
+
+    monkeypatch.setattr(Target, "new_cache", small)
+    monkeypatch.setattr(Target, "forward_tree", breaks)
+    room = Room(said.append)
+    for _ in range(2):
+        found = sample_rows(tiny_target, rows, temperatures=temperatures, room=room, **SAMPLED)
+        assert found == expected
+    assert len(said) == 1 and "11 conversations of up to" in said[0] and "data.batch_size" in said[0]
+    assert tried.count(11) == 1, "what failed once is not tried again"
+
+
+def test_memory_that_does_not_hold_one_row_is_an_error_and_other_errors_stay_what_they_are(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure: Exception = MemoryError()
+
+    def fails(*_arguments: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(Target, "new_cache", fails)
+    with pytest.raises(UserError, match=r"A text of 12 tokens does not fit the memory of cpu.*data\.max_new_tokens"):
+        sample_rows(tiny_target, [[5, 6]] * 4, temperatures=[0.0] * 4, **SAMPLED)
+    failure = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        sample_rows(tiny_target, [[5, 6]] * 4, temperatures=[0.0] * 4, **SAMPLED)
+
+
+def test_a_batch_larger_than_free_memory_is_not_even_tried(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [[5, 6, 7 + i] for i in range(8)]
+    expected = sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED)
+    tried: list[int] = []
+    new_cache = Target.new_cache
+
+    def noted(self: Target, rows: int, capacity: int) -> TreeCache:
+        tried.append(rows * capacity)
+        return new_cache(self, rows, capacity)
+
+    monkeypatch.setattr(Target, "new_cache", noted)
+    free = 100 * tiny_target.kv_bytes_per_token
+    monkeypatch.setattr("headstart.data.sampling.free_bytes", lambda _device: free)
+    assert sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED) == expected
+    assert max(tried) * CACHE_PEAK <= 100 / 2, "two lanes write at once on a CPU"
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "gpt2"])
 def test_what_rows_begin_with_alike_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the sliding window, too; read once, and every row continues as it does on its own."""
@@ -273,11 +419,36 @@ def test_what_rows_begin_with_alike_is_read_once(kind: str, monkeypatch: pytest.
 
 
 def test_sampling_follows_the_temperature(tiny_target: Target) -> None:
-    rows = [[5, 6, 7]] * 200
+    rows = [[5, 6, 7]] * 400
     common: dict[str, Any] = {"max_new_tokens": 1, "ends": frozenset[int](), "seed": 0}
-    cold = sample_rows(tiny_target, rows, temperatures=[0.0] * 200, top_p=1.0, **common)
-    warm = sample_rows(tiny_target, rows, temperatures=[1.0] * 200, top_p=1.0, **common)
-    tight = sample_rows(tiny_target, rows, temperatures=[1.0] * 200, top_p=1e-6, **common)
+    cold = sample_rows(tiny_target, rows, temperatures=[0.0] * 400, top_p=1.0, **common)
+    warm = sample_rows(tiny_target, rows, temperatures=[1.0] * 400, top_p=1.0, **common)
+    tight = sample_rows(tiny_target, rows, temperatures=[1.0] * 400, top_p=1e-6, **common)
     assert len({row[0] for row in cold}) == 1
-    assert len({row[0] for row in warm}) > 5
     assert tight == cold
+    cache = tiny_target.new_cache(1, 8)
+    logits_V = tiny_target.prefill(cache, rows[:1]).logits_BTV[0, 0].double()
+    top = logits_V.topk(64)
+    probs = dict(zip(top.indices.tolist(), top.values.softmax(-1).tolist(), strict=True))
+    drawn = Counter(row[0] for row in warm)
+    assert set(drawn) <= set(probs)
+    # Pearson's statistic over the ten likeliest tokens and the others; with 10 degrees, 29.6 is passed once in 1000.
+    leading = sorted(probs, key=lambda token: -probs[token])[:10]
+    pairs = [(drawn[token], 400 * probs[token]) for token in leading]
+    pairs.append((400 - sum(found for found, _ in pairs), 400 - sum(wanted for _, wanted in pairs)))
+    assert sum((found - wanted) ** 2 / wanted for found, wanted in pairs) < 29.6
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_draws_follow_the_nucleus_at_any_heat(top_p: float) -> None:
+    logits_V = torch.tensor([0.3, 2.0, -1.0, 1.2, 0.9])
+    count = 20_000
+    chance_B = (torch.arange(count) + 0.5) / count
+    heat_B = torch.full((count,), 1.5)
+    drawn_B = _pick(logits_V.expand(count, -1), heat_B, top_p, chance_B)
+    probs_V = (logits_V.double() / 1.5).softmax(-1)
+    order = probs_V.argsort(descending=True)
+    before = probs_V[order].cumsum(-1) - probs_V[order]
+    probs_V[order[before >= top_p]] = 0
+    shares_V = torch.bincount(drawn_B, minlength=5) / count
+    assert torch.allclose(shares_V.double(), probs_V / probs_V.sum(), atol=2e-4)

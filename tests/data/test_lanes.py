@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from headstart.data import generate
 from headstart.data.generate import build_conversations
 from headstart.data.lanes import Lanes, Stopped
 from headstart.target import Target
@@ -27,13 +29,33 @@ def _two_threads() -> Iterator[None]:
 
 def test_two_lanes_write_what_one_writes(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = DataSection(
-        conversations=10, heldout=3, calibration=3, batch_size=4, max_new_tokens=8, openers="none", seed=1
+        conversations=10,
+        heldout=3,
+        calibration=3,
+        batch_size=4,
+        max_new_tokens=8,
+        openers="none",
+        seed=1,
+        sampled_fraction=0.5,
     )
     monkeypatch.setattr("headstart.data.selfprompt.acceptable", lambda text, special: True)
+    # A random model seldom writes the one token that ends a turn.
+    monkeypatch.setattr(Target, "end_tokens", frozenset(range(0, tiny_target.vocab_size, 5)))
+    writers: list[str] = []
+    real = generate.sample_rows
+
+    def noted(*arguments: Any, **options: Any) -> list[list[int]]:
+        writers.append(threading.current_thread().name)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(generate, "sample_rows", noted)
     both = build_conversations(tiny_target, section, tmp_path / "two")
     assert len(both.train) == 10
+    assert {"lane_0", "lane_1"} <= set(writers)
+    writers.clear()
     monkeypatch.setattr("headstart.data.lanes._MOST", 1)
     assert build_conversations(tiny_target, section, tmp_path / "one") == both
+    assert set(writers) == {threading.main_thread().name}
 
 
 def test_jobs_share_the_threads_and_give_them_back() -> None:
@@ -56,10 +78,11 @@ def test_a_single_lane_works_when_it_is_asked(device: str, jobs: int) -> None:
 
 
 def test_leaving_stops_the_jobs_under_way() -> None:
-    under_way, ended = threading.Semaphore(0), list[str]()
+    ended: list[str] = []
+    begun = threading.Semaphore(0)
 
     def endless(lanes: Lanes) -> None:
-        under_way.release()
+        begun.release()
         try:
             while True:
                 lanes.check()
@@ -68,10 +91,10 @@ def test_leaving_stops_the_jobs_under_way() -> None:
             raise
 
     with pytest.raises(KeyboardInterrupt), Lanes(CPU, 2) as lanes:
-        for _ in range(2):
-            lanes.submit(lambda: endless(lanes))
-        for _ in range(2):
-            assert under_way.acquire(timeout=60), "both jobs run"
+        jobs = [lanes.submit(lambda: endless(lanes)) for _ in range(3)]
+        assert begun.acquire(timeout=60) and begun.acquire(timeout=60), "both work"
         raise KeyboardInterrupt
-    assert ended == ["stopped", "stopped"]
+    assert ended == ["stopped", "stopped"], "the third has not begun"
+    with pytest.raises(Stopped):
+        jobs[0]()
     assert torch.get_num_threads() == 2

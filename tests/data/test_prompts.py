@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pytest
 
 from headstart.data.prompts import Prompt, deduplicate, load_prompts
 from headstart.data.questions import Question, read_questions
+from headstart.data.sources import Origin, find_origin
 from headstart.errors import UserError
-from tests.tiny import tiny_tokenizer
+from tests.tiny import CHATML, tiny_tokenizer
 
 
 def user(text: str) -> dict[str, str]:
@@ -52,18 +55,27 @@ def write(path: Path, *rows: Any) -> str:
         ({"instruction": "a", "input": "x"}, [user("a\n\nx")]),
         ({"prompt": "a"}, [user("a")]),
         ({"prompt": [user("a")]}, [user("a")]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": " b"}, " c"]}]},
+            [user("a b c")],
+        ),
+        (
+            {"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, user("b")]},
+            [user("a"), user("b")],
+        ),
+        ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, [user("a")]),
     ],
 )
 def test_shapes(tmp_path: Path, row: dict[str, Any], messages: list[dict[str, str]]) -> None:
     expected = [Prompt(messages, "", "p-1")]
-    assert load_prompts(write(tmp_path / "p.jsonl", row), "train") == expected
+    assert load_prompts(write(tmp_path / "p.jsonl", row), "train").prompts == expected
     (tmp_path / "p.json").write_text(json.dumps([row]))
-    assert load_prompts(str(tmp_path / "p.json"), "train") == expected
+    assert load_prompts(str(tmp_path / "p.json"), "train").prompts == expected
 
 
 def test_id_category_and_parts(tmp_path: Path) -> None:
     row = {"messages": [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")], "question_id": 81}
-    (prompt,) = load_prompts(write(tmp_path / "p.jsonl", {**row, "category": "maths"}), "train")
+    (prompt,) = load_prompts(write(tmp_path / "p.jsonl", {**row, "category": "maths"}), "train").prompts
     assert (prompt.id, prompt.category) == ("81", "maths")
     assert prompt.opening == row["messages"][:2]
     assert prompt.turns == ["a", "c"]
@@ -75,15 +87,8 @@ def test_id_category_and_parts(tmp_path: Path) -> None:
         ({"text": "a"}, r'unknown shape with the keys text\. Accepted records: {"turns"'),
         ({}, "unknown shape with the keys .none."),
         ({"turns": "a"}, "'turns' is a str, not a list"),
-        ({"turns": [1]}, "a text in 'turns' is a int"),
         ({"messages": "a"}, "'messages' is a str"),
         ({"messages": ["a"]}, "message 1 of 'messages' is a str"),
-        ({"messages": [{"role": "wizard", "content": "a"}]}, "has the role 'wizard'; known: system"),
-        ({"messages": [{"role": "user", "content": None}]}, "a text in 'messages' is a NoneType"),
-        ({"prompt": 3}, "a text in 'prompt' is a int"),
-        ({"prompt": " "}, "the user says nothing"),
-        ({"turns": []}, "the user says nothing"),
-        ({"messages": [assistant("a")]}, "the user says nothing"),
     ],
 )
 def test_malformed_record(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
@@ -94,11 +99,82 @@ def test_malformed_record(tmp_path: Path, row: dict[str, Any], reason: str) -> N
         load_prompts(str(tmp_path / "p.json"), "train")
 
 
+UNUSABLE: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "1 with a message of the role 'tool'"),
+    ({"messages": [{"role": "wizard", "content": "a"}]}, "1 with a message of the role 'wizard'"),
+    ({"messages": [{"role": "user", "content": None}]}, "1 with a message without a text"),
+    ({"messages": [user("a"), {"role": "user"}]}, "1 with a message without a text"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "1 with image content"),
+    ({"prompt": 3}, "1 with a int in the place of a text"),
+    ({"turns": ["a", 1]}, "1 with a int in the place of a text"),
+    ({"prompt": " "}, "1 in which the user says nothing"),
+    ({"turns": []}, "1 in which the user says nothing"),
+    ({"messages": [assistant("a")]}, "1 in which the user says nothing"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), UNUSABLE)
+def test_a_record_that_makes_no_prompt_is_left_out_and_counted(
+    tmp_path: Path, row: dict[str, Any], reason: str
+) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "fine as well"})
+    found = load_prompts(path, "train")
+    assert [prompt.turns for prompt in found.prompts] == [["fine"], ["fine as well"]]
+    assert found.left_out.notice == f"Left out: {reason}."
+    with pytest.raises(UserError, match=rf"No usable prompt in .*: 1 read, {reason} .the first: line 1."):
+        load_prompts(write(tmp_path / "p.jsonl", row), "train")
+
+
+def test_what_is_left_out_is_counted_by_reason(tmp_path: Path) -> None:
+    tool = {"messages": [user("a"), {"role": "tool", "content": "b"}]}
+    path = write(tmp_path / "p.jsonl", tool, {"prompt": "a"}, tool, {"prompt": "A."}, {"prompt": "a" * 99}, tool)
+    found = load_prompts(path, "train", tiny_tokenizer(), max_tokens=40)
+    assert found.left_out.notice == "Left out: 3 with a message of the role 'tool', 1 repeated, 1 over 40 tokens."
+    assert len(found.prompts) == 1
+
+
+def test_what_the_chat_template_refuses_is_left_out(tmp_path: Path) -> None:
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system') }}{% endif %}" + CHATML
+    system = {"messages": [{"role": "system", "content": "s"}, user("a")]}
+    path = write(tmp_path / "p.jsonl", system, {"prompt": "b"})
+    found = load_prompts(path, "train", tiny_tokenizer(template), max_tokens=40)
+    assert [prompt.turns for prompt in found.prompts] == [["b"]]
+    assert found.left_out.notice == "Left out: 1 that the chat template refuses."
+
+
+def test_prompts_are_drawn_from_the_whole_file_and_more_of_them_go_on_in_the_same_order(tmp_path: Path) -> None:
+    """Repeated and too long ones lie in between."""
+    rows = [{"prompt": f"{i % 30} " + "long " * (20 * (i % 7 == 0))} for i in range(60)]
+    path = write(tmp_path / "p.jsonl", *rows)
+
+    def drawn(limit: int | None, seed: int = 1) -> list[str]:
+        found = load_prompts(path, "train", tiny_tokenizer(), max_tokens=40, limit=limit, seed=seed)
+        return [prompt.turns[0] for prompt in found.prompts]
+
+    everything = drawn(None)
+    assert sorted(everything) == sorted({row["prompt"] for row in rows if "long" not in row["prompt"]})
+    for limit in range(1, len(everything) + 1):
+        assert drawn(limit) == everything[:limit]
+    assert everything != drawn(None, seed=2)
+    ids = [prompt.id for prompt in load_prompts(path, "train", limit=12, seed=1).prompts]
+    assert max(int(name.split("-")[1]) for name in ids) > 40, "not the first records"
+
+
+def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
+    one = find_origin(write(tmp_path / "a.jsonl", {"prompt": "a"}))
+    same = find_origin(write(tmp_path / "b.jsonl", {"prompt": "a"}))
+    other = find_origin(write(tmp_path / "a.jsonl", {"prompt": "b"}))
+    assert one.identity == same.identity != other.identity
+    assert load_prompts(str(tmp_path / "a.jsonl"), "train").origin == other
+    with pytest.raises(UserError, match=r"has no revisions.*data\.revision"):
+        find_origin(str(tmp_path / "a.jsonl"), "main")
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name, text, match in [
         ("a.jsonl", '{"prompt": "x"}\n{"prompt', r"a\.jsonl, line 2: not valid JSON"),
         ("b.jsonl", "[1]\n", r"b\.jsonl, line 1: a list, not an object"),
-        ("c.jsonl", "\n", "No usable prompt .*none there"),
+        ("c.jsonl", "\n", "No usable prompt .*there is none"),
         ("d.json", '{"prompt": "x"}', "holds a dict, not a list"),
         ("e.json", "[3]", r"e\.json, record 1: a int, not an object"),
         ("f.txt", "hello", r"neither .jsonl nor .json"),
@@ -115,8 +191,8 @@ def test_duplicates_and_limit(tmp_path: Path) -> None:
     texts = ["What is 2 + 2?", "what is  2 + 2", "What is 2 - 2?", "!?", "??", "Hello", "Bye"]
     path = write(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
     kept = ["What is 2 + 2?", "What is 2 - 2?", "!?", "??", "Hello", "Bye"]
-    assert [prompt.turns[0] for prompt in load_prompts(path, "train")] == kept
-    assert [prompt.turns[0] for prompt in load_prompts(path, "train", limit=2)] == kept[:2]
+    assert [prompt.turns[0] for prompt in load_prompts(path, "train").prompts] == kept
+    assert [prompt.turns[0] for prompt in load_prompts(path, "train", limit=2).prompts] == kept[:2]
     assert deduplicate([Prompt([user(text)]) for text in texts]) == [Prompt([user(text)]) for text in kept]
 
 
@@ -128,41 +204,140 @@ def test_a_shared_system_message_makes_no_duplicates() -> None:
 def test_long_prompts_are_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "x" * 100}, {"prompt": "short"})
     tokenizer = tiny_tokenizer()
-    assert [prompt.turns for prompt in load_prompts(path, "train", tokenizer, max_tokens=40)] == [["short"]]
-    with pytest.raises(UserError, match=r"2 read, all over 3 tokens.*max_prompt_tokens"):
+    assert [prompt.turns for prompt in load_prompts(path, "train", tokenizer, max_tokens=40).prompts] == [["short"]]
+    with pytest.raises(UserError, match=r"2 read, 2 over 3 tokens.*max_prompt_tokens"):
         load_prompts(path, "train", tokenizer, max_tokens=3)
     with pytest.raises(UserError, match="no chat template"):
         load_prompts(path, "train", tiny_tokenizer(None), max_tokens=40)
 
 
+OLD, NEW = "1" * 40, "2" * 40
+
+
+class FakeHub:
+    """What `datasets` and `huggingface_hub` are asked, and a data set of 50 rows with two revisions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.bytes = 1000
+        self.error: Exception | None = None
+        self.rows: list[dict[str, Any]] = [{"prompt": f"row {i}"} for i in range(50)]
+        self.downloaded = OLD
+        monkeypatch.setattr(
+            huggingface_hub.HfApi, "dataset_info", lambda _self, *args, **named: self.info(*args, **named)
+        )
+        monkeypatch.setattr(datasets, "load_dataset", self.load_dataset)
+        monkeypatch.setattr(datasets, "load_dataset_builder", self.load_dataset_builder)
+
+    def info(self, name: str, *, revision: str | None, files_metadata: bool, timeout: float) -> Any:
+        if self.error is not None:
+            raise self.error
+        sha = {None: NEW, "main": NEW, "v1": OLD, OLD: OLD, NEW: NEW}[revision]
+        return SimpleNamespace(sha=sha, siblings=[SimpleNamespace(size=self.bytes), SimpleNamespace(size=None)])
+
+    def load_dataset(self, name: str, config: str | None, **options: Any) -> Any:
+        assert datasets.config.HF_HUB_OFFLINE is (self.error is not None)
+        self.asked.append({"name": name, "config": config, **options})
+        table = datasets.Dataset.from_list(self.rows)
+        return table.to_iterable_dataset(num_shards=5) if options["streaming"] else table
+
+    def load_dataset_builder(self, name: str, config: str | None) -> Any:
+        assert datasets.config.HF_HUB_OFFLINE, "the hub is not asked again"
+        return SimpleNamespace(hash=self.downloaded)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    return FakeHub(monkeypatch)
+
+
 class TestDatasets:
-    def test_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked: list[tuple[Any, ...]] = []
+    def test_the_revision_is_pinned_and_given_back(self, hub: FakeHub) -> None:
+        found = load_prompts("someone/chats:small", "test", limit=2)
+        assert found.origin == Origin("someone/chats:small", commit=NEW)
+        assert hub.asked == [
+            {"name": "someone/chats", "config": "small", "split": "test", "streaming": False, "revision": NEW}
+        ]
+        assert [(prompt.id, prompt.turns) for prompt in found.prompts] == [
+            ("test-0", ["row 0"]),
+            ("test-1", ["row 1"]),
+        ]
+        older = load_prompts("someone/chats", "test", revision="v1").origin
+        assert older.commit == OLD == hub.asked[-1]["revision"]
+        assert older.identity != load_prompts("someone/chats", "test").origin.identity
 
-        def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, Any]]:
-            asked.append((name, config, split, streaming))
-            return [{"prompt": "a"}, {"prompt": ""}, {"prompt": "b"}, {"prompt": "c"}]
+    @pytest.mark.parametrize("size", [1000, 10**12])
+    def test_prompts_are_drawn_from_all_of_it_in_one_order(self, hub: FakeHub, size: int) -> None:
+        """Downloaded as a whole, or read as a stream where it is large."""
+        hub.bytes = size
+        hub.rows += [{"prompt": "Row 7"}, {"prompt": "long " * 30}]
 
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-        prompts = load_prompts("someone/chats:small", "test", limit=2)
-        assert [(prompt.id, prompt.turns) for prompt in prompts] == [("test-0", ["a"]), ("test-2", ["b"])]
-        assert asked == [("someone/chats", "small", "test", True)]
+        def drawn(limit: int | None, seed: int = 0) -> list[str]:
+            found = load_prompts(
+                "someone/chats", "train", tiny_tokenizer(), max_tokens=40, limit=limit, seed=seed, revision=OLD
+            )
+            return [prompt.turns[0] for prompt in found.prompts]
+
+        everything = drawn(None)
+        assert len(everything) == 50 and everything[:10] != [f"row {i}" for i in range(10)]
+        assert any(int(text.split()[1]) > 40 for text in everything[:10]), "also of its end"
+        for limit in (1, 10, 30, 50):
+            assert drawn(limit) == everything[:limit]
+        assert drawn(None, seed=3) != everything
+        assert {asked["streaming"] for asked in hub.asked} == {size > 1000}
+
+    def test_looking_at_the_first_rows_downloads_no_more(self, hub: FakeHub) -> None:
+        found = load_prompts("someone/chats", "train", limit=3, whole=False)
+        assert [prompt.turns for prompt in found.prompts] == [["row 0"], ["row 1"], ["row 2"]]
+        assert hub.asked[0]["streaming"] is True
+
+    def test_unusable_rows_abort_nothing(self, hub: FakeHub) -> None:
+        chats = [
+            [user("a")],
+            [user("b"), {"role": "tool", "content": "c"}],
+            [{"role": "user", "content": None}],
+            [user(" ")],
+            [user("a")],
+        ]
+        hub.rows = [{"messages": chat} for chat in chats] + [{"messages": None}]
+        found = load_prompts("someone/chats", "train")
+        assert [prompt.turns for prompt in found.prompts] == [["a"]]
+        assert found.left_out.counts == {
+            "with a message of the role 'tool'": 1,
+            "with a message without a text": 1,
+            "in which the user says nothing": 1,
+            "repeated": 1,
+            "of a shape that is not understood": 1,
+        }
+
+    def test_without_a_network_what_was_downloaded_counts(self, hub: FakeHub) -> None:
+        hub.error = ConnectionError("no network")
+        assert load_prompts("someone/chats", "train", limit=1).origin.commit == OLD
+        assert load_prompts("someone/chats", "train", limit=1, revision=OLD).origin.commit == OLD
+        with pytest.raises(UserError, match=f"another revision of 'someone/chats' than {NEW}"):
+            load_prompts("someone/chats", "train", limit=1, revision=NEW)
+        assert not datasets.config.HF_HUB_OFFLINE, "as it was"
+        with pytest.raises(UserError, match="does not answer, so that revision 'v1' of 'someone/chats' is not known"):
+            load_prompts("someone/chats", "train", limit=1, revision="v1")
 
     def test_a_folder_with_the_real_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
         (tmp_path / "data").mkdir()
         write(tmp_path / "data" / "train.jsonl", {"messages": [user("a"), assistant("b")]}, {"messages": [user("c")]})
-        prompts = load_prompts(str(tmp_path / "data"), "train")
-        assert [prompt.messages for prompt in prompts] == [[user("a"), assistant("b")], [user("c")]]
+        found = load_prompts(str(tmp_path / "data"), "train")
+        assert [prompt.messages for prompt in found.prompts] == [[user("a"), assistant("b")], [user("c")]]
+        assert found.origin == find_origin(str(tmp_path / "data")) and found.origin.commit is None
         with pytest.raises(UserError, match=r"split 'nope': .*nope"):
             load_prompts(str(tmp_path / "data"), "nope")
+        write(tmp_path / "data" / "train.jsonl", {"messages": [user("d")]})
+        assert found.origin.identity != find_origin(str(tmp_path / "data")).identity
 
-    def test_unknown_shape(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(datasets, "load_dataset", lambda *_args, **_options: [{"text": "a"}])
-        with pytest.raises(UserError, match=r"'wiki', split 'train', row 0: unknown shape.*Accepted records"):
+    def test_unknown_shape(self, hub: FakeHub) -> None:
+        hub.rows = [{"text": "a"}] * 3000
+        with pytest.raises(UserError, match=r"'wiki', split 'train': 1000 read, .*row 0: unknown shape.*Accepted"):
             load_prompts("wiki", "train")
 
-    def test_unreachable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unreachable(self, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
         def load_dataset(*_args: Any, **_options: Any) -> None:
             raise FileNotFoundError("Dataset 'no/such' doesn't exist.\nmore")
 

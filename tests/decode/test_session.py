@@ -11,9 +11,10 @@ from torch import Tensor
 
 from headstart.decode.drafters import Request
 from headstart.decode.loop import DecodeOptions, Engine
-from headstart.decode.memory import free_bytes, reserve
+from headstart.decode.memory import reserve
 from headstart.errors import UserError
 from headstart.target import DraftTree, Target
+from headstart.target.memory import free_bytes
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import tiny_model
 

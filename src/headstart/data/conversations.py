@@ -29,6 +29,20 @@ Message = dict[str, str]
 """One turn: {"role": "system" | "user" | "assistant", "content": text}."""
 
 
+class Unfit(UserError):
+    """A conversation that the chat template makes nothing to learn from of; others of the same source may do.
+
+    Args:
+        problem: what is wrong with it.
+        remedy: what to do about it.
+        reason: said of those that are left out, such as "that the chat template refuses".
+    """
+
+    def __init__(self, problem: str, remedy: str, reason: str) -> None:
+        super().__init__(problem, remedy)
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Conversation:
     """A conversation ready for training.
@@ -146,7 +160,8 @@ def prompt_tokens(messages: Sequence[Message], tokenizer: Any) -> list[int]:
     """What the target reads before it answers: the rendered messages and the generation prompt.
 
     Raises:
-        UserError: no tokenizer or chat template, or the template refuses these messages.
+        UserError: no tokenizer or chat template.
+        Unfit: the template refuses these messages.
     """
     return list(tokenizer.encode(render(messages, tokenizer, answer=True), add_special_tokens=False))
 
@@ -160,16 +175,18 @@ def render(messages: Sequence[Message], tokenizer: Any, *, answer: bool) -> str:
         answer: append the generation prompt, for the assistant to go on.
 
     Raises:
-        UserError: no tokenizer or chat template, or the template refuses these messages.
+        UserError: no tokenizer or chat template.
+        Unfit: the template refuses these messages.
     """
     check_template(tokenizer)
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
     except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         roles = ", ".join(message.get("role", "?") for message in messages) or "none"
-        raise UserError(
+        raise Unfit(
             f"The target's chat template refuses a conversation with the roles {roles}: {error}.",
             "Start with the user (after at most one system message) and let user and assistant alternate.",
+            "that the chat template refuses",
         ) from error
 
 
@@ -218,7 +235,8 @@ def encode(
         (tokens, supervised), of the same length.
 
     Raises:
-        UserError: no chat template, a template that rewrites an answer, or nothing left to supervise.
+        UserError: no chat template, or a tokenizer that does not tell where its tokens lie in a text.
+        Unfit: a template that refuses the conversation or rewrites an answer, or nothing left to supervise.
     """
     whole = render(messages, tokenizer, answer=False)
     if not getattr(tokenizer, "is_fast", False):
@@ -245,14 +263,17 @@ def encode(
         stop = bisect_right(stops, span.text_stop, first) if end_of_turn is None else end_of_turn + 1
         supervised[first:stop] = [True] * (stop - first)
     if max_tokens is not None and any(supervised) and not any(supervised[:max_tokens]):
-        raise UserError(
-            f"The first answer of a conversation begins behind {max_tokens} tokens.", "Raise the limit or shorten it."
+        raise Unfit(
+            f"The first answer of a conversation begins behind {max_tokens} tokens.",
+            "Raise the limit or shorten it.",
+            f"whose first answer begins behind {max_tokens} tokens",
         )
     tokens, supervised = tokens[:max_tokens], supervised[:max_tokens]
     if not any(supervised):
-        raise UserError(
+        raise Unfit(
             f"Nothing is supervised in a conversation of {len(messages)} messages and {len(tokens)} tokens.",
             "Give it an assistant turn with text in it, or let the target write the answers (data.regenerate=true).",
+            "without an answer to learn from",
         )
     return tokens, supervised
 
@@ -268,7 +289,11 @@ class _Span(NamedTuple):
 def _answer_span(messages: Sequence[Message], turn: int, whole: str, tokenizer: Any) -> _Span | None:
     """Where the answer of this turn lies in the whole rendering; None when the template rewrote it."""
     if turn == 0:
-        raise UserError("A conversation starts with the assistant.", "Drop its turns before the first user message.")
+        raise Unfit(
+            "A conversation starts with the assistant.",
+            "Drop its turns before the first user message.",
+            "that the assistant starts",
+        )
     prefix = render(messages[:turn], tokenizer, answer=True)
     if not whole.startswith(prefix):
         return None
@@ -286,17 +311,20 @@ def _answer_span(messages: Sequence[Message], turn: int, whole: str, tokenizer: 
     return None if place < 0 else _Span(start, place + len(text), turn_stop)
 
 
-def _rewritten(turn: int, turns: int) -> UserError:
+def _rewritten(turn: int, turns: int) -> Unfit:
+    reason = "in which the chat template rewrites an answer"
     if turn == turns - 1:
-        return UserError(
+        return Unfit(
             f"The chat template rewrites the answer in message {turn + 1} of {turns}: what the target reads before "
             "answering is not the beginning of the rendered conversation.",
             "Let the target write the answers (data.regenerate=true): its own tokens are used then.",
+            reason,
         )
-    return UserError(
+    return Unfit(
         f"The chat template rewrites the answer in message {turn + 1} of {turns} once another turn follows "
         "(it drops reasoning from earlier turns, for example).",
         "Train on single-turn conversations, or keep each conversation up to the answer that counts.",
+        reason,
     )
 
 

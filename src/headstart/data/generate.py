@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from headstart.data.conversations import (
     Conversation,
+    Unfit,
     added_tokens,
     encode,
     prompt_tokens,
@@ -33,9 +33,10 @@ from headstart.data.conversations import (
     write_conversations,
 )
 from headstart.data.lanes import Lanes
-from headstart.data.prompts import Prompt, deduplicate, load_prompts, normalise
-from headstart.data.sampling import sample_rows
+from headstart.data.prompts import LeftOut, Prompt, deduplicate, load_prompts, normalise
+from headstart.data.sampling import Room, sample_rows
 from headstart.data.selfprompt import write_prompts
+from headstart.data.sources import find_origin
 from headstart.errors import UserError
 from headstart.files import read_json, read_jsonl, write_json, write_jsonl
 from headstart.target import Target
@@ -85,11 +86,13 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         target: that writes them.
         settings: the recipe's data section, as JSON values.
+
+    Raises:
+        UserError: no such file or dataset of prompts, or a hub that cannot be asked for its commit.
     """
     self_prompted = settings["prompts"] == "self"
     left_out = AMOUNTS | (_OF_FILES if self_prompted else _OF_SELF)
-    file = Path(settings["prompts"]).expanduser()
-    content = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else settings["prompts"]
+    origin = None if self_prompted else find_origin(settings["prompts"], settings.get("revision"))
     template = json.dumps(getattr(target.tokenizer, "chat_template", None), sort_keys=True)
     return {
         "version": VERSION,
@@ -97,7 +100,8 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
         **{key: value for key, value in settings.items() if key not in left_out},
-        "prompts": content,
+        "prompts": "self" if origin is None else origin.identity,
+        "revision": None if origin is None else origin.commit,
     }
 
 
@@ -125,7 +129,7 @@ def build_conversations(
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
     settings = Settings(**{name: getattr(section, name) for name in Settings.__dataclass_fields__})
-    writing = _Writing(target, settings, parts or folder / "parts")
+    writing = _Writing(target, settings, parts or folder / "parts", getattr(section, "revision", None), console)
     wanted = {split: int(getattr(settings, name)) for split, name in _COUNTS.items()}
     splits: dict[str, list[Conversation]] = {}
     with _progress(console) as progress:
@@ -143,9 +147,11 @@ def build_conversations(
         progress.update(bar, total=progress.tasks[bar].completed)
     if not splits["train"]:
         raise UserError(
-            "No training conversation could be written.",
+            f"No training conversation could be written. {writing.left_out.notice}".strip(),
             "Give more prompts or minutes, lower data.heldout and data.calibration, or raise data.max_prompt_tokens.",
         )
+    if console is not None and writing.left_out.notice:
+        console.print(f"    {writing.left_out.notice}", highlight=False, markup=False, soft_wrap=True)
     for split, conversations in splits.items():
         write_conversations(folder / f"{split}.jsonl", conversations)
     return Splits(splits["train"], splits["calibration"], splits["heldout"])
@@ -211,15 +217,30 @@ class _Writing:
         target: the model.
         settings: of the data.
         folder: of the parts.
+        revision: of a dataset on the hub.
+        console: told when memory is short.
     """
 
-    def __init__(self, target: Target, settings: Settings, folder: Path) -> None:
+    def __init__(
+        self,
+        target: Target,
+        settings: Settings,
+        folder: Path,
+        revision: str | None = None,
+        console: Console | None = None,
+    ) -> None:
         self._folder, self._settings = folder, settings
         self._seen: set[str] = set()
         self._parts: list[Part] = []
         for file in sorted(folder.glob("[0-9]*-*.jsonl")):
             self._add(Part.read(file))
-        self._source = _PromptSource(target, settings)
+        wanted = sum(int(getattr(settings, name)) for name in _COUNTS.values())
+        self._source = _PromptSource(target, settings, self._stop + wanted + settings.batch_size, revision, console)
+
+    @property
+    def left_out(self) -> LeftOut:
+        """Given prompts that could not be used."""
+        return self._source.left_out
 
     @property
     def _stop(self) -> int:
@@ -346,21 +367,44 @@ class _PromptSource:
     Args:
         target: the model.
         settings: of the data.
+        limit: given prompts to read at first.
+        revision: of a dataset on the hub.
+        console: told when memory is short.
+
+    Attributes:
+        left_out: given prompts that could not be used.
     """
 
-    def __init__(self, target: Target, settings: Settings) -> None:
+    def __init__(
+        self,
+        target: Target,
+        settings: Settings,
+        limit: int,
+        revision: str | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self.left_out = LeftOut()
+        self._revision, self._limit = revision, limit
+        self._room = Room(None if console is None else console.print)
         self._target = target
         self._settings = settings
         self._given: list[Prompt] | None = None
         if settings.prompts != "self":
-            self._given = load_prompts(
-                settings.prompts,
-                settings.split,
-                target.tokenizer,
-                max_tokens=settings.max_prompt_tokens,
-            )
+            self._ask_for(limit)
+
+    def _ask_for(self, limit: int) -> None:
+        """Read the first `limit` of the given prompts; their order stays as it is when more are asked for."""
+        found = load_prompts(
+            self._settings.prompts,
+            self._settings.split,
+            self._target.tokenizer,
+            max_tokens=self._settings.max_prompt_tokens,
+            limit=limit,
             # Files are often sorted by kind: what is kept apart should be of the same kinds as what is trained on.
-            random.Random(settings.seed).shuffle(self._given)
+            seed=self._settings.seed,
+            revision=self._revision,
+        )
+        self._given, self._limit, self.left_out = found.prompts, limit, found.left_out
 
     def seed(self, split: str, number: int) -> int:
         """A seed of its own for each part."""
@@ -402,12 +446,14 @@ class _PromptSource:
         asked = self._written(split, number, check)[:size] if self._given is None else self._given[slice(*prompts)]
         # Calibration answers stay at the data's temperature: they stand for decoding as it is judged.
         settings = self._settings if split == "train" else replace(self._settings, sampled_fraction=0.0)
-        return _answer(self._target, asked, settings, seed, split != "heldout", check)
+        return _answer(self._target, asked, settings, seed, split != "heldout", check, self.left_out, self._room)
 
     def _written(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:
         """Self-prompts: the same for the same settings, whatever was written before."""
         target, seed = self._target, self.seed(split, number)
-        drafts = write_prompts(target, self.batch_size, self._settings.openers, target.end_tokens, seed, check)
+        drafts = write_prompts(
+            target, self.batch_size, self._settings.openers, target.end_tokens, seed, check, self._room
+        )
         prompts = [
             Prompt([{"role": "user", "content": draft.text}], draft.category, f"{split}-{number}-{i}")
             for i, draft in enumerate(drafts)
@@ -421,6 +467,8 @@ class _PromptSource:
         """Whether there is no further part: no prompts from `start` on, or, of those that the target writes, `own`
         parts already, which only many parts that gave nothing new can come to."""
         if self._given is not None:
+            if start + self.batch_size > len(self._given) == self._limit:
+                self._ask_for(2 * self._limit)
             return start >= len(self._given)
         return own > 20 + 10 * int(getattr(self._settings, _COUNTS[split])) // self.batch_size
 
@@ -432,13 +480,27 @@ def _answer(
     seed: int,
     answered: bool,
     check: Callable[[], None],
+    left_out: LeftOut | None = None,
+    room: Room | None = None,
 ) -> list[Conversation]:
     """Answer every user turn of each prompt with the target, shortest prompts first; a share of them at temperature 1.
 
-    Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same.
+    Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same. What the
+    chat template makes nothing to learn from of is left out and counted.
+
+    Args:
+        target: the model, with its tokenizer.
+        prompts: of one batch.
+        settings: of the data.
+        seed: of the batch.
+        answered: whether answers are wanted; the openings alone otherwise.
+        check: called now and then; what it raises ends the work.
+        left_out: takes the count.
+        room: what is known of memory from earlier batches.
     """
+    left_out = LeftOut() if left_out is None else left_out
     if not answered:
-        return [_unanswered(prompt, target.tokenizer) for prompt in prompts]
+        return _fitting(prompts, lambda prompt: _unanswered(prompt, target.tokenizer), left_out)
     kept = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
     ends = target.end_tokens
     running = [
@@ -466,10 +528,14 @@ def _answer(
             ends=ends,
             seed=seed * 31 + turn,
             check=check,
+            room=room,
         )
         for row, answer in zip(asking, answers, strict=True):
             row.answer(answer, target.tokenizer, ends)
         turn += 1
+    for row in running:
+        if not any(row.supervised):
+            left_out.add("that the chat template refuses, or too long", row.prompt.id)
     sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": 64, "seed": seed}
     written = [
         Conversation(
@@ -483,7 +549,20 @@ def _answer(
         for row in running
         if any(row.supervised)
     ]
-    return [*(_given(prompt, target) for prompt in kept), *written]
+    return [*_fitting(kept, lambda prompt: _given(prompt, target), left_out), *written]
+
+
+def _fitting(
+    prompts: Sequence[Prompt], read: Callable[[Prompt], Conversation], left_out: LeftOut
+) -> list[Conversation]:
+    """The conversations of the prompts that the chat template takes as they are; the others are counted."""
+    fitting = []
+    for prompt in prompts:
+        try:
+            fitting.append(read(prompt))
+        except Unfit as misfit:
+            left_out.add(misfit.reason, f"{prompt.id}: {misfit.problem}")
+    return fitting
 
 
 class _Running:
@@ -501,8 +580,9 @@ class _Running:
     def ask(self, tokenizer: Any, longest: int, room: int) -> None:
         """Append the next user turn (with a system turn before it) and the generation prompt.
 
-        The conversation ends before a turn that is too long, and before one at which the template rewrites earlier
-        turns (dropped thinking, say): what the target read and wrote would no longer be what the template shows.
+        The conversation ends before a turn that is too long, before one that the template refuses, and before one at
+        which it rewrites earlier turns (dropped thinking, say): what the target read and wrote would no longer be what
+        the template shows.
 
         Args:
             tokenizer: with a chat template.
@@ -524,14 +604,15 @@ class _Running:
         self.supervised = [*self.supervised, *[False] * len(fresh)]
 
     def _rendered(self, asked: list[dict[str, str]], tokenizer: Any) -> list[int] | None:
-        """Tokens that these messages add; None when the template rewrites what came before."""
-        if not self.tokens:
-            return prompt_tokens(asked, tokenizer)
-        before = render(self.messages, tokenizer, answer=False)
-        after = render([*self.messages, *asked], tokenizer, answer=True)
-        if not after.startswith(before):
+        """Tokens that these messages add; None when the template refuses them or rewrites what came before."""
+        try:
+            if not self.tokens:
+                return prompt_tokens(asked, tokenizer)
+            before = render(self.messages, tokenizer, answer=False)
+            after = render([*self.messages, *asked], tokenizer, answer=True)
+        except Unfit:
             return None
-        return added_tokens(before, after, self.tokens[-1], tokenizer)
+        return added_tokens(before, after, self.tokens[-1], tokenizer) if after.startswith(before) else None
 
     def answer(self, tokens: list[int], tokenizer: Any, ends: frozenset[int]) -> None:
         """Append the target's answer; one that was cut ends the conversation."""
@@ -543,10 +624,7 @@ class _Running:
 
 
 def _given(prompt: Prompt, target: Target) -> Conversation:
-    try:
-        tokens, supervised = encode(prompt.messages, target.tokenizer, max_tokens=target.max_length)
-    except UserError as error:
-        raise UserError(f"Conversation {prompt.id}: {error.problem}", error.remedy) from None
+    tokens, supervised = encode(prompt.messages, target.tokenizer, max_tokens=target.max_length)
     return Conversation(prompt.id, tokens, supervised, prompt.messages, prompt.category, {"source": "given"})
 
 

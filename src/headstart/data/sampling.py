@@ -5,15 +5,60 @@ Shape suffixes: B rows, V vocabulary, R candidates kept.
 
 from __future__ import annotations
 
+import gc
+import random
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from headstart.data.conversations import alike
+from headstart.errors import UserError
+from headstart.files import format_bytes
 from headstart.target import DraftTree, Target, TreeShape
+from headstart.target.memory import free_bytes, out_of_memory
 
 _CANDIDATES = 64
+_KEPT = 0.875
+"""Rows are dropped from the cache once no more than this share of them goes on: dropping copies it."""
+CACHE_PEAK = 1 + _KEPT
+"""Most that a batch's cache takes, as a multiple of itself: the copy stands beside it for a moment."""
+_SHARE = {"cpu": 0.4}
+"""Of free memory, what a batch may take: two are written side by side on a CPU (`headstart.data.lanes`)."""
+_SHARE_ELSEWHERE = 0.85
+
+
+class Room:
+    """How large a batch memory holds: learned from what did not fit, and shared by all batches of a run.
+
+    Args:
+        say: told, once, that batches are written in parts.
+    """
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._say = say
+        self._most: float = float("inf")
+
+    def holds(self, target: Target, rows: int, length: int) -> bool:
+        """Whether the cache of so many rows of this length fits, as far as anyone can tell before trying."""
+        if rows * length > self._most:
+            return False
+        free = _SHARE.get(target.device.type, _SHARE_ELSEWHERE) * free_bytes(target.device)
+        return rows * length * target.kv_bytes_per_token * CACHE_PEAK <= free
+
+    def failed(self, rows: int, length: int) -> None:
+        """A batch that seemed to fit did not; larger ones than half of it are not tried again."""
+        self._most = min(self._most, rows * length / 2)
+
+    def note(self, target: Target, rows: int, length: int) -> None:
+        """Say that this batch is written in parts, unless that was said before."""
+        if self._say is not None:
+            size = format_bytes(rows * length * target.kv_bytes_per_token)
+            self._say(
+                f"Memory does not hold {rows} conversations of up to {length} tokens at a time (a KV cache of {size}): "
+                "such batches are written in halves. A smaller data.batch_size avoids it."
+            )
+        self._say = None
 
 
 @torch.inference_mode()
@@ -27,8 +72,12 @@ def sample_rows(
     ends: frozenset[int],
     seed: int,
     check: Callable[[], None] | None = None,
+    room: Room | None = None,
 ) -> list[list[int]]:
     """Continue each row until an end token (kept) or `max_new_tokens`.
+
+    Rows that memory does not hold at a time are written half by half. Each row has draws of its own, so that what it
+    says does not depend on which rows were written beside it (beyond rounding).
 
     Args:
         target: the model.
@@ -39,11 +88,74 @@ def sample_rows(
         ends: tokens that end a row.
         seed: of the draws.
         check: called before each step; what it raises ends the work.
+        room: what is known of memory from earlier batches.
 
     Returns:
         The added tokens of each row.
+
+    Raises:
+        UserError: memory does not hold a single row.
     """
-    generator = torch.Generator(target.device).manual_seed(seed)
+    room = room or Room()
+    chances = [random.Random(f"{seed} {row}") for row in range(len(rows))]
+    added: dict[int, list[int]] = {}
+    waiting = [list(range(len(rows)))]
+    while waiting:
+        part = waiting.pop()
+        length = max(len(rows[row]) for row in part) + max_new_tokens
+        written = None
+        if len(part) == 1 or room.holds(target, len(part), length):
+            before = {row: chances[row].getstate() for row in part}
+            try:
+                written = _continue(
+                    target,
+                    [rows[row] for row in part],
+                    max_new_tokens,
+                    [temperatures[row] for row in part],
+                    top_p,
+                    ends,
+                    [chances[row] for row in part],
+                    check,
+                )
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                if len(part) == 1:
+                    raise UserError(
+                        f"A text of {length} tokens does not fit the memory of {target.device} beside {target.name}.",
+                        "Lower data.max_new_tokens or data.max_prompt_tokens, or use another device.",
+                    ) from error
+            if written is None:  # out here, where the error no longer holds on to what it could not extend
+                room.failed(len(part), length)
+                _release(target.device)
+                for row, state in before.items():
+                    chances[row].setstate(state)
+        if written is None:
+            room.note(target, len(part), length)
+            half = (len(part) + 1) // 2
+            waiting += [part[half:], part[:half]]
+        else:
+            added.update(zip(part, written, strict=True))
+    return [added[row] for row in range(len(rows))]
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _continue(
+    target: Target,
+    rows: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperatures: Sequence[float],
+    top_p: float,
+    ends: frozenset[int],
+    chances: Sequence[random.Random],
+    check: Callable[[], None] | None,
+) -> list[list[int]]:
+    """`sample_rows` for rows that are written together."""
     added: list[list[int]] = [[] for _ in rows]
     cache = target.new_cache(len(rows), max(map(len, rows)) + max_new_tokens)
     alive = list(range(len(rows)))
@@ -59,7 +171,8 @@ def sample_rows(
         if check is not None:
             check()
         heat_B = torch.tensor([temperatures[row] for row in alive], device=target.device)
-        picked = _pick(logits_BV, heat_B, top_p, generator).tolist()
+        chance_B = torch.tensor([chances[row].random() for row in alive], device=target.device)
+        picked = _pick(logits_BV, heat_B, top_p, chance_B).tolist()
         for row, token in zip(alive, picked, strict=True):
             if not ended[row]:
                 added[row].append(token)
@@ -67,8 +180,7 @@ def sample_rows(
         going = [place for place, row in enumerate(alive) if not ended[row]]
         if not going or step == max_new_tokens - 1:
             break
-        # Dropping rows copies the cache, so it waits until an eighth of them have ended.
-        if len(going) <= 0.875 * len(alive):
+        if len(going) <= _KEPT * len(alive):
             cache.select(going)
             alive, picked = [alive[place] for place in going], [picked[place] for place in going]
         tree = DraftTree.from_shape(torch.tensor(picked, device=target.device)[:, None], root)
@@ -89,14 +201,20 @@ def _shared(rows: Sequence[Sequence[int]]) -> int:
     return min(alike(min(lists), max(lists)), min(map(len, rows)) - 1)  # in order, the first and last differ most
 
 
-def _pick(logits_BV: Tensor, heat_B: Tensor, top_p: float, generator: torch.Generator) -> Tensor:
-    """Next token of each row, int64 [B]: argmax at temperature 0, else a draw from the nucleus."""
+def _pick(logits_BV: Tensor, heat_B: Tensor, top_p: float, chance_B: Tensor) -> Tensor:
+    """Next token of each row, int64 [B]: argmax at temperature 0, else what a number from [0, 1) draws of the nucleus.
+
+    >>> logits_BV, warm_B = torch.tensor([[0.0, 2.0, 1.0]]), torch.ones(1)  # probabilities 0.09, 0.67, 0.24
+    >>> [int(_pick(logits_BV, warm_B, 1.0, torch.tensor([chance]))) for chance in (0.0, 0.6, 0.7, 0.92, 1.0)]
+    [1, 1, 2, 0, 0]
+    """
     if not bool((heat_B > 0).any()):
         return logits_BV.max(-1).indices
     top_BR, ids_BR = logits_BV.topk(min(_CANDIDATES, logits_BV.shape[-1]), dim=-1)
     probs_BR = torch.softmax(top_BR.float() / heat_B.clamp(min=1e-4)[:, None], dim=-1)
     before_BR = probs_BR.cumsum(-1) - probs_BR
-    probs_BR = probs_BR.masked_fill(before_BR >= top_p, 0.0)
-    drawn_B1 = torch.multinomial(probs_BR, 1, generator=generator)
+    reached_BR = probs_BR.masked_fill(before_BR >= top_p, 0.0).cumsum(-1)
+    aim_B1 = chance_B[:, None].float().clamp(max=1 - 1e-6) * reached_BR[:, -1:]
+    drawn_B1 = (reached_BR <= aim_B1).sum(-1, keepdim=True)
     drawn_B1 = torch.where(heat_B[:, None] > 0, drawn_B1, 0)
     return ids_BR.gather(1, drawn_B1)[:, 0]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.data.openers import TOPICS, opener_list
-from headstart.data.sampling import sample_rows
+from headstart.data.sampling import Room, sample_rows
 from headstart.errors import UserError
 from headstart.target import Target
 
@@ -50,6 +50,7 @@ def write_prompts(
     ends: frozenset[int],
     seed: int,
     check: Callable[[], None] | None = None,
+    room: Room | None = None,
 ) -> list[SelfPrompt]:
     """Let the target write `count` requests, one batch; those of poor quality are left out.
 
@@ -60,6 +61,7 @@ def write_prompts(
         ends: tokens that end a turn.
         seed: of openers and draws; the same seed gives the same requests.
         check: called before each step; what it raises ends the work.
+        room: what is known of memory from earlier batches.
     """
     chance = random.Random(seed)
     openers = opener_list(breadth)
@@ -82,6 +84,7 @@ def write_prompts(
         ends=ends,
         seed=seed,
         check=check,
+        room=room,
     )
     prompts = []
     for (category, opener), row, tokens in zip(starts, rows, written, strict=True):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import psutil
-import torch
-
 from headstart.errors import UserError
 from headstart.files import format_bytes
 from headstart.target import Target
+from headstart.target.memory import free_bytes
 
 _SHARE = 0.9
 """Of the free memory that a KV cache may take; activations need the rest."""
@@ -40,11 +38,3 @@ def reserve(
             "Decode fewer prompts at a time, or lower --max-new-tokens.",
         )
     return max(1, min(max_nodes, left // per_token - row_tokens))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory of a device that nothing uses, or that could be had at once."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(psutil.virtual_memory().available)

@@ -9,6 +9,7 @@ import shutil
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -16,18 +17,28 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from headstart.data.conversations import check_template
+from headstart.data.lanes import Lanes
 from headstart.data.questions import read_questions
+from headstart.data.sampling import CACHE_PEAK
+from headstart.errors import UserError
 from headstart.files import format_bytes
 from headstart.heads import DraftHead, HeadBatch, family, make_config
+from headstart.pipeline.lengths import ANSWER_SHARE, SAMPLE, Lengths, expected_lengths, prompts_of
 from headstart.pipeline.run import Run, format_seconds, left_to_do
-from headstart.pipeline.stages import ANSWER_SHARE, PROMPT_TOKENS, STAGES, state_bytes, taps
+from headstart.pipeline.stages import STAGES, state_bytes, taps
 from headstart.target import DraftTree, Target, TreeShape
+from headstart.target.memory import free_bytes
 from headstart.train.losses import Teacher, soft_ce, weighted
 
 EVAL_METHODS = 4
 """Ways of decoding that every report times: heads, plain, transformers, transformers' prompt lookup."""
+_LANES_GAIN = 1.3
+"""What two batches side by side bring on a CPU; see `headstart.data.lanes`."""
+_GRADIENTS_AND_MOMENTS = 12
+"""Bytes of a trained parameter beside itself: its gradient and two moments of AdamW, in float32."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +50,14 @@ class Speeds:
         prefill_token: reading one token in a long forward.
         single: one new token at batch 1.
         train_step: forward and backward of the heads on one batch of train.batch_tokens.
+        kept_bytes: what a forward on such a batch keeps for its backward.
     """
 
     step_B: float
     prefill_token: float
     single: float
     train_step: float
+    kept_bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,7 @@ class Plan:
         left: the stages still to do, each with why (`headstart.pipeline.run.left_to_do`).
         disk_bytes: that those may still write under the run's folder.
         free_bytes: free there.
+        memory: bytes on the target's device at most, the target among them: "writing" data, "training", "report".
         problems: sentences about what would fail.
     """
 
@@ -65,6 +79,7 @@ class Plan:
     left: dict[str, str]
     disk_bytes: int
     free_bytes: int
+    memory: dict[str, int]
     problems: list[str]
 
 
@@ -85,18 +100,26 @@ def make_plan(run: Run) -> Plan:
     heads.warm_start(target)
     speeds = measure(target, heads, needed, data.batch_size, training.batch_tokens)
 
+    lengths, problems = _lengths(run, target)
+
     answer = ANSWER_SHARE * data.max_new_tokens
+    lanes = Lanes(target.device, -(-data.conversations // data.batch_size)).count
     # A batch is written together: its steps are those of its longest answer, and its prompts are written the same way.
-    rounds = (data.max_new_tokens + (data.max_new_tokens / 2 if data.prompts == "self" else 0)) * speeds.step_B
-    per_conversation = rounds / data.batch_size
-    train_seconds = data.conversations * per_conversation
+    rounds = data.max_new_tokens * lengths.turns + (data.max_new_tokens / 2 if data.prompts == "self" else 0)
+    per_conversation = rounds * speeds.step_B / data.batch_size + lengths.read * speeds.prefill_token
+    per_conversation /= _LANES_GAIN if lanes > 1 else 1.0
     count = float(data.conversations)
+    if 0 < lengths.sample < SAMPLE:  # these are all there are
+        count = min(count, max(1.0, lengths.sample - data.heldout - data.calibration))
+    train_seconds = count * per_conversation
     if data.minutes is not None and train_seconds > 60 * data.minutes:
         count = 60 * data.minutes / per_conversation
         train_seconds = 60 * data.minutes
-    kept_apart = (data.calibration + data.heldout) * per_conversation
-    tokens = int((count + data.calibration) * (PROMPT_TOKENS + answer))
-    states = state_bytes(run, count + data.calibration)
+    kept_apart = data.calibration * per_conversation
+    if data.prompts == "self":
+        kept_apart += data.heldout * per_conversation / 3  # written, and not answered
+    tokens = int((count + data.calibration) * lengths.tokens)
+    states = state_bytes(run, count + data.calibration, lengths.tokens)
     weights = sum(parameter.numel() for parameter in heads.parameters())
     # A checkpoint has float32 weights, two Adam moments and the best heads; two are kept while one is being written.
     checkpoints = 4 * weights * 4 * 3
@@ -130,7 +153,6 @@ def make_plan(run: Run) -> Plan:
         "eval": prompts * run.recipe.eval.max_new_tokens * speeds.single * ways,
         "export": 2.0,
     }
-    problems = []
     if free < 1.05 * disk:
         problems.append(
             f"The disk has {format_bytes(free)} free at {run.folder} and the run may write {format_bytes(disk)}: free "
@@ -142,29 +164,93 @@ def make_plan(run: Run) -> Plan:
             f"A prompt and its answer may take {longest} tokens and {target.name} reads {target.max_length}: lower "
             "data.max_prompt_tokens or data.max_new_tokens."
         )
-    size = target.dtype.itemsize
-    draft_logits = training.batch_tokens * config.draft_width * 4
+    cache = data.batch_size * lengths.cached * target.kv_bytes_per_token
+    memory = _memory(run, target, heads, lengths, speeds, lanes)
+    own = target.parameters * target.dtype.itemsize
+    room = free_bytes(target.device)
+    for what, more in (
+        ("Training", memory["training"] - own),
+        ("The report", memory["report"] - own),
+        ("Writing the longest conversation", lengths.cached * target.kv_bytes_per_token),
+    ):
+        if more > room:
+            problems.append(
+                f"{what} takes about {format_bytes(more)} beside the target, and {format_bytes(room)} are free on "
+                f"{target.device}: lower {_REMEDIES[what]}."
+            )
+    beside = f"{format_bytes(cache)} at most, {data.batch_size} conversations of {lengths.cached} tokens"
+    beside += ", and two batches at once" if lanes > 1 else ""
+    if memory["writing"] - own > room:
+        beside += f"; {format_bytes(room)} are free: larger batches are written in halves"
     facts = [
         ("Target", f"{target.name}, {str(target.dtype).removeprefix('torch.')} on {target.device}"),
-        ("Parameters", f"{target.parameters / 1e6:.1f} M, {format_bytes(target.parameters * size)}"),
+        ("Parameters", f"{target.parameters / 1e6:.1f} M, {format_bytes(own)}"),
         ("Heads", f"{config.family}, {heads.steps} steps, {heads.trainable_parameters / 1e6:.1f} M to train"),
         ("A drafted token", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
         ("Conversations", f"about {count:.0f} (of {data.conversations} at most), {tokens} tokens"),
+        ("A conversation", _described(lengths)),
         ("Hidden states on disk", f"{format_bytes(states)} ({len(needed)} of each token)"),
         (
             "Disk in all",
             f"{format_bytes(sum(written.values()))}; {format_bytes(disk)} still to write, {format_bytes(free)} free",
         ),
-        (
-            "KV cache while writing data",
-            format_bytes(data.batch_size * (PROMPT_TOKENS + data.max_new_tokens) * target.kv_bytes_per_token),
-        ),
-        (
-            "Memory while training",
-            f"about {format_bytes(target.parameters * size + 16 * weights + 3 * draft_logits)}",
-        ),
+        ("KV cache while writing data", beside),
+        ("Memory while writing data", f"about {format_bytes(memory['writing'])}"),
+        ("Memory while training", f"about {format_bytes(memory['training'])}"),
+        ("Memory of the report", f"about {format_bytes(memory['report'])}"),
     ]
-    return Plan(facts, seconds, left, disk, free, problems)
+    return Plan(facts, seconds, left, disk, free, memory, problems)
+
+
+_REMEDIES = {
+    "Training": "train.batch_tokens",
+    "The report": "eval.max_new_tokens",
+    "Writing the longest conversation": "data.max_new_tokens or data.max_prompt_tokens",
+}
+"""What to lower when memory does not hold it."""
+
+
+def _lengths(run: Run, target: Target) -> tuple[Lengths, list[str]]:
+    """What to expect of the conversations; prompts that cannot be read are a problem, and are assumed."""
+    data = run.recipe.data
+    try:
+        return expected_lengths(data, target, prompts_of(data, target.tokenizer)), []
+    except UserError as error:
+        return expected_lengths(data, target), [f"{error.problem} {error.remedy}"]
+
+
+def _described(lengths: Lengths) -> str:
+    known = f"from {lengths.sample} of the prompts" if lengths.sample else "assumed"
+    turns = f"{lengths.turns:.1f} answers" if lengths.turns else "answers as given"
+    return f"about {lengths.tokens:.0f} tokens, {turns} ({known})"
+
+
+def _memory(run: Run, target: Target, heads: DraftHead, lengths: Lengths, speeds: Speeds, lanes: int) -> dict[str, int]:
+    """Bytes on the target's device at most, by what needs them; the target itself is in each."""
+    data, training, size = run.recipe.data, run.recipe.train, target.dtype.itemsize
+    own = target.parameters * size
+    cache = data.batch_size * lengths.cached * target.kv_bytes_per_token
+    weights = sum(parameter.numel() for parameter in heads.parameters())
+    draft = heads.config.draft_width
+    # The teacher's LM head is the target's own unless it is cut to the draft vocabulary.
+    teacher = draft * target.hidden_size * size if draft < target.vocab_size else 0
+    state = (len(taps(run)) * target.hidden_size + draft) * (4 if target.dtype == torch.float32 else size)
+    exact = 0
+    if target.dtype.itemsize < 4:  # where a difference is judged, one part at a time is cast to float32
+        layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in target.layers]
+        exact = 4 * max(*layers, target.vocab_size * target.hidden_size)
+    asked = data.max_prompt_tokens + run.recipe.eval.max_new_tokens + run.recipe.tune.max_nodes
+    return {
+        "writing": int(own + lanes * CACHE_PEAK * cache),
+        "training": own
+        + 4 * weights
+        + _GRADIENTS_AND_MOMENTS * heads.trainable_parameters
+        + teacher
+        + training.batch_tokens * state
+        + speeds.kept_bytes,
+        # transformers has a cache of its own beside ours.
+        "report": own + weights * size + exact + 2 * asked * target.kv_bytes_per_token,
+    }
 
 
 def measure(target: Target, heads: DraftHead, needed: list[int], rows: int, batch_tokens: int) -> Speeds:
@@ -188,29 +274,47 @@ def measure(target: Target, heads: DraftHead, needed: list[int], rows: int, batc
     def read() -> list[dict[int, Tensor]]:
         return target.hidden_states(rows_read, needed)
 
-    # A quarter of a training batch: the cost of a step grows with its tokens.
-    copies = max(1, batch_tokens // length // 4)
     states = read()[0]
     kind = torch.float32 if target.dtype == torch.float32 else target.dtype
-    batch = HeadBatch(
-        torch.ones(copies, length, dtype=torch.long, device=target.device),
-        torch.ones(copies, length, dtype=torch.bool, device=target.device),
-        {tap: state.to(kind).expand(copies, -1, -1) for tap, state in states.items()},
-    )
     teacher = Teacher(target, heads.draft_to_target_D)
 
-    def learn() -> None:
+    def learn(copies: int) -> None:
+        batch = HeadBatch(
+            torch.ones(copies, length, dtype=torch.long, device=target.device),
+            torch.ones(copies, length, dtype=torch.bool, device=target.device),
+            {tap: state.to(kind).expand(copies, -1, -1) for tap, state in states.items()},
+        )
         with torch.autocast(target.device.type, dtype=kind, enabled=kind != torch.float32):
             loss = weighted(heads.unroll(batch), soft_ce, teacher.read(batch), 1.0)
         torch.autograd.backward([loss])
         heads.zero_grad(set_to_none=True)
 
+    # A quarter of a training batch: the cost of a step grows with its tokens, and so does what it keeps.
+    copies = max(1, batch_tokens // length // 4)
+    one, two = (_kept(partial(learn, count), heads) for count in (1, 2))
     return Speeds(
         step_B=_seconds(step(rows), target),
         prefill_token=_seconds(read, target) / (4 * length),
         single=_seconds(step(1), target),
-        train_step=_seconds(learn, target) * batch_tokens / (copies * length),
+        train_step=_seconds(partial(learn, copies), target) * batch_tokens / (copies * length),
+        kept_bytes=one + int((two - one) * max(0.0, batch_tokens / length - 1)),
     )
+
+
+def _kept(learn: Callable[[], object], heads: DraftHead) -> int:
+    """Bytes that a forward keeps for its backward, the heads' own weights left out."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in heads.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        learn()
+    return sum(kept.values())
 
 
 def _seconds(work: Callable[[], object], target: Target, times: int = 3) -> float:

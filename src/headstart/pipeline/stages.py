@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from headstart.artifacts import Artifact, artifact, give, held
+from headstart.artifacts import Artifact, artifact, give, held, read_note, referred
 from headstart.errors import UserError
 from headstart.files import format_bytes, need_disk, read_json, write_atomic, write_json, write_jsonl
 from headstart.pipeline.actions import describe_tuning, refuse_other_files, report
@@ -34,12 +34,6 @@ _VERSIONS = {"states": 1, "tune": 4, "export": 1, "eval": 1}
 
 
 # -- before anything ---------------------------------------------------------------------------------------------------
-
-
-PROMPT_TOKENS = 70
-"""Tokens of a prompt with its template, on average, when nothing is known of the prompts yet."""
-ANSWER_SHARE = 0.8
-"""Length of an answer as a share of data.max_new_tokens, on average."""
 
 
 def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
@@ -64,13 +58,22 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
         )
 
 
-def state_bytes(run: Run, conversations: float) -> int:
-    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow."""
-    from headstart.data.store import estimate_bytes
+def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> int:
+    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow.
 
-    tokens = int(conversations * (PROMPT_TOKENS + ANSWER_SHARE * run.recipe.data.max_new_tokens))
-    size = estimate_bytes(tokens, len(taps(run)), run.target.hidden_size, run.target.dtype)
-    return min(size, int(2e9 * run.recipe.data.cache_gigabytes))
+    Args:
+        run: recipe and target.
+        conversations: how many.
+        tokens: of one, on average (`headstart.pipeline.lengths`); None reads some of the recipe's prompts.
+    """
+    from headstart.data.store import estimate_bytes
+    from headstart.pipeline.lengths import expected_tokens, prompts_of
+
+    data, target = run.recipe.data, run.target
+    if tokens is None:
+        tokens = expected_tokens(data, target, prompts_of(data, target.tokenizer))
+    size = estimate_bytes(int(conversations * tokens), len(taps(run)), target.hidden_size, target.dtype)
+    return min(size, int(1e9 * data.cache_gigabytes))
 
 
 # -- target ----------------------------------------------------------------------------------------------------------
@@ -139,13 +142,19 @@ def _conversations(run: Run) -> Outcome:
 
     data, target = run.recipe.data, run.target
     slug = "self" if data.prompts == "self" else Path(data.prompts).stem
-    made = artifact(run.folder, "conversations", slug, identity(target, data.model_dump(mode="json")))
+    settings = data.model_dump(mode="json")
+    if data.revision is None and (known := referred(run.folder, "conversations")) is not None:
+        begun = read_note(known)
+        if begun.get("revision") and begun.get("prompts") == f"{data.prompts} at {begun['revision']}":
+            settings["revision"] = begun["revision"]  # what the run began with, whatever is newer
+    made = artifact(run.folder, "conversations", slug, identity(target, settings))
     # More text than there is room for states of would be written for nothing.
     most = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(taps(run)), target.hidden_size, target.dtype)
     folder = run.folder / CONVERSATIONS
     with held(made, run.console) as place:
         run.refer("conversations", made)
-        splits = build_conversations(target, data, folder, run.console, place / "parts", most)
+        pinned = data.model_copy(update={"revision": made.identity["revision"]})
+        splits = build_conversations(target, pinned, folder, run.console, place / "parts", most)
     questions = [
         {
             "question_id": item.id,

@@ -45,6 +45,7 @@ class DataSection(Section):
         "self", description="'self' (the target writes its own prompts), a .jsonl/.json file, or a datasets name."
     )
     split: str = Field("train", description="Split, when prompts is a datasets name.")
+    revision: str | None = Field(None, description="Branch, tag or commit, when prompts is a dataset of the hub.")
     openers: Literal["broad", "none"] = Field(
         "broad", description="Self-prompts start from openers over what people ask, or from nothing."
     )
