@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,7 +111,7 @@ def test_capped_attention_reference_equals_sdpa_without_a_cap() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     mask = TreeMask(torch.zeros(1, 1, 3, 5).masked_fill(torch.ones(3, 5).triu(3).bool(), float("-inf")), None)
-    folded = mask.folded(False, 2)
+    folded = mask.folded(False, 2, query)
     sdpa = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=folded)
     torch.testing.assert_close(_reference(query, key, value, folded, None, None, None, 2), sdpa, rtol=1e-5, atol=1e-6)
 
@@ -127,6 +129,66 @@ def test_a_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Target, "_mask", lambda *_: None)
     with pytest.raises(UserError, match="logits of a tree differ"):
         Target(tiny_model("llama"))
+
+
+def test_a_model_whose_window_is_overlooked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree and its path agree with each other all the same: only the model's own attention tells."""
+    monkeypatch.setattr("headstart.target.model._sliding_window", lambda _config: None)
+    with pytest.raises(UserError, match="logits of a tree differ"):
+        Target(tiny_model("mistral"))
+
+
+def test_a_refused_model_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama").train()
+    model.model.layers[1].eval()
+    model.model.embed_tokens.weight.requires_grad_(False)
+
+    def state() -> list[Any]:
+        modules = list(model.modules())
+        configs = [id(vars(module).get("config")) for module in modules]
+        hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules]
+        learning = [parameter.requires_grad for parameter in model.parameters()]
+        return [configs, hooks, learning, [module.training for module in modules], model.config._attn_implementation]
+
+    before = state()
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "_mask", lambda *_: None)
+        with pytest.raises(UserError, match="cannot verify"):
+            Target(model)
+    assert state() == before
+    target = Target(model)
+    target.hidden_states(TEXTS, (0, 2, FINAL))
+    target.release()
+    assert state()[:2] == before[:2]
+    assert target.hidden_states(TEXTS, (0,))[0][0].shape == (len(TEXTS[0]), 64), "and back again"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_the_stock_model_in_another_thread_is_not_disturbed(kind: str) -> None:
+    target = Target(tiny_model(kind))
+    target.model.config._attn_implementation = "eager"
+    text = torch.tensor([[*range(1, 20)]])
+    with target.stock() as model, torch.inference_mode():
+        alone = model(text).logits
+    beside: list[torch.Tensor] = []
+
+    @torch.inference_mode()
+    def read() -> None:
+        with target.stock() as model:
+            beside.append(model(text).logits)
+
+    def run_beside(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and not beside:
+            thread = threading.Thread(target=read)
+            thread.start()
+            thread.join()
+
+    hook = target.layers[1].register_forward_hook(run_beside)
+    first = target.hidden_states(TEXTS, (1, FINAL))
+    hook.remove()
+    assert torch.equal(beside[0], alone)
+    for ours, again in zip(first, target.hidden_states(TEXTS, (FINAL, 1)), strict=True):
+        assert all(torch.equal(ours[tap], again[tap]) for tap in (1, FINAL))
 
 
 def test_taps_out_of_range_are_refused() -> None:
