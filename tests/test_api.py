@@ -243,6 +243,28 @@ def test_leaving_a_stream_ends_its_decoding(decoder: Decoder) -> None:
     assert list(stream) == []
 
 
+_LEFT_OPEN = """
+import sys
+import headstart
+from headstart.target import load_target
+
+decoder = headstart.load(sys.argv[1], target=load_target(sys.argv[2], dtype="float32", device="cpu"))
+kept = [decoder.stream("Hello", max_new_tokens=900, temperature=1.0, seed=seed) for seed in range(3)]
+for stream in kept:
+    next(stream)
+print("done")
+"""
+
+
+def test_a_stream_left_open_does_not_abort_the_interpreter(
+    tiny_target: Target, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    export(tmp_path / "heads", tiny_target)
+    code = [sys.executable, "-c", _LEFT_OPEN, str(tmp_path / "heads"), str(tiny_target_folder)]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 def test_streams_of_one_decoder_do_not_disturb_each_other(decoder: Decoder) -> None:
     """Two threads and one thread that alternates, with drafters that read different layers of the target."""
     settings: list[dict[str, Any]] = [

@@ -41,8 +41,8 @@ class Config:
         name: str | None = NAME if running() is not None else self._config._attn_implementation
         return name
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # isinstance sees the model's own kind of config
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance sees the model's own kind of config
         return type(self._config)
 
     def __getattr__(self, name: str) -> Any:
