@@ -47,13 +47,17 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         layers: what each layer keeps.
         rows: batch size B.
         capacity: tokens C that a row can hold, tree nodes included.
+        keep_tokens: keep the token ids as well, for targets that read a text again.
     """
 
-    def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int) -> None:
+    def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int, keep_tokens: bool = False) -> None:
         super().__init__(layers=[])
         self.capacity = capacity
         self.lengths: list[int] = [0] * rows
         self._stores, self._places = _allocate(layers, rows, capacity)
+        if keep_tokens:  # one more store, so that they are committed, moved and selected like keys
+            where = self._stores[0].device
+            self._stores.append(torch.zeros(1, rows, 1, capacity, 1, dtype=torch.long, device=where))
         self._new_tokens = 0
         self._ragged = False
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -93,6 +97,21 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             keys[:, :, start : start + self._new_tokens] = key_states
             values[:, :, start : start + self._new_tokens] = value_states
         return keys[:, :, : self._seen], values[:, :, : self._seen]
+
+    def note(self, tokens_BT: Tensor) -> None:
+        """Write the token ids of this forward, for `text`."""
+        store_BC = self._stores[-1][0, :, 0, :, 0]
+        rows_B1, slots_BT = self._rows_and_slots(store_BC.device)
+        store_BC[rows_B1, slots_BT] = tokens_BT.to(store_BC.device)
+
+    def text(self, row: int) -> Tensor:
+        """The committed tokens of a row, [1, T]."""
+        return self._stores[-1][0, row, 0, : self.lengths[row], 0][None]
+
+    def replace(self, row: int, other: TreeCache) -> None:
+        """Take what another cache has written for its only row: the same text, read anew."""
+        for store, read in zip(self._stores, other._stores, strict=True):
+            store[:, row, :, : self.lengths[row]] = read[:, 0, :, : self.lengths[row]]
 
     def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the tokens of this forward go: rows [B, 1] and slots [B, T]."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError
@@ -98,6 +99,7 @@ class Target:
         self.dtype = torch.float32
         thaw = _freeze(model)
         self._fitting = Fitting(self.decoder, self.layers)
+        self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
             self._check_tree()
@@ -160,7 +162,7 @@ class Target:
 
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         """An empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
-        return TreeCache(self.kv_layers, rows, capacity)
+        return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
 
     @torch.inference_mode()
     def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> TargetOutput:
@@ -179,7 +181,8 @@ class Target:
         depths_1T = torch.arange(width, device=self.device)[None]
         last = sorted({length - 1 for length in lengths})
         keep = torch.tensor(last, device=self.device)
-        out = self._forward(cache, tokens_BT, visible_1TT, depths_1T, taps, keep, lengths)
+        ends = [before + new for before, new in zip(cache.lengths, lengths, strict=True)]
+        out = self._forward(cache, tokens_BT, visible_1TT, depths_1T, taps, keep, ends)
         place_B = torch.tensor([last.index(length - 1) for length in lengths], device=self.device)
         out.logits_BTV = out.logits_BTV[torch.arange(len(rows), device=self.device), place_B][:, None]
         cache.commit([range(length) for length in lengths])
@@ -204,7 +207,8 @@ class Target:
         visible_1TT = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None]
         keep = torch.zeros(1, dtype=torch.long, device=self.device)
         depths_1T = torch.arange(width, device=self.device)[None]
-        out = self._forward(cache, tokens_BT, visible_1TT, depths_1T, taps, keep, [len(row) for row in rows])
+        ends = [len(row) for row in rows]
+        out = self._forward(cache, tokens_BT, visible_1TT, depths_1T, taps, keep, ends)
         return [{tap: out.taps[tap][b, : len(row)].clone() for tap in taps} for b, row in enumerate(rows)]
 
     def lm_head(self, final_state: Tensor) -> Tensor:
@@ -254,7 +258,7 @@ class Target:
         depths_BT: Tensor,
         taps: Sequence[int],
         keep: int | Tensor,
-        read: Sequence[int] | None = None,
+        ends: Sequence[int] | None = None,
         depth: int = 0,
     ) -> TargetOutput:
         """One forward behind what the cache holds.
@@ -266,8 +270,8 @@ class Target:
             depths_BT: places behind the committed text, [B or 1, T].
             taps: hidden states to return.
             keep: as transformers' `logits_to_keep`.
-            read: how many tokens of each row belong to a text that is read as a whole; None for trees, where each
-                path stands for tokens that are read one at a time.
+            ends: length of each row's text when it is read as a whole; None for trees, where each path stands for
+                tokens that are read one at a time.
             depth: of the deepest node of a tree, for targets that ask.
 
         Raises:
@@ -276,7 +280,11 @@ class Target:
         self._check_taps(taps)
         self._fitting.ensure(taps)
         width = tokens_BT.shape[1]
+        if self._reads_again:
+            self._read_again(cache, ends or [length + 1 for length in cache.lengths])
         seen = cache.begin(width)
+        if self._reads_again:
+            cache.note(tokens_BT)
         if len(set(cache.lengths)) == 1:
             lengths_B1 = torch.full((1, 1), cache.lengths[0], device=self.device)
         else:
@@ -286,11 +294,10 @@ class Target:
         positions_BT = (lengths_B1 + depths_BT).clamp(max=self.max_length - 1).expand(tokens_BT.shape)
         forward = Running(self._mask(lengths_B1, visible_BTT, positions_BT, width, seen), frozenset(taps))
         if self._fitting.limit is not None:
-            if read is None:
+            if ends is None:
                 forward.ends_BT = positions_BT + 1
                 forward.ends = min(cache.lengths) + 1, max(cache.lengths) + depth + 1
             else:
-                ends = [length + new for length, new in zip(cache.lengths, read, strict=True)]
                 forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(tokens_BT.shape)
                 forward.ends = min(ends), max(ends)
         with run(forward):
@@ -304,6 +311,29 @@ class Target:
             )
         states = {tap: forward.captured[tap].to(self.device) for tap in taps}
         return TargetOutput(out.logits.to(self.device), states)
+
+    def deepest(self, cache: TreeCache) -> int | None:
+        """How deep the next tree may be; None for as deep as it likes.
+
+        Phi-3 reads its text again, with other rotary frequencies, once that passes a limit: what a node beyond it says
+        of the next token holds only then.
+        """
+        if not self._reads_again or self._fitting.limit is None:
+            return None
+        return min((left for length in cache.lengths if (left := self._fitting.limit - length - 1) >= 0), default=None)
+
+    def _read_again(self, cache: TreeCache, ends: Sequence[int]) -> None:
+        """Read those rows again whose text passes the limit of its rotary frequencies with this forward."""
+        limit = self._fitting.limit
+        assert limit is not None, "only such models read again"
+        for row, (length, end) in enumerate(zip(cache.lengths, ends, strict=True)):
+            if 0 < length <= limit < end:
+                alone = self.new_cache(1, length)
+                visible_1TT = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
+                depths_1T = torch.arange(length, device=self.device)[None]
+                keep = torch.zeros(1, dtype=torch.long, device=self.device)
+                self._forward(alone, cache.text(row).to(self.device), visible_1TT, depths_1T, (), keep, [end])
+                cache.replace(row, alone)
 
     def _mask(
         self, lengths_B1: Tensor, visible_BTT: Tensor, positions_BT: Tensor, width: int, seen: int
@@ -429,6 +459,12 @@ def _sliding_window(config: Any) -> int | None:
     if kinds is not None and "sliding_attention" not in kinds:
         return None
     return int(window) if window else None
+
+
+def _reads_again(model: Any, config: Any) -> bool:
+    """Whether `generate` of this model drops its cache when a text passes the limit of its rotary frequencies."""
+    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return own and hasattr(config, "original_max_position_embeddings")
 
 
 def _refuse_layers(name: str, config: Any) -> None:
