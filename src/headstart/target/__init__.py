@@ -2,6 +2,7 @@
 
 from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL
+from headstart.target.lm_head import Finish
 from headstart.target.loading import load_target
 from headstart.target.model import Identity, Target, TargetOutput
 from headstart.target.tree import DraftTree, TreeShape
@@ -9,6 +10,7 @@ from headstart.target.tree import DraftTree, TreeShape
 __all__ = [
     "FINAL",
     "DraftTree",
+    "Finish",
     "Identity",
     "Target",
     "TargetOutput",

@@ -23,6 +23,7 @@ from headstart.errors import UserError
 from headstart.target.attention import Running, TreeMask, run
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.fitting import FINAL, Fitting
+from headstart.target.lm_head import Finish, plain_weight, unpacked
 from headstart.target.tree import DraftTree, TreeShape
 
 _TREE_LAYERS = {"full_attention", "sliding_attention"}
@@ -214,23 +215,28 @@ class Target:
     def lm_head(self, final_state: Tensor) -> Tensor:
         """Logits [..., V] from states tapped at FINAL, as the model itself computes them."""
         logits: Tensor = self.model.get_output_embeddings()(final_state)
-        return self.scale_logits(logits)
+        return self.finish(logits)
 
-    def scale_logits(self, logits: Tensor) -> Tensor:
+    @cached_property
+    def finish(self) -> Finish:
         """What the model does to its LM head's output: caps and scales of Gemma, Cohere and Granite."""
-        if (scale := getattr(self.config, "logit_scale", None)) is not None:
-            logits = logits * scale
-        if (scale := getattr(self.config, "logits_scaling", None)) is not None:
-            logits = logits / scale
-        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+        return Finish.of(self.config)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The frozen LM head, [V, E]."""
-        weight: Tensor = self.model.get_output_embeddings().weight
-        return weight
+        """The frozen LM head, [V, E]; unpacked once when it is quantised."""
+        weight = plain_weight(self.model.get_output_embeddings(), self.vocab_size, self.hidden_size)
+        return self._unpacked_lm_head if weight is None else weight
+
+    @cached_property
+    def _unpacked_lm_head(self) -> Tensor:
+        return unpacked(self.model.get_output_embeddings(), self.hidden_size, self.dtype, self.device)
+
+    @property
+    def lm_head_bias(self) -> Tensor | None:
+        """The bias of the LM head, [V], where it has one."""
+        bias: Tensor | None = getattr(self.model.get_output_embeddings(), "bias", None)
+        return bias
 
     @property
     def embedding_weight(self) -> Tensor:
