@@ -13,6 +13,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 from headstart.errors import UserError
 from headstart.target import FINAL, DraftTree, Target, TreeShape, load_target
 from headstart.target.attention import TreeMask, _reference
+from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.loading import pick_dtype
 from tests.tiny import KINDS, tiny_model
 
@@ -189,6 +190,58 @@ def test_the_stock_model_in_another_thread_is_not_disturbed(kind: str) -> None:
     assert torch.equal(beside[0], alone)
     for ours, again in zip(first, target.hidden_states(TEXTS, (FINAL, 1)), strict=True):
         assert all(torch.equal(ours[tap], again[tap]) for tap in (1, FINAL))
+
+
+class PackedLinear(torch.nn.Module):
+    """An LM head in 8 bits, two numbers a byte pair: neither its dtype nor its shape is that of the weights."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = torch.nn.Buffer(weight.abs().amax(1, keepdim=True) / 127)
+        self.weight = torch.nn.Parameter((weight / self.scale).round().to(torch.int8).view(-1, 1), requires_grad=False)
+
+    def whole(self) -> torch.Tensor:
+        return self.weight.view(self.out_features, self.in_features) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.whole().to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_lm_head_says_nothing_of_dtype_and_sizes(dtype: torch.dtype) -> None:
+    model = tiny_model("llama").to(dtype)
+    model.lm_head = packed = PackedLinear(model.lm_head)
+    target = Target(model)
+    assert (target.dtype, target.device, target.vocab_size) == (dtype, torch.device("cpu"), 101)
+    assert target.kv_bytes_per_token == 3 * 2 * 2 * 16 * dtype.itemsize
+    assert target.lm_head_weight.shape == (101, 64)
+    torch.testing.assert_close(target.lm_head_weight.float(), packed.whole().float(), rtol=0.01, atol=1e-4)
+    out = target.prefill(target.new_cache(1, 8), TEXTS[:1], (FINAL,))
+    torch.testing.assert_close(target.lm_head(out.taps[FINAL][:, -1]), out.logits_BTV[:, 0])
+
+
+def test_each_layer_keeps_its_own_dtype() -> None:
+    """As with layers on several devices, which a machine without a GPU has none of."""
+    kinds = [LayerKeys((2, 4), (2, 4), dtype, torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16)]
+    cache = TreeCache(kinds, 2, 6)
+    written = []
+    for step, path in ((3, [[0, 2], [0]]), (2, [[0], [1]])):
+        cache.begin(step)
+        for number, kind in enumerate(kinds):
+            keys = torch.randn(2, 2, step, 4, dtype=kind.dtype)
+            seen, _ = cache.update(keys, -keys, number)
+            assert seen.dtype == kind.dtype
+            written.append(keys)
+        cache.commit(path)
+    cache.begin(1)
+    for number, kind in enumerate(kinds):
+        new = torch.zeros(2, 2, 1, 4, dtype=kind.dtype)
+        keys, values = cache.update(new, new, number)
+        first, second = written[number], written[2 + number]
+        assert torch.equal(keys[0, :, :3], torch.stack([first[0, :, 0], first[0, :, 2], second[0, :, 0]], 1))
+        assert torch.equal(values[1, :, :2], -torch.stack([first[1, :, 0], second[1, :, 1]], 1))
 
 
 def test_taps_out_of_range_are_refused() -> None:
