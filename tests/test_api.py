@@ -266,6 +266,58 @@ def test_leaving_a_stream_ends_its_decoding(decoder: Decoder) -> None:
     assert list(stream) == []
 
 
+_LEFT_OPEN = """
+import sys
+import headstart
+from headstart.target import load_target
+
+decoder = headstart.load(sys.argv[1], target=load_target(sys.argv[2], dtype="float32", device="cpu"))
+kept = [decoder.stream("Hello", max_new_tokens=900, temperature=1.0, seed=seed) for seed in range(3)]
+for stream in kept:
+    next(stream)
+print("done")
+"""
+
+
+def test_a_stream_left_open_does_not_abort_the_interpreter(
+    tiny_target: Target, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    export(tmp_path / "heads", tiny_target)
+    code = [sys.executable, "-c", _LEFT_OPEN, str(tmp_path / "heads"), str(tiny_target_folder)]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_streams_of_one_decoder_do_not_disturb_each_other(decoder: Decoder) -> None:
+    """Two threads and one thread that alternates, with drafters that read different layers of the target."""
+    settings: list[dict[str, Any]] = [
+        {"drafter": "heads", "draft": "on", "max_new_tokens": 24},
+        {"drafter": "early-exit:1", "draft": "on", "max_new_tokens": 24},
+    ]
+    alone = [decoder.generate(prompt, **options) for prompt, options in zip(PROMPTS, settings, strict=False)]
+
+    def read(number: int, answers: list[Any]) -> None:
+        for _ in range(6):
+            stream = decoder.stream(PROMPTS[number], **settings[number])
+            list(stream)
+            answers.append(stream.answer)
+
+    answers: list[list[Any]] = [[], []]
+    threads = [threading.Thread(target=read, args=(number, answers[number])) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    streams = [decoder.stream(PROMPTS[number], **settings[number]) for number in range(2)]
+    for _ in itertools.zip_longest(*streams):
+        pass
+    for number, expected in enumerate(alone):
+        for answer in [*answers[number], streams[number].answer]:
+            assert answer is not None
+            assert (answer.tokens, answer.drafter_error) == (expected.tokens, None)
+    assert len(answers[0]) == len(answers[1]) == 6
+
+
 def test_a_failure_while_streaming_reaches_the_reader(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")

@@ -40,6 +40,9 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+LONG = ("phi3_long", "llama_long")
+"""With other rotary frequencies from 24 tokens on; Phi-3 then reads the whole text again, and Llama does not."""
+
 _WORDS = ("the", "user", "assistant", "system", "ing", "er", "on", "re", "Ġa", "Ġto", "Ġof", "Ġthe", "Ġis", "Ġin")
 
 
@@ -47,7 +50,7 @@ def tiny_model(kind: str, seed: int = 0, vocab_size: int = 101, max_length: int 
     """A random float32 model of 3 layers and hidden size 64; the same seed gives the same weights.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `KINDS` or `LONG`.
         seed: of the weights.
         vocab_size: rows of the embedding.
         max_length: longest context, in tokens.
@@ -61,6 +64,10 @@ def tiny_model(kind: str, seed: int = 0, vocab_size: int = 101, max_length: int 
         "max_position_embeddings": max_length,
     }
     grouped = {**base, "num_key_value_heads": 2}
+    longrope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
+        "short_factor": [1.0] * 8, "long_factor": [1.5 + 0.5 * pair for pair in range(8)],
+    }  # fmt: skip
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -87,6 +94,13 @@ def tiny_model(kind: str, seed: int = 0, vocab_size: int = 101, max_length: int 
                 model = GPT2LMHeadModel(gpt2)
             case "phi3":
                 model = Phi3ForCausalLM(Phi3Config(pad_token_id=0, **grouped))
+            case "phi3_long":
+                phi3 = Phi3Config(
+                    pad_token_id=0, original_max_position_embeddings=24, rope_parameters=longrope, **grouped
+                )
+                model = Phi3ForCausalLM(phi3)
+            case "llama_long":
+                model = LlamaForCausalLM(LlamaConfig(rope_parameters=longrope, **grouped))
             case _:
                 raise ValueError(f"no tiny model {kind!r}; known: {', '.join(KINDS)}")
     return model.float().eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -326,6 +327,7 @@ class Stream(Iterator[str]):
 
         thread = threading.Thread(target=work, name="headstart-stream", daemon=True)
         thread.start()
+        _OPEN[thread] = stopped
         try:
             while not isinstance(message := inbox.get(), Answer):
                 if isinstance(message, BaseException):
@@ -338,6 +340,20 @@ class Stream(Iterator[str]):
         finally:
             stopped.set()
             thread.join()
+            _OPEN.pop(thread, None)
+
+
+_OPEN: dict[threading.Thread, threading.Event] = {}
+"""Threads of streams that were not read to their end, and what ends them."""
+
+
+@atexit.register
+def _end_streams() -> None:
+    """End what still decodes when the interpreter does: torch aborts the process if it is torn down under a thread."""
+    for stopped in list(_OPEN.values()):
+        stopped.set()
+    for thread in list(_OPEN):
+        thread.join()
 
 
 class TextPieces:

@@ -17,7 +17,7 @@ from headstart.errors import UserError
 from headstart.heads import family, make_config
 from headstart.target import DraftTree, Target, TreeShape
 from tests.decode.drafters import ReplayDrafter
-from tests.tiny import KINDS, tiny_model
+from tests.tiny import KINDS, LONG, tiny_model
 
 NEW = 48
 OPTIONS = DecodeOptions(max_new_tokens=NEW, ignore_end=True)
@@ -32,7 +32,7 @@ def plain(target: Target, texts: list[list[int]], options: DecodeOptions = OPTIO
     return [Engine(target).generate([text], options)[0].tokens for text in texts]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *LONG])
 def test_every_architecture_with_random_trees(kind: str) -> None:
     target = Target(tiny_model(kind, vocab_size=61))
     texts = prompts(61)

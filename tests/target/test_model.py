@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 from headstart.errors import UserError
 from headstart.target import FINAL, DraftTree, Target, TreeShape, load_target
 from headstart.target.attention import TreeMask, _reference
+from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.loading import pick_dtype
 from tests.tiny import KINDS, tiny_model
 
@@ -109,7 +112,7 @@ def test_capped_attention_reference_equals_sdpa_without_a_cap() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     mask = TreeMask(torch.zeros(1, 1, 3, 5).masked_fill(torch.ones(3, 5).triu(3).bool(), float("-inf")), None)
-    folded = mask.folded(False, 2)
+    folded = mask.folded(False, 2, query)
     sdpa = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=folded)
     torch.testing.assert_close(_reference(query, key, value, folded, None, None, None, 2), sdpa, rtol=1e-5, atol=1e-6)
 
@@ -127,6 +130,118 @@ def test_a_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Target, "_mask", lambda *_: None)
     with pytest.raises(UserError, match="logits of a tree differ"):
         Target(tiny_model("llama"))
+
+
+def test_a_model_whose_window_is_overlooked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree and its path agree with each other all the same: only the model's own attention tells."""
+    monkeypatch.setattr("headstart.target.model._sliding_window", lambda _config: None)
+    with pytest.raises(UserError, match="logits of a tree differ"):
+        Target(tiny_model("mistral"))
+
+
+def test_a_refused_model_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama").train()
+    model.model.layers[1].eval()
+    model.model.embed_tokens.weight.requires_grad_(False)
+
+    def state() -> list[Any]:
+        modules = list(model.modules())
+        configs = [id(vars(module).get("config")) for module in modules]
+        hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules]
+        learning = [parameter.requires_grad for parameter in model.parameters()]
+        return [configs, hooks, learning, [module.training for module in modules], model.config._attn_implementation]
+
+    before = state()
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "_mask", lambda *_: None)
+        with pytest.raises(UserError, match="cannot verify"):
+            Target(model)
+    assert state() == before
+    target = Target(model)
+    target.hidden_states(TEXTS, (0, 2, FINAL))
+    target.release()
+    assert state()[:2] == before[:2]
+    assert target.hidden_states(TEXTS, (0,))[0][0].shape == (len(TEXTS[0]), 64), "and back again"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_the_stock_model_in_another_thread_is_not_disturbed(kind: str) -> None:
+    target = Target(tiny_model(kind))
+    target.model.config._attn_implementation = "eager"
+    text = torch.tensor([[*range(1, 20)]])
+    with target.stock() as model, torch.inference_mode():
+        alone = model(text).logits
+    beside: list[torch.Tensor] = []
+
+    @torch.inference_mode()
+    def read() -> None:
+        with target.stock() as model:
+            beside.append(model(text).logits)
+
+    def run_beside(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and not beside:
+            thread = threading.Thread(target=read)
+            thread.start()
+            thread.join()
+
+    hook = target.layers[1].register_forward_hook(run_beside)
+    first = target.hidden_states(TEXTS, (1, FINAL))
+    hook.remove()
+    assert torch.equal(beside[0], alone)
+    for ours, again in zip(first, target.hidden_states(TEXTS, (FINAL, 1)), strict=True):
+        assert all(torch.equal(ours[tap], again[tap]) for tap in (1, FINAL))
+
+
+class PackedLinear(torch.nn.Module):
+    """An LM head in 8 bits, two numbers a byte pair: neither its dtype nor its shape is that of the weights."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = torch.nn.Buffer(weight.abs().amax(1, keepdim=True) / 127)
+        self.weight = torch.nn.Parameter((weight / self.scale).round().to(torch.int8).view(-1, 1), requires_grad=False)
+
+    def whole(self) -> torch.Tensor:
+        return self.weight.view(self.out_features, self.in_features) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.whole().to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_lm_head_says_nothing_of_dtype_and_sizes(dtype: torch.dtype) -> None:
+    model = tiny_model("llama").to(dtype)
+    model.lm_head = packed = PackedLinear(model.lm_head)
+    target = Target(model)
+    assert (target.dtype, target.device, target.vocab_size) == (dtype, torch.device("cpu"), 101)
+    assert target.kv_bytes_per_token == 3 * 2 * 2 * 16 * dtype.itemsize
+    assert target.lm_head_weight.shape == (101, 64)
+    torch.testing.assert_close(target.lm_head_weight.float(), packed.whole().float(), rtol=0.01, atol=1e-4)
+    out = target.prefill(target.new_cache(1, 8), TEXTS[:1], (FINAL,))
+    torch.testing.assert_close(target.lm_head(out.taps[FINAL][:, -1]), out.logits_BTV[:, 0])
+
+
+def test_each_layer_keeps_its_own_dtype() -> None:
+    """As with layers on several devices, which a machine without a GPU has none of."""
+    kinds = [LayerKeys((2, 4), (2, 4), dtype, torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16)]
+    cache = TreeCache(kinds, 2, 6)
+    written = []
+    for step, path in ((3, [[0, 2], [0]]), (2, [[0], [1]])):
+        cache.begin(step)
+        for number, kind in enumerate(kinds):
+            keys = torch.randn(2, 2, step, 4, dtype=kind.dtype)
+            seen, _ = cache.update(keys, -keys, number)
+            assert seen.dtype == kind.dtype
+            written.append(keys)
+        cache.commit(path)
+    cache.begin(1)
+    for number, kind in enumerate(kinds):
+        new = torch.zeros(2, 2, 1, 4, dtype=kind.dtype)
+        keys, values = cache.update(new, new, number)
+        first, second = written[number], written[2 + number]
+        assert torch.equal(keys[0, :, :3], torch.stack([first[0, :, 0], first[0, :, 2], second[0, :, 0]], 1))
+        assert torch.equal(values[1, :, :2], -torch.stack([first[1, :, 0], second[1, :, 1]], 1))
 
 
 def test_taps_out_of_range_are_refused() -> None:

@@ -255,6 +255,7 @@ def early_exit(target: Target, layers: int) -> Target:
     if getattr(text_config, "layer_types", None) is not None:
         text_config.layer_types = list(text_config.layer_types[:layers])
     configs = {id(target.model.config): config, id(target.config): text_config}
+    configs[id(getattr(target.decoder, "config", None))] = text_config
     path = next(name for name, module in target.model.named_modules() if module is target.layers)
     kept = nn.ModuleList(list(target.layers)[:layers])
     model = _replaced(target.model, path.split("."), kept, configs)

@@ -184,6 +184,9 @@ class Engine:
                     options.temperature,
                 )
                 tree = pace.prune(session.propose(root_B, request))
+                deepest = target.deepest(cache)
+                if deepest is not None and tree.depth > deepest:
+                    tree = root_only(root_B)
             else:
                 tree = root_only(root_B)
             drafted = perf_counter()

@@ -23,18 +23,21 @@ def reserve(
         prompts: of the batch.
         max_new_tokens: longest answer.
         max_nodes: what the drafter would like.
-        free: bytes of free memory; by default those of the target's device.
+        free: bytes of free memory on each device with layers; by default what is there.
 
     Raises:
         UserError: when the text alone does not fit.
     """
     row_tokens = max(map(len, prompts)) + max_new_tokens
-    per_token = len(prompts) * target.kv_bytes_per_token
-    left = int(_SHARE * (free_bytes(target.device) if free is None else free))
-    if per_token * (row_tokens + 1) > left:
-        raise UserError(
-            f"The KV cache of {len(prompts)} prompts of up to {row_tokens} tokens takes "
-            f"{format_bytes(per_token * (row_tokens + 1))}, and {format_bytes(left)} are free on {target.device}.",
-            "Decode fewer prompts at a time, or lower --max-new-tokens.",
-        )
-    return max(1, min(max_nodes, left // per_token - row_tokens))
+    nodes = max_nodes
+    for device, token_bytes in target.kv_bytes_by_device.items():
+        per_token = len(prompts) * token_bytes
+        left = int(_SHARE * (free_bytes(device) if free is None else free))
+        if per_token * (row_tokens + 1) > left:
+            raise UserError(
+                f"The KV cache of {len(prompts)} prompts of up to {row_tokens} tokens takes "
+                f"{format_bytes(per_token * (row_tokens + 1))}, and {format_bytes(left)} are free on {device}.",
+                "Decode fewer prompts at a time, or lower --max-new-tokens.",
+            )
+        nodes = min(nodes, left // per_token - row_tokens)
+    return max(1, nodes)

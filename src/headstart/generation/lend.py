@@ -1,6 +1,6 @@
 """A plain transformers model as a target, for the time of one call.
 
-A `Target` freezes its model, puts it in eval mode and gives it our attention. Here the model belongs to somebody else:
+A `Target` freezes its model, puts it in eval mode and hooks its layers. Here the model belongs to somebody else:
 all of that is taken back when the call ends, and what was prepared is kept for the next call without keeping the model
 alive.
 """
@@ -19,7 +19,6 @@ from headstart.api import Decoder, load
 from headstart.heads.io import WEIGHTS
 from headstart.hub import locate
 from headstart.target import Target
-from headstart.target.attention import NAME as ATTENTION
 
 
 @contextmanager
@@ -41,12 +40,10 @@ def lent(model: Any, heads: str | Path, revision: str | None = None) -> Iterator
     with shelf.lock, _restored(model):
         decoder = shelf.decoder(model, heads, revision)
         model.eval()
-        decoder.target.config._attn_implementation = ATTENTION
         try:
             yield decoder
         finally:
-            with decoder.target.stock():  # takes its hooks off the layers
-                pass
+            decoder.target.release()
 
 
 _Key = tuple[str, str | None, str, str]
@@ -89,14 +86,11 @@ _SHELVES: weakref.WeakKeyDictionary[Any, _Shelf] = weakref.WeakKeyDictionary()
 @contextmanager
 def _restored(model: Any) -> Iterator[None]:
     """Undo everything that wrapping a model as a target and decoding with it changes about it."""
-    config = model.config.get_text_config()
-    attention = config._attn_implementation
     training = [(module, module.training) for module in model.modules()]
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         yield
     finally:
-        config._attn_implementation = attention
         for module, mode in training:
             module.training = mode
         for parameter in learning:

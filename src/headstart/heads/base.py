@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
 from headstart.heads.packed import unpack
-from headstart.target import FINAL, Target, TreeShape
+from headstart.target import FINAL, Finish, Target, TreeShape
 
 
 class HeadConfig(BaseModel):
@@ -99,6 +99,8 @@ class StepPrediction:
         origin_M: flat index of the position the drafting started from, so that the steps of one draft can be lined
             up: step k of origin t predicts token t + k + 2 (k from 0).
         feature_ME: the head's guess of the FINAL state at `source_M`, for families that draft features.
+        bias_D: of the LM head, where it is the target's and has one.
+        finish: what the target does to its logits, where the LM head is the target's.
     """
 
     hidden_MH: Tensor
@@ -106,11 +108,14 @@ class StepPrediction:
     source_M: Tensor
     origin_M: Tensor
     feature_ME: Tensor | None = None
+    bias_D: Tensor | None = None
+    finish: Finish | None = None
 
     @property
     def logits_MD(self) -> Tensor:
         """Draft logits over the draft vocabulary."""
-        return F.linear(self.hidden_MH, self.lm_head_DH)
+        logits_MD = F.linear(self.hidden_MH, self.lm_head_DH, self.bias_D)
+        return logits_MD if self.finish is None else self.finish(logits_MD)
 
 
 class DraftHead(nn.Module, ABC):
@@ -122,6 +127,8 @@ class DraftHead(nn.Module, ABC):
         drafts_features: whether its predictions hold a `feature_ME`.
         config: its config, with the target's sizes filled in.
         draft_to_target_D: int64, the target's token id of each draft token (the identity without a draft vocabulary).
+        lm_bias_D: bias of the target's LM head, for heads that read logits through it.
+        finish: what the target does to its logits, likewise.
     """
 
     family: ClassVar[str]
@@ -129,11 +136,15 @@ class DraftHead(nn.Module, ABC):
     drafts_features: ClassVar[bool] = False
     config: HeadConfig
     draft_to_target_D: Tensor
+    lm_bias_D: Tensor | None
+    finish: Finish | None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
         self.register_buffer("draft_to_target_D", torch.arange(config.draft_width))
+        self.register_buffer("lm_bias_D", None, persistent=False)
+        self.finish = None
 
     def train(self, mode: bool = True) -> Self:
         """As torch's; training mode drops the weights in 8 bits, which would not learn."""
@@ -262,12 +273,33 @@ class DraftHead(nn.Module, ABC):
                 self.expand(session, node_11, node_11, depth)
         return int(counter.get_total_flops()) // self.steps
 
-    def lm_head_of(self, target: Target) -> Tensor:
-        """The target's LM head over the draft vocabulary, [D, E]; no copy of it when that is the whole vocabulary."""
-        weight_VE = target.lm_head_weight.detach()
+    def frozen_lm_head(self, target: Target, like: Tensor) -> Tensor:
+        """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it.
+
+        Sets `lm_bias_D` and `finish`, which belong to such logits. In dtype and place of `like`; no copy where that is
+        the target's own and the draft vocabulary is whole.
+        """
+        bias_V = target.lm_head_bias
+        self.lm_bias_D = None if bias_V is None else self._drafted(bias_V.detach()).to(like)
+        self.finish = target.finish
+        return self._drafted(target.lm_head_weight.detach()).to(like)
+
+    def first_lm_head(self, target: Target) -> Tensor:
+        """What an LM head of the heads' own starts from, [D, E]: the target's, with the scale of its logits.
+
+        A bias or a cap is not part of it: such heads have none, in training and in the engines that serve them.
+        """
+        weight_DE, scale = self._drafted(target.lm_head_weight.detach()), target.finish.scale
+        return weight_DE if scale == 1 else weight_DE * scale
+
+    def _drafted(self, rows_V: Tensor) -> Tensor:
         if not self.config.draft_vocab_size:
-            return weight_VE[: self.config.draft_width]
-        return weight_VE[self.draft_to_target_D.to(weight_VE.device)]
+            return rows_V[: self.config.draft_width]
+        return rows_V[self.draft_to_target_D.to(rows_V.device)]
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """Draft logits from the output of the LM head."""
+        return logits if self.finish is None else self.finish(logits)
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Draft only these tokens of the target (sorted int64 [D])."""

@@ -57,7 +57,7 @@ class EagleHead(RecurrentHead):
     def bind(self, target: Target) -> None:
         """Take the target's embeddings, and its LM head over the draft vocabulary."""
         super().bind(target)
-        self._frozen_DE = self.lm_head_of(target).to(self.fc.weight)
+        self._frozen_DE = self.frozen_lm_head(target, self.fc.weight)
 
     @torch.no_grad()
     def warm_start(self, target: Target) -> None:

@@ -146,7 +146,7 @@ class Eagle3Head(RecurrentHead):
                 layer.silence()  # the fused state is a final one already
             self.joined.weight.zero_()
             self.joined.weight[:, self.config.hidden_size :] = torch.eye(self.config.hidden_size)
-        self.lm_head.weight.copy_(self.lm_head_of(target))
+        self.lm_head.weight.copy_(self.first_lm_head(target))
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:

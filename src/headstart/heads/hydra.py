@@ -130,7 +130,7 @@ class HydraHead(DraftHead):
         for head in self._heads():
             head.input_EF[:, :size] = torch.eye(size)
             if head.lm_head_DE is not None:
-                head.lm_head_DE.copy_(self.lm_head_of(target))
+                head.lm_head_DE.copy_(self.first_lm_head(target))
         if self.prefix is not None:
             # Its features are those of the target's last layer; it starts without effect and learns what to add.
             self.prefix.warm_start(target)
@@ -163,7 +163,7 @@ class HydraHead(DraftHead):
         """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
         self._embedding_VE = target.embedding_weight.detach()
         if self.config.shared_lm_head:
-            self.lm_head_DE = self.lm_head_of(target).to(self._heads()[0].input_EF)
+            self.lm_head_DE = self.frozen_lm_head(target, self._heads()[0].input_EF)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,8 @@ class HydraHead(DraftHead):
         for step, head in enumerate(self._heads()):
             origin_M = origins(batch, step)
             hidden_ME = head(_seen(final_XE, embedded_XE, origin_M, step))
-            yield StepPrediction(hidden_ME, self._lm_head(head), origin_M + step + 1, origin_M)
+            own = (None, self.lm_bias_D, self.finish)
+            yield StepPrediction(hidden_ME, self._lm_head(head), origin_M + step + 1, origin_M, *own)
 
     def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
         """What stands for the final states, and the tokens' embeddings, both [X, E]."""
@@ -201,7 +202,7 @@ class HydraHead(DraftHead):
             above_BWF = state.seen_BWF[rows_B1, parents_BW]
         state.seen_BWF = torch.cat([above_BWF, self._embed(tokens_BW, above_BWF)], dim=-1)
         head = cast(HydraStep, self.heads[depth])
-        return linear(head(state.seen_BWF), self._lm_head(head))
+        return self.finished(linear(head(state.seen_BWF), self._lm_head(head), self.lm_bias_D))
 
     def observe(self, state: HydraState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
         state.final_BE = self._follow(state.cache, states[FINAL], counts)

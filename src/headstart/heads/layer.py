@@ -117,9 +117,10 @@ class Rotary:
         """
         key = (positions_BT.device, dtype)
         needed = min(stop, self._config.max_position_embeddings)
-        if key not in self._tables or len(self._tables[key][0]) < needed:
-            self._tables[key] = self._table(needed, *key)
-        cos, sin = self._tables[key]
+        table = self._tables.get(key)
+        if table is None or len(table[0]) < needed:
+            table = self._tables[key] = self._table(needed, *key)
+        cos, sin = table  # not read again: drafts in other threads may have put a shorter one there
         positions_BT = positions_BT.clamp(max=len(cos) - 1)
         return cos[positions_BT], sin[positions_BT]
 

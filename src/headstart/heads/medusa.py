@@ -90,7 +90,7 @@ class MedusaHead(DraftHead):
         self.bind(target)
         self.input_KEF.data[:, :, : self.config.hidden_size] = torch.eye(self.config.hidden_size)
         if not self.config.shared_lm_head:
-            self.lm_head_KDE.data.copy_(self.lm_head_of(target).to(self.lm_head_KDE).expand_as(self.lm_head_KDE))
+            self.lm_head_KDE.data.copy_(self.first_lm_head(target).to(self.lm_head_KDE).expand_as(self.lm_head_KDE))
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
@@ -114,7 +114,7 @@ class MedusaHead(DraftHead):
         """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
         self._embedding_VE = target.embedding_weight.detach() if self.config.see_root else None
         if self.config.shared_lm_head:
-            self.lm_head_DE = self.lm_head_of(target).to(self.block_weight_KLEE)
+            self.lm_head_DE = self.frozen_lm_head(target, self.block_weight_KLEE)
 
     def read(self, final_ME: Tensor, root_M: Tensor) -> Tensor:
         """What every head reads, [M, F]: the final state and, with `see_root`, the decided token's embedding."""
@@ -138,7 +138,8 @@ class MedusaHead(DraftHead):
             origin_M = origins(batch, step)
             *body, lm_head_DE = part
             hidden_ME = head_hidden(self.read(final_XE[origin_M], tokens_X[origin_M + 1]), *body)
-            yield StepPrediction(hidden_ME, lm_head_DE, origin_M + step + 1, origin_M)
+            own = (None, self.lm_bias_D, self.finish)
+            yield StepPrediction(hidden_ME, lm_head_DE, origin_M + step + 1, origin_M, *own)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ class MedusaHead(DraftHead):
         if depth == 0:
             state.seen_BF = self.read(state.final_BE, tokens_BW[:, 0])
         *body, lm_head_DE = self.parts()[depth]
-        return linear(head_hidden(state.seen_BF, *body), lm_head_DE)[:, None]
+        return self.finished(linear(head_hidden(state.seen_BF, *body), lm_head_DE, self.lm_bias_D))[:, None]
 
     def observe(self, state: MedusaState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
         state.final_BE = last_states(states[FINAL], counts)

@@ -150,7 +150,9 @@ class RecurrentHead(DraftHead):
                 text.keep(origin_M)
             hidden_BAE, text.fed_BAE = self.leave(text.step(step))
             feature_ME = self.feature(text.fed_BAE[text.real_BA])
-            yield StepPrediction(hidden_BAE[text.real_BA], self.lm_head_DE, origin_M + step + 1, origin_M, feature_ME)
+            own = (feature_ME, self.lm_bias_D, self.finish)
+            hidden_ME = hidden_BAE[text.real_BA]
+            yield StepPrediction(hidden_ME, self.lm_head_DE, origin_M + step + 1, origin_M, *own)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class RecurrentHead(DraftHead):
             starts = [base + 1 + above_BWS.shape[2] for base in state.base]
             stream_BWE = self._run(state, fed_BWE, tokens_BW, starts, state.visible_BWS, depth)
         hidden_BWE, state.fed_BWE = self.leave(stream_BWE)
-        return linear(hidden_BWE, self.lm_head_DE)
+        return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
     def observe(
         self, state: RecurrentState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]

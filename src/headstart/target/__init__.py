@@ -1,13 +1,16 @@
 """The frozen model: loading, tapped hidden states, static KV cache, forward over a token tree."""
 
 from headstart.target.cache import TreeCache
+from headstart.target.fitting import FINAL
+from headstart.target.lm_head import Finish
 from headstart.target.loading import load_target
-from headstart.target.model import FINAL, Identity, Target, TargetOutput
+from headstart.target.model import Identity, Target, TargetOutput
 from headstart.target.tree import DraftTree, TreeShape
 
 __all__ = [
     "FINAL",
     "DraftTree",
+    "Finish",
     "Identity",
     "Target",
     "TargetOutput",

@@ -10,6 +10,7 @@ Shape suffixes: B rows, H key-value heads, C capacity in tokens, D head size, T 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,30 +18,49 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 
+@dataclass(frozen=True)
+class LayerKeys:
+    """What one layer keeps of a token.
+
+    Attributes:
+        keys: heads, and numbers of a head.
+        values: likewise.
+        dtype: of both.
+        device: where the layer makes them.
+    """
+
+    keys: tuple[int, int]
+    values: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        """Of one token of one row."""
+        return sum(heads * size for heads, size in (self.keys, self.values)) * self.dtype.itemsize
+
+
 class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     """Keys and values of every layer, written in place.
 
     Args:
-        shapes: per layer ((key heads, key head size), (value heads, value head size)).
+        layers: what each layer keeps.
         rows: batch size B.
         capacity: tokens C that a row can hold, tree nodes included.
-        dtype: of keys and values.
-        device: where they live.
+        keep_tokens: keep the token ids as well, for targets that read a text again.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[tuple[tuple[int, int], tuple[int, int]]],
-        rows: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int, keep_tokens: bool = False) -> None:
         super().__init__(layers=[])
         self.capacity = capacity
         self.lengths: list[int] = [0] * rows
-        self._stores, self._places = _allocate(shapes, rows, capacity, dtype, device)
+        self._stores, self._places = _allocate(layers, rows, capacity)
+        if keep_tokens:  # one more store, so that they are committed, moved and selected like keys
+            where = self._stores[0].device
+            self._stores.append(torch.zeros(1, rows, 1, capacity, 1, dtype=torch.long, device=where))
         self._new_tokens = 0
+        self._ragged = False
+        self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
     def rows(self) -> int:
@@ -58,11 +78,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             raise RuntimeError(f"KV cache of {self.capacity} tokens cannot take {seen}.")
         self._new_tokens = new_tokens
         self._seen = seen
-        self._slots_BT: Tensor | None = None
-        if len(set(self.lengths)) > 1:
-            lengths_B = torch.tensor(self.lengths, device=self._stores[0].device)
-            self._slots_BT = lengths_B[:, None] + torch.arange(new_tokens, device=lengths_B.device)
-            self._rows_B1 = torch.arange(self.rows, device=lengths_B.device)[:, None]
+        self._ragged, self._slots = len(set(self.lengths)) > 1, {}
         return seen
 
     def update(
@@ -72,14 +88,38 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         (key_store, key_index), (value_store, value_index) = self._places[layer_idx]
         keys = self._stores[key_store][key_index]
         values = self._stores[value_store][value_index]
-        if self._slots_BT is None:
+        if self._ragged:
+            rows_B1, slots_BT = self._rows_and_slots(keys.device)
+            keys[rows_B1, :, slots_BT] = key_states.transpose(1, 2)
+            values[rows_B1, :, slots_BT] = value_states.transpose(1, 2)
+        else:
             start = self.lengths[0]
             keys[:, :, start : start + self._new_tokens] = key_states
             values[:, :, start : start + self._new_tokens] = value_states
-        else:
-            keys[self._rows_B1, :, self._slots_BT] = key_states.transpose(1, 2)
-            values[self._rows_B1, :, self._slots_BT] = value_states.transpose(1, 2)
         return keys[:, :, : self._seen], values[:, :, : self._seen]
+
+    def note(self, tokens_BT: Tensor) -> None:
+        """Write the token ids of this forward, for `text`."""
+        store_BC = self._stores[-1][0, :, 0, :, 0]
+        rows_B1, slots_BT = self._rows_and_slots(store_BC.device)
+        store_BC[rows_B1, slots_BT] = tokens_BT.to(store_BC.device)
+
+    def text(self, row: int) -> Tensor:
+        """The committed tokens of a row, [1, T]."""
+        return self._stores[-1][0, row, 0, : self.lengths[row], 0][None]
+
+    def replace(self, row: int, other: TreeCache) -> None:
+        """Take what another cache has written for its only row: the same text, read anew."""
+        for store, read in zip(self._stores, other._stores, strict=True):
+            store[:, row, :, : self.lengths[row]] = read[:, 0, :, : self.lengths[row]]
+
+    def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the tokens of this forward go: rows [B, 1] and slots [B, T]."""
+        if device not in self._slots:
+            lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
+            slots_BT = lengths_B1 + torch.arange(self._new_tokens, device=device)
+            self._slots[device] = torch.arange(self.rows, device=device)[:, None], slots_BT
+        return self._slots[device]
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep, for each row, the nodes on its accepted path (indices into the last forward), in order.
@@ -93,9 +133,10 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             if node != place
         ]
         if moved:
-            device = self._stores[0].device
-            rows, sources, places = (torch.tensor(column, device=device) for column in zip(*moved, strict=True))
+            columns = [torch.tensor(column) for column in zip(*moved, strict=True)]
+            placed = {device: [column.to(device) for column in columns] for device in self._devices}
             for store in self._stores:
+                rows, sources, places = placed[store.device]
                 # Indexing gathers a copy before the write, so overlapping moves are safe.
                 store[:, rows, :, places] = store[:, rows, :, sources]
         for row, path in enumerate(paths):
@@ -103,8 +144,9 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order: rows that have ended stop costing anything."""
-        index = torch.tensor(list(rows), device=self._stores[0].device)
-        self._stores = [store.index_select(1, index) for store in self._stores]
+        index = torch.tensor(list(rows))
+        placed = {device: index.to(device) for device in self._devices}
+        self._stores = [store.index_select(1, placed[store.device]) for store in self._stores]
         self.lengths = [self.lengths[row] for row in rows]
 
     def begin_with(self, prefix: TreeCache) -> None:
@@ -114,6 +156,10 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         for store, read in zip(self._stores, prefix._stores, strict=True):
             store[:, :, :, :length] = read[:, :, :, :length]
         self.lengths = [length] * self.rows
+
+    @property
+    def _devices(self) -> set[torch.device]:
+        return {store.device for store in self._stores}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed tokens of the longest row; transformers asks, positions are always given explicitly."""
@@ -125,27 +171,21 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
 
 def _allocate(
-    shapes: Sequence[tuple[tuple[int, int], tuple[int, int]]],
-    rows: int,
-    capacity: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    layers: Sequence[LayerKeys], rows: int, capacity: int
 ) -> tuple[list[Tensor], list[tuple[tuple[int, int], tuple[int, int]]]]:
-    """One tensor [count, B, H, C, D] per distinct shape, so that a commit is one operation for all layers."""
-    order: list[tuple[int, int]] = []
-    counts: dict[tuple[int, int], int] = {}
+    """One tensor [count, B, H, C, D] per distinct kind, so that a commit is one operation for all layers."""
+    counts: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
     places = []
-    for pair in shapes:
+    for layer in layers:
         spots = []
-        for shape in pair:
-            if shape not in counts:
-                counts[shape] = 0
-                order.append(shape)
-            spots.append((order.index(shape), counts[shape]))
-            counts[shape] += 1
-        places.append((spots[0], spots[1]))
+        for heads, size in (layer.keys, layer.values):
+            kind = (heads, size, layer.dtype, layer.device)
+            spots.append((kind, counts.setdefault(kind, 0)))
+            counts[kind] += 1
+        places.append(spots)
+    order = list(counts)
     stores = [
-        torch.zeros(counts[heads, size], rows, heads, capacity, size, dtype=dtype, device=device)
-        for heads, size in order
+        torch.zeros(count, rows, heads, capacity, size, dtype=dtype, device=device)
+        for (heads, size, dtype, device), count in counts.items()
     ]
-    return stores, places
+    return stores, [((order.index(keys[0]), keys[1]), (order.index(values[0]), values[1])) for keys, values in places]

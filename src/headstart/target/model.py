@@ -6,8 +6,9 @@ Shape suffixes: B rows, T tokens of one forward, V vocabulary, E hidden size, S 
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,18 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError
-from headstart.target.attention import NAME as ATTENTION
-from headstart.target.attention import TreeMask, attach
-from headstart.target.cache import TreeCache
+from headstart.target.attention import Running, TreeMask, run
+from headstart.target.cache import LayerKeys, TreeCache
+from headstart.target.fitting import FINAL, Fitting
+from headstart.target.lm_head import Finish, plain_weight, unpacked
 from headstart.target.tree import DraftTree, TreeShape
 
-FINAL = -1
-"""Tap of the last hidden state, after the final norm: what the LM head reads."""
-
 _TREE_LAYERS = {"full_attention", "sliding_attention"}
+_CHECKED, _SMALL_WINDOW = 20, 512
+"""Tokens before the tree that is checked at loading, and windows up to which it stands beyond the window."""
+_CLOSE, _ROUNDED = 0.02, 0.25
+"""Differences of logits, as a share of their spread, that rounding explains in float32 and in shorter dtypes: bfloat16
+rounds them by about 1 %, quantised layers by more; a mask that leaks or hides a token moves them by about 100 %."""
 
 
 @dataclass
@@ -67,13 +72,18 @@ class Target:
         tokenizer: its tokenizer; may be None where no text is read or written.
         spec: what to pass to `load_target` to get it again.
 
+    Attributes:
+        device: where tokens go in, and logits and tapped states come out.
+        dtype: of hidden states.
+        kv_layers: what each layer keeps of a token.
+
     Raises:
-        UserError: when the model's attention cannot take a token tree; the message gives the reason.
+        UserError: when the model's attention cannot take a token tree; the message gives the reason. The model is then
+            as it was before.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, spec: str = "") -> None:
-        self.model = model.eval()
-        self.model.requires_grad_(False)
+        self.model = model
         self.tokenizer = tokenizer
         self.spec = spec
         self.config = model.config.get_text_config()
@@ -81,33 +91,29 @@ class Target:
         self.layers = _layers(self.decoder, self.config.num_hidden_layers)
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        lm_head = model.get_output_embeddings()
+        self.vocab_size: int = getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]
         self.max_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 20
         self.window = _sliding_window(self.config)
-        self._captured: dict[int, Tensor] = {}
-        self._tapped: tuple[int, ...] = ()
-        self._hooking = threading.Lock()
-        self._hooks: list[Any] = []
-        self._stock_attention = self.config._attn_implementation
         _refuse_layers(self.name, self.config)
-        self.config._attn_implementation = ATTENTION
-        self.kv_shapes = self._probe_kv_shapes()
-        self._check_tree()
+        self.device: torch.device = self.embedding_weight.device
+        self.dtype = torch.float32
+        thaw = _freeze(model)
+        self._fitting = Fitting(self.decoder, self.layers)
+        self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
+        try:
+            self.kv_layers, self.dtype = self._probe()
+            self._check_tree()
+        except BaseException:
+            self._fitting.release()
+            thaw()
+            raise
+        weakref.finalize(self, self._fitting.forget)
 
     @property
     def name(self) -> str:
         """A short name for messages and reports."""
         return self.spec or str(getattr(self.config, "_name_or_path", "")) or type(self.model).__name__
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
-        return self.lm_head_weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights live."""
-        return self.lm_head_weight.device
 
     @property
     def parameters(self) -> int:
@@ -125,10 +131,22 @@ class Target:
         return frozenset(end for end in ends if isinstance(end, int))
 
     @property
+    def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Per layer ((key heads, key head size), (value heads, value head size))."""
+        return [(layer.keys, layer.values) for layer in self.kv_layers]
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token of one row takes."""
-        numbers = sum(heads * size for pair in self.kv_shapes for heads, size in pair)
-        return numbers * torch.finfo(self.dtype).bits // 8
+        return sum(self.kv_bytes_by_device.values())
+
+    @property
+    def kv_bytes_by_device(self) -> dict[torch.device, int]:
+        """The same for each device that has layers."""
+        count: Counter[torch.device] = Counter()
+        for layer in self.kv_layers:
+            count[layer.device] += layer.bytes
+        return dict(count)
 
     def identity(self) -> Identity:
         """Name and fingerprint; loading heads against another model is refused by it."""
@@ -145,7 +163,7 @@ class Target:
 
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         """An empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
-        return TreeCache(self.kv_shapes, rows, capacity, self.dtype, self.device)
+        return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
 
     @torch.inference_mode()
     def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> TargetOutput:
@@ -164,7 +182,8 @@ class Target:
         depths_1T = torch.arange(width, device=self.device)[None]
         last = sorted({length - 1 for length in lengths})
         keep = torch.tensor(last, device=self.device)
-        out = self._forward(cache, tokens_BT, visible_1TT, depths_1T, taps, keep)
+        ends = [before + new for before, new in zip(cache.lengths, lengths, strict=True)]
+        out = self._forward(cache, tokens_BT, visible_1TT, depths_1T, taps, keep, ends)
         place_B = torch.tensor([last.index(length - 1) for length in lengths], device=self.device)
         out.logits_BTV = out.logits_BTV[torch.arange(len(rows), device=self.device), place_B][:, None]
         cache.commit([range(length) for length in lengths])
@@ -177,7 +196,8 @@ class Target:
         Returns:
             logits [B, N, V] after each node; taps [B, N, E].
         """
-        return self._forward(cache, tree.tokens_BN, tree.visible_BNN, tree.depths_BN, taps, 0)
+        depth = 0 if self._fitting.limit is None else tree.depth
+        return self._forward(cache, tree.tokens_BN, tree.visible_BNN, tree.depths_BN, taps, 0, None, depth)
 
     @torch.no_grad()  # not inference mode: heads train on these
     def hidden_states(self, rows: Sequence[Sequence[int]], taps: Sequence[int]) -> list[dict[int, Tensor]]:
@@ -187,29 +207,36 @@ class Target:
         tokens_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
         visible_1TT = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None]
         keep = torch.zeros(1, dtype=torch.long, device=self.device)
-        out = self._forward(cache, tokens_BT, visible_1TT, torch.arange(width, device=self.device)[None], taps, keep)
+        depths_1T = torch.arange(width, device=self.device)[None]
+        ends = [len(row) for row in rows]
+        out = self._forward(cache, tokens_BT, visible_1TT, depths_1T, taps, keep, ends)
         return [{tap: out.taps[tap][b, : len(row)].clone() for tap in taps} for b, row in enumerate(rows)]
 
     def lm_head(self, final_state: Tensor) -> Tensor:
         """Logits [..., V] from states tapped at FINAL, as the model itself computes them."""
         logits: Tensor = self.model.get_output_embeddings()(final_state)
-        return self.scale_logits(logits)
+        return self.finish(logits)
 
-    def scale_logits(self, logits: Tensor) -> Tensor:
+    @cached_property
+    def finish(self) -> Finish:
         """What the model does to its LM head's output: caps and scales of Gemma, Cohere and Granite."""
-        if (scale := getattr(self.config, "logit_scale", None)) is not None:
-            logits = logits * scale
-        if (scale := getattr(self.config, "logits_scaling", None)) is not None:
-            logits = logits / scale
-        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+        return Finish.of(self.config)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The frozen LM head, [V, E]."""
-        weight: Tensor = self.model.get_output_embeddings().weight
-        return weight
+        """The frozen LM head, [V, E]; unpacked once when it is quantised."""
+        weight = plain_weight(self.model.get_output_embeddings(), self.vocab_size, self.hidden_size)
+        return self._unpacked_lm_head if weight is None else weight
+
+    @cached_property
+    def _unpacked_lm_head(self) -> Tensor:
+        return unpacked(self.model.get_output_embeddings(), self.hidden_size, self.dtype, self.device)
+
+    @property
+    def lm_head_bias(self) -> Tensor | None:
+        """The bias of the LM head, [V], where it has one."""
+        bias: Tensor | None = getattr(self.model.get_output_embeddings(), "bias", None)
+        return bias
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -220,12 +247,14 @@ class Target:
     @contextmanager
     def stock(self) -> Iterator[Any]:
         """The untouched transformers model, for `transformers.generate` as a baseline."""
-        self._tap(())
-        self.config._attn_implementation = self._stock_attention
-        try:
-            yield self.model
-        finally:
-            self.config._attn_implementation = ATTENTION
+        yield self.model
+
+    def release(self) -> None:
+        """Take our hooks and configs off the model, as if it had never been a target; it stays frozen.
+
+        The next forward of this target puts them back.
+        """
+        self._fitting.release()
 
     def _forward(
         self,
@@ -235,10 +264,33 @@ class Target:
         depths_BT: Tensor,
         taps: Sequence[int],
         keep: int | Tensor,
+        ends: Sequence[int] | None = None,
+        depth: int = 0,
     ) -> TargetOutput:
-        self._tap(tuple(taps))
+        """One forward behind what the cache holds.
+
+        Args:
+            cache: is written, not committed.
+            tokens_BT: new tokens.
+            visible_BTT: which of them each sees, bool [B or 1, T, T].
+            depths_BT: places behind the committed text, [B or 1, T].
+            taps: hidden states to return.
+            keep: as transformers' `logits_to_keep`.
+            ends: length of each row's text when it is read as a whole; None for trees, where each path stands for
+                tokens that are read one at a time.
+            depth: of the deepest node of a tree, for targets that ask.
+
+        Raises:
+            UserError: a tap that does not exist.
+        """
+        self._check_taps(taps)
+        self._fitting.ensure(taps)
         width = tokens_BT.shape[1]
+        if self._reads_again:
+            self._read_again(cache, ends or [length + 1 for length in cache.lengths])
         seen = cache.begin(width)
+        if self._reads_again:
+            cache.note(tokens_BT)
         if len(set(cache.lengths)) == 1:
             lengths_B1 = torch.full((1, 1), cache.lengths[0], device=self.device)
         else:
@@ -246,23 +298,53 @@ class Target:
         # Near the end of the context a tree reaches past it. Those nodes are never emitted, but learned position tables
         # have no row for them, and some rotary scalings change for all tokens of a forward that passes the limit.
         positions_BT = (lengths_B1 + depths_BT).clamp(max=self.max_length - 1).expand(tokens_BT.shape)
-        mask = self._mask(lengths_B1, visible_BTT, positions_BT, width, seen)
-        out = self.model(
-            input_ids=tokens_BT,
-            attention_mask=mask,
-            position_ids=positions_BT,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        )
-        taken = {tap: self._captured[tap] for tap in taps}
-        self._captured.clear()
-        return TargetOutput(out.logits, taken)
+        forward = Running(self._mask(lengths_B1, visible_BTT, positions_BT, width, seen), frozenset(taps))
+        if self._fitting.limit is not None:
+            if ends is None:
+                forward.ends_BT = positions_BT + 1
+                forward.ends = min(cache.lengths) + 1, max(cache.lengths) + depth + 1
+            else:
+                forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(tokens_BT.shape)
+                forward.ends = min(ends), max(ends)
+        with run(forward):
+            out = self.model(
+                input_ids=tokens_BT,
+                attention_mask=None if forward.mask is None else forward.mask.full_B1TS,
+                position_ids=positions_BT,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+        states = {tap: forward.captured[tap].to(self.device) for tap in taps}
+        return TargetOutput(out.logits.to(self.device), states)
+
+    def deepest(self, cache: TreeCache) -> int | None:
+        """How deep the next tree may be; None for as deep as it likes.
+
+        Phi-3 reads its text again, with other rotary frequencies, once that passes a limit: what a node beyond it says
+        of the next token holds only then.
+        """
+        if not self._reads_again or self._fitting.limit is None:
+            return None
+        return min((left for length in cache.lengths if (left := self._fitting.limit - length - 1) >= 0), default=None)
+
+    def _read_again(self, cache: TreeCache, ends: Sequence[int]) -> None:
+        """Read those rows again whose text passes the limit of its rotary frequencies with this forward."""
+        limit = self._fitting.limit
+        assert limit is not None, "only such models read again"
+        for row, (length, end) in enumerate(zip(cache.lengths, ends, strict=True)):
+            if 0 < length <= limit < end:
+                alone = self.new_cache(1, length)
+                visible_1TT = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
+                depths_1T = torch.arange(length, device=self.device)[None]
+                keep = torch.zeros(1, dtype=torch.long, device=self.device)
+                self._forward(alone, cache.text(row).to(self.device), visible_1TT, depths_1T, (), keep, [end])
+                cache.replace(row, alone)
 
     def _mask(
         self, lengths_B1: Tensor, visible_BTT: Tensor, positions_BT: Tensor, width: int, seen: int
-    ) -> Tensor | None:
-        """Additive mask [B or 1, 1, T, S]: the committed prefix, then the tree's own visibility."""
+    ) -> TreeMask | None:
+        """Additive masks [B or 1, 1, T, S]: the committed prefix, then the tree's own visibility."""
         one_length = lengths_B1.shape[0] == 1
         windowed = self.window is not None and seen > self.window
         if width == 1 and one_length and not windowed:
@@ -282,7 +364,7 @@ class Target:
             slot_positions_BS.scatter_(1, places_BT, positions_BT)
             near_BTS = positions_BT[:, :, None] - slot_positions_BS[:, None] < self.window
             sliding = self._additive(allowed_BTS & near_BTS)
-        return attach(TreeMask(self._additive(allowed_BTS), sliding))
+        return TreeMask(self._additive(allowed_BTS), sliding)
 
     def _additive(self, allowed_BTS: Tensor) -> Tensor:
         mask = torch.zeros(allowed_BTS.shape, dtype=self.dtype, device=self.device)
@@ -290,80 +372,80 @@ class Target:
 
     # -- taps ----------------------------------------------------------------------------------------------------
 
-    def _tap(self, taps: tuple[int, ...]) -> None:
-        """Hook the layers whose states are asked for; does nothing when they are hooked already.
+    # -- checks --------------------------------------------------------------------------------------------------
 
-        Forwards with the same taps may run in several threads when nothing is tapped.
-        """
-        with self._hooking:
-            if taps != self._tapped:
-                self._hook_all(taps)
-
-    def _hook_all(self, taps: tuple[int, ...]) -> None:
+    def _check_taps(self, taps: Sequence[int]) -> None:
         for tap in taps:
             if tap != FINAL and not 0 <= tap <= self.num_layers:
                 raise UserError(
                     f"Tap {tap} does not exist: {self.name} has {self.num_layers} layers.",
                     f"Choose taps from 0 (embeddings) to {self.num_layers}, or {FINAL} for the final state.",
                 )
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = [self._hook(tap) for tap in taps]
-        self._tapped = taps
 
-    def _hook(self, tap: int) -> Any:
-        def store(_module: nn.Module, _args: Any, output: Any) -> None:
-            state = output if isinstance(output, Tensor) else output[0]
-            self._captured[tap] = state
+    def _probe(self) -> tuple[list[LayerKeys], torch.dtype]:
+        """What every layer keeps and the dtype of hidden states, from a forward rather than from config and weights.
 
-        def store_input(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._captured[tap] = args[0] if args else kwargs["hidden_states"]
-
-        if tap == FINAL:
-            return self.decoder.register_forward_hook(store)
-        if tap == 0:
-            return self.layers[0].register_forward_pre_hook(store_input, with_kwargs=True)
-        return self.layers[tap - 1].register_forward_hook(store)
-
-    # -- checks --------------------------------------------------------------------------------------------------
-
-    def _probe_kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Key and value shapes of every layer, read from a one-token forward rather than guessed from the config."""
+        Weights of quantised models are packed, and models on several devices keep keys on each.
+        """
         cache = DynamicCache()
-        with torch.inference_mode():
+        self._fitting.ensure([FINAL])
+        with torch.inference_mode(), run(Running(taps=frozenset([FINAL]))) as forward:
             self.model(torch.zeros(1, 1, dtype=torch.long, device=self.device), past_key_values=cache, use_cache=True)
         if len(cache.layers) != self.num_layers:
             raise _cannot_tree(self.name, f"only {len(cache.layers)} of its {self.num_layers} layers keep a KV cache")
-        return [
-            ((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3]))
+        layers = [
+            LayerKeys(
+                (layer.keys.shape[1], layer.keys.shape[3]),
+                (layer.values.shape[1], layer.values.shape[3]),
+                layer.keys.dtype,
+                layer.keys.device,
+            )
             for layer in cache.layers
         ]
+        return layers, forward.captured[FINAL].dtype
 
+    @torch.inference_mode()
     def _check_tree(self) -> None:
-        """A tree forward must agree with the same tokens read one path at a time; a wrong mask is off by far more."""
+        """A path through a tree must have the logits that the model itself gives the same text, read at once.
+
+        The text reaches beyond a sliding window, where that is small enough to read at every loading.
+        """
         shape = TreeShape.from_paths([(0, 0), (1, 0)])
-        prefix = [1 + i % (self.vocab_size - 1) for i in range(3)]
+        path = [0, 2, 4]  # root, second child, its child
+        longest = min(self.max_length, self._fitting.limit or self.max_length) - len(path)
+        wanted = _CHECKED if self.window is None or self.window > _SMALL_WINDOW else max(_CHECKED, self.window + 8)
+        prefix = [1 + (31 * i * i + 7 * i) % (self.vocab_size - 1) for i in range(max(1, min(wanted, longest)))]
         tokens = [(7 * i + 2) % self.vocab_size for i in range(shape.size)]
         try:
             cache = self.new_cache(1, len(prefix) + shape.size)
-            self.prefill(cache, [prefix])
-            tree_NV = self.forward_tree(
-                cache, DraftTree.from_shape(torch.tensor([tokens], device=self.device), shape)
-            ).logits_BTV[0]
-            path = [0, 2, 4]  # root, second child, its child
-            alone = self.new_cache(1, len(prefix) + len(path))
-            self.prefill(alone, [prefix])
-            path_tree = DraftTree.from_shape(
-                torch.tensor([[tokens[node] for node in path]], device=self.device), TreeShape.chain(2)
-            )
-            path_KV = self.forward_tree(alone, path_tree).logits_BTV[0]
+            read_1V = self.prefill(cache, [prefix]).logits_BTV[0]
+            tree = DraftTree.from_shape(torch.tensor([tokens], device=self.device), shape)
+            ours_KV = torch.cat([read_1V, self.forward_tree(cache, tree).logits_BTV[0][path]]).float()
+            text_1T = torch.tensor([[*prefix, *(tokens[node] for node in path)]], device=self.device)
+            stock = self.model(text_1T, use_cache=False, logits_to_keep=len(path) + 1).logits
+            stock_KV = stock[0, -len(path) - 1 :].to(self.device).float()
         except (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
             raise _cannot_tree(self.name, f"{type(error).__name__}: {error}") from error
-        difference = (tree_NV[path].float() - path_KV.float()).abs().max().item()
-        scale = path_KV.float().std().item()
-        # bfloat16 rounds logits by about 1 % of their spread; a mask that leaks or hides a token moves them by ~100 %.
-        if not difference <= 0.25 * scale + 1e-6:
-            raise _cannot_tree(self.name, f"logits of a tree differ from those of its path by {difference:.3g}")
+        difference = (ours_KV - stock_KV).square().mean().sqrt().item() / (stock_KV.std().item() + 1e-6)
+        if not difference <= (_CLOSE if self.dtype == torch.float32 else _ROUNDED):
+            raise _cannot_tree(
+                self.name, f"logits of a tree differ from the model's own by {difference:.0%} of their spread"
+            )
+
+
+def _freeze(model: Any) -> Callable[[], None]:
+    """Freeze a model in eval mode; returns what undoes it."""
+    training = [module for module in model.modules() if module.training]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.eval().requires_grad_(False)
+
+    def thaw() -> None:
+        for module in training:
+            module.training = True
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+    return thaw
 
 
 def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
@@ -383,6 +465,12 @@ def _sliding_window(config: Any) -> int | None:
     if kinds is not None and "sliding_attention" not in kinds:
         return None
     return int(window) if window else None
+
+
+def _reads_again(model: Any, config: Any) -> bool:
+    """Whether `generate` of this model drops its cache when a text passes the limit of its rotary frequencies."""
+    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return own and hasattr(config, "original_max_position_embeddings")
 
 
 def _refuse_layers(name: str, config: Any) -> None:

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from headstart.errors import UserError, nearest
 from headstart.heads import HeadBatch, StepPrediction
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, Finish, Target
 from headstart.train.config import PositionWeight
 from headstart.train.weights import dpace, exponential, until_failure, where_drafting_starts
 
@@ -153,11 +153,10 @@ class Teacher:
 
     def __init__(self, target: Target, draft_to_target_D: Tensor) -> None:
         self._target = target
-        head = target.model.get_output_embeddings()
         whole = len(draft_to_target_D) == target.vocab_size
         ids_D = draft_to_target_D.to(target.device)
-        bias = getattr(head, "bias", None)
-        self._weight_DE: Tensor = head.weight.detach() if whole else head.weight.detach()[ids_D]
+        weight, bias = target.lm_head_weight.detach(), target.lm_head_bias
+        self._weight_DE: Tensor = weight if whole else weight[ids_D]
         self._bias_D: Tensor | None = bias if bias is None or whole else bias.detach()[ids_D]
 
     @torch.no_grad()
@@ -173,7 +172,7 @@ class Teacher:
         row_X[positions_S] = torch.arange(len(positions_S), device=before_BT.device)
         final_SE = batch.states[FINAL].flatten(0, 1)[positions_S].to(self._weight_DE.dtype)
         with torch.autocast(final_SE.device.type, enabled=False):
-            logits_SD = self._target.scale_logits(F.linear(final_SE, self._weight_DE, self._bias_D))
+            logits_SD = self._target.finish(F.linear(final_SE, self._weight_DE, self._bias_D))
         return Lesson(logits_SD, final_SE, row_X)
 
 
@@ -233,7 +232,9 @@ def weighted(
         if position_weight == "auf" or on_policy:
             kept_M = weight_M.nonzero()[:, 0]
             hidden_MH, source_M, weight_M = hidden_MH[kept_M], source_M[kept_M], weight_M[kept_M]
-        total = total + summed(loss, hidden_MH, steps[members[0]].lm_head_DH, lesson, source_M, weight_M)
+        first = steps[members[0]]
+        own = (first.bias_D, first.finish)
+        total = total + summed(loss, hidden_MH, first.lm_head_DH, lesson, source_M, weight_M, *own)
     if feature_weight:
         for prediction, weight_M in zip(steps, weights, strict=True):
             if prediction.feature_ME is None:
@@ -295,21 +296,37 @@ def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]
     """A step's logits [B, D] a block of rows at a time, in autocast's dtype where that is on."""
     hidden_MH, lm_head_DH = _operands(prediction.hidden_MH, prediction.lm_head_DH)
     for block in _blocks(hidden_MH, lm_head_DH):
-        yield block, F.linear(hidden_MH[block], lm_head_DH)
+        logits_BD = F.linear(hidden_MH[block], lm_head_DH, _like(prediction.bias_D, lm_head_DH))
+        yield block, logits_BD if prediction.finish is None else prediction.finish(logits_BD)
 
 
 def summed_plain(
-    loss: Loss, hidden_MH: Tensor, lm_head_DH: Tensor, lesson: Lesson, source_M: Tensor, weight_M: Tensor
+    loss: Loss,
+    hidden_MH: Tensor,
+    lm_head_DH: Tensor,
+    lesson: Lesson,
+    source_M: Tensor,
+    weight_M: Tensor,
+    bias_D: Tensor | None = None,
+    finish: Finish | None = None,
 ) -> Tensor:
     """`summed` by its definition, with all logits at once: what the pass over blocks is tested against."""
-    logits_MD = F.linear(hidden_MH, lm_head_DH)
+    logits_MD = F.linear(hidden_MH, lm_head_DH, bias_D)
+    logits_MD = logits_MD if finish is None else finish(logits_MD)
     kind = torch.promote_types(logits_MD.dtype, torch.float32)
     target_probs_MD = lesson.logits_SD[lesson.rows(source_M)].softmax(-1, dtype=kind)
     return (weight_M * loss(logits_MD.to(kind), target_probs_MD)).sum()
 
 
 def summed(
-    loss: Loss, hidden_MH: Tensor, lm_head_DH: Tensor, lesson: Lesson, source_M: Tensor, weight_M: Tensor
+    loss: Loss,
+    hidden_MH: Tensor,
+    lm_head_DH: Tensor,
+    lesson: Lesson,
+    source_M: Tensor,
+    weight_M: Tensor,
+    bias_D: Tensor | None = None,
+    finish: Finish | None = None,
 ) -> Tensor:
     """Weighted sum of a loss over predictions that share an LM head: a float32 scalar.
 
@@ -322,10 +339,12 @@ def summed(
         lesson: the target's side of the batch.
         source_M: int64, the flat position whose distribution each prediction is compared with.
         weight_M: float32, how much each prediction counts; a constant.
+        bias_D: of the LM head, a constant.
+        finish: what makes logits of the LM head's output.
     """
     assert hidden_MH.shape[0] == source_M.shape[0] == weight_M.shape[0], "one source and weight for each prediction"
     apply: Callable[..., Tensor] = _Summed.apply
-    return apply(hidden_MH, lm_head_DH, loss, lesson, source_M, weight_M)
+    return apply(hidden_MH, lm_head_DH, loss, lesson, source_M, weight_M, bias_D, finish)
 
 
 class _Summed(torch.autograd.Function):
@@ -338,13 +357,22 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_MH: Tensor, lm_head_DH: Tensor, loss: Loss, lesson: Lesson, source_M: Tensor, weight_M: Tensor
+        ctx: Any,
+        hidden_MH: Tensor,
+        lm_head_DH: Tensor,
+        loss: Loss,
+        lesson: Lesson,
+        source_M: Tensor,
+        weight_M: Tensor,
+        bias_D: Tensor | None,
+        finish: Finish | None,
     ) -> Tensor:
         read_MH, head_DH = _operands(hidden_MH, lm_head_DH)
         kind = torch.promote_types(read_MH.dtype, torch.float32)
         # float16 gradients overflow unless they are scaled, and what scales them comes with the backward pass.
         kept = kind if read_MH.dtype == torch.float16 else read_MH.dtype
-        rows_M = lesson.rows(source_M)
+        rows_M, bias_D = lesson.rows(source_M), _like(bias_D, head_DH)
+        judged = loss if finish is None else _finished(loss, finish)
         total = torch.zeros((), dtype=kind, device=hidden_MH.device)
         hidden_kind = torch.promote_types(hidden_MH.dtype, kept)
         hidden_gradient_MH = torch.empty_like(hidden_MH, dtype=hidden_kind) if ctx.needs_input_grad[0] else None
@@ -352,8 +380,8 @@ class _Summed(torch.autograd.Function):
         learning = any(ctx.needs_input_grad)
         with torch.autocast(hidden_MH.device.type, enabled=False):
             for block in _blocks(read_MH, head_DH):
-                logits_BD = F.linear(read_MH[block], head_DH).to(kept)
-                total += _differentiate(loss, logits_BD, lesson, rows_M[block], weight_M[block], kind, learning)
+                logits_BD = F.linear(read_MH[block], head_DH, bias_D).to(kept)
+                total += _differentiate(judged, logits_BD, lesson, rows_M[block], weight_M[block], kind, learning)
                 if hidden_gradient_MH is not None:
                     hidden_gradient_MH[block] = logits_BD @ head_DH.to(kept)
                 if head_gradient_DH is not None:
@@ -365,7 +393,7 @@ class _Summed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # In place: autograd refuses a second use by itself.
-        return *(None if saved is None else saved.mul_(upstream) for saved in ctx.saved_tensors), *[None] * 4
+        return *(None if saved is None else saved.mul_(upstream) for saved in ctx.saved_tensors), *[None] * 6
 
 
 def _differentiate(
@@ -382,6 +410,15 @@ def _differentiate(
             if learning:
                 logits_BD[chunk] = torch.autograd.grad(part, logits_CD)[0]
     return total
+
+
+def _finished(loss: Loss, finish: Finish) -> Loss:
+    """A loss of what an LM head gives, from one of logits."""
+    return lambda raw_MD, target_probs_MD: loss(finish(raw_MD), target_probs_MD)
+
+
+def _like(bias_D: Tensor | None, lm_head_DH: Tensor) -> Tensor | None:
+    return None if bias_D is None else bias_D.to(lm_head_DH.dtype)
 
 
 def _operands(hidden_MH: Tensor, lm_head_DH: Tensor) -> tuple[Tensor, Tensor]:

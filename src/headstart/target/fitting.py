@@ -1,0 +1,197 @@
+"""How forwards of ours run through a transformers model beside the model's own.
+
+Nothing about the model is switched from one to the other. Its parts ask, in every call, which forward runs in their
+thread (`attention.running`): forwards of ours in several threads with different taps, and the model's own `generate` in
+another, do not see each other, and outside of our forwards the model does what it did before.
+
+- Configs are replaced by a `Config` that names our attention to forwards of ours.
+- Hooks on tapped layers give the states to the forward that asks for them.
+- Rotary embeddings whose frequencies depend on the length of the text choose them for each token, see `_turn`.
+
+Shape suffixes: B rows, T tokens of one forward, d components of a head.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from headstart.target.attention import NAME, running
+
+FINAL = -1
+"""Tap of the last hidden state, after the final norm: what the LM head reads."""
+
+
+class Config:
+    """A model's config for one of its modules: the same, but for the attention of forwards of ours."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        object.__setattr__(self, "_config", config)
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        name: str | None = NAME if running() is not None else self._config._attn_implementation
+        return name
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance sees the model's own kind of config
+        return type(self._config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_config"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Config:
+        return Config(copy.deepcopy(self._config, memo))
+
+    def __reduce__(self) -> tuple[type[Config], tuple[PreTrainedConfig]]:
+        return Config, (self._config,)
+
+
+class Fitting:
+    """What one `Target` adds to its model.
+
+    Args:
+        decoder: the model's decoder.
+        layers: of the decoder.
+
+    Attributes:
+        limit: tokens of a text beyond which rotary embeddings take other frequencies; None when they never do.
+    """
+
+    def __init__(self, decoder: nn.Module, layers: nn.ModuleList) -> None:
+        self._decoder, self._layers = decoder, layers
+        self._lock = threading.Lock()
+        self._hooks: dict[int, Any] = {}
+        self._configs: list[tuple[nn.Module, Any]] = []
+        self._rotary: list[nn.Module] = []
+        self._fit()
+        limits = [_limit(module, kind) for module in decoder.modules() for kind in _long_types(module)]
+        self.limit = min(limits, default=None)
+
+    def ensure(self, taps: Iterable[int]) -> None:
+        """Have everything in place for a forward with these taps."""
+        if type(vars(self._decoder).get("config")) is not Config:
+            self._fit()
+        missing = set(taps) - self._hooks.keys()
+        if missing:
+            with self._lock:
+                for tap in missing - self._hooks.keys():
+                    self._hooks[tap] = self._hook(tap)
+
+    def release(self) -> None:
+        """Take everything off again that this target has added; the next forward of ours puts it back."""
+        with self._lock:
+            for hook in self._hooks.values():
+                hook.remove()
+            for module, config in self._configs:
+                module.config = config
+            for module in self._rotary:
+                vars(module).pop("forward", None)
+                vars(module).pop("_headstart_twins", None)
+            self._hooks, self._configs, self._rotary = {}, [], []
+
+    def forget(self) -> None:
+        """Take the hooks off; configs and rotary embeddings may serve other targets with the same model."""
+        with self._lock:
+            for hook in self._hooks.values():
+                hook.remove()
+            self._hooks = {}
+
+    def _fit(self) -> None:
+        with self._lock:
+            for module in self._decoder.modules():
+                config = vars(module).get("config")
+                if isinstance(config, PreTrainedConfig) and type(config) is not Config:
+                    self._configs.append((module, config))
+                    module.config = Config(config)  # type: ignore[assignment]  # stands in for it
+                if _long_types(module) and "forward" not in vars(module):
+                    self._rotary.append(module)
+                    vars(module)["forward"] = partial(_turn, module)
+
+    def _hook(self, tap: int) -> Any:
+        if tap == FINAL:
+            return self._decoder.register_forward_hook(partial(_keep_output, tap))
+        if tap == 0:
+            return self._layers[0].register_forward_pre_hook(_keep_input, with_kwargs=True)
+        return self._layers[tap - 1].register_forward_hook(partial(_keep_output, tap))
+
+
+def _keep_output(tap: int, _module: nn.Module, _args: Any, output: Any) -> None:
+    forward = running()
+    if forward is not None and tap in forward.taps:
+        forward.captured[tap] = output if isinstance(output, Tensor) else output[0]
+
+
+def _keep_input(_module: nn.Module, args: Any, kwargs: Any) -> None:
+    forward = running()
+    if forward is not None and 0 in forward.taps:
+        forward.captured[0] = args[0] if args else kwargs["hidden_states"]
+
+
+# -- rotary embeddings that depend on the length -----------------------------------------------------------------------
+
+
+def _long_types(module: nn.Module) -> list[str | None]:
+    """Types of layers (None: all) for which a rotary embedding is of the kind "longrope"."""
+    kind = vars(module).get("rope_type")
+    if isinstance(kind, dict):
+        return [layer_type for layer_type, name in kind.items() if name == "longrope"]
+    return [None] if kind == "longrope" else []
+
+
+def _turn(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **more: Any) -> Any:
+    """The forward of a "longrope" embedding, which has two sets of frequencies: for short texts and for long ones.
+
+    transformers takes one set for all tokens of a forward, by the last position in it. Of a token tree that reaches
+    past the limit, the first nodes would get the set that a loop over single tokens gives the last ones, and one long
+    row of a batch would change all others. Here each token gets the set of the text as it stood when it was read.
+    """
+    forward = running()
+    if layer_type is not None:
+        more["layer_type"] = layer_type
+    if forward is None or forward.ends_BT is None or layer_type not in _long_types(module):
+        return type(module).forward(module, x, position_ids, **more)
+    limit = _limit(module, layer_type)
+    least, most = forward.ends
+    if least > limit or most <= limit:
+        return _fixed(module, layer_type, least > limit, x.device)(x, position_ids, **more)
+    short, long = (_fixed(module, layer_type, which, x.device)(x, position_ids, **more) for which in (False, True))
+    is_long_BT1 = (forward.ends_BT > limit)[:, :, None].to(x.device)
+    return tuple(torch.where(is_long_BT1, b, a) for a, b in zip(short, long, strict=True))
+
+
+def _limit(module: Any, layer_type: str | None) -> int:
+    settings = module.config.rope_parameters
+    return int((settings if layer_type is None else settings[layer_type])["original_max_position_embeddings"])
+
+
+def _fixed(module: Any, layer_type: str | None, long: bool, device: torch.device) -> nn.Module:
+    """A twin of a rotary embedding that has one set of frequencies, always."""
+    twins = vars(module).setdefault("_headstart_twins", {})
+    key = (layer_type, long, device)
+    if key not in twins:
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        which = {} if layer_type is None else {"layer_type": layer_type}
+        frequencies = getattr(module, f"{prefix}original_inv_freq").to(device)
+        if long:  # as transformers makes them
+            length = _limit(module, layer_type) + 1
+            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, device, seq_len=length, **which)
+        twin = copy.copy(module)
+        vars(twin).pop("forward", None)
+        vars(twin).pop("_headstart_twins", None)
+        twin.rope_type = "default" if layer_type is None else {**module.rope_type, layer_type: "default"}
+        vars(twin)["_buffers"] = {**module._buffers, f"{prefix}inv_freq": frequencies}
+        twins[key] = twin
+    fixed: nn.Module = twins[key]
+    return fixed

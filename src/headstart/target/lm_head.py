@@ -1,0 +1,73 @@
+"""A model's LM head: its weights, packed or not, and what the model does to its output.
+
+Shape suffixes: V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_COLUMNS = 256
+"""Columns of packed weights that are unpacked at a time."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What a model does to the output of its LM head, in this order.
+
+    Attributes:
+        factor: logits are multiplied by it (Cohere).
+        divisor: and divided by this (Granite).
+        cap: and bent to stay within plus and minus this (Gemma 2); None leaves them as they are.
+    """
+
+    factor: float | None = None
+    divisor: float | None = None
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> Finish:
+        """What a text config asks for."""
+        names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        return cls(*(getattr(config, name, None) for name in names))
+
+    @property
+    def scale(self) -> float:
+        """Factor and divisor in one number."""
+        return (1.0 if self.factor is None else self.factor) / (1.0 if self.divisor is None else self.divisor)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits as the model gives them, from those of its LM head."""
+        if self.factor is not None:
+            logits = logits * self.factor
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        if self.cap is not None:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        return logits
+
+
+def plain_weight(linear: Any, outputs: int, inputs: int) -> Tensor | None:
+    """The weights of a linear layer [outputs, inputs] where it keeps them as plain numbers; None where packed."""
+    weight = getattr(linear, "weight", None)
+    if isinstance(weight, Tensor) and weight.shape == (outputs, inputs) and weight.dtype.itemsize >= 2:
+        return weight if weight.is_floating_point() else None
+    return None
+
+
+@torch.no_grad()
+def unpacked(linear: nn.Module, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What the packed weights of any kind of quantised linear layer stand for, [outputs, inputs].
+
+    The layer itself says: column i is what it gives for the i-th unit vector.
+    """
+    zero_1V = linear(torch.zeros(1, inputs, dtype=dtype, device=device))  # its bias
+    parts = []
+    for start in range(0, inputs, _COLUMNS):
+        units = torch.eye(min(_COLUMNS, inputs - start), inputs, dtype=dtype, device=device).roll(start, 1)
+        parts.append((linear(units) - zero_1V).T)
+    return torch.cat(parts, dim=1).contiguous()

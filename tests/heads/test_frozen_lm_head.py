@@ -1,0 +1,135 @@
+"""Heads that read logits through the target's LM head get the target's own logits: bias, scales and cap included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
+
+from headstart.heads import DraftHead, HeadBatch, family, make_config
+from headstart.target import FINAL, Target
+from headstart.train.losses import LOSSES, Teacher, logits_by_block, summed, summed_plain
+
+BASE: dict[str, Any] = {
+    "vocab_size": 71,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+TARGETS = ("phi", "granite", "cohere", "gemma2")
+FROZEN = (
+    {"family": "eagle"},
+    {"family": "medusa", "shared_lm_head": True},
+    {"family": "hydra", "shared_lm_head": True},
+)
+TRAINED = ({"family": "eagle3", "tap_layers": (1, 2)}, {"family": "medusa"}, {"family": "hydra"})
+
+
+def tiny(kind: str) -> Target:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        match kind:
+            case "phi":
+                model: Any = PhiForCausalLM(PhiConfig(**BASE))
+                nn.init.normal_(model.lm_head.bias)
+            case "granite":
+                model = GraniteForCausalLM(GraniteConfig(logits_scaling=0.125, **BASE))
+            case "cohere":
+                model = CohereForCausalLM(CohereConfig(logit_scale=7.0, pad_token_id=0, **BASE))
+            case _:
+                cap = Gemma2Config(head_dim=16, sliding_window=8, final_logit_softcapping=0.1, **BASE)
+                model = Gemma2ForCausalLM(cap)
+    return Target(model.float().eval(), None, kind)
+
+
+def build(target: Target, settings: dict[str, Any], draft_vocab_size: int) -> DraftHead:
+    config = make_config({**settings, "draft_vocab_size": draft_vocab_size}, target)
+    heads = family(config.family)(config)
+    if draft_vocab_size:
+        heads.set_draft_vocabulary(torch.arange(draft_vocab_size) * 2)
+    heads.warm_start(target)
+    return heads
+
+
+def batch_of(target: Target, heads: DraftHead) -> HeadBatch:
+    text = [(11 * place * place + 5) % 71 for place in range(14)]
+    states = target.hidden_states([text], sorted({*heads.taps, FINAL}))[0]
+    rows = {tap: state[None] for tap, state in states.items()}
+    return HeadBatch(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.bool), rows)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [0, 24])
+@pytest.mark.parametrize("settings", FROZEN, ids=[str(settings["family"]) for settings in FROZEN])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_frozen_lm_heads_give_the_targets_own_logits(
+    kind: str, settings: dict[str, Any], draft_vocab_size: int
+) -> None:
+    target = tiny(kind)
+    heads = build(target, settings, draft_vocab_size)
+    batch = batch_of(target, heads)
+    lesson = Teacher(target, heads.draft_to_target_D).read(batch)
+    with torch.no_grad():
+        steps = list(heads.unroll(batch))
+    for step in steps:
+        wanted_MD = target.lm_head(step.hidden_MH)[:, heads.draft_to_target_D]
+        plain_MD = step.hidden_MH @ target.lm_head_weight[heads.draft_to_target_D].T
+        assert (wanted_MD - plain_MD).abs().max() > 0.01, "bias, scale or cap matter here"
+        torch.testing.assert_close(step.logits_MD, wanted_MD)
+        torch.testing.assert_close(torch.cat([part for _, part in logits_by_block(step)]), wanted_MD)
+    first, place = steps[0], 4
+    assert int(first.origin_M[place]) == place
+    opened = heads.open(
+        [batch.tokens_BT[0, : place + 1].tolist()], {t: s[:, : place + 1] for t, s in batch.states.items()}
+    )
+    node_11 = batch.tokens_BT[:, place + 1 : place + 2]
+    with torch.no_grad():
+        drafted_D = heads.expand(opened, node_11, torch.zeros_like(node_11), 0)[0, 0]
+    torch.testing.assert_close(drafted_D, first.logits_MD[place], rtol=1e-4, atol=1e-5)
+    assert len(lesson.logits_SD)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_losses_differentiate_through_bias_scale_and_cap(kind: str) -> None:
+    target = tiny(kind)
+    heads = build(target, FROZEN[0], 24)
+    batch = batch_of(target, heads)
+    lesson = Teacher(target, heads.draft_to_target_D).read(batch)
+    gradients: list[Tensor] = []
+    for total in (summed, summed_plain):
+        step = next(iter(heads.unroll(batch)))
+        hidden_MH = step.hidden_MH.detach().requires_grad_()
+        weight_M = torch.ones(len(hidden_MH))
+        loss = total(
+            LOSSES["soft_ce"], hidden_MH, step.lm_head_DH, lesson, step.source_M, weight_M, step.bias_D, step.finish
+        )
+        loss.backward()
+        assert hidden_MH.grad is not None
+        gradients += [loss.detach(), hidden_MH.grad]
+    torch.testing.assert_close(gradients[0], gradients[2])
+    torch.testing.assert_close(gradients[1], gradients[3], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", TRAINED, ids=[str(settings["family"]) for settings in TRAINED])
+@pytest.mark.parametrize("kind", ["granite", "cohere"])
+def test_trained_lm_heads_start_with_the_targets_scale(kind: str, settings: dict[str, Any]) -> None:
+    target = tiny(kind)
+    heads = build(target, settings, 24)
+    with torch.no_grad():
+        step = next(iter(heads.unroll(batch_of(target, heads))))
+    wanted_MD = target.lm_head(step.hidden_MH)[:, heads.draft_to_target_D]
+    torch.testing.assert_close(step.logits_MD, wanted_MD, rtol=1e-4, atol=1e-5)
