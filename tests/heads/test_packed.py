@@ -118,6 +118,28 @@ def test_another_dtype_than_was_packed_takes_the_full_weights() -> None:
     assert torch.equal(layer(x.bfloat16()), F.linear(x.bfloat16(), layer.weight, layer.bias))
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_weights_that_changed_in_place_are_never_multiplied_in_their_old_8_bits(stacked: bool) -> None:
+    torch.manual_seed(0)
+    shape = (2, 256, 256) if stacked else (256, 256)
+    holder, other = (torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape))]) for _ in range(2))
+    x = torch.randn(2, 256)
+
+    def product() -> torch.Tensor:
+        return linear(x, unstack(holder[0])[1] if stacked else holder[0])
+
+    def full() -> torch.Tensor:
+        return F.linear(x, holder[0][1] if stacked else holder[0])
+
+    pack(holder)
+    assert not torch.equal(product(), full()), "8 bits are used"
+    holder.load_state_dict(other.state_dict())
+    assert torch.equal(product(), full()), "the full weights, which are the new ones"
+    pack(holder)
+    assert not torch.equal(product(), full())
+    torch.testing.assert_close(product(), full(), rtol=0, atol=0.5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
 def test_a_dtype_without_such_a_product_stays_full(dtype: torch.dtype) -> None:
     weight = torch.nn.Parameter(torch.ones(256, 256).to(dtype), requires_grad=False)

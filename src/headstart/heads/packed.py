@@ -36,10 +36,16 @@ class Packed:
     """A matrix in 8 bits: what number (o, i) stands for is `int8_NI[o, i] * scale_N[o]`.
 
     The last rows may be padding.
+
+    Attributes:
+        int8_NI: rounded numbers.
+        scale_N: of each output.
+        version: of the matrix when it was rounded; torch counts whenever it is changed in place.
     """
 
     int8_NI: Tensor
     scale_N: Tensor
+    version: int
 
 
 class Linear(nn.Linear):
@@ -52,7 +58,9 @@ class Linear(nn.Linear):
 def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """`F.linear`, in 8 bits where the weight was packed and x [..., I] has few rows."""
     packed: Packed | None = getattr(weight_NI, _NAME, None)
-    if packed is None or x.numel() > _FEW_ROWS * x.shape[-1] or x.dtype != packed.scale_N.dtype or not x.is_cpu:
+    if packed is None or packed.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
+        return F.linear(x, weight_NI, bias_N)
+    if x.numel() > _FEW_ROWS * x.shape[-1] or x.dtype != packed.scale_N.dtype or not x.is_cpu:
         return F.linear(x, weight_NI, bias_N)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, packed.int8_NI, packed.scale_N)
@@ -72,12 +80,12 @@ def unstack(weight_KNI: Tensor) -> list[Tensor]:
 def pack(heads: nn.Module) -> bool:
     """Keep the large matrices of heads, and stacks of them, in 8 bits, too; says whether there are any.
 
-    Does nothing where the heads are not on a CPU, or torch has no such product. What is packed already stays as it is:
-    whoever changes weights in place unpacks first. Training mode of draft heads does so.
+    Does nothing where the heads are not on a CPU, or torch has no such product. What is packed already and did not
+    change since stays as it is. Training mode of draft heads unpacks.
     """
     found = [weight for weight in _matrices(heads) if weight.is_cpu and _multiplies(weight.dtype)]
     for weight in found:
-        if not hasattr(weight, _NAME):
+        if not _is_packed(weight):
             whole = _pack(weight) if weight.dim() == 2 else [_pack(part) for part in weight.unbind(0)]
             setattr(weight, _NAME, whole)
     return bool(found)
@@ -102,6 +110,18 @@ def _matrices(heads: nn.Module) -> list[Tensor]:
     ]
 
 
+def _is_packed(weight: Tensor) -> bool:
+    """Whether its form in 8 bits is there and is that of the numbers it holds now."""
+    known: Packed | list[Packed] | None = getattr(weight, _NAME, None)
+    first = known[0] if isinstance(known, list) else known
+    return first is not None and first.version == _version(weight)
+
+
+def _version(weight: Tensor) -> int:
+    """How often a matrix was changed in place; torch does not count for weights made in inference mode."""
+    return 0 if weight.is_inference() else weight._version
+
+
 @cache
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether this torch can multiply with 8 bits in this dtype; the operation is not part of its public interface."""
@@ -123,7 +143,7 @@ def _pack(weight_NI: Tensor) -> Packed:
         rows = slice(start, start + len(part_RI))
         scale_N[rows] = (part_RI.abs().amax(1) / 127).clamp(min=1e-12)
         int8_NI[rows] = (part_RI / scale_N[rows, None].float()).round().clamp(-127, 127).to(torch.int8)
-    return Packed(int8_NI, scale_N)
+    return Packed(int8_NI, scale_N, _version(weight_NI))
 
 
 if hasattr(torch.ops.aten, "_weight_int8pack_mm"):
