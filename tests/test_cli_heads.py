@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headstart import cli_heads
+from headstart.heads.medusa import MedusaHead
 from headstart.target import Target
 from tests.hub.helpers import export
 from tests.test_cli import call, refused, works
@@ -109,6 +110,27 @@ def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
     works(*asked, "--limit", 1, "--tree", "static", "--top-p", 0.5, "--top-k", 5, "--min-p", 0.1, "--temperature", 0.5)
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
     assert (settings["tree"], settings["top_p"], settings["top_k"], settings["min_p"]) == ("static", 0.5, 5, 0.1)
+
+
+@pytest.mark.drafter_fails
+def test_a_drafter_that_fails_is_said_loudly(
+    heads: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no [drafts] today")
+
+    monkeypatch.setattr(MedusaHead, "expand", fail)
+    asked = ("--questions", questions, "--limit", 1, "--out", tmp_path / "out")
+    shown = works("eval", heads, *asked, "--max-new-tokens", 6, "--compare", "static,ngram").stdout
+    for name in ("heads", "static"):
+        line = f"The drafter {name} failed (ValueError: no [drafts] today): its figures are those of plain decoding."
+        assert shown.count(line) == 1
+    assert shown.count("failed") == 2
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "The drafter heads failed (ValueError: no [drafts] today); decoding went on plainly." in page
+    assert "The drafter failed (ValueError: no [drafts] today)" in said(heads).stderr
+    result = call("audit", heads, "--limit", 1, "--drafters", "static", "--temperature", 0, "--max-new-tokens", 4)
+    assert result.exit_code == 1 and "the drafter failed (ValueError: no [drafts] today)" in result.stdout
 
 
 def test_audit_ends_clean_and_leaves_evidence(heads: Path, questions: Path, tmp_path: Path) -> None:

@@ -36,15 +36,20 @@ def doctor(
     if json is not None:
         _check_json(json)
     console = Console()
-    with console.status("loading"):
+    with console.status("") as status:
+
+        def tell(doing: str) -> None:
+            """A line that changes; in a log, one after the other."""
+            if console.is_terminal:
+                status.update(doing)
+            else:
+                console.print(doing, highlight=False, markup=False, soft_wrap=True)
+
+        tell("loading the target")
         from headstart.doctor import examine, find_subject, show, write
 
         subject = find_subject(place, run_dir, questions, target, quick)
-    with console.status("examining") as status:
-        findings = []
-        for finding in examine(subject):
-            findings.append(finding)
-            status.update(f"examining ({finding.check} done)")
+        findings = list(examine(subject, lambda stage, name: tell(f"examining {stage}: {name}")))
     show(findings, console)
     if json is not None:
         write(findings, place, json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,24 @@ def test_the_command_says_that_nothing_is_wrong(healthy: Path) -> None:
     assert "Nothing wrong in 9 checks." in shown
     assert "✓" in shown
     assert "Fix:" not in shown
+
+
+def test_a_log_is_told_what_is_going_on(healthy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line is there before what it names begins; on a terminal one line changes instead."""
+    lines: list[str] = []
+    monkeypatch.setattr("rich.console.Console.print", lambda self, *words, **_: lines.append(str(words[0])))
+
+    def seen(name: str) -> Callable[[Subject], Finding]:
+        return lambda subject: good(f"{name} after {lines[-1]}")
+
+    checks = {name: (stage, seen(name)) for name, (stage, _) in CHECKS.items()}
+    monkeypatch.setattr("headstart.doctor.findings.CHECKS", checks)
+    found: list[Finding] = []
+    monkeypatch.setattr("headstart.doctor.show", lambda findings, console: found.extend(findings))
+    works("doctor", healthy, "--quick")
+    assert lines[0] == "loading the target"
+    assert [one.sentence for one in found] == [f"{one.check} after examining {one.stage}: {one.check}" for one in found]
+    assert {one.check for one in found} == set(CHECKS)
 
 
 def test_the_command_names_the_problem_and_fails(run: Path, tmp_path: Path) -> None:

@@ -81,11 +81,17 @@ def unknown(sentence: str, **figures: Any) -> Finding:
     return Finding("", None, sentence, "", figures)
 
 
-def examine(subject: Subject) -> Iterator[Finding]:
-    """Run every check; each finding comes as soon as it is there. No check ends the examination."""
+def examine(subject: Subject, begin: Callable[[str, str], None] = lambda stage, name: None) -> Iterator[Finding]:
+    """Run every check; each finding comes as soon as it is there. No check ends the examination.
+
+    Args:
+        subject: what is examined.
+        begin: told the stage and the name of each check before it runs.
+    """
     reported: list[str] = []
     stages = get_args(Stage)
     for name, (stage, run) in sorted(CHECKS.items(), key=lambda item: stages.index(item[1][0])):
+        begin(stage, name)
         finding = replace(_outcome(run, subject, reported), check=name, stage=stage)
         if finding.ok is False:
             reported.append(finding.sentence)

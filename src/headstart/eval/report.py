@@ -53,7 +53,7 @@ def write_report(results: Mapping[str, Any], out: Path) -> None:
 
 
 def show_compare(results: Mapping[str, Any], console: Console) -> None:
-    """Print what the summary table leaves out: compared drafters, a lossy verifier, drafters that failed.
+    """Print what the summary table leaves out: compared drafters, a lossy verifier.
 
     Where the window is too narrow for the table, it has fewer columns; the report has them all.
     """
@@ -65,10 +65,6 @@ def show_compare(results: Mapping[str, Any], console: Console) -> None:
         console.print(table)
     if not results["summary"]["lossless"]:
         console.print(LOSSY, style="bold red", highlight=False, soft_wrap=True)
-    for row in rows:
-        if row["drafter_error"]:
-            failed = f"The drafter {row['name']} failed ({row['drafter_error']}); decoding went on plainly."
-            console.print(failed, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def _compared(results: Mapping[str, Any], narrow: bool) -> Table:

@@ -19,7 +19,7 @@ ROWS = (
 
 
 def show_summary(results: Mapping[str, Any], title: str, console: Console) -> None:
-    """Print what was measured: throughput, speed-ups with their intervals, τ, and how the words compare.
+    """Print what was measured: throughput, speed-ups with their intervals, τ, drafters that failed, how words compare.
 
     Args:
         results: content of results.json.
@@ -56,6 +56,14 @@ def show_summary(results: Mapping[str, Any], title: str, console: Console) -> No
                 f"{DEFAULT}, what decoding uses when nothing else is said: {row['tokens_per_second']:.1f} tokens/s, "
                 f"{gain['mean']:.2f}x{f' ({span})' if (span := _span(gain)) else ''} over the plain loop",
                 highlight=False,
+                soft_wrap=True,
+            )
+        if row.get("drafter_error"):
+            console.print(
+                f"The drafter {row['name']} failed ({row['drafter_error']}): its figures are those of plain decoding.",
+                style="bold red",
+                highlight=False,
+                markup=False,
                 soft_wrap=True,
             )
     found = summary.get("divergences") or {}
