@@ -23,7 +23,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 COMMANDS = (
     "run", "plan", "data", "data build", "data show", "train", "tune", "eval", "audit", "generate", "chat", "export",
-    "push", "recipes", "recipes show", "doctor",
+    "push", "runs", "gc", "recipes", "recipes show", "doctor",
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -
 @pytest.fixture(scope="module")
 def finished(recipe: Path) -> Path:
     """The folder of a run that has come to its end."""
-    folder = recipe.parent / "run"
+    folder = recipe.parent / "runs" / "run"
     works("run", recipe, "--run-dir", folder)
     return folder
 
@@ -195,8 +195,8 @@ def test_tuning_again_writes_the_heads_anew(finished: Path, heads: Path, tmp_pat
     (heads / "notes.txt").unlink()
     works("tune", heads, "--conversations", calibration)
     works("generate", heads, "--prompt", "hello", "--max-new-tokens", 4)
-    shutil.copytree(finished, tmp_path / "run")
-    out = works("tune", tmp_path / "run").stdout
+    shutil.copytree(finished.parent, tmp_path / "runs", symlinks=True)
+    out = works("tune", tmp_path / "runs" / "run").stdout
     assert "asked for again" in out
 
 
@@ -238,6 +238,47 @@ def test_an_unknown_key_is_refused_with_the_nearest(recipe: Path, tmp_path: Path
     assert "Did you mean 'quickstart'?" in refused("run", "quikstart")
     assert "key=value" in refused("run", recipe, "train.lr")
     assert "train.lr" in refused("run", recipe, "train.lr=-1")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("train.loss=foo", "foo"),
+        ("train.tracker=wand", "wandb"),
+        ("heads.family=hydraa", "Did you mean 'hydra'?"),
+        ("heads.stepss=3", "stepss"),
+        ("eval.compare=[foo]", "foo"),
+        ("eval.questions=gone.jsonl", "gone.jsonl"),
+        ("train.start_from=gone", "gone"),
+    ],
+)
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_mistake_is_refused_before_any_work(
+    recipe: Path, finished: Path, tmp_path: Path, change: str, words: str, begun: bool
+) -> None:
+    """On a finished run nothing of it changes; on a new one nothing is written."""
+    folder = tmp_path / "runs" / "run"
+    if begun:
+        shutil.copytree(finished.parent, tmp_path / "runs", symlinks=True)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert words in refused("run", recipe, change, "--run-dir", folder)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_runs_are_listed_and_only_the_unused_is_freed(recipe: Path, finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished.parent, tmp_path / "runs", symlinks=True)
+    listed = works("runs", "--runs", tmp_path / "runs").stdout
+    assert "done" in listed and "medusa" in listed
+    assert "Nothing to delete" in works("gc", "--runs", tmp_path / "runs").stdout
+    works("train", recipe, "train.steps=5", "--run-dir", tmp_path / "runs" / finished.name)
+    dry = works("gc", "--runs", tmp_path / "runs", "--dry-run").stdout
+    assert "heads that no run refers to" in dry
+    assert dry == works("gc", "--runs", tmp_path / "runs", "--dry-run").stdout, "nothing was deleted"
+    declined = call("gc", "--runs", tmp_path / "runs", stdin="n\n").stdout
+    assert "Nothing was deleted" in declined
+    assert "Freed" in works("gc", "--runs", tmp_path / "runs", "--yes").stdout
+    assert "Nothing to delete" in works("gc", "--runs", tmp_path / "runs").stdout
+    assert "No folder at" in refused("runs", "--runs", tmp_path / "none")
 
 
 def test_an_unknown_target_is_refused(recipe: Path, tmp_path: Path) -> None:

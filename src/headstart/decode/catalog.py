@@ -40,13 +40,37 @@ def make_drafter(name: str, target: Target, heads: Drafter | None = None) -> Dra
     Raises:
         UserError: an unknown name or argument, no heads where they are asked for, or a draft model that does not fit.
     """
-    # A path or hub id may hold a plus sign of its own: only one before a known name joins.
-    names = re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
+    check_drafter(name)
+    names = _parts(name)
     if names == ["none"]:
         return None
-    if "none" in names:
-        raise UserError(f"The drafter {name!r} joins plain decoding with another.", "Leave out none.")
     return reduce(CombinedDrafter, [_single(part, target, heads) for part in names])
+
+
+def check_drafter(name: str) -> None:
+    """Refuse a name that stands for no drafter; nothing is loaded.
+
+    Raises:
+        UserError: an unknown name or argument.
+    """
+    names = _parts(name)
+    if "none" in names and len(names) > 1:
+        raise UserError(f"The drafter {name!r} joins plain decoding with another.", "Leave out none.")
+    for part in names:
+        kind, colon, argument = part.partition(":")
+        if kind not in DRAFTERS:
+            wrong = next((one for one in kind.split("+") if one not in DRAFTERS), kind)
+            inside = f" in {name!r}" if wrong != name else ""
+            raise UserError(f"Unknown drafter {wrong!r}{inside}.", nearest(wrong, DRAFTERS))
+        if colon and kind not in ("early-exit", "draft-model"):
+            raise UserError(f"The drafter {kind} takes no argument, and {part!r} gives one.", f"Write {kind}.")
+        if kind == "draft-model" and not argument:
+            raise UserError("The drafter draft-model names no model.", "Write draft-model:SPEC, such as a hub id.")
+
+
+def _parts(name: str) -> list[str]:
+    """The drafters that a name joins: a path or hub id may hold a plus sign of its own."""
+    return re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
 
 
 def describe() -> str:
@@ -60,12 +84,6 @@ def describe() -> str:
 
 def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
     kind, colon, argument = name.partition(":")
-    if kind not in DRAFTERS:
-        wrong = next((part for part in kind.split("+") if part not in DRAFTERS), kind)
-        inside = f" in {name!r}" if wrong != name else ""
-        raise UserError(f"Unknown drafter {wrong!r}{inside}.", nearest(wrong, DRAFTERS))
-    if colon and kind not in ("early-exit", "draft-model"):
-        raise UserError(f"The drafter {kind} takes no argument, and {name!r} gives one.", f"Write {kind}.")
     match kind:
         case "ngram":
             return NgramDrafter()
@@ -75,8 +93,6 @@ def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
             layers = _layers(argument, target) if colon else max(1, target.num_layers // 6)
             return DraftModelDrafter(early_exit(target, layers), target, name="early-exit")
         case "draft-model":
-            if not argument:
-                raise UserError("The drafter draft-model names no model.", "Write draft-model:SPEC, such as a hub id.")
             dtype = {kind: name for name, kind in DTYPES.items()}.get(target.dtype, "auto")
             return DraftModelDrafter(load_target(argument, dtype, str(target.device)), target)
     if heads is None:

@@ -40,15 +40,28 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     """Refuse now what would otherwise stop one of these stages after minutes of work.
 
     Raises:
-        UserError: a file that is missing or malformed, or a report without prompts to measure on.
+        UserError: settings of heads or training that cannot work, a file that is missing or malformed, a report without
+            prompts to measure on, or with a drafter that is none.
     """
     from headstart.data.questions import read_questions
+    from headstart.decode.catalog import check_drafter
+    from headstart.eval.compare import TREES, wanted
+    from headstart.eval.methods import ASSISTANT
+    from headstart.train.setup import check_heads, check_training
+
+    names = {stage.name for stage in stages}
+    check_heads(recipe)
+    if "train" in names:
+        check_training(recipe)
 
     prompts = Path(recipe.data.prompts).expanduser()
     if prompts.suffix in (".json", ".jsonl") and not prompts.is_file():
         raise UserError(f"No file at {recipe.data.prompts}.", "Check data.prompts; a relative path starts here.")
-    if all(stage.name != "eval" for stage in stages):
+    if "eval" not in names:
         return
+    for name in wanted(recipe.eval.compare, "heads"):
+        if name not in TREES and not name.startswith(ASSISTANT):
+            check_drafter(name)
     if recipe.eval.questions != "heldout":
         read_questions(Path(recipe.eval.questions).expanduser())
     elif not recipe.data.heldout:
