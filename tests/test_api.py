@@ -16,6 +16,7 @@ from transformers import MinNewTokensLengthLogitsProcessor
 import headstart
 from headstart.api import Decoder, TextPieces
 from headstart.decode.heads_drafter import HeadDrafter
+from headstart.decode.loop import Engine, Generation, Round
 from headstart.errors import UserError
 from headstart.hub import export_heads
 from headstart.target import Target, TreeShape
@@ -86,9 +87,19 @@ def test_generate_is_lossless_and_counts(decoder: Decoder) -> None:
         assert fast.text == plain.text
         assert fast.finish in ("end", "length")
         assert plain.tokens_per_round == 1.0
-        assert fast.tokens_per_round >= 1.0
-        assert fast.tokens_per_second > 0
-        assert fast.first_token_ms > 0
+        assert fast.drafter_error is None
+
+
+def test_the_figures_of_an_answer(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens in two rounds, the last one 40 ms after the call."""
+    rounds = [Round(4, 2, 1.0, 8.0, 1.0), Round(4, 1, 1.0, 8.0, 1.0)]
+    made = Generation([70, 71, 72, 73], "length", 10.0, [10.0, 30.0, 30.0, 40.0], rounds)
+    monkeypatch.setattr(Engine, "generate", lambda *_: [made])
+    answer = decoder.generate("Hello")
+    assert (answer.tokens, answer.finish, answer.first_token_ms) == ([70, 71, 72, 73], "length", 10.0)
+    assert answer.tokens_per_second == pytest.approx(100.0)
+    assert answer.tokens_per_round == 1.5
+    assert answer.text == decoder.target.tokenizer.decode([70, 71, 72, 73])
 
 
 @pytest.mark.parametrize("drafter", ["heads", "ngram", "lookahead", "early-exit:1", "heads+ngram", "none"])
@@ -127,7 +138,8 @@ def test_kinds_of_trees(tiny_target: Target) -> None:
     assert len(words) == 1
     untuned = Decoder(tiny_target, heads, shape)
     assert untuned.costs is None
-    assert untuned.drafter() is not None
+    alone = untuned.drafter()
+    assert isinstance(alone, HeadDrafter) and (alone.tree, alone.max_nodes) == ("static", shape.size)
     with pytest.raises(UserError, match="calibration is not whole"):
         Decoder(tiny_target, heads, shape, {"widths": [1]})
 

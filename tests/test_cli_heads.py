@@ -66,7 +66,9 @@ def test_a_run_stands_for_its_heads(heads: Path, run_folder: Path, questions: Pa
     assert "tokens/s" in works("chat", run_folder, "--max-new-tokens", 4, stdin="hello\n\n").stderr
     works("eval", run_folder, "--questions", questions, "--out", tmp_path / "out", "--max-new-tokens", 4, "--limit", 1)
     works("audit", run_folder, "--limit", 1, "--drafters", "static", "--max-new-tokens", 4, "--temperature", 0)
-    assert "Would upload 7 files" in works("push", run_folder, "user/name", "--dry-run").stdout
+    (run_folder / "heads" / "notes.txt").touch()
+    shown = works("push", run_folder, "user/name", "--dry-run").stdout
+    assert "Would upload 7 files" in shown and "notes.txt  left out" in shown
 
 
 def test_a_run_without_heads_is_refused(run_folder: Path) -> None:

@@ -76,7 +76,9 @@ def test_transformers_own_draft_model(tiny_target: Target, tiny_target_folder: P
     results = evaluate(tiny_target, decoder.drafter(), QUESTIONS, options)
     row = results["compare"][-1]
     assert row["name"] == name
-    assert row["tokens_per_second"] > 0
+    heads = results["compare"][0]
+    assert row["tested_over_it"]["mean"] == pytest.approx(heads["tokens_per_second"] / row["tokens_per_second"])
+    assert row["tokens_per_round"] is None, "transformers does not tell its rounds"
     assert row["divergences"]["count"] == 0
     with pytest.raises(UserError, match=r"one prompt at a time"):
         evaluate(tiny_target, None, QUESTIONS, EvalOptions(batch_size=2, compare=(name,)))

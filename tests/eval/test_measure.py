@@ -46,7 +46,6 @@ def test_schema(results: dict[str, Any]) -> None:
     assert results["schema_version"] == 1
     summary = results["summary"]
     assert set(summary["tokens_per_second"]) == set(METHODS)
-    assert all(speed > 0 for speed in summary["tokens_per_second"].values())
     for key in SPEEDUPS:
         ratio = summary[key]
         assert 0 < ratio["low"] <= ratio["mean"] <= ratio["high"], key
@@ -61,7 +60,7 @@ def test_schema(results: dict[str, Any]) -> None:
     assert summary["drafts_proposed"] == 3 * summary["rounds"]
     assert summary["predicted_speedup"] == 1.25
     assert summary["ttft_ms"]["transformers"]["p50"] <= summary["ttft_ms"]["transformers"]["p95"]
-    assert all(summary["inter_token_ms"][name]["p50"] > 0 for name in METHODS)
+    assert set(summary["inter_token_ms"]) == set(METHODS)
     assert [row["category"] for row in results["categories"]] == ["writing", "math"]
     assert [row["prompts"] for row in results["categories"]] == [2, 1]
     assert results["settings"]["heads_name"] == "tiny heads"
@@ -121,8 +120,16 @@ def test_sampling_compares_no_tokens(tiny_target: Target, drafter: HeadDrafter) 
         "margin_limit": None,
         "largest_margin": None,
     }
-    assert results["summary"]["speedup_vs_prompt_lookup"]["mean"] > 0
     assert len(results["per_prompt"]) == 2
+    rates = {
+        name: sum(row["tokens"][name] for row in results["per_prompt"])
+        / sum(row["seconds"][name] for row in results["per_prompt"])
+        for name in METHODS
+    }
+    ratio = rates["heads"] / rates["transformers_prompt_lookup"]
+    assert results["summary"]["speedup_vs_prompt_lookup"]["mean"] == pytest.approx(ratio), (
+        "sampling is timed all the same"
+    )
 
 
 def test_without_baselines(tiny_target: Target, drafter: HeadDrafter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -167,7 +168,8 @@ def test_a_warm_started_layer_is_the_targets_own_where_it_is_built_alike(kind: s
     heads = family("eagle3")(make_config({"family": "eagle3", "tap_layers": (1, 2)}, target))
     heads.warm_start(target)
     drafted = logits_of(heads, batch_of(heads))
-    assert drafted and all(logits.isfinite().all() for logits in drafted.values())
+    assert {step for step, _ in drafted} == set(range(heads.steps))
+    assert all(logits.isfinite().all() for logits in drafted.values())
     config = heads.config
     assert isinstance(config, LayerConfig)
     layer = DraftLayer(config, config.hidden_size)
@@ -225,7 +227,12 @@ def test_every_kind_of_rotary_positions_that_is_taken_can_be_computed(kind: str,
     config = make_config({"family": "eagle", "rope_parameters": settings}, target)
     assert isinstance(config, LayerConfig)
     cos, _ = Rotary(config).at(torch.tensor([[200]]), torch.float32, 201)
-    assert cos.shape == (1, 1, 16) and cos.isfinite().all()
+    # Of 8 frequencies the first turns by 1 a position and the last by 1e4 ** (-7 / 8). All kinds stretch slow turns by
+    # the factor, linear the fast ones too; yarn makes everything a little larger.
+    fast, slow = (100 if kind == "linear" else 200), 100 * 1e4 ** (-7 / 8)
+    scale = 1 + 0.1 * math.log(2) if kind == "yarn" else 1.0
+    found = cos[0, 0, [0, 7, 8, 15]].tolist()
+    assert found == pytest.approx([scale * math.cos(turn) for turn in (fast, slow, fast, slow)], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -295,8 +295,14 @@ def test_missing_package_says_how_to_install(monkeypatch: pytest.MonkeyPatch) ->
         load_target("smollm2-135m")
 
 
-def test_dtype_names() -> None:
+def test_dtype_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_dtype("float32", torch.device("cpu")) == torch.float32
-    assert pick_dtype("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
+    for capabilities, dtype in (
+        ({}, torch.float32),
+        ({"avx512_bf16": False, "amx_bf16": True}, torch.bfloat16),
+        ({"avx2": True}, torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
+        assert pick_dtype("auto", torch.device("cpu")) == dtype, capabilities
     with pytest.raises(UserError, match="Did you mean 'bfloat16'"):
         pick_dtype("bfloat", torch.device("cpu"))
