@@ -61,10 +61,11 @@ class Lessons:
     texts: list[Conversation]
 
 
-def options_of(doc: str | None, out: Path, dtype: str = "auto") -> argparse.ArgumentParser:
-    """A parser with what these benchmarks have in common: whose data, where to, which target, how much."""
+def options_of(doc: str | None, out: Path, dtype: str = "auto", runs: bool = True) -> argparse.ArgumentParser:
+    """A parser with what these benchmarks have in common: whose data (with `runs`), where to, which target."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="whose conversations to learn from")
+    if runs:
+        parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="whose conversations to use")
     parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for our recipes")
     parser.add_argument("--limit", type=int, help="questions of each file at most")

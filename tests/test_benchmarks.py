@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from headstart.data.conversations import Conversation, write_conversations
 from headstart.errors import UserError
+from headstart.pipeline.layout import CONVERSATIONS
+from headstart.target import Target
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 TRAIN = "train: {batch_tokens: 256, eval_every: 2, mixed_precision: 'no'}\ntune: {widths: [1, 4]}\n"
@@ -44,6 +48,24 @@ def place(tmp_path: Path) -> Path:
             texts.append(Conversation(f"c{number}", tokens, [place > 8 for place in range(30)], []))
         write_conversations(tmp_path / "run" / "data" / "conversations" / f"{split}.jsonl", texts)
     return tmp_path
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
+def test_a_script_finds_what_it_imports_and_says_what_it_does(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "arms", raising=False)
+    for name in ("economize", "economize.techniques", "economize.techniques.eagle3", "economize.train"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())  # another library, in an environment of its own
+    monkeypatch.setattr(sys, "argv", [str(file), "--help"])
+    if 'if __name__ == "__main__"' not in file.read_text():
+        runpy.run_path(str(file), run_name=file.stem)
+        return
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(file), run_name="__main__")
+    assert ended.value.code == 0
+    assert "usage:" in capsys.readouterr().out
 
 
 def common(place: Path, target: Path) -> list[str]:
@@ -98,3 +120,27 @@ def test_published_recipe(place: Path, tiny_target_folder: Path, monkeypatch: py
     assert ours["parameters"] == published["parameters"] and ours["steps"] == published["steps"] == 2
     assert set(ours["judged"]) == {"asked", "held-out conversations"}
     assert "ours accepts" in (place / "out" / "published.md").read_text()
+
+
+def test_prompt_breadth(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.data.selfprompt.acceptable", lambda text, special: True)
+    # A random model seldom writes the token that ends a turn.
+    monkeypatch.setattr(Target, "end_tokens", frozenset(range(0, 300, 9)))
+    arguments = [str(place / "asked.jsonl"), "--recipe", str(place / "eagle3.yaml"), "--steps", "2", "--limit", "2"]
+    arguments += ["--max-new-tokens", "12", "--chain", "2", "--out", str(place / "out"), "--dtype", "float32"]
+    arguments += ["--target", str(tiny_target_folder), "--data-minutes", "5", "--set"]
+    arguments += ["data.conversations=6", "data.calibration=4", "data.batch_size=8", "data.max_new_tokens=16"]
+    script("prompt_breadth", monkeypatch).main(arguments)
+    arms = json.loads((place / "out" / "breadth.json").read_text())
+    assert list(arms) == ["none", "broad"]
+    for found in arms.values():
+        assert found["conversations"] == 6 and 6 <= found["answer_tokens"] <= 6 * 16 and found["steps"] == 2
+        assert 1 <= found["questions_chain"]["tau"] <= 3
+        assert 1 <= found["questions_tree_tau"] <= 3
+    asked = {
+        arm: (place / "out" / arm / CONVERSATIONS / "train.jsonl").read_text().splitlines() for arm in ("none", "broad")
+    }
+    assert asked["none"] != asked["broad"]
+    monkeypatch.setattr(sys.modules["arms"], "train", None)  # whoever trains again fails
+    sys.modules["prompt_breadth"].main(arguments)
+    assert json.loads((place / "out" / "breadth.json").read_text()) == arms

@@ -30,8 +30,8 @@ def _two_threads() -> Iterator[None]:
 def test_two_lanes_write_what_one_writes(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = DataSection(
         conversations=10,
-        heldout=3,
-        calibration=3,
+        heldout=5,
+        calibration=5,
         batch_size=4,
         max_new_tokens=8,
         openers="none",
@@ -54,6 +54,7 @@ def test_two_lanes_write_what_one_writes(tiny_target: Target, tmp_path: Path, mo
     assert {"lane_0", "lane_1"} <= set(writers)
     writers.clear()
     monkeypatch.setattr("headstart.data.lanes._MOST", 1)
+    torch.set_num_threads(1)
     assert build_conversations(tiny_target, section, tmp_path / "one") == both
     assert set(writers) == {threading.main_thread().name}
 
