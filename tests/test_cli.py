@@ -343,7 +343,9 @@ def test_heads_for_another_model_are_refused(heads: Path, tmp_path: Path, tiny_t
     shutil.copytree(tiny_target_folder, other)
     weights = load_file(other / "model.safetensors")
     save_file({name: tensor + 0.125 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    assert "another model" in refused("generate", heads, "--prompt", "hello", "--target", other)
+    arguments = ("generate", heads, "--prompt", "hello", "--max-new-tokens", 4, "--target", other)
+    assert "another model" in refused(*arguments)
+    assert call(*arguments, "--any-target").exit_code == 0
 
 
 def test_a_tree_deeper_than_the_heads_is_refused(heads: Path) -> None:

@@ -106,6 +106,34 @@ def tiny_model(kind: str, seed: int = 0, vocab_size: int = 101, max_length: int 
     return model.float().eval()
 
 
+class PackedLinear(torch.nn.Module):
+    """A linear layer as quantisers leave it: neither the dtype nor the shape of its weight is that of the matrix."""
+
+    def __init__(self, linear: torch.nn.Linear, bits: int = 8) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.scale = torch.nn.Buffer(weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1))
+        self.weight = torch.nn.Parameter((weight / self.scale).round().to(torch.int8).view(-1, 1), requires_grad=False)
+
+    def whole(self) -> torch.Tensor:
+        """The matrix that the layer multiplies with."""
+        return self.weight.view(self.out_features, self.in_features) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.whole().to(x.dtype), self.bias)
+
+
+def packed_model(model: Any, bits: int) -> Any:
+    """The same model with the linear maps of its layers packed, in place."""
+    for layer in model.get_decoder().layers:
+        for module in list(layer.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(module, name, PackedLinear(child, bits))
+    return model
+
+
 def tiny_tokenizer(chat_template: str | None = CHATML, special: tuple[str, ...] = SPECIAL) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of about 300 tokens: any text round-trips.
 

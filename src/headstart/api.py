@@ -96,6 +96,7 @@ def load(
     revision: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
+    any_target: bool = False,
 ) -> Decoder:
     """Load heads and the model they belong to.
 
@@ -106,6 +107,8 @@ def load(
         revision: branch, tag or commit of the heads, when they come from the Hub.
         dtype: of the model and the heads, see `load_target`; a model that is loaded already keeps its own.
         device: likewise.
+        any_target: take a target that does not look like the one the heads were trained on, if its sizes fit; the
+            text stays the target's own, and fewer drafts may be accepted.
 
     Raises:
         UserError: no such heads, files that are cut short, a target that cannot be loaded, or one that the heads were
@@ -120,7 +123,7 @@ def load(
     check_folder(folder)
     if not isinstance(target, Target):
         target = load_target(target or _named_target(folder), dtype, device)
-    return Decoder(target, *read_heads(folder, target))
+    return Decoder(target, *read_heads(folder, target, any_target))
 
 
 class Decoder:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from headstart.cli_options import (
+    AnyTarget,
     AuditDrafters,
     BatchSize,
     Compare,
@@ -74,6 +75,7 @@ def evaluate(
     multi_turn: MultiTurn = False,
     seed: Seed = 0,
     target: TargetOption = None,
+    any_target: AnyTarget = False,
     revision: Revision = None,
 ) -> None:
     """Measure heads on a question file against plain decoding, transformers, and other drafters.
@@ -107,7 +109,7 @@ def evaluate(
         verifier=verifier,
         draft=draft.mode,
     )
-    results = report(load_decoder(heads, target, revision, dtype), asked, options, out, console)
+    results = report(load_decoder(heads, target, revision, dtype, any_target), asked, options, out, console)
     show_summary(results, f"{heads} on {questions.name}", console)
     show_compare(results, console)
     say(console, ("Report", out / "report.html"))
@@ -127,6 +129,7 @@ def audit(
     verifier: Verifiers = None,
     seed: Seed = 0,
     target: TargetOption = None,
+    any_target: AnyTarget = False,
     revision: Revision = None,
 ) -> None:
     """Prove that drafts change nothing, on your own target and heads, in float32; exits with 1 if they do.
@@ -155,7 +158,7 @@ def audit(
         seed=seed,
         heads_name=heads,
     )
-    decoder = load_decoder(heads, target, revision, Dtype.float32)
+    decoder = load_decoder(heads, target, revision, Dtype.float32, any_target)
     prompts = [decoder.tokens(text) for text in (asked or PROMPTS)[:limit]]
     results = run_audit(decoder, prompts, options, console)
     if out is not None:
@@ -185,6 +188,7 @@ def generate(
     verifier: VerifierName = "auto",
     dtype: DtypeOption = Dtype.auto,
     target: TargetOption = None,
+    any_target: AnyTarget = False,
     revision: Revision = None,
 ) -> None:
     """Answer one prompt; the text goes to stdout, the figures to stderr.
@@ -193,7 +197,7 @@ def generate(
     """
     if not (prompt if raw else prompt.strip()):
         raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
-    decoder = load_decoder(heads, target, revision, dtype)
+    decoder = load_decoder(heads, target, revision, dtype, any_target)
     stream = decoder.stream(
         prompt,
         max_new_tokens=max_new_tokens,
@@ -230,13 +234,14 @@ def chat(
     verifier: VerifierName = "auto",
     dtype: DtypeOption = Dtype.auto,
     target: TargetOption = None,
+    any_target: AnyTarget = False,
     revision: Revision = None,
 ) -> None:
     """Talk with the target; after each answer its tokens/s and accepted length (τ).
 
     Example: headstart chat runs/quickstart
     """
-    decoder = load_decoder(heads, target, revision, dtype)
+    decoder = load_decoder(heads, target, revision, dtype, any_target)
     console = Console()
     console.print(f"{decoder.target.name}. Empty line or Ctrl-D ends, /new forgets what was said.", style="dim")
     opening = [{"role": "system", "content": system}] if system else []
@@ -272,13 +277,15 @@ def chat(
         messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def load_decoder(heads: str, target: str | None, revision: str | None, dtype: Dtype) -> Decoder:
+def load_decoder(
+    heads: str, target: str | None, revision: str | None, dtype: Dtype, any_target: bool = False
+) -> Decoder:
     """Heads and their target, ready to generate; a spinner says that it takes a while."""
     console = Console(stderr=True)
     with console.status("loading"):
         from headstart.api import load
 
-        return load(heads, target, revision, dtype.value)
+        return load(heads, target, revision, dtype.value, any_target=any_target)
 
 
 def _check_out(out: Path, files: Sequence[str], overwrite: bool) -> None:

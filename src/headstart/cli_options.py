@@ -16,6 +16,7 @@ class Dtype(StrEnum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class TreeChoice(StrEnum):
@@ -74,6 +75,9 @@ Heads = Annotated[
 ]
 TargetOption = Annotated[
     str | None, typer.Option("--target", help="Where the target is, when it is not where the heads say.")
+]
+AnyTarget = Annotated[
+    bool, typer.Option("--any-target", help="Take a target that the heads were not trained on, if its sizes fit.")
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of heads on the Hub.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="auto is bfloat16 where the machine is fast at it.")]

@@ -16,7 +16,7 @@ from headstart.heads.io import load_heads, save_heads
 from headstart.hub import check_folder, export_heads, read_heads, target_spec
 from headstart.target import Target
 from tests.hub.helpers import TUNING, export, make_heads
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import packed_model, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -90,6 +90,54 @@ def test_another_target_is_refused_by_both_names(folder: Path, tiny_target: Targ
     other = Target(tiny_model("llama", seed=1, vocab_size=tiny_target.vocab_size), None, "other-model")
     with pytest.raises(UserError, match=r"trained on tiny .*other-model .* is another model"):
         read_heads(folder, other)
+
+
+@pytest.mark.parametrize("rounding", ["bfloat16", "float16", "8 bits", "4 bits"])
+def test_every_rounding_of_the_target_is_the_target(folder: Path, tiny_target: Target, rounding: str) -> None:
+    def rounded(seed: int) -> Target:
+        model = tiny_model("llama", seed=seed, vocab_size=tiny_target.vocab_size, max_length=1024)
+        if rounding.endswith("bits"):
+            model = packed_model(model.bfloat16(), int(rounding[0]))
+        else:
+            model.to(getattr(torch, rounding))
+        return Target(model, tiny_tokenizer(), "copy")
+
+    heads, _, _ = read_heads(folder, rounded(0))
+    assert {parameter.dtype for parameter in heads.parameters()} <= {torch.bfloat16, torch.float16}
+    with pytest.raises(UserError, match="is another model: it has other weights"):
+        read_heads(folder, rounded(1))
+
+
+def test_other_norms_or_tokens_make_another_model(folder: Path, tiny_target: Target) -> None:
+    model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
+    renamed = Target(model, tiny_tokenizer(special=("<a>", "<b>", "<c>")), "renamed")
+    assert read_heads(folder, renamed)[0].family == "medusa", "the same weights are the same model"
+    model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024).half()
+    with pytest.raises(UserError, match="its tokenizer has other tokens"):
+        read_heads(folder, Target(model, tiny_tokenizer(special=("<a>", "<b>", "<c>")), "renamed"))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "embed" in name:
+            parameter.data *= 1.1  # a tuned model: its packed layers alone would not tell
+    with pytest.raises(UserError, match="it has other weights"):
+        read_heads(folder, Target(packed_model(model, 4), tiny_tokenizer(), "tuned"))
+
+
+def test_any_target_takes_what_fits(folder: Path, tiny_target: Target) -> None:
+    other = Target(tiny_model("llama", seed=1, vocab_size=tiny_target.vocab_size), None, "other-model")
+    with pytest.raises(UserError, match=r"any_target=True \(--any-target\)"):
+        read_heads(folder, other)
+    assert read_heads(folder, other, any_target=True)[0].family == "medusa"
+    narrow = Target(tiny_model("llama", vocab_size=61), None, "narrow")
+    with pytest.raises(UserError, match="over 61"):
+        read_heads(folder, narrow, any_target=True)
+
+
+def test_folders_without_a_sketch_go_by_the_fingerprint(folder: Path, tiny_target: Target) -> None:
+    edit(folder / "config.json", lambda config: config["target"].pop("sketch"))
+    assert read_heads(folder, tiny_target)[0].family == "medusa"
+    copy = Target(tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024).half(), None, "copy")
+    with pytest.raises(UserError, match=r"did not note how to know it in another dtype.*--any-target"):
+        read_heads(folder, copy)
 
 
 def test_raw_heads_of_another_size_are_refused(tmp_path: Path, tiny_target: Target) -> None:

@@ -15,7 +15,7 @@ from headstart.target import FINAL, DraftTree, Target, TreeShape, load_target
 from headstart.target.attention import TreeMask, _reference
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.loading import pick_dtype
-from tests.tiny import KINDS, tiny_model
+from tests.tiny import KINDS, PackedLinear, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8]]
 
@@ -88,6 +88,19 @@ def test_cache_never_overruns() -> None:
     cache = target.new_cache(1, 4)
     with pytest.raises(RuntimeError, match="cannot take 7"):
         target.prefill(cache, TEXTS[:1])
+
+
+def test_float16_holds_the_weights_or_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "small")
+    tiny_tokenizer().save_pretrained(tmp_path / "small")
+    target = load_target(str(tmp_path / "small"), "float16", "cpu")
+    assert (target.dtype, target.kv_layers[0].dtype) == (torch.float16, torch.float16)
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = 70_000
+    model.save_pretrained(tmp_path / "large")
+    tiny_tokenizer().save_pretrained(tmp_path / "large")
+    with pytest.raises(UserError, match=r"ends at 65504, and .*layers.1.mlp.up_proj.weight"):
+        load_target(str(tmp_path / "large"), "float16", "cpu")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -190,23 +203,6 @@ def test_the_stock_model_in_another_thread_is_not_disturbed(kind: str) -> None:
     assert torch.equal(beside[0], alone)
     for ours, again in zip(first, target.hidden_states(TEXTS, (FINAL, 1)), strict=True):
         assert all(torch.equal(ours[tap], again[tap]) for tap in (1, FINAL))
-
-
-class PackedLinear(torch.nn.Module):
-    """An LM head in 8 bits, two numbers a byte pair: neither its dtype nor its shape is that of the weights."""
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.detach()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.scale = torch.nn.Buffer(weight.abs().amax(1, keepdim=True) / 127)
-        self.weight = torch.nn.Parameter((weight / self.scale).round().to(torch.int8).view(-1, 1), requires_grad=False)
-
-    def whole(self) -> torch.Tensor:
-        return self.weight.view(self.out_features, self.in_features) * self.scale
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.whole().to(x.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,6 +1,7 @@
 """Our folder format: everything that decoding with heads needs, in five files and a folder.
 
-    config.json         format version, the target (what to load, name, fingerprint), the heads' family and settings
+    config.json         format version, the target (what to load, name, fingerprint and sketch: which model it is), the
+                        heads' family and settings
     heads.safetensors   the heads' parameters and draft vocabulary
     tree.json           the tuned tree, as rank paths; no paths means that plain decoding is fastest
     calibration.json    what the tree follows from: costs and acceptance as measured, and on which machine
@@ -54,7 +55,8 @@ def export_heads(
     Args:
         folder: where to.
         heads: trained heads; they are kept in the dtype they have.
-        target: the model they were trained on; its fingerprint is kept, and no other model is accepted at loading.
+        target: the model they were trained on; its fingerprint and sketch are kept, and no other model is accepted at
+            loading.
         tuning: `Tuning.to_json()`; `paths` go to tree.json, the rest to calibration.json.
         facts: for the model card, see `headstart.hub.card.write_card`.
 
@@ -72,6 +74,7 @@ def export_heads(
             "spec": _absolute(identity.spec),
             "name": _display_name(identity.spec, identity.name),
             "fingerprint": identity.fingerprint,
+            "sketch": target.sketch(),
         },
         "heads": settings_of(heads),
         "training": dict(facts.get("training") or {}),
@@ -89,12 +92,13 @@ def export_heads(
     write_atomic(folder, write)
 
 
-def read_heads(folder: Path, target: Target) -> tuple[DraftHead, TreeShape, dict[str, Any]]:
+def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[DraftHead, TreeShape, dict[str, Any]]:
     """Read an exported folder, ready to decode with.
 
     Args:
         folder: what `export_heads` wrote.
-        target: the model the heads were trained on, in any dtype.
+        target: the model the heads were trained on, in any dtype or with its layers in 8 or 4 bits.
+        any_target: take any target whose sizes fit.
 
     Returns:
         The heads (frozen, in the target's dtype and on its device), the tree, and the calibration with the tree's
@@ -105,13 +109,8 @@ def read_heads(folder: Path, target: Target) -> tuple[DraftHead, TreeShape, dict
             the tree is deeper or wider than the heads.
     """
     config = read_config(folder)
-    ours, given = config["target"], target.identity()
-    if given.fingerprint != ours["fingerprint"]:
-        raise UserError(
-            f"The heads in {folder} were trained on {ours['name']} (fingerprint {ours['fingerprint'][:12]}), and "
-            f"{given.name} (fingerprint {given.fingerprint[:12]}) is another model.",
-            f"Load {ours['name']}, or train heads for {given.name}.",
-        )
+    if not any_target:
+        _check_target(folder, config["target"], target)
     heads = build_heads(config["heads"], folder / WEIGHTS, target)
     tree = read_json(folder / TREE)
     shape = _shape(tree, heads, folder)
@@ -120,6 +119,26 @@ def read_heads(folder: Path, target: Target) -> tuple[DraftHead, TreeShape, dict
         raise _not_ours(folder / CALIBRATION)
     heads = heads.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     return heads, shape, {**calibration, "paths": [list(path) for path in shape.paths]}
+
+
+def _check_target(folder: Path, trained_on: Mapping[str, Any], target: Target) -> None:
+    """Refuse a model that the heads were not trained on; every rounding of the same model passes."""
+    given = target.identity()
+    if given.fingerprint == trained_on["fingerprint"]:
+        return
+    drawn = trained_on.get("sketch")
+    if drawn is None:
+        why = "the heads were exported by a headstart that did not note how to know it in another dtype"
+    elif (found := target.differs_from(drawn)) is None:
+        return
+    else:
+        why = found
+    raise UserError(
+        f"The heads in {folder} were trained on {trained_on['name']} (fingerprint {trained_on['fingerprint'][:12]}), "
+        f"and {given.name} (fingerprint {given.fingerprint[:12]}) is another model: {why}.",
+        f"Load {trained_on['name']}, or train heads for {given.name}. To try all the same, pass any_target=True "
+        "(--any-target): the text stays the target's own, and fewer drafts may be accepted.",
+    )
 
 
 def target_spec(folder: Path) -> tuple[str, str, str]:

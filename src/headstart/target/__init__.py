@@ -2,9 +2,10 @@
 
 from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL
+from headstart.target.identity import Identity
 from headstart.target.lm_head import Finish
 from headstart.target.loading import load_target
-from headstart.target.model import Identity, Target, TargetOutput
+from headstart.target.model import Target, TargetOutput
 from headstart.target.tree import DraftTree, TreeShape
 
 __all__ = [

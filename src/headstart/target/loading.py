@@ -18,8 +18,8 @@ from headstart.errors import UserError, nearest
 from headstart.files import need_disk, write_atomic
 from headstart.target.model import Target
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""float16 is left out: it cannot hold every bfloat16 weight, and heads would meet a model they did not learn from."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""float16 is for decoding: it holds finer numbers than bfloat16, but none above 65504, see `_check_range`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
 
     Args:
         spec: a packaged name ("smollm2-135m"), a folder with a transformers model, a .gguf file, or a hub id.
-        dtype: "auto" (bfloat16 where the machine is fast at it, else float32), "float32" or "bfloat16".
+        dtype: "auto" (bfloat16 where the machine is fast at it, else float32), "float32", "bfloat16" or "float16".
         device: "auto" (CUDA when there is one), or a torch device.
         revision: of a hub id.
 
@@ -71,8 +71,11 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.logging.enable_progress_bar()
+    if kind == torch.float16:
+        _check_range(model, spec)
     # Only the place: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
-    return Target(model.to(where), tokenizer, spec)
+    # Quantised models come with a place.
+    return Target(model if getattr(model, "hf_device_map", None) else model.to(where), tokenizer, spec)
 
 
 def _dequantised(folder: Path, gguf: str) -> Path:
@@ -105,6 +108,15 @@ def _dequantised(folder: Path, gguf: str) -> Path:
             if not place.is_dir():
                 write_atomic(place, convert)
     return place
+
+
+def _check_range(model: torch.nn.Module, spec: str) -> None:
+    """Refuse weights that float16 has made infinite."""
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise UserError(
+                f"float16 ends at 65504, and {name} of {spec} has larger numbers.", "Use bfloat16 or float32."
+            )
 
 
 def pick_device(device: str) -> torch.device:

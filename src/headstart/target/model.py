@@ -5,10 +5,9 @@ Shape suffixes: B rows, T tokens of one forward, V vocabulary, E hidden size, S 
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +22,7 @@ from headstart.errors import UserError
 from headstart.target.attention import Running, TreeMask, run
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.fitting import FINAL, Fitting
+from headstart.target.identity import Identity, differs, fingerprint, sketch
 from headstart.target.lm_head import Finish, plain_weight, unpacked
 from headstart.target.tree import DraftTree, TreeShape
 
@@ -46,22 +46,6 @@ class TargetOutput:
 
     logits_BTV: Tensor
     taps: dict[int, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Which model this is.
-
-    Attributes:
-        spec: what to pass to `load_target` to get it again (a short name, a hub id or a folder).
-        name: what people call it.
-        fingerprint: hash of the architecture and of sampled weights rounded to bfloat16; equal for the same weights
-            in float32 and bfloat16.
-    """
-
-    spec: str
-    name: str
-    fingerprint: str
 
 
 class Target:
@@ -149,15 +133,20 @@ class Target:
         return dict(count)
 
     def identity(self) -> Identity:
-        """Name and fingerprint; loading heads against another model is refused by it."""
-        digest = hashlib.sha256()
-        digest.update(f"{self.config.model_type} {self.num_layers} {self.hidden_size} {self.vocab_size}".encode())
-        for name, parameter in sorted(self.model.named_parameters()):
-            flat = parameter.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.bfloat16)
-            digest.update(f"{name} {tuple(parameter.shape)}".encode())
-            digest.update(sample.view(torch.int16).numpy().tobytes())
-        return Identity(self.spec, self.name, digest.hexdigest()[:32])
+        """Name and fingerprint."""
+        return Identity(self.spec, self.name, fingerprint(self.model, self._architecture))
+
+    def sketch(self) -> dict[str, Any]:
+        """What tells this model, in any rounding, from others; for JSON. See `differs_from`."""
+        return sketch(self.model, self.tokenizer, self._architecture)
+
+    def differs_from(self, drawn: Mapping[str, Any]) -> str | None:
+        """In what this model differs from one that was sketched, but for rounding; None in nothing that shows."""
+        return differs(drawn, self.model, self.tokenizer, self._architecture)
+
+    @property
+    def _architecture(self) -> str:
+        return f"{self.config.model_type} {self.num_layers} {self.hidden_size} {self.vocab_size}"
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
