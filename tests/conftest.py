@@ -40,3 +40,9 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def real_target() -> Target:
     """The packaged SmolLM2-135M in bfloat16, for tests marked `real`."""
     return load_target("smollm2-135m", dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def tuned_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of heads hold on every machine, so that no test depends on its speed; a module may override this."""
+    monkeypatch.setattr("headstart.api.tuned_here", lambda tuning, *_: tuning)
