@@ -111,3 +111,9 @@ def real_target() -> Target:
     from headstart.target import load_target
 
     return load_target("smollm2-135m", dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def tuned_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of heads hold on every machine, so that no test depends on its speed; a module may override this."""
+    monkeypatch.setattr("headstart.api.tuned_here", lambda tuning, *_: tuning)

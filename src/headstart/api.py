@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import queue
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_args
 
 from headstart.data.conversations import Message, prompt_tokens
-from headstart.decode.budget import Costs, Mode
+from headstart.decode.budget import Mode
 from headstart.decode.catalog import DEFAULT, make_drafter
+from headstart.decode.costs import Conditions, Costs
 from headstart.decode.drafters import Drafter
 from headstart.decode.heads_drafter import HeadDrafter, Tree
+from headstart.decode.here import tuned_here
 from headstart.decode.loop import DecodeOptions, Engine, Generation, OnTokens, check
 from headstart.decode.sampling import Processor
 from headstart.decode.tune import Tuning
@@ -147,12 +150,19 @@ class Decoder:
         self.shape = shape
         self.calibration = calibration or {}
         self.tuning = _tuning(self.calibration)
-        self._engines: dict[tuple[str, Tree | None], Engine] = {}
+        self._engines: dict[tuple[str, Tree | None, bool], Engine] = {}
+        self._conditions: Conditions | None = None
+        self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
+        self._lock = threading.RLock()
 
     @property
     def costs(self) -> Costs | None:
-        """Measured costs of verifying, which the number of drafts follows; None without a calibration."""
-        return self.tuning.costs if self.tuning else None
+        """What drafting and verifying cost here, which the number of drafts follows; None without a calibration.
+
+        Heads that were tuned under other conditions are measured the first time that this is asked for.
+        """
+        here = self._tuned_here()
+        return here.costs if here else None
 
     def drafter(self, name: str = "heads", tree: Tree | None = None) -> Drafter | None:
         """A drafter by its name, see `GenerateOptions`; None decodes plainly.
@@ -160,19 +170,26 @@ class Decoder:
         Raises:
             UserError: no such drafter, one that cannot draft for this target, or heads not tuned for such trees.
         """
-        if tree not in (None, *TREES):
-            raise UserError(f"Unknown tree {tree!r}.", nearest(str(tree), TREES))
-        parts = name.split("+")
-        heads = self._heads(tree) if "heads" in parts else None
-        if "heads" in parts and heads is None:  # no tree pays: whatever else was asked for drafts alone
-            name = "+".join(part for part in parts if part != "heads") or "none"
-        return make_drafter(name, self.target, heads)
+        return self._drafter(name, tree, self._tuned_here() if "heads" in name.split("+") else None)
 
-    def engine(self, drafter: str = DEFAULT, tree: Tree | None = None) -> Engine:
-        """The decode loop with a drafter, see `drafter`; made once, so that a draft model is loaded once."""
-        if (drafter, tree) not in self._engines:
-            self._engines[drafter, tree] = Engine(self.target, self.drafter(drafter, tree), self.costs)
-        return self._engines[drafter, tree]
+    def engine(self, drafter: str = DEFAULT, tree: Tree | None = None, drafts: bool = True) -> Engine:
+        """The decode loop with a drafter, see `drafter`; made once, so that a draft model is loaded once.
+
+        Costs are measured here where they have to be, before the clock of an answer starts.
+
+        Args:
+            drafter: its name.
+            tree: how heads draft.
+            drafts: whether it will ever draft. Plain decoding needs no costs.
+        """
+        drafts = drafts and drafter != "none"
+        with self._lock:
+            tuning = self._tuned_here() if drafts else self._here or self.tuning
+            key = (drafter, tree, drafts)
+            if key not in self._engines:
+                costs = tuning.costs if tuning and drafts else None
+                self._engines[key] = Engine(self.target, self._drafter(drafter, tree, tuning), costs)
+            return self._engines[key]
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Answer:
         """Answer one prompt.
@@ -197,7 +214,7 @@ class Decoder:
         decoding = _decoding(options)
         tokens = [self.tokens(prompt, options.get("raw", False)) for prompt in prompts]
         check(self.target, tokens, decoding)
-        engine = self.engine(options.get("drafter", DEFAULT), options.get("tree"))
+        engine = self.engine(options.get("drafter", DEFAULT), options.get("tree"), options.get("draft") != "off")
         return [self._answer(generation) for generation in engine.generate(tokens, decoding)]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
@@ -216,7 +233,7 @@ class Decoder:
         decoding = _decoding(options)
         tokens = self.tokens(prompt, options.get("raw", False))
         check(self.target, [tokens], decoding)
-        engine = self.engine(options.get("drafter", DEFAULT), options.get("tree"))
+        engine = self.engine(options.get("drafter", DEFAULT), options.get("tree"), options.get("draft") != "off")
         pieces = TextPieces(tokenizer, self.target.end_tokens)
         return Stream(lambda on_tokens: self._answer(engine.generate([tokens], decoding, on_tokens)[0]), pieces)
 
@@ -262,9 +279,32 @@ class Decoder:
             )
         return ids
 
-    def _heads(self, tree: Tree | None) -> HeadDrafter | None:
-        if self.tuning is not None:
-            return self.tuning.drafter(self.heads, tree)
+    def _tuned_here(self) -> Tuning | None:
+        """The tuning with costs that hold here and now, measured once for each set of conditions."""
+        if self.tuning is None:
+            return None
+        with self._lock:
+            conditions = Conditions.of(self.target)
+            if conditions != self._conditions:
+                if self._conditions is None and self.tuning.lacks:
+                    print(f"{self.tuning.lacks} Better: headstart tune", file=sys.stderr)
+                self._here = tuned_here(self.tuning, self.heads, self.target, conditions)
+                self._conditions = conditions
+                self._engines.clear()
+            return self._here
+
+    def _drafter(self, name: str, tree: Tree | None, tuning: Tuning | None) -> Drafter | None:
+        if tree not in (None, *TREES):
+            raise UserError(f"Unknown tree {tree!r}.", nearest(str(tree), TREES))
+        parts = name.split("+")
+        heads = self._heads(tree, tuning) if "heads" in parts else None
+        if "heads" in parts and heads is None:  # no tree pays: whatever else was asked for drafts alone
+            name = "+".join(part for part in parts if part != "heads") or "none"
+        return make_drafter(name, self.target, heads)
+
+    def _heads(self, tree: Tree | None, tuning: Tuning | None) -> HeadDrafter | None:
+        if tuning is not None:
+            return tuning.drafter(self.heads, tree)
         return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
 
     def _answer(self, generation: Generation) -> Answer:

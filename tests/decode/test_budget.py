@@ -61,6 +61,7 @@ def test_trees_with_drawn_children_are_never_pruned() -> None:
 
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
+    """A round costs .14 tokens: those that bring nothing come to less than 3 % of all rounds' time."""
     pace = Pace(REAL, "auto", 1, draft_ms=1.6)
     shape = TreeShape.chain(4)
     drafted = 0
@@ -70,7 +71,7 @@ def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
             pace.note(DraftTree.from_shape(torch.zeros(1, 5, dtype=torch.long), shape), [1 + accepted])
         else:
             pace.note(root_only(torch.tensor([0])), [1])
-    assert drafted == 300 if accepted else drafted < 25
+    assert drafted == 300 if accepted else 0.14 * drafted < 0.03 * 300
 
 
 def test_a_few_rounds_without_luck_are_forgiven() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headstart.decode.costs import Costs
 from headstart.decode.drafters import Request
 from headstart.decode.loop import DecodeOptions, Engine
 from headstart.decode.memory import reserve
@@ -98,3 +101,39 @@ def test_a_narrow_budget_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     outputs = Engine(target, ReplayDrafter(plain, 61, 0.8)).generate(TEXTS, OPTIONS)
     assert [row.tokens for row in outputs] == plain
     assert max(round.nodes for row in outputs for round in row.rounds) == 3
+
+
+# -- what was learned ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Ticks as given, whatever is done."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.now, self.steps = 0.0, itertools.cycle(seconds)
+
+    def __call__(self) -> float:
+        self.now += next(self.steps)
+        return self.now
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine where everything takes as long as everything else, and on one where drafts take for ever."""
+    target = Target(tiny_model("llama", vocab_size=61))
+    known = [row.tokens for row in Engine(target).generate(TEXTS, OPTIONS)]
+    options = replace(OPTIONS, temperature=temperature, seed=3)
+    found = []
+    for ticks, earlier in (((1e-3,), 0), ((1e-3, 1.0, 1e-3, 1e-3), 3)):
+        monkeypatch.setattr("headstart.decode.loop.perf_counter", Clock(*ticks))
+        drafter = ReplayDrafter(known, 61, 1.0)
+        engine = Engine(target, drafter, Costs((1, 64), (10.0, 11.0), 1.0, 0.1, 8))
+        for number in range(earlier):
+            engine.generate([[9, 8, 7], [5]], replace(options, seed=number))
+        drafter.chance.seed(0)
+        outputs = engine.generate(TEXTS, options)
+        found.append([(row.tokens, [one.nodes for one in row.rounds]) for row in outputs])
+    assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
+    assert (found[0] == found[1]) == (temperature > 0), "the number of drafts"

@@ -108,7 +108,7 @@ def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: p
     def is_packed() -> bool:
         return any(hasattr(weight, "packed") for weight in heads.parameters())
 
-    monkeypatch.setattr("headstart.decode.tune._draft_ms", lambda *_: (in_8_bits if is_packed() else 4.0, 1.0))
+    monkeypatch.setattr("headstart.decode.stopwatch.draft_ms", lambda *_: (in_8_bits if is_packed() else 4.0, 1.0, 0.1))
     text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
     found = tune(target, heads, [text], widths=(1, 4), context=16, max_nodes=6, max_rank=4)
     assert found.packed is chosen and found.draft_ms == (in_8_bits if chosen else 4.0)
@@ -120,7 +120,7 @@ def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: p
 
 def test_heads_that_cannot_be_packed_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([4.0, 2.0])
-    monkeypatch.setattr("headstart.decode.tune._draft_ms", lambda *_: (next(times), 1.0))
+    monkeypatch.setattr("headstart.decode.stopwatch.draft_ms", lambda *_: (next(times), 1.0, 0.1))
     target = Target(tiny_model("llama", vocab_size=61))  # too small
     text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
     found = tune(target, trained_like(target), [text], widths=(1, 4), context=16, max_nodes=6, max_rank=4)

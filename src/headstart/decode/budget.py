@@ -16,75 +16,54 @@ Shape suffixes: B rows, N nodes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from math import exp
-from typing import Literal
+from math import ceil, exp
+from typing import Literal, Protocol
 
-import numpy as np
-
+from headstart.decode.costs import Costs as Costs
+from headstart.decode.learned import Experience, Rounds, size_of
 from headstart.target import DraftTree
 
 Mode = Literal["auto", "on", "off"]
 
-_FIRST_ROUNDS = 6
-"""Drafted rounds before the first judgement whether drafting pays."""
 _PATIENCE = 1.0
-"""Tokens that the first rounds may fall behind plain decoding before they are judged early."""
+"""Tokens that drafting may fall behind plain decoding before it was judged over so many rounds; more once it won."""
+_SEEN = 4
+"""Drafted rounds in which costs are seen at work, the first of them having a prompt to read."""
 _MEMORY = 1 / 8
 """Weight of the newest round in the running means."""
-_JUDGED = 1 / 16
-"""The same in the mean that decides whether drafting pays: pausing by mistake costs more than noticing late."""
-_PROBE_ROUNDS = 2
-"""Drafted rounds that try again after a pause."""
+_JUDGED = 24
+"""Rounds whose mean decides whether drafting pays: pausing by mistake costs more than noticing late."""
+_PROBE_ROUNDS = 6
+"""Drafted rounds that try again after a pause, at most: they end as soon as they pay, or have lost `_PROBE_LOSS`."""
+_PROBE_LOSS = 0.5
+"""Tokens that such a try may lose."""
+_PROBE_NODES = 4
+"""Nodes of a row in such rounds, root included: whether drafts are accepted shows in small trees, too."""
+_PROBE_WORTH = 0.05
+"""Gain from which a node is tried in such rounds, however dear the costs take it to be."""
 _LAST_SPREAD = 4.0
 """Rounds by which a row must lag behind another to be e times as likely the last to end."""
 _PAUSES = (8, 16, 32, 64)
-"""Plain rounds before each try; the last one repeats."""
+"""Plain rounds before each try at least; the last one repeats."""
+_STAKE = 2.0
+"""Tokens that drafting may lose before it has won any."""
+_MOST = 4.0
+"""The same after it has won, at most."""
+_EARNED = 0.015
+"""Tokens that each plain round adds to what may be lost, up to the first stake."""
+_GUESS = 2.0
+"""Tokens a round before anything was drafted."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Measured milliseconds of verification.
-
-    Attributes:
-        widths: numbers of tokens read in one forward, rows times nodes, ascending from 1.
-        verify_ms: milliseconds of such a forward, choosing and committing included.
-        draft_ms: milliseconds of a draft with the heads that were measured, `levels` deep.
-        level_ms: of which each level behind the first takes.
-        levels: how deep that draft was.
-    """
-
-    widths: tuple[int, ...]
-    verify_ms: tuple[float, ...]
-    draft_ms: float = 0.0
-    level_ms: float = 0.0
-    levels: int = 0
-
-    def draft(self, depth: int) -> float:
-        """Milliseconds of a draft of this depth.
-
-        >>> Costs((1,), (10.0,), 5.0, 1.0, 4).draft(4), Costs((1,), (10.0,), 5.0, 1.0, 4).draft(2)
-        (5.0, 3.0)
-        """
-        if depth == 0:
-            return 0.0
-        return self.draft_ms - self.level_ms * max(0, self.levels - depth)
-
-    def verify(self, tokens: int) -> float:
-        """Milliseconds to verify this many tokens: interpolated, and behind the last width on the last slope.
-
-        >>> Costs((1, 4, 8), (10.0, 13.0, 21.0)).verify(2), Costs((1, 4, 8), (10.0, 13.0, 21.0)).verify(10)
-        (11.0, 25.0)
-        """
-        if tokens > self.widths[-1] and len(self.widths) > 1:
-            slope = (self.verify_ms[-1] - self.verify_ms[-2]) / (self.widths[-1] - self.widths[-2])
-            return self.verify_ms[-1] + slope * (tokens - self.widths[-1])
-        return float(np.interp(tokens, self.widths, self.verify_ms))
+class _Verifying(Protocol):
+    def verify(self, tokens: int) -> float: ...
 
 
-def node_worth(costs: Costs, rate: float, rows: int = 1) -> float:
+def node_worth(costs: _Verifying, rate: float, rows: int = 1) -> float:
     """What the gain of a node in a tree of usual size must be to pay for its verification.
 
     Args:
@@ -96,47 +75,99 @@ def node_worth(costs: Costs, rate: float, rows: int = 1) -> float:
     return min(0.9, rate * (costs.verify(many) - costs.verify(few)) / (many - few))
 
 
+class _Now:
+    """What a batch of so many rows costs: as measured, corrected by what rounds took."""
+
+    def __init__(self, costs: Costs, rows: int, rounds: Rounds | None, per_row: bool) -> None:
+        self._costs, self._rows, self._rounds, self._per_row = costs, rows, rounds, per_row
+        self._known: dict[int, float] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take in what was learned since."""
+        self._verifying = self._rounds.verifying if self._rounds else [1.0]
+        self._drafting = self._rounds.drafting if self._rounds else 1.0
+
+    def measured(self, tokens: int) -> float:
+        """Milliseconds of a forward over so many tokens, without corrections."""
+        if tokens not in self._known:
+            self._known[tokens] = self._costs.verify(tokens)
+        return self._known[tokens]
+
+    def measured_draft(self, depth: int) -> float:
+        """The same of a draft of this depth that has nothing more to read."""
+        return self._rows * self._costs.draft(depth) if self._per_row else self._costs.draft(depth, self._rows)
+
+    def verify(self, tokens: int) -> float:
+        nodes = max(1, tokens // self._rows)
+        return self.measured(tokens) * self._verifying[min(size_of(nodes), len(self._verifying) - 1)]
+
+    def draft(self, depth: int, unread: int = 0) -> float:
+        """Milliseconds of a draft that has so many tokens of each row to read first."""
+        return self.measured_draft(depth) * self._drafting + self._costs.read_ms * unread * self._rows
+
+
 class Pace:
     """Decides, round by round, whether a batch drafts and how many nodes it verifies.
 
-    Without costs it drafts always, and verifies what is proposed. Decisions follow from measured costs and from what
-    was accepted, never from the clock, so that a seeded text can be had again.
+    Without costs it drafts always, and verifies what is proposed. Decisions follow from costs and from what was
+    accepted. With an experience, the costs are corrected by what rounds take, and what was learned is kept for the next
+    call; without one the clock decides nothing, so that a seeded text can be had again.
+
+    Drafting may lose a stake: a small share of the answer's tokens, more once it has won some. When that is lost,
+    nothing is drafted until plain rounds have earned another try.
 
     Args:
         costs: as measured on this machine; None when nothing was measured.
         mode: "on" drafts always, "off" never, "auto" as long as it pays.
         rows: of the batch.
         limit: tokens that a row emits at most.
-        draft_ms: milliseconds of a draft, for drafters that cost the same however deep they draft; None takes those
-            of `costs`.
+        draft_ms: milliseconds of a draft for one row, for drafters that cost the same however deep they draft; None
+            takes those of `costs`.
+        prompt: tokens of the longest prompt, which the heads read before their first draft.
+        experience: of earlier calls, changed in place; "auto" alone uses it.
     """
 
     def __init__(
-        self, costs: Costs | None, mode: Mode, rows: int, limit: int = 128, draft_ms: float | None = None
+        self,
+        costs: Costs | None,
+        mode: Mode,
+        rows: int,
+        limit: int = 128,
+        draft_ms: float | None = None,
+        prompt: int = 0,
+        experience: Experience | None = None,
     ) -> None:
+        self._per_row = draft_ms is not None
         if costs is not None and draft_ms is not None:
-            costs = replace(costs, draft_ms=draft_ms, level_ms=0.0)
+            costs = replace(costs, draft_ms=draft_ms, level_ms=0.0, read_ms=0.0)
         self._costs = costs
         self._mode = mode
-        self.rows = rows
+        self._learns = experience is not None and mode == "auto"
+        self._known = experience if experience is not None and mode == "auto" else Experience()
         self._left = [float(limit)] * rows  # tokens that each row may still emit
         self._pace = [1.5] * rows  # tokens a round of each row, lately
-        self._tokens_per_round = 1.5  # of a row; a start, soon replaced by what is seen
+        self._tokens_per_round = self._known.tokens_per_round or 1.5  # of a row; a start, soon replaced
         self._draft_ms = costs.draft_ms if costs else 0.0  # of recent drafts
         self._depth = 0  # of the newest draft
+        self._unread = prompt  # tokens of the text that the heads have not read, beyond those of the last round
         self._trust = 1.0  # accepted drafts, as a share of what the gains promised
         self._promised = self._kept = 2.0
-        self._rounds = 0
-        self._net = 0.0
+        self._judged: deque[tuple[float, int, int, int]] = deque(maxlen=_JUDGED)
         self._plain_left = 0
+        self._paused = False
         self._pauses = 0
         self._probes_left = 0
+        self._saved = self._known.balance if self._known.balance is not None else _STAKE
+        self._set_rows(rows)
+        if costs is not None and mode == "auto":
+            self._start(limit)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        self.rows = len(rows)
         self._left = [self._left[row] for row in rows]
         self._pace = [self._pace[row] for row in rows]
+        self._set_rows(len(rows))
 
     @property
     def weights(self) -> list[float]:
@@ -144,9 +175,9 @@ class Pace:
 
         A row is the last to end with a probability that grows with the rounds it has left at its own pace.
         """
-        if self._costs is None or self.rows == 1:
+        if self._now is None or self.rows == 1:
             return [1.0] * self.rows
-        alone, together = self._costs.verify(1), self._costs.verify(self.rows)
+        alone, together = self._now.measured(1), self._now.measured(self.rows)
         own = (together - alone) / (self.rows - 1)  # milliseconds that each row adds to a round
         shared = together - own * self.rows
         left = [tokens / pace for tokens, pace in zip(self._left, self._pace, strict=True)]
@@ -154,25 +185,36 @@ class Pace:
         return [self.rows * (own + shared * chance / sum(last)) / together for chance in last]
 
     @property
+    def opens(self) -> bool:
+        """Whether anything will be drafted before the answer is whole, as far as that is known at its beginning."""
+        return self._mode != "off" and self._plain_left < max(self._left)
+
+    @property
     def drafts(self) -> bool:
         """Whether this round drafts."""
-        if self._mode != "auto" or self._costs is None:
+        if self._mode != "auto" or self._now is None:
             return self._mode != "off"
         return self._plain_left == 0
+
+    def room(self, max_nodes: int) -> int:
+        """Nodes of a row that this round may draft, of so many that there is memory for."""
+        return min(max_nodes, _PROBE_NODES) if self._probes_left else max_nodes
 
     @property
     def worth(self) -> float:
         """What a node's gain must be to pay for its verification; see `Request.worth`."""
-        if self._costs is None or self._mode == "off":
+        if self._now is None or self._mode == "off":
             return 0.0
-        return node_worth(self._costs, self._rate(4 * self.rows) / self._trust, self.rows)
+        worth = node_worth(self._now, self._rate(4 * self.rows) / self._trust, self.rows)
+        return min(worth, _PROBE_WORTH) if self._probes_left else worth
 
     @property
     def level_worth(self) -> float:
         """How many tokens another level of drafting must promise; see `Request.level_worth`."""
-        if self._costs is None or self._mode == "off":
+        if self._now is None or self._mode == "off" or self._probes_left:
             return 0.0
-        return self._rate(4 * self.rows) * self._costs.level_ms / self._trust
+        level_ms = self._now.draft(2) - self._now.draft(1)
+        return self._rate(4 * self.rows) * level_ms / self._trust
 
     def prune(self, tree: DraftTree) -> DraftTree:
         """The best nodes of each row, as many as pay together; every row gets the same number, as the forward costs it.
@@ -180,12 +222,12 @@ class Pace:
         Trees with children drawn at random stay as they are: leaving out a child for what it turned out to be would
         break losslessness.
         """
-        if self._costs is None:
+        if self._now is None or self._costs is None:
             return tree
         # Levels that another drafter's branch reaches beyond those of the heads cost nothing.
         levels = tree.depth if tree.levels is None else tree.levels
-        self._depth = max(1, levels) if self._costs.level_ms else self._costs.levels
-        if tree.gains is None or tree.drawn is not None or tree.size == 1:
+        self._depth = max(1, levels) if self._costs.level_ms else max(1, self._costs.levels)
+        if tree.gains is None or tree.drawn is not None or tree.size == 1 or self._probes_left:
             return tree
         weights = self.weights
         ranked = [sorted(range(len(row)), key=lambda node: (-row[node], node)) for row in tree.gains]
@@ -200,59 +242,133 @@ class Pace:
         rate = self._rate(tree.size * self.rows)
         columns = [columns[0], *(self._trust * gain for gain in columns[1:])]
         net = [
-            gain - rate * self._costs.verify(self.rows * nodes)
-            for nodes, gain in enumerate(accumulate(columns), start=1)
+            gain - rate * self._now.verify(self.rows * nodes) for nodes, gain in enumerate(accumulate(columns), start=1)
         ]
         best = max(range(len(net)), key=net.__getitem__) + 1
         return tree if best == tree.size else _keep(tree, [sorted(order[:best]) for order in ranked])
 
-    def note(self, tree: DraftTree, emitted: Sequence[int]) -> None:
-        """Learn what a round came to: the verified tree, and the tokens emitted by each row."""
-        if self._costs is None:
+    def note(self, tree: DraftTree, emitted: Sequence[int], spent_ms: tuple[float, float] | None = None) -> None:
+        """Learn what a round came to.
+
+        Args:
+            tree: as verified.
+            emitted: tokens by each row.
+            spent_ms: milliseconds that its draft and its forward took; None when a drafter failed.
+        """
+        if self._now is None:
             return
         rows, tokens = len(emitted), sum(weight * count for weight, count in zip(self.weights, emitted, strict=True))
         self._left = [max(1.0, left - count) for left, count in zip(self._left, emitted, strict=True)]
-        if self._plain_left:
-            self._plain_left -= 1
-            self._probes_left = _PROBE_ROUNDS
+        drafted = self.drafts
+        if self._learns and spent_ms is not None:
+            self._time(tree.size, drafted, *spent_ms)
+        if not drafted:
+            self._note_plain()
             return
-        self._rounds += 1
         self._pace = [pace + _MEMORY * (count - pace) for pace, count in zip(self._pace, emitted, strict=True)]
         self._tokens_per_round += _MEMORY * (tokens / rows - self._tokens_per_round)
+        self._known.tokens_per_round = self._tokens_per_round
         if tree.gains is not None:
             promised = sum(sum(row) - 1 for row in tree.gains)
             self._promised += _MEMORY * (promised / rows - self._promised)
             self._kept += _MEMORY * ((sum(emitted) - rows) / rows - self._kept)
             self._trust = min(1.25, max(0.25, (self._kept + 0.1) / (self._promised + 0.1)))
-        plain_ms = self._costs.verify(rows)
-        draft_ms = self._costs.draft(max(1, self._depth))
-        self._draft_ms += _MEMORY * (draft_ms - self._draft_ms)
-        spent_ms = self._costs.verify(rows * tree.size) + draft_ms
-        net = tokens / rows - spent_ms / plain_ms  # tokens of a row more than plain decoding in the same time
-        if self._probes_left:
-            self._net += net / _PROBE_ROUNDS
-            self._probes_left -= 1
-            if not self._probes_left:
-                self._judge(self._net > 0)
-        else:
-            self._net += max(_JUDGED, 1 / self._rounds) * (net - self._net)
-            if self._rounds >= _FIRST_ROUNDS or self._net * self._rounds < -_PATIENCE:
-                self._judge(self._net > 0)
+        self._draft_ms += _MEMORY * (self._now.draft(max(1, self._depth)) - self._draft_ms)
+        if len(self._judged) == _JUDGED:
+            self._save(self._net(self._judged[0]))
+        self._judged.append((tokens / rows, tree.size, max(1, self._depth), self._unread))
+        self._unread = 0
+        self._judge()
 
-    def _judge(self, pays: bool) -> None:
-        if pays:
-            self._pauses = 0
+    def _set_rows(self, rows: int) -> None:
+        self.rows = rows
+        rounds = self._known.of(rows) if self._learns else None
+        self._now = _Now(self._costs, rows, rounds, self._per_row) if self._costs is not None else None
+
+    def _start(self, limit: int) -> None:
+        """What the first rounds of a call are: drafted, plain to see how fast the machine is, or plain until a try."""
+        assert self._now is not None, "without costs nothing is weighed"
+        tokens_per_round = max(_GUESS, self._known.tokens_per_round or 0.0)
+        round_ms = self._now.verify(_PROBE_NODES * self.rows) + self._now.draft(_PROBE_NODES - 1)
+        gain = (limit - 1) * (1 - round_ms / self._now.verify(self.rows) / tokens_per_round)
+        rounds = self._known.of(self.rows)
+        if self._known.losses and self._saved < _PATIENCE + self._reading:
+            self._wait(0)
+        elif gain < self._reading and (rounds.known or not self._learns):
+            self._plain_left = limit
+        elif self._learns:
+            self._plain_left = rounds.wants_plain
+            self._paused = not rounds.known  # the first drafts are small, until their costs are known
+
+    def _time(self, nodes: int, drafted: bool, draft_ms: float, verify_ms: float) -> None:
+        """Compare a round's times with the costs."""
+        assert self._now is not None, "without costs there is nothing to compare"
+        expected_ms = self._now.measured_draft(max(1, self._depth)) if drafted and not self._unread else 0.0
+        ratio = draft_ms / expected_ms if expected_ms > 0 else None
+        self._known.of(self.rows).note(nodes, verify_ms / self._now.measured(self.rows * nodes), ratio)
+        self._now.refresh()
+
+    def _note_plain(self) -> None:
+        self._plain_left -= 1
+        self._unread += 1
+        self._save(max(0.0, min(_EARNED, _STAKE - self._saved)))
+        if self._plain_left == 0 and self._paused:
+            self._paused, self._probes_left = False, _PROBE_ROUNDS
+
+    def _judge(self) -> None:
+        """Go on drafting or pause, by what the newest rounds came to at the costs as they are known now."""
+        net = sum(map(self._net, self._judged))
+        self._known.balance = min(_MOST, self._saved + net)
+        if self._learns and len(self._judged) < _SEEN and not self._known.of(self.rows).known:
             return
-        if self._mode == "auto":
-            self._plain_left = _PAUSES[min(self._pauses, len(_PAUSES) - 1)]
+        if self._probes_left:
+            self._probes_left -= 1
+            if self._probes_left and -_PROBE_LOSS < net <= 0:
+                return
+            pays, self._probes_left = net > 0, 0
+        else:
+            pays = net > (0 if len(self._judged) == _JUDGED else -max(_PATIENCE, self._saved / 2))
+        if pays:
+            if net > 0:
+                self._pauses = self._known.losses = 0
+            if self._learns:
+                self._plain_left = self._known.of(self.rows).wants_plain
+        elif self._mode == "auto":
+            self._known.losses += 1
+            self._save(net)
+            self._judged.clear()
+            self._wait(_PAUSES[min(self._pauses, len(_PAUSES) - 1)])
             self._pauses += 1
-            self._net = 0.0
+
+    def _wait(self, least: int) -> None:
+        """Decode plainly for some rounds, until a try at drafting can be afforded; then try."""
+        assert self._now is not None, "without costs nothing is weighed"
+        lost = self._reading + _PROBE_LOSS
+        self._plain_left = max(least, ceil((lost - self._saved) / _EARNED))
+        self._paused = self._plain_left > 0
+        self._probes_left = 0 if self._paused else _PROBE_ROUNDS
+
+    def _net(self, judged: tuple[float, int, int, int]) -> float:
+        """Tokens of a row more than plain decoding in the time of a round."""
+        assert self._now is not None, "without costs nothing is weighed"
+        tokens, nodes, depth, unread = judged
+        spent_ms = self._now.verify(self.rows * nodes) + self._now.draft(depth, unread)
+        return tokens - spent_ms / self._now.verify(self.rows)
+
+    @property
+    def _reading(self) -> float:
+        """Plain rounds in the time that the heads need for the text that they have not read."""
+        return self._now.draft(0, self._unread) / self._now.verify(self.rows) if self._now else 0.0
+
+    def _save(self, tokens: float) -> None:
+        """Add to what may be lost."""
+        self._saved = self._known.balance = min(_MOST, self._saved + tokens)
 
     def _rate(self, tokens: int) -> float:
         """Tokens per millisecond of the whole batch, not below those of plain decoding."""
-        assert self._costs is not None, "rates follow from costs"
-        plain = self.rows / self._costs.verify(self.rows)
-        round_ms = self._costs.verify(tokens) + self._draft_ms
+        assert self._now is not None, "rates follow from costs"
+        plain = self.rows / self._now.verify(self.rows)
+        round_ms = self._now.verify(tokens) + self._draft_ms
         return max(plain, self.rows * self._tokens_per_round / round_ms)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from headstart.decode.budget import Costs, Mode, Pace
 from headstart.decode.drafters import Drafter, NoDrafter, Request, root_only
+from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import reserve
 from headstart.decode.rules import RULES
 from headstart.decode.sampling import Processor, Sampling
@@ -124,14 +125,17 @@ class Engine:
     Args:
         target: the frozen model.
         drafter: what drafts; None decodes plainly.
-        costs: of verifying on this machine. With them the number of nodes follows the costs, and drafting pauses
-            where it does not pay; without them everything that is proposed is verified.
+        costs: of drafting and verifying on this machine. With them the number of nodes follows the costs, and drafting
+            pauses where it does not pay; without them everything that is proposed is verified. In greedy decoding, what
+            rounds really take corrects them, and what is learned serves later calls; sampling keeps to them, so that a
+            seeded text does not depend on the clock, nor on what was decoded before.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None = None, costs: Costs | None = None) -> None:
         self.target = target
         self.drafter: Drafter = drafter or NoDrafter()
         self.costs = costs
+        self._experience: dict[int, Experience] = {}  # by the size of the batch
 
     @torch.inference_mode()
     def generate(
@@ -144,7 +148,8 @@ class Engine:
         """
         started = perf_counter()
         check(self.target, prompts, options)
-        target, drafter = self.target, self.drafter if options.draft != "off" else NoDrafter()
+        pace = self._pace(prompts, options)
+        target, drafter = self.target, self.drafter if pace.opens else NoDrafter()
         verifier, draft_streams = make_verifier(options, prompts)
         max_nodes = reserve(target, prompts, options.max_new_tokens, drafter.max_nodes)
         stoppers = [Stopper(target.tokenizer, options, target.end_tokens, row) for row in range(len(prompts))]
@@ -156,7 +161,6 @@ class Engine:
         session = Session(drafter, prompts, out.taps)
         for output in outputs:
             output.drafter_error = session.error  # a text of one token has no round to note it in
-        pace = Pace(self.costs, options.draft, len(prompts), options.max_new_tokens, self._draft_ms(drafter))
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
         going = [_emit(row, [root], outputs, stoppers, started, on_tokens) for row, root in enumerate(roots)]
         for output in outputs:
@@ -174,7 +178,7 @@ class Engine:
             drafts = pace.drafts and max_nodes > 1 and session.drafter.max_nodes > 1
             if drafts:
                 request = Request(
-                    max_nodes,
+                    pace.room(max_nodes),
                     pace.worth,
                     pace.level_worth,
                     verifier.chains_only,
@@ -195,12 +199,14 @@ class Engine:
             verified = perf_counter()
             cache.commit([row.path for row in accepted])
             session.observe(tree, out, accepted)
+            observed = perf_counter()
             roots = [row.tokens[-1] for row in accepted]
             going = [
                 _emit(row, step.tokens, outputs, stoppers, started, on_tokens)
                 for row, step in zip(rows, accepted, strict=True)
             ]
-            pace.note(tree, [len(step.tokens) for step in accepted])
+            spent_ms = (1e3 * (drafted - start), 1e3 * (observed - drafted)) if drafts == pace.drafts else None
+            pace.note(tree, [len(step.tokens) for step in accepted], spent_ms)
             ended = perf_counter()
             ms = [1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (ended - verified)]
             for number, (row, step) in enumerate(zip(rows, accepted, strict=True)):
@@ -209,9 +215,14 @@ class Engine:
                 outputs[row].drafter_error = session.error
         return outputs
 
-    def _draft_ms(self, drafter: Drafter) -> float | None:
-        share = getattr(drafter, "draft_share", None)
-        return None if self.costs is None or share is None else float(share) * self.costs.verify(1)
+    def _pace(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Pace:
+        share = getattr(self.drafter, "draft_share", None)
+        draft_ms = None if self.costs is None or share is None else float(share) * self.costs.verify(1)
+        experience = None
+        if options.sampling.greedy:
+            experience = self._experience.setdefault(size_of(len(prompts)), Experience())
+        longest = max(map(len, prompts))
+        return Pace(self.costs, options.draft, len(prompts), options.max_new_tokens, draft_ms, longest, experience)
 
 
 def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> None:

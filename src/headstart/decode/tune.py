@@ -14,28 +14,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from time import perf_counter
+from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from headstart.decode.budget import Costs
 from headstart.decode.calibrate import Calibration, fit_calibration, replay_dynamic
-from headstart.decode.drafters import Request, root_only
+from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.decode.heads_drafter import HeadDrafter, Tree
 from headstart.decode.measure import Supervised, measure_drafts, measure_sampling, sampled_answers
-from headstart.decode.verify import GreedyVerifier
+from headstart.decode.stopwatch import draft_costs, measure_verify
 from headstart.errors import UserError
 from headstart.heads import DraftHead
 from headstart.heads.packed import pack, unpack
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.target import Target, TreeShape
 from headstart.target.tree import RankPath
-
-_CLEARLY = 0.9
-"""Share of the milliseconds of a draft below which 8 bits are worth the little that they take from acceptance."""
 
 
 @dataclass
@@ -47,7 +42,8 @@ class Tuning:
         widths: tree widths (root included) whose verification was timed.
         verify_ms: for each width, milliseconds of a tree forward, choosing and committing, at batch 1.
         draft_ms: milliseconds of one draft with these heads, to their full depth with a tree of up to 16 nodes.
-        level_ms: of which each level behind the first takes.
+        level_ms: of which each level after the first takes.
+        read_ms: milliseconds that a draft takes longer for each token of the text that the heads have yet to read.
         packed: whether drafting with weights in 8 bits was clearly faster; the milliseconds are then its own.
         acceptance: for each depth and rank, how often that draft is right when the better choices above it were
             right (rank 0 at every depth above).
@@ -58,7 +54,8 @@ class Tuning:
         chain: length of the best chain.
         calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, `sampled_` for temperature 1,
             `sampled_drawn_` for children that are drawn.
-        settings: target, dtype, device, threads, context, positions measured on given and on sampled answers.
+        settings: target, dtype, device, threads, context, positions measured on given and on sampled answers, and
+            `conditions` that the costs hold for, see `Conditions`.
     """
 
     paths: tuple[RankPath, ...]
@@ -74,11 +71,74 @@ class Tuning:
     calibration: dict[str, list[list[float]]] = field(default_factory=dict)
     level_ms: float = 0.0
     packed: bool = False
+    read_ms: float = 0.0
 
     @property
     def costs(self) -> Costs:
         """What drafting and verifying cost on the machine that was measured."""
-        return Costs(self.widths, self.verify_ms, self.draft_ms, self.level_ms, len(self.acceptance))
+        return Costs(self.widths, self.verify_ms, self.draft_ms, self.level_ms, len(self.acceptance), self.read_ms)
+
+    @property
+    def conditions(self) -> Conditions | None:
+        """Those that the costs were measured under; None for heads that an older version tuned."""
+        return Conditions.from_json(self.settings.get("conditions"))
+
+    @property
+    def lacks(self) -> str:
+        """What heads tuned by an older version lack, as a sentence; empty when there is nothing."""
+        if not self.calibration:
+            return "These heads were tuned by an older headstart, without a calibration for dynamic trees."
+        if "sampled_log_probs" not in self.calibration:
+            return "These heads were tuned by an older headstart, without a calibration for sampling."
+        return ""
+
+    def under(self, measured: Measured) -> Tuning:
+        """The same heads at other costs: what was learned of texts holds, and the trees are chosen anew.
+
+        Dynamic trees follow the costs by themselves. Of static trees the number of nodes is chosen again, from the
+        tokens a round that `curve` knows of each number, else from `acceptance`; so is the length of the chain, and
+        whether anything pays at all.
+        """
+        costs = measured.costs
+        ranked = self.usual_paths[: max(len(self.paths), len(self.curve) - 1) or None]
+        depths = list(accumulate((len(path) for path in ranked), max, initial=0))
+        gains = list(accumulate((_chance(path, self.acceptance) for path in ranked), initial=1.0))
+        for at, (nodes, speedup) in enumerate(self.curve[: len(gains)]):
+            before_ms = self.costs.verify(int(nodes)) + self.costs.draft(depths[at])
+            gains[at] = speedup * before_ms / self.costs.verify(1)
+        best, curve = choose(gains, costs, depths)
+        best_alone = list(
+            accumulate((level[0] for level in self.acceptance), lambda all_, one: all_ * one, initial=1.0)
+        )
+        chain, _ = choose(list(accumulate(best_alone)), costs, range(len(best_alone)))
+        chosen = ranked[: best - 1]
+        same = len(self.paths) == len(chosen)
+        round_ms = costs.verify(best) + costs.draft(depths[best - 1])
+        return replace(
+            self,
+            paths=self.paths if same else tuple(TreeShape.from_paths(chosen).paths),
+            widths=costs.widths,
+            verify_ms=costs.verify_ms,
+            draft_ms=costs.draft_ms,
+            level_ms=costs.level_ms,
+            read_ms=costs.read_ms,
+            packed=measured.packed,
+            chain=chain - 1,
+            tree="dynamic" if self.calibration and not same else self.tree,
+            curve=curve,
+            predicted={
+                "tokens_per_round": gains[best - 1],
+                "speedup": curve[best - 1][1],
+                "tokens_per_second": 1e3 * gains[best - 1] / round_ms,
+            },
+        )
+
+    @property
+    def usual_paths(self) -> list[RankPath]:
+        """The tuned tree's paths, the likeliest first, then others that come next by `acceptance`."""
+        own = sorted(self.paths, key=lambda path: (-_chance(path, self.acceptance), len(path), path))
+        count = max(len(own), len(self.curve) - 1, 15)
+        return [*own, *(path for path in likely_paths(self.acceptance, count) if path not in own)][:count]
 
     def drafter(self, heads: DraftHead, tree: Tree | None = None) -> HeadDrafter | None:
         """These heads as a drafter, with the tree that was found best or another kind; None when none pays.
@@ -157,9 +217,9 @@ def tune(
     ranks_OK, log_probs_OKR = measure_drafts(target, heads, conversations, max_rank, console)
     values = path_values(ranks_OK, max_rank)
     verify_ms = measure_verify(target, widths, context, heads.taps)
-    draft_ms, level_ms, packed = _draft_costs(target, heads, values, context)
-    costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.steps)
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
+    draft_ms, level_ms, read_ms, packed = draft_costs(target, heads, ordered, context)
+    costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.steps, read_ms)
     largest = min(max_nodes, max(widths), len(ordered) + 1)
     # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
     gains = [replay(ranks_OK, ordered[: nodes - 1]) for nodes in range(1, largest + 1)]
@@ -197,12 +257,14 @@ def tune(
             "context": context,
             "positions": len(ranks_OK),
             "sampled_positions": len(sampled_OK),
+            "conditions": Conditions.of(target).to_json() | {"context": context, "rows": 1},
         },
         tree="dynamic" if dynamic else "static",
         chain=chain - 1,
         calibration=calibration.knots() | sampled.knots("sampled_"),
         level_ms=level_ms,
         packed=packed,
+        read_ms=read_ms,
     )
 
 
@@ -267,84 +329,26 @@ def path_values(ranks_OK: Tensor, max_rank: int) -> dict[RankPath, float]:
     return {path: count / len(ranks_OK) for path, count in counts.items()}
 
 
-@torch.inference_mode()
-def measure_verify(
-    target: Target, widths: Sequence[int], context: int, taps: Sequence[int], repeats: int = 30
-) -> list[float]:
-    """Milliseconds of verifying each width at batch 1: tree forward, choice, commit.
+def likely_paths(acceptance: Sequence[Sequence[float]], count: int) -> list[RankPath]:
+    """Rank paths by the product of the shares in a table of `Tuning.acceptance`, the likeliest first.
 
-    Widths take turns so that a slow moment of the machine hits all of them, and the lower quartile of their times
-    counts: neighbours make a forward slower, never faster. The result never falls with width: it lies half way between
-    the envelopes from either side.
+    >>> likely_paths([[0.5, 0.3], [0.4, 0.1]], 4)
+    [(0,), (1,), (0, 0), (1, 0)]
     """
-    verifier = GreedyVerifier()
-    prompt = [1 + i % (target.vocab_size - 1) for i in range(context)]
-    cache = target.new_cache(1, context + max(widths) + 1)
-    target.prefill(cache, [prompt])
-    trees = [
-        DraftTree.from_shape(
-            torch.arange(width, device=target.device)[None] % target.vocab_size,
-            TreeShape.from_paths([(i // 2,) + (0,) * (i % 2) for i in range(width - 1)]),
-        )
-        for width in widths
-    ]
-    times: list[list[float]] = [[] for _ in widths]
-    for _ in range(repeats + 2):
-        for spent, tree in zip(times, trees, strict=True):
-            start = perf_counter()
-            out = target.forward_tree(cache, tree, taps)
-            verifier.accept(tree, out.logits_BTV)
-            cache.commit([[0]])
-            spent.append(1e3 * (perf_counter() - start))
-            cache.lengths[0] = context
-    quartiles = [float(np.percentile(spent[2:], 25)) for spent in times]
-    above, below = np.maximum.accumulate(quartiles), np.minimum.accumulate(quartiles[::-1])[::-1]
-    return [float(ms) for ms in (above + below) / 2]
+    found: list[RankPath] = []
+    open_: list[RankPath] = [(rank,) for rank in range(len(acceptance[0]))] if acceptance else []
+    while open_ and len(found) < count:
+        best = min(open_, key=lambda path: (-_chance(path, acceptance), len(path), path))
+        open_.remove(best)
+        found.append(best)
+        if len(best) < len(acceptance):
+            open_ += [(*best, rank) for rank in range(len(acceptance[len(best)]))]
+    return found
 
 
-def _draft_costs(
-    target: Target, heads: DraftHead, values: dict[RankPath, float], context: int
-) -> tuple[float, float, bool]:
-    """What `_draft_ms` measures, and whether that is with the weights in 8 bits: where they are clearly faster."""
-    full: list[tuple[float, float]] = []
-    packed: list[tuple[float, float]] = []
-    for _ in range(2):  # in turns, so that a slow moment of the machine decides nothing
-        full.append(_draft_ms(target, heads, values, context))
-        if pack(heads):
-            packed.append(_draft_ms(target, heads, values, context))
-            unpack(heads)
-    if packed and min(packed)[0] < _CLEARLY * min(full)[0]:
-        return (*min(packed), True)
-    return (*min(full), False)
-
-
-@torch.inference_mode()
-def _draft_ms(target: Target, heads: DraftHead, values: dict[RankPath, float], context: int) -> tuple[float, float]:
-    """Milliseconds of one draft and one observation with a tree of up to 16 of the best nodes, and of a further level.
-
-    Trees cut behind their first level and whole ones take turns; the lower quartile of each counts. The target runs in
-    between, as it does in decoding: its weights push those of the heads out of the caches.
-    """
-    paths = sorted(values, key=lambda path: (-values[path], len(path), path))[:15]
-    shapes = [TreeShape.from_paths([path for path in paths if len(path) == 1]), TreeShape.from_paths(paths)]
-    prompt = [1 + i % (target.vocab_size - 1) for i in range(min(context, 32))]
-    cache = target.new_cache(1, len(prompt) + 1)
-    states = target.prefill(cache, [prompt], heads.taps).taps
-    root_B = torch.tensor([1], device=target.device)
-    last = {tap: state[:, -1:] for tap, state in states.items()}
-    drafters = [HeadDrafter(heads, shape) for shape in shapes]
-    sessions = [drafter.open([prompt], states) for drafter in drafters]
-    times: list[list[float]] = [[], []]
-    for _ in range(18):
-        for drafter, session, spent in zip(drafters, sessions, times, strict=True):
-            target.forward_tree(cache, root_only(root_B)).logits_BTV.sum().item()  # waits for the device, too
-            start = perf_counter()
-            drafter.propose(session, root_B, Request(drafter.max_nodes)).tokens_BN.tolist()
-            drafter.observe(session, root_B[:, None], last, [1])
-            spent.append(1e3 * (perf_counter() - start))
-    first, whole = (float(np.percentile(spent[3:], 25)) for spent in times)
-    level = max(0.0, whole - first) / max(1, shapes[1].depth - 1)
-    return whole + level * (heads.steps - shapes[1].depth), level
+def _chance(path: RankPath, acceptance: Sequence[Sequence[float]]) -> float:
+    """How likely a rank path is, were its depths independent."""
+    return prod(ranks[rank] if rank < len(ranks) else 0.0 for rank, ranks in zip(path, acceptance, strict=False))
 
 
 def _acceptance(ranks_OK: Tensor, max_rank: int) -> list[list[float]]:

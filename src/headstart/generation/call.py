@@ -169,7 +169,7 @@ class CustomGenerate:
             return engine.generate(rows, options, lambda place, tokens: text.add(group[place], tokens))
 
         with lent(model, self.heads, self.revision) as decoder:
-            engine = decoder.engine(drafter, tree)
+            engine = decoder.engine(drafter, tree, draft != "off")
             for group in prompts.groups(together=not chain.rest):
                 generations.update(zip(group, decode(engine, group), strict=True))
         if error := next((row.drafter_error for row in generations.values() if row.drafter_error), None):

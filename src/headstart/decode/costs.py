@@ -1,0 +1,175 @@
+"""What drafting and verifying cost in milliseconds, and the conditions under which that was measured.
+
+Costs are of one machine, dtype and number of threads. Elsewhere they are only a guess: 8-bit weights that make a draft
+three times as fast in bfloat16 make it ten times as slow in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headstart.target import Target
+
+_LEVEL_NODES = 4
+"""Nodes of a row that a level of a draft usually reads; only ratios between batches follow from it."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured milliseconds of drafting and verification, one row at a time.
+
+    Attributes:
+        widths: numbers of tokens read in one forward, rows times nodes, ascending from 1.
+        verify_ms: milliseconds of such a forward, choosing and committing included.
+        draft_ms: milliseconds of a draft with the heads that were measured, `levels` deep.
+        level_ms: of which each level after the first takes.
+        levels: how deep that draft was.
+        read_ms: milliseconds that a draft takes longer for each token of the text that the heads have yet to read.
+    """
+
+    widths: tuple[int, ...]
+    verify_ms: tuple[float, ...]
+    draft_ms: float = 0.0
+    level_ms: float = 0.0
+    levels: int = 0
+    read_ms: float = 0.0
+
+    def draft(self, depth: int, rows: int = 1) -> float:
+        """Milliseconds of a draft of this depth. With rows it grows as the target's own forward does.
+
+        >>> Costs((1,), (10.0,), 5.0, 1.0, 4).draft(4), Costs((1,), (10.0,), 5.0, 1.0, 4).draft(2)
+        (5.0, 3.0)
+        >>> Costs((1, 4, 8), (10.0, 10.0, 20.0), 5.0, 1.0, 4).draft(4, rows=2)
+        10.0
+        """
+        if depth == 0:
+            return 0.0
+        alone = self.draft_ms - self.level_ms * max(0, self.levels - depth)
+        return alone if rows == 1 else alone * self.verify(_LEVEL_NODES * rows) / self.verify(_LEVEL_NODES)
+
+    def verify(self, tokens: int) -> float:
+        """Milliseconds to verify this many tokens: interpolated, and after the last width on the last slope.
+
+        >>> Costs((1, 4, 8), (10.0, 13.0, 21.0)).verify(2), Costs((1, 4, 8), (10.0, 13.0, 21.0)).verify(10)
+        (11.0, 25.0)
+        """
+        if tokens > self.widths[-1] and len(self.widths) > 1:
+            slope = (self.verify_ms[-1] - self.verify_ms[-2]) / (self.widths[-1] - self.widths[-2])
+            return self.verify_ms[-1] + slope * (tokens - self.widths[-1])
+        return float(np.interp(tokens, self.widths, self.verify_ms))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Costs as measured for some heads, and with which weights.
+
+    Attributes:
+        costs: as measured.
+        packed: whether drafting with weights in 8 bits was clearly faster; the costs are then its own.
+    """
+
+    costs: Costs
+    packed: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return {"costs": asdict(self.costs), "packed": self.packed}
+
+    @classmethod
+    def from_json(cls, values: Any) -> Measured:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: values that no measurement gives.
+        """
+        try:
+            known = dict(values["costs"])
+            widths, verify_ms = tuple(map(int, known.pop("widths"))), tuple(map(float, known.pop("verify_ms")))
+            levels = int(known.pop("levels"))
+            costs = Costs(widths, verify_ms, levels=levels, **{name: float(ms) for name, ms in known.items()})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not costs: {error}") from None
+        spent = (*verify_ms, costs.draft_ms, costs.level_ms, costs.read_ms)
+        rising = widths[:1] == (1,) and list(widths) == sorted(set(widths)) and len(widths) == len(verify_ms)
+        if not rising or not all(math.isfinite(ms) and ms >= 0 for ms in spent) or min(verify_ms) == 0:
+            raise ValueError("not costs: a time is missing or out of range")
+        return cls(costs, bool(values.get("packed")))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What costs depend on beside the target and the heads.
+
+    Attributes:
+        machine: what the processor, or the GPU, calls itself; a processor with its number of cores.
+        device: "cpu" or "cuda".
+        dtype: of the target.
+        threads: that torch computes with; 0 where a GPU computes.
+        torch: its version.
+    """
+
+    machine: str
+    device: str
+    dtype: str
+    threads: int
+    torch: str
+
+    @classmethod
+    def of(cls, target: Target) -> Conditions:
+        """Those of decoding with this target, here and now."""
+        device, dtype = target.device, str(target.dtype).removeprefix("torch.")
+        on_gpu = device.type == "cuda"
+        machine = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_model()}, {os.cpu_count()} cores"
+        return cls(machine, device.type, dtype, 0 if on_gpu else torch.get_num_threads(), str(torch.__version__))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any] | None) -> Conditions | None:
+        """Those that a tuning was made under; None when it does not say."""
+        names = [field.name for field in fields(cls)]
+        if values is None or not all(name in values for name in names):
+            return None
+        return cls(**{name: values[name] for name in names})
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return asdict(self)
+
+    def beside(self, other: Conditions) -> str:
+        """These conditions as a phrase, as far as they differ from others.
+
+        >>> here = Conditions("EPYC", "cpu", "float32", 2, "2.13")
+        >>> here.beside(Conditions("EPYC", "cpu", "bfloat16", 1, "2.13"))
+        'in float32 with 2 threads'
+        """
+        parts = [
+            (self.dtype != other.dtype, f"in {self.dtype}"),
+            (
+                self.threads != other.threads and self.threads > 0,
+                f"with {self.threads} threads".replace(" 1 threads", " 1 thread"),
+            ),
+            (self.torch != other.torch, f"under torch {self.torch}"),
+            ((self.machine, self.device) != (other.machine, other.device), f"on {self.machine}"),
+        ]
+        return " ".join(phrase for differs, phrase in parts if differs)
+
+
+@cache
+def cpu_model() -> str:
+    """What the processor calls itself."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,97 @@
+"""Heads that were tuned elsewhere, used here: their costs are measured again, once, and kept.
+
+A file for each set of heads, target and conditions lies under `$XDG_CACHE_HOME/headstart/costs` (`~/.cache` when that
+is not set). Losing one costs some seconds of measuring.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from headstart.decode.costs import Conditions, Measured
+from headstart.decode.stopwatch import measure_costs
+from headstart.decode.tune import Tuning
+from headstart.errors import UserError
+from headstart.files import read_json, write_json
+from headstart.heads import DraftHead
+from headstart.target import Target
+
+_VERSION = 1
+"""Raised when what is measured changes its meaning: older files are then measured anew."""
+
+
+def tuned_here(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Tuning:
+    """A tuning whose costs hold under these conditions: as it is, from the cache, or measured now.
+
+    Measuring says so on stderr. Where it fails, the tuned costs stand.
+
+    Args:
+        tuning: of the heads.
+        heads: in the target's dtype and on its device.
+        target: the model.
+        conditions: of decoding here and now.
+    """
+    if tuning.conditions == conditions:
+        return tuning
+    file = _folder() / f"{_key(heads, target, conditions)}.json"
+    measured = _kept(file)
+    if measured is None:
+        measured = _measured(tuning, heads, target, conditions)
+        if measured is None:
+            return tuning
+        with suppress(OSError):  # nowhere to keep it: measured again the next time
+            write_json(file, {"version": _VERSION, "conditions": conditions.to_json(), **measured.to_json()})
+    return tuning.under(measured)
+
+
+def _measured(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Measured | None:
+    before = tuning.conditions
+    were = before.beside(conditions) if before else "before headstart noted where"
+    are = conditions.beside(before) if before else f"in {conditions.dtype}"
+    _say(f"These heads were tuned {were}; measuring what drafting costs {are} here ... ")
+    started = perf_counter()
+    try:
+        measured = measure_costs(target, heads, tuning.usual_paths)
+    except Exception as error:  # drafting itself meets the same error, and names it; plain decoding never does
+        _say(f"failed ({type(error).__name__}).\n")
+        return None
+    _say(f"{perf_counter() - started:.0f} s\n")
+    return measured
+
+
+def _say(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def _kept(file: Path) -> Measured | None:
+    """What a file holds; None when there is none, or none that can be used."""
+    try:
+        values = read_json(file)
+        return Measured.from_json(values) if values["version"] == _VERSION else None
+    except (UserError, OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "headstart" / "costs"
+
+
+def _key(heads: DraftHead, target: Target, conditions: Conditions) -> str:
+    """Names heads, target and conditions; sampled weights stand for all."""
+    digest = hashlib.sha256(json.dumps(conditions.to_json(), sort_keys=True).encode())
+    digest.update(target.identity().fingerprint.encode())
+    digest.update(heads.config.model_dump_json().encode())
+    for name, tensor in sorted(heads.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32)
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:32]

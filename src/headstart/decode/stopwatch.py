@@ -1,0 +1,171 @@
+"""Timing what a round is made of: a draft, a forward over a tree.
+
+Whatever is compared takes turns, so that a slow moment of the machine hits all of it, and the lower quartile of the
+times counts: neighbours make things slower, never faster.
+
+Shape suffixes: B rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from headstart.decode.costs import Costs, Measured
+from headstart.decode.drafters import Request, root_only
+from headstart.decode.heads_drafter import HeadDrafter
+from headstart.decode.verify import GreedyVerifier
+from headstart.heads import DraftHead
+from headstart.heads.packed import pack, unpack
+from headstart.target import DraftTree, Target, TreeShape
+from headstart.target.tree import RankPath
+
+_CLEARLY = 0.9
+"""Share of the milliseconds of a draft below which 8 bits are worth the little that they take from acceptance."""
+_SHORT_WIDTHS, _SHORT_CONTEXT = (1, 2, 4, 8, 16, 32), 256
+"""Of the short measurement."""
+_SHORT_SECONDS = 1.5
+"""After which each part of the short measurement ends, once it has seen enough."""
+_LEAST = 3
+"""Rounds of a measurement that are enough."""
+_READ_TOKENS = 64
+"""Text that the heads read at once, to see how long that takes."""
+
+
+def measure_costs(
+    target: Target,
+    heads: DraftHead,
+    paths: Sequence[RankPath],
+    widths: Sequence[int] = _SHORT_WIDTHS,
+    context: int = _SHORT_CONTEXT,
+    seconds: float = _SHORT_SECONDS,
+) -> Measured:
+    """What decoding with these heads costs here and now, in some seconds. Heads are left without 8-bit weights.
+
+    Args:
+        target: the model.
+        heads: in its dtype and on its device.
+        paths: rank paths of a usual tree; the first 15 are drafted.
+        widths: as of `measure_verify`.
+        context: committed tokens in the cache while timing.
+        seconds: after which each part ends, at the earliest.
+    """
+    unpack(heads)
+    context = max(1, min(context, target.max_length - max(widths) - 1))
+    widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
+    verify_ms = measure_verify(target, widths, context, heads.taps, 12, seconds)
+    draft_ms, level_ms, read_ms, packed = draft_costs(target, heads, paths, context, 1, seconds)
+    return Measured(Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.steps, read_ms), packed)
+
+
+@torch.inference_mode()
+def measure_verify(
+    target: Target,
+    widths: Sequence[int],
+    context: int,
+    taps: Sequence[int],
+    repeats: int = 30,
+    seconds: float = float("inf"),
+) -> list[float]:
+    """Milliseconds of verifying each width at batch 1: tree forward, choice, commit.
+
+    The result never falls with width: it lies half way between the envelopes from either side.
+    """
+    verifier = GreedyVerifier()
+    prompt = [1 + i % (target.vocab_size - 1) for i in range(context)]
+    cache = target.new_cache(1, context + max(widths) + 1)
+    target.prefill(cache, [prompt])
+    trees = [
+        DraftTree.from_shape(
+            torch.arange(width, device=target.device)[None] % target.vocab_size,
+            TreeShape.from_paths([(i // 2,) + (0,) * (i % 2) for i in range(width - 1)]),
+        )
+        for width in widths
+    ]
+    times: list[list[float]] = [[] for _ in widths]
+    begun, warm = perf_counter(), 2 if seconds == float("inf") else 1
+    for number in range(repeats + warm):
+        if number >= warm + _LEAST and perf_counter() - begun > seconds:
+            break
+        for spent, tree in zip(times, trees, strict=True):
+            start = perf_counter()
+            out = target.forward_tree(cache, tree, taps)
+            verifier.accept(tree, out.logits_BTV)
+            cache.commit([[0]])
+            spent.append(1e3 * (perf_counter() - start))
+            cache.lengths[0] = context
+    quartiles = [_quartile(spent[warm:]) for spent in times]
+    above, below = np.maximum.accumulate(quartiles), np.minimum.accumulate(quartiles[::-1])[::-1]
+    return [float(ms) for ms in (above + below) / 2]
+
+
+def draft_costs(
+    target: Target,
+    heads: DraftHead,
+    paths: Sequence[RankPath],
+    context: int,
+    turns: int = 2,
+    seconds: float = float("inf"),
+) -> tuple[float, float, float, bool]:
+    """What `draft_ms` measures, and whether that is with the weights in 8 bits: where they are clearly faster."""
+    full: list[tuple[float, float, float]] = []
+    packed: list[tuple[float, float, float]] = []
+    for _ in range(turns):  # in turns, so that a slow moment of the machine decides nothing
+        full.append(draft_ms(target, heads, paths, context, seconds))
+        if pack(heads):
+            packed.append(draft_ms(target, heads, paths, context, seconds))
+            unpack(heads)
+    if packed and min(packed)[0] < _CLEARLY * min(full)[0]:
+        return (*min(packed), True)
+    return (*min(full), False)
+
+
+@torch.inference_mode()
+def draft_ms(
+    target: Target, heads: DraftHead, paths: Sequence[RankPath], context: int, seconds: float = float("inf")
+) -> tuple[float, float, float]:
+    """Milliseconds of one draft and one observation with a tree of up to 16 of the best nodes, of a further level, and
+    of reading another token of the text.
+
+    Trees cut after their first level and whole ones take turns. The target runs in between, as it does in decoding:
+    its weights push those of the heads out of the caches.
+    """
+    paths = list(paths)[:15] or [(0,)]
+    shapes = [TreeShape.from_paths([path for path in paths if len(path) == 1]), TreeShape.from_paths(paths)]
+    prompt = [1 + i % (target.vocab_size - 1) for i in range(max(2, min(context, _READ_TOKENS)))]
+    cache = target.new_cache(1, len(prompt) + 1)
+    states = target.prefill(cache, [prompt], heads.taps).taps
+    root_B = torch.tensor([1], device=target.device)
+    last = {tap: state[:, -1:] for tap, state in states.items()}
+    drafters = [HeadDrafter(heads, shape) for shape in shapes]
+    times: list[list[float]] = [[], []]
+
+    def timed(drafter: HeadDrafter, session: Any) -> float:
+        target.forward_tree(cache, root_only(root_B)).logits_BTV.sum().item()  # waits for the device, too
+        start = perf_counter()
+        drafter.propose(session, root_B, Request(drafter.max_nodes)).tokens_BN.tolist()
+        drafter.observe(session, root_B[:, None], last, [1])
+        return 1e3 * (perf_counter() - start)
+
+    # A session's first draft reads the prompt; what follows read a token each.
+    sessions = [drafter.open([prompt], states) for drafter in [drafters[0]] * _LEAST + drafters]
+    reading = [timed(drafters[0], session) for session in sessions[:-1]]
+    timed(drafters[1], sessions[-1])
+    begun = perf_counter()
+    for number in range(18):
+        if number >= _LEAST + 2 and perf_counter() - begun > seconds:
+            break
+        for drafter, session, spent in zip(drafters, sessions[-2:], times, strict=True):
+            spent.append(timed(drafter, session))
+    first, whole = (_quartile(spent[2:]) for spent in times)
+    level = max(0.0, whole - first) / max(1, shapes[1].depth - 1)
+    read_ms = max(0.0, _quartile(reading[1:]) - first) / (len(prompt) - 1)
+    return whole + level * (heads.steps - shapes[1].depth), level, read_ms
+
+
+def _quartile(spent: Sequence[float]) -> float:
+    return float(np.percentile(spent, 25))

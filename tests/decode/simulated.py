@@ -1,0 +1,182 @@
+"""A machine whose rounds take what a table says, and heads whose drafts are accepted by chance: no clock, no model.
+
+What the controller sees may be noisy; what counts is the time without the noise. Drafts are a comb: at each depth the
+best draft and its siblings, and only the best one has children.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headstart.decode.budget import Pace
+from headstart.decode.costs import Costs
+from headstart.decode.learned import Experience, size_of
+from headstart.target import DraftTree
+
+LEVELS = 5
+BF16 = Costs((1, 2, 4, 8, 16, 32, 64), (23.7, 24.2, 24.8, 27.1, 32.0, 43.0, 65.0), 6.0, 1.0, LEVELS, 0.05)
+"""As measured on two cores with the quickstart's heads."""
+FP32 = Costs((1, 2, 4, 8, 16, 32, 64), (46.0, 47.5, 50.0, 58.0, 74.0, 110.0, 180.0), 12.0, 2.0, LEVELS, 0.1)
+GOOD = (0.5, 0.12, 0.06, 0.03)
+"""How often the best draft of a depth, and each sibling, is the right one."""
+FAIR = (0.27, 0.1, 0.05, 0.03)
+NONE = (0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass
+class Machine:
+    """Where time passes.
+
+    Attributes:
+        truth: what things take.
+        noise: the factor by which everything is slower at a moment, from the milliseconds so far.
+        jitter: spread of single times.
+        by_rows: a further factor of forwards of so many rows and nodes.
+    """
+
+    truth: Costs
+    noise: Callable[[float], float] = lambda _: 1.0
+    jitter: float = 0.03
+    by_rows: Callable[[int, int], float] = lambda rows, nodes: 1.0
+    chance: random.Random = field(default_factory=lambda: random.Random(0))
+    now: float = 0.0
+
+    def seen(self, ms: float) -> float:
+        """How long it looks to somebody with a clock: slower at times, now and then much."""
+        spike = 4.0 if self.chance.random() < 0.01 else 1.0
+        self.now += ms
+        return ms * self.noise(self.now) * (1 + abs(self.chance.gauss(0, self.jitter))) * spike
+
+    def verify(self, rows: int, nodes: int) -> float:
+        return self.truth.verify(rows * nodes) * self.by_rows(rows, nodes)
+
+    def draft(self, rows: int, depth: int, unread: int) -> float:
+        return self.truth.draft(depth, rows) + self.truth.read_ms * unread * rows
+
+
+@dataclass
+class Decoding:
+    """What came of some calls, in milliseconds without noise."""
+
+    ms: float = 0.0
+    plain_ms: float = 0.0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+
+    @property
+    def speedup(self) -> float:
+        return self.plain_ms / self.ms
+
+
+class Engine:
+    """Calls the controller as the decode loop does, and keeps what it learned as the engine does.
+
+    Args:
+        machine: where it runs.
+        costs: what the controller is told.
+        promised: acceptance that the heads' calibration promises; see `GOOD`.
+        accepted: acceptance that there is.
+        greedy: whether what rounds take is learned.
+        fixed: nodes of a tree that is verified in every round, in place of what the controller says.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        costs: Costs,
+        promised: Sequence[float] = GOOD,
+        accepted: Sequence[float] = GOOD,
+        greedy: bool = True,
+        fixed: int | None = None,
+    ) -> None:
+        self.machine, self.costs, self.promised, self.accepted = machine, costs, promised, accepted
+        self.greedy, self.fixed = greedy, fixed
+        self.experience: dict[int, Experience] = {}
+        self.chance = random.Random(1)
+        self.came_to = Decoding()
+
+    def call(self, tokens: int = 128, rows: int = 1, prompt: int = 60) -> None:
+        """Decode a batch of answers of so many tokens each."""
+        experience = self.experience.setdefault(size_of(rows), Experience()) if self.greedy else None
+        pace = Pace(self.costs, "auto", rows, tokens, None, prompt, experience)
+        self.came_to.plain_ms += (tokens - 1) * self.machine.verify(rows, 1)
+        self.came_to.tokens += rows * tokens
+        left, unread, opened = [tokens - 1] * rows, prompt, pace.opens
+        while left:
+            drafts = self.fixed is not None or pace.drafts
+            draft_ms = 0.0
+            tree = DraftTree.from_rows([[0]] * len(left), [[-1]] * len(left))
+            if drafts:
+                assert opened or self.fixed, "nothing drafts without a session"
+                tree, depth = self._draft(pace, len(left))
+                draft_ms = self.machine.draft(len(left), depth, unread)
+                unread = 0
+            else:
+                unread += 1
+            verify_ms = self.machine.verify(len(left), tree.size)
+            self.came_to.ms += draft_ms + verify_ms
+            self.came_to.rounds += 1
+            self.came_to.drafted += drafts
+            emitted = [self._accept(tree, row) for row in range(len(left))]
+            pace.note(tree, emitted, (self.machine.seen(draft_ms) if drafts else 0.0, self.machine.seen(verify_ms)))
+            left = [have - got for have, got in zip(left, emitted, strict=True)]
+            kept = [row for row, have in enumerate(left) if have > 0]
+            if len(kept) < len(left):
+                left = [left[row] for row in kept]
+                if left:
+                    pace.select(kept)
+
+    def _draft(self, pace: Pace, rows: int) -> tuple[DraftTree, int]:
+        """The tree to verify and how many levels were drafted; a node's token is its depth and rank."""
+        room, worth, level_worth = pace.room(32), pace.worth, pace.level_worth
+        if self.fixed is not None:
+            room, worth, level_worth = self.fixed, 0.0, 0.0
+        best, shares = self.promised[0], self.promised
+        nodes: list[tuple[float, int, int]] = []
+        depth, gain = 0, 1.0
+        while depth < LEVELS:
+            reach = sum(shares[:3])
+            if depth and max(0.0, gain * reach - worth) * rows < level_worth:
+                break
+            found = [
+                (gain * share, depth, rank) for rank, share in enumerate(shares) if gain * share >= max(worth, 1e-3)
+            ]
+            nodes += found
+            depth += 1
+            gain *= best
+            if not found:
+                break
+        nodes = sorted(nodes, key=lambda node: (-node[0], node[1:]))[: room - 1]
+        nodes.sort(key=lambda node: node[1:])
+        places = {(at, rank): number for number, (_, at, rank) in enumerate(nodes, start=1)}
+        parents = [-1, *(0 if at == 0 else places[at - 1, 0] for _, at, _ in nodes)]
+        tokens = [0, *(10 * at + rank for _, at, rank in nodes)]
+        gains = [1.0, *(one for one, _, _ in nodes)]
+        levels = depth if self.fixed is None else max((at + 1 for _, at, _ in nodes), default=1)
+        tree = DraftTree.from_rows([tokens] * rows, [parents] * rows, gains=[gains] * rows, levels=levels)
+        return (tree if self.fixed is not None else pace.prune(tree)), levels
+
+    def _accept(self, tree: DraftTree, row: int) -> int:
+        """Tokens that the row emits: down the comb as far as luck and the tree go."""
+        own = set(tree.tokens_BN[row, 1 : len(tree.parents_of(row))].tolist())
+        for depth in range(LEVELS):
+            luck = self.chance.random()
+            right = next((rank for rank in range(len(self.accepted)) if luck < sum(self.accepted[: rank + 1])), None)
+            if right is None or 10 * depth + right not in own:
+                return depth + 1
+            if right:
+                return depth + 2
+        return LEVELS + 1
+
+
+def best_fixed(machine: Callable[[], Machine], calls: Callable[[Engine], None], accepted: Sequence[float]) -> float:
+    """The speed-up of the best tree that never changes, plain decoding included."""
+    found = [1.0]
+    for nodes in (2, 3, 4, 5, 6, 8, 12, 16):
+        engine = Engine(machine(), machine().truth, accepted, accepted, fixed=nodes)
+        calls(engine)
+        found.append(engine.came_to.speedup)
+    return max(found)

@@ -1,0 +1,220 @@
+"""Heads that were tuned under other conditions: measured once here, kept, and their trees chosen anew."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.api import Decoder
+from headstart.decode import here
+from headstart.decode.costs import Conditions, Costs, Measured
+from headstart.decode.measure import Text
+from headstart.decode.stopwatch import measure_costs
+from headstart.decode.tune import Tuning, tune
+from headstart.heads import packed
+from headstart.heads.packed import pack
+from headstart.target import Target, TreeShape
+from tests.hub.helpers import TUNING, make_heads
+from tests.tiny import tiny_model
+
+ELSEWHERE = Conditions("another machine", "cpu", "bfloat16", 64, "2.11.0")
+FOUND = Measured(Costs((1, 4, 8), (1.0, 1.1, 1.2), 0.2, 0.05, 2, 0.01), packed=False)
+
+
+@pytest.fixture
+def tuned_for_here() -> None:
+    """These tests are about what others leave out."""
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Measured]:
+    """What measuring gives, in turn from the end; the cache is a folder of the test's own."""
+    results = [FOUND]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(here, "measure_costs", lambda *_: results.pop())
+    return results
+
+
+def decoder(target: Target, tuning: dict[str, Any] | None = None) -> Decoder:
+    torch.manual_seed(0)  # the same heads
+    return Decoder(target, make_heads(target), TreeShape.from_paths(TUNING["paths"]), tuning or tuned(ELSEWHERE))
+
+
+def tuned(conditions: Conditions | None) -> dict[str, Any]:
+    settings = {"conditions": conditions.to_json() | {"context": 256, "rows": 1}} if conditions else {"device": "cpu"}
+    knots = {"log_probs": [[-5.0, 0.0]] * 2, "accepted": [[0.1, 0.9]] * 2}
+    sampled = {f"sampled_{name}": values for name, values in knots.items()}
+    return {**TUNING, "settings": settings, "calibration": {**knots, **sampled}}
+
+
+def test_costs_from_elsewhere_are_measured_once_with_a_word(
+    target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = decoder(target)
+    answer = first.generate([5, 6, 7], max_new_tokens=8)
+    assert first.costs == FOUND.costs
+    said = capsys.readouterr().err
+    assert said.startswith("These heads were tuned in bfloat16 with 64 threads under torch 2.11.0 on another machine; ")
+    assert "measuring what drafting costs in float32 with " in said and said.endswith(" s\n") and said.count("\n") == 1
+    again = decoder(target)
+    assert again.generate([5, 6, 7], max_new_tokens=8).tokens == answer.tokens
+    assert again.costs == FOUND.costs and not measured, "from the cache: there was but one measurement to be had"
+    assert capsys.readouterr().err == ""
+
+
+def test_other_heads_targets_and_conditions_are_measured_for_themselves(
+    target: Target, measured: list[Measured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured += [replace(FOUND, packed=True), FOUND, FOUND]
+    assert decoder(target).costs and len(measured) == 3
+    other = decoder(target)
+    with torch.no_grad():
+        next(other.heads.parameters()).add_(1.0)
+    assert other.costs and len(measured) == 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 33)
+    assert other.costs and len(measured) == 1, "the same decoder notices that the threads are others"
+    assert decoder(target.__class__(tiny_model("llama", 1, 61))).costs and not measured
+
+
+def test_nothing_is_measured_where_costs_hold_or_nothing_drafts(
+    target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_home = decoder(target, tuned(Conditions.of(target)))
+    at_home.generate([5, 6, 7], max_new_tokens=4)
+    assert at_home.costs == Tuning.from_json(tuned(None)).costs
+    abroad = decoder(target)
+    abroad.generate([5, 6, 7], max_new_tokens=4, drafter="none")
+    abroad.generate([5, 6, 7], max_new_tokens=4, draft="off")
+    assert len(measured) == 1 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 1}', '"verify_ms": [-1.0,', '"version": 0'])
+def test_a_damaged_cache_is_measured_anew(
+    target: Target, measured: list[Measured], tmp_path: Path, damage: str
+) -> None:
+    measured.append(replace(FOUND, packed=True))
+    assert decoder(target).costs
+    (file,) = (tmp_path / "headstart" / "costs").glob("*.json")
+    kept = json.dumps(json.loads(file.read_text()))
+    assert Measured.from_json(json.loads(kept)).packed
+    wrong = kept.replace('"verify_ms": [1.0,' if "ms" in damage else '"version": 1', damage)
+    file.write_text(wrong if damage[:1] == '"' else damage)
+    assert decoder(target).costs == FOUND.costs and not measured
+    assert not Measured.from_json(json.loads(file.read_text())).packed, "and kept anew"
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    target: Target, measured: list[Measured], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert decoder(target).costs == FOUND.costs
+
+
+def test_measuring_that_fails_leaves_the_tuned_costs(
+    target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no clock")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(here, "measure_costs", fail)
+    assert decoder(target).costs == Tuning.from_json(tuned(None)).costs
+    assert capsys.readouterr().err.endswith("failed (RuntimeError).\n")
+
+
+def test_older_heads_say_once_what_they_lack(
+    target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = decoder(target, TUNING)
+    for _ in range(2):
+        older.generate([5, 6, 7], max_new_tokens=4)
+    lacks, measures = capsys.readouterr().err.splitlines()
+    assert "without a calibration for dynamic trees" in lacks and "headstart tune" in lacks
+    assert "measuring what drafting costs in float32 here" in measures
+    knots = {"log_probs": [[-5.0, 0.0]] * 2, "accepted": [[0.1, 0.9]] * 2}
+    assert "for sampling" in Tuning.from_json({**TUNING, "calibration": knots}).lacks
+    assert not Tuning.from_json(tuned(None)).lacks
+
+
+# -- trees at other costs --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tuning(target: Target) -> Tuning:
+    """Chosen where four nodes cost as much as one, and eight twice as much."""
+    acceptance = [[0.5, 0.2, 0.1], [0.5, 0.2, 0.1], [0.5, 0.2, 0.1]]
+    curve = [[1, 1.0], [2, 1.4], [3, 1.55], [4, 1.7], [5, 1.4], [6, 1.3], [7, 1.2], [8, 1.1]]
+    paths = ((0,), (0, 0), (1,))
+    predicted = {"tokens_per_round": 1.87, "speedup": 1.7, "tokens_per_second": 170.0}
+    return Tuning(paths, (1, 4, 8), (10.0, 10.0, 20.0), 1.0, acceptance, predicted, curve, chain=2)
+
+
+@pytest.mark.parametrize(
+    ("verify_ms", "draft_ms", "nodes", "chain"),
+    [
+        ((10.0, 10.0, 20.0), 1.0, 4, 3),
+        ((10.0, 10.0, 10.0), 1.0, 8, 3),
+        ((10.0, 40.0, 80.0), 1.0, 1, 0),
+        ((10.0, 10.0, 20.0), 30.0, 1, 0),
+    ],
+)
+def test_static_trees_and_chains_follow_the_costs(
+    tuning: Tuning, verify_ms: tuple[float, ...], draft_ms: float, nodes: int, chain: int
+) -> None:
+    found = tuning.under(Measured(Costs((1, 4, 8), verify_ms, draft_ms, 0.0, 3), packed=True))
+    assert found.shape.size == nodes and found.chain == chain
+    assert found.packed and found.costs == Costs((1, 4, 8), verify_ms, draft_ms, 0.0, 3)
+    assert found.predicted["speedup"] == max(speedup for _, speedup in found.curve)
+    if nodes == 4:
+        assert found.paths == tuning.paths
+
+
+def test_what_did_not_pay_where_it_was_tuned_may_pay_here(tuning: Tuning, target: Target) -> None:
+    nothing = replace(tuning, paths=(), curve=[[1, 1.0]], chain=0)
+    assert nothing.drafter(make_heads(target)) is None
+    found = nothing.under(Measured(Costs((1, 8), (10.0, 10.0), 1.0, 0.0, 3), packed=False))
+    assert found.shape.size > 4 and (0, 0) in found.paths
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_8_bits", [1.0, 9.0])
+def test_weights_in_8_bits_are_chosen_by_what_they_take(
+    target: Target, in_8_bits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "_LEAST", 1)
+    heads = make_heads(Target(tiny_model("llama", vocab_size=64)))
+    pack(heads)
+
+    def is_packed() -> bool:
+        return any(hasattr(weight, "packed") for weight in heads.parameters())
+
+    monkeypatch.setattr("headstart.decode.stopwatch.draft_ms", lambda *_: (in_8_bits if is_packed() else 5.0, 1.0, 0.1))
+    found = measure_costs(target, heads, [(0,)], (1, 2), 8, 0.0)
+    assert found.packed is (in_8_bits < 5.0) and found.costs.draft_ms == min(in_8_bits, 5.0)
+    assert not is_packed(), "whoever drafts packs them again"
+
+
+def test_tuning_notes_its_conditions_and_what_is_measured_fits_into_the_context() -> None:
+    target = Target(tiny_model("llama", vocab_size=61, max_length=40))
+    chance, heads = random.Random(1), make_heads(target)
+    texts = [Text([chance.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(2)]
+    found = Tuning.from_json(json.loads(json.dumps(tune(target, heads, texts, widths=(1, 4), max_nodes=6).to_json())))
+    assert found.conditions == Conditions.of(target)
+    assert found.settings["conditions"]["rows"] == 1
+    short = measure_costs(target, heads, found.usual_paths, seconds=0.0)
+    assert short.costs.widths == (1, 2, 4, 8, 16, 32) and short.costs.levels == heads.steps
+    assert Measured.from_json(json.loads(json.dumps(short.to_json()))) == short

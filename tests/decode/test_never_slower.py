@@ -1,0 +1,123 @@
+"""Drafting never costs what it does not bring: the controller on a simulated machine, where the table's time counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headstart.decode.costs import Costs
+from tests.decode.simulated import BF16, FAIR, FP32, GOOD, NONE, Engine, Machine, best_fixed
+
+FLAT = replace(BF16, verify_ms=(23.7,) * 7)
+STEEP = replace(BF16, verify_ms=tuple(23.7 + 8 * (width - 1) for width in BF16.widths))
+CHEAP = replace(BF16, draft_ms=0.6, level_ms=0.1)
+DEAR = replace(BF16, draft_ms=60.0, level_ms=10.0)
+TOLD = {"right": BF16, "a GPU's": FLAT, "steep": STEEP, "cheap drafts": CHEAP, "dear drafts": DEAR}
+"""What the controller is told of a machine that is BF16."""
+SHAPES = {
+    "128": (128, 12, 1),
+    "40": (40, 30, 1),
+    "20": (20, 50, 1),
+    "8": (8, 100, 1),
+    "4 rows": (128, 6, 4),
+    "16 rows": (128, 4, 16),
+}
+"""Tokens of an answer, calls, rows."""
+
+
+def noisy(ms: float) -> float:
+    """A neighbour that comes and goes every 3 seconds."""
+    return 1.8 if int(ms / 3000) % 2 else 1.0
+
+
+def calls(engine: Engine, shape: str) -> Engine:
+    tokens, count, rows = SHAPES[shape]
+    for _ in range(count):
+        engine.call(tokens, rows)
+    return engine
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("told", TOLD)
+def test_where_nothing_is_accepted_drafting_costs_less_than_3_percent(told: str, shape: str) -> None:
+    came_to = calls(Engine(Machine(BF16), TOLD[told], accepted=NONE), shape).came_to
+    assert came_to.drafted, "it is tried"
+    assert came_to.speedup >= 0.97
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        replace(FP32, draft_ms=63.0, level_ms=12.0),  # 8-bit weights in float32
+        replace(FP32, verify_ms=tuple(46.0 * width for width in FP32.widths)),
+        replace(FP32, verify_ms=tuple(46.0 + 12.0 * (width - 1) for width in FP32.widths), draft_ms=30.0, level_ms=6.0),
+    ],
+)
+@pytest.mark.parametrize("told", [FP32, replace(FP32, verify_ms=(46.0,) * 7)])
+def test_dearer_than_the_costs_say_is_noticed(truth: Costs, told: Costs) -> None:
+    assert calls(Engine(Machine(truth), told), "128").came_to.speedup >= 0.97
+
+
+@pytest.mark.parametrize("shape", ["4 rows", "16 rows"])
+def test_what_batches_really_cost_is_noticed(shape: str) -> None:
+    """Forwards over trees of several rows are twice as dear as those of as many tokens in one row."""
+    machine = Machine(BF16, by_rows=lambda rows, nodes: 2.0 if rows > 1 and nodes > 1 else 1.0)
+    assert calls(Engine(machine, BF16), shape).came_to.speedup >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("accepted", "shape"), [(GOOD, "128"), (GOOD, "40"), (GOOD, "4 rows"), (FAIR, "128"), (FAIR, "40")]
+)
+@pytest.mark.parametrize("greedy", [True, False])
+def test_where_drafting_pays_its_gain_is_kept(accepted: tuple[float, ...], shape: str, greedy: bool) -> None:
+    """At least 95 % of what the best tree that never changes would gain; of small gains, chance takes some more."""
+    best = best_fixed(lambda: Machine(BF16), lambda engine: calls(engine, shape), accepted)
+    came_to = calls(Engine(Machine(BF16), BF16, accepted, accepted, greedy), shape).came_to
+    assert best > 1.15
+    assert (came_to.speedup - 1) / (best - 1) >= (0.95 if accepted is GOOD else 0.9)
+
+
+@pytest.mark.parametrize("told", ["a GPU's", "cheap drafts", "dear drafts"])
+def test_costs_that_lie_are_found_out(told: str) -> None:
+    right = calls(Engine(Machine(BF16), BF16), "128").came_to.speedup
+    assert calls(Engine(Machine(BF16), TOLD[told]), "128").came_to.speedup >= 0.95 * right
+
+
+@pytest.mark.parametrize("accepted", [GOOD, FAIR, NONE])
+def test_a_neighbour_who_slows_everything_changes_nothing(accepted: tuple[float, ...]) -> None:
+    quiet = calls(Engine(Machine(BF16), BF16, accepted, accepted), "128").came_to
+    disturbed = calls(Engine(Machine(BF16, noisy), BF16, accepted, accepted), "128").came_to
+    assert disturbed.speedup == pytest.approx(quiet.speedup, rel=0.01)
+
+
+def test_a_text_that_turns_easy_is_drafted_again() -> None:
+    engine = Engine(Machine(BF16), BF16, accepted=NONE)
+    calls(engine, "128")
+    engine.accepted, before = GOOD, replace(engine.came_to)
+    calls(engine, "128")
+    assert (engine.came_to.plain_ms - before.plain_ms) / (engine.came_to.ms - before.ms) >= 1.4
+
+
+def test_a_text_that_turns_hard_is_soon_decoded_plainly() -> None:
+    engine = calls(Engine(Machine(BF16), BF16), "128")
+    engine.accepted, before = NONE, replace(engine.came_to)
+    calls(engine, "128")
+    assert (engine.came_to.plain_ms - before.plain_ms) / (engine.came_to.ms - before.ms) >= 0.97
+
+
+def test_seeded_decisions_do_not_depend_on_the_clock_or_on_earlier_calls() -> None:
+    """Without experience, what rounds take is not even looked at."""
+
+    def drafted(truth: Costs, accepted: tuple[float, ...], seed: int) -> list[int]:
+        engine = Engine(Machine(truth, noisy), BF16, FAIR, accepted, greedy=False)
+        counts = []
+        for number in range(6):
+            engine.accepted = accepted if number < 5 else FAIR
+            engine.chance.seed(seed + number if number < 5 else 0)
+            before = engine.came_to.drafted, engine.came_to.rounds
+            engine.call(128)
+            counts += [engine.came_to.drafted - before[0], engine.came_to.rounds - before[1]]
+        return counts[-2:]
+
+    assert drafted(BF16, NONE, 1) == drafted(FP32, GOOD, 2)
