@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -40,7 +44,16 @@ _LONGEST = 100  # seconds, after which a task that hangs is ended
 
 def recipe_of(name: str, **train: Any) -> Recipe:
     """Small heads of a family; batches are so small that some hold nothing to learn from."""
-    settings = {"steps": 3, "epochs": 3, "batch_tokens": 64, "lr": 0.3, "eval_every": 100, **train}
+    settings = {
+        "steps": 3,
+        "epochs": 3,
+        "batch_tokens": 64,
+        "lr": 0.3,
+        "min_lr_ratio": 1,
+        "clip": 1e9,
+        "eval_every": 100,
+        **train,
+    }
     heads = {"draft_vocab_size": 40, "family": name, **HEADS[name]}
     return parse_recipe({"name": "tiny", "target": "tiny", "heads": heads, "train": settings})
 
@@ -55,18 +68,44 @@ def plain_steps(heads: nn.Module, section: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD([weight for weight in heads.parameters() if weight.requires_grad], section.lr)]
 
 
+def train_sharded(target_folder: str, states: str, folder: str) -> None:
+    """Train every family with FSDP2, each process with its shares of the weights, and go on from a checkpoint."""
+    # Modules inside the heads are named as in a recipe for a language model; they have to be passed over.
+    named = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "DraftLayer"}
+    os.environ.update(named, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    _, device = join_processes("cpu")
+    target = load_target(target_folder, "float32", device)
+    store, valid = StateStore(Path(states) / "train"), StateStore(Path(states) / "calibration")
+    prepare, loop.make_optimizers = Accelerator.prepare, plain_steps
+
+    def prepared(accelerator: Accelerator, *parts: Any) -> Any:
+        made = prepare(accelerator, *parts)
+        assert isinstance(made[0], FSDPModule) and all(isinstance(w, DTensor) for w in made[0].parameters())
+        return made
+
+    Accelerator.prepare = prepared
+    for name in families():
+        for steps in (2, 3):
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate shards on GPUs only
+            recipe = recipe_of(name, steps=steps, accumulate=2)
+            loop.train(recipe, target, silent(store), valid, Path(folder) / name)
+    leave_processes()
+
+
 def train_families(target_folder: str, states: str, folder: str, accumulate: int = 1) -> None:
-    """Train every family; each process leaves its own weights in <folder>/<family>/of-<rank>."""
+    """Train every family; each process leaves its weights in <folder>/<family>: start-<rank>, then of-<rank>."""
     state, device = join_processes("cpu")
     target = load_target(target_folder, "float32", device)
     store, valid = StateStore(Path(states) / "train"), StateStore(Path(states) / "calibration")
-    finish, loop.make_optimizers = loop._Run._finish, plain_steps
+    go, loop.make_optimizers = loop._Run.go, plain_steps
 
     def keep(run: Any) -> Any:
+        save_heads(run.heads, run.folder / f"start-{state.process_index}")
+        result = go(run)
         save_heads(run.heads, run.folder / f"of-{state.process_index}")
-        return finish(run)
+        return result
 
-    loop._Run._finish = keep
+    loop._Run.go = keep
     for name in families():
         loop.train(recipe_of(name, accumulate=accumulate), target, silent(store), valid, Path(folder) / name)
     leave_processes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,19 @@ def heads_folder(place: Path) -> Path:
     return place / RUN_HEADS
 
 
-def save_heads(heads: DraftHead, folder: Path) -> None:
-    """Write heads to `folder`, replacing what is there in one step."""
+def save_heads(heads: DraftHead, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
+    """Write heads to `folder`, replacing what is there in one step.
+
+    Args:
+        heads: to write.
+        folder: for config.json and heads.safetensors.
+        state: their weights, where the heads themselves hold a part of each only; `heads.state_dict()` by default.
+    """
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
         write_json(partial / CONFIG, settings_of(heads))
-        write_weights(heads, partial / WEIGHTS)
+        write_weights(heads, partial / WEIGHTS, state)
 
     write_atomic(folder, write)
 
@@ -83,11 +90,12 @@ def settings_of(heads: DraftHead) -> dict[str, Any]:
     return {**heads.config.model_dump(mode="json"), "family": heads.family}
 
 
-def write_weights(heads: DraftHead, path: Path) -> None:
-    """Write everything the heads save (parameters and draft vocabulary) to one safetensors file."""
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
+def write_weights(heads: DraftHead, path: Path, state: Mapping[str, Tensor] | None = None) -> None:
+    """Write everything the heads save (parameters and draft vocabulary) to one safetensors file; see `save_heads`."""
+    given = heads.state_dict() if state is None else state
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
     try:
-        save_file(state, path, metadata={"format": "pt"})
+        save_file(whole, path, metadata={"format": "pt"})
     except SafetensorError as error:  # its text is all that it says of the system's reason
         if reason := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(path)) from None

@@ -40,7 +40,7 @@ from headstart.train.losses import Teacher, find_loss, weighted
 from headstart.train.memory import keep_freed_memory
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
 from headstart.train.optimizers import make_optimizers
-from headstart.train.processes import describe_processes, make_accelerator, on_device, together
+from headstart.train.processes import describe_processes, make_accelerator, on_device, together, whole_state
 from headstart.train.setup import build_heads, check_heads, check_store, check_training, learning_rate
 from headstart.train.tracking import finish_trackers, start_tracker
 
@@ -323,8 +323,12 @@ class _Run:
         display.validated(self.standing.step, self._elapsed(), loss, validation)
         if validation.tau > self.standing.best_tau:
             self.standing.best_tau, self.standing.best_step = validation.tau, self.standing.step
-            if self.accelerator.is_main_process:
-                save_heads(self.heads, self.folder / "best")
+            self._keep_heads(self.folder / "best")
+
+    def _keep_heads(self, folder: Path) -> None:
+        state = whole_state(self.heads, self.accelerator.is_main_process)
+        if state is not None:
+            save_heads(self.heads, folder, state)
 
     def _record(self, validation: Validation, loss: float | None) -> None:
         row = {
@@ -345,8 +349,8 @@ class _Run:
     def _finish(self) -> TrainResult:
         best = next(row for row in self.records if row["step"] == self.standing.best_step)
         result = TrainResult(self.folder / "best", self.folder / "last", self.standing.step, best, self.coverage)
+        self._keep_heads(result.last_folder)
         if self.accelerator.is_main_process:
-            save_heads(self.heads, result.last_folder)
             write_json(
                 self.folder / "result.json",
                 {

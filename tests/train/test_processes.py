@@ -1,0 +1,110 @@
+"""Which device each process of a training takes, and what accelerate may be asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import DistributedType
+
+from headstart.errors import UserError
+from headstart.target import Target
+from headstart.train import processes
+from headstart.train.config import Recipe
+
+
+class Gpus:
+    """Two GPUs, as torch and accelerate see them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = 0
+        self._patch = monkeypatch
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda device: setattr(self, "current", torch.device(device).index)
+        )
+        monkeypatch.setattr(processes, "PartialState", self.state)
+
+    def launch(self, rank: int, ranks: int) -> None:
+        self._patch.setenv("LOCAL_RANK", str(rank))
+        self._patch.setenv("WORLD_SIZE", str(ranks))
+
+    def state(self, cpu: bool = False) -> Any:
+        """`cuda:<local rank>` under a launcher and `cuda`, which is the current GPU, without one."""
+        launched = os.environ.get("LOCAL_RANK")
+        device = "cpu" if cpu else "cuda" if launched is None else f"cuda:{launched}"
+        return SimpleNamespace(device=torch.device(device))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    return Gpus(monkeypatch)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_each_process_of_a_launcher_takes_a_gpu_of_its_own(gpus: Gpus, device: str) -> None:
+    gpus.launch(1, 2)
+    assert processes.join_processes(device)[1] == "cuda:1"
+
+
+def test_a_single_process_takes_the_gpu_it_is_told(gpus: Gpus) -> None:
+    assert processes.join_processes("auto")[1] == "cuda"
+    state, device = processes.join_processes("cuda:1")
+    assert (device, gpus.current, str(state.device)) == ("cuda:1", 1, "cuda")
+
+
+def test_one_gpu_for_several_processes_is_refused(gpus: Gpus) -> None:
+    gpus.launch(0, 2)
+    with pytest.raises(UserError, match=r"target\.device=cuda:1 is one GPU, and 2 processes train") as refused:
+        processes.join_processes("cuda:1")
+    assert "target.device=auto" in refused.value.remedy and "CUDA_VISIBLE_DEVICES" in refused.value.remedy
+
+
+def test_a_cpu_among_gpus_trains_on_the_cpu(gpus: Gpus) -> None:
+    state, device = processes.join_processes("cpu")
+    assert device == "cpu" and str(state.device) == "cpu"
+
+
+def test_a_target_elsewhere_than_its_training_is_refused(
+    recipe: Callable[..., Recipe], tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def elsewhere(**_: Any) -> Any:
+        return SimpleNamespace(device=torch.device("meta"), distributed_type=DistributedType.NO)
+
+    monkeypatch.setattr(processes, "Accelerator", elsewhere)
+    with pytest.raises(UserError, match="The target is on cpu, and this process trains on meta"):
+        processes.make_accelerator(recipe(), tiny_target, tmp_path)
+
+
+def test_ram_efficient_loading_is_refused_before_the_target_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes than the first would train on weights that nobody read."""
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "true")
+    with pytest.raises(UserError, match="only one process of a machine would get the target's weights"):
+        processes.join_processes("cpu")
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "problem"), [(1, {}, "this is FSDP1"), (2, {"optimizer": "muon"}, "keeps one optimiser")]
+)
+def test_what_fsdp_cannot_train_is_refused(
+    recipe: Callable[..., Recipe],
+    tiny_target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: int,
+    settings: dict[str, Any],
+    problem: str,
+) -> None:
+    def sharding(**_: Any) -> Any:
+        state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
+        return SimpleNamespace(device=torch.device("cpu"), distributed_type=DistributedType.FSDP, state=state)
+
+    monkeypatch.setattr(processes, "Accelerator", sharding)
+    with pytest.raises(UserError, match=problem):
+        processes.make_accelerator(recipe(**settings), tiny_target, tmp_path)
