@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from tokenizers import decoders
 
-from headstart.data import generate, selfprompt
+from headstart.data import answers, generate, selfprompt
 from headstart.data.conversations import encode
 from headstart.data.generate import build_conversations
 from headstart.data.openers import OPENERS, opener_list
@@ -117,7 +117,7 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
 def says_fine(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target that answers everything with "Fine." and ends its turn."""
     answer = [*tiny_target.tokenizer.encode("Fine."), tiny_target.tokenizer.eos_token_id]
-    monkeypatch.setattr(generate, "sample_rows", lambda _target, rows, **_options: [list(answer) for _ in rows])
+    monkeypatch.setattr(answers, "sample_rows", lambda _target, rows, **_options: [list(answer) for _ in rows])
 
 
 @pytest.mark.usefixtures("says_fine")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data import generate
+from headstart.data import answers
 from headstart.data.generate import build_conversations
 from headstart.data.lanes import Lanes, Stopped
 from headstart.target import Target
@@ -42,13 +42,13 @@ def test_two_lanes_write_what_one_writes(tiny_target: Target, tmp_path: Path, mo
     # A random model seldom writes the one token that ends a turn.
     monkeypatch.setattr(Target, "end_tokens", frozenset(range(0, tiny_target.vocab_size, 5)))
     writers: list[str] = []
-    real = generate.sample_rows
+    real = answers.sample_rows
 
     def noted(*arguments: Any, **options: Any) -> list[list[int]]:
         writers.append(threading.current_thread().name)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(generate, "sample_rows", noted)
+    monkeypatch.setattr(answers, "sample_rows", noted)
     both = build_conversations(tiny_target, section, tmp_path / "two")
     assert len(both.train) == 10
     assert {"lane_0", "lane_1"} <= set(writers)

@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,19 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from headstart.data.answers import Settings, answer_prompts
 from headstart.data.conversations import (
     Conversation,
-    Unfit,
-    added_tokens,
-    encode,
     prompt_tokens,
-    render,
     write_conversations,
 )
 from headstart.data.lanes import Lanes
+from headstart.data.parts import CLOCKS, Clock, Part
 from headstart.data.prompts import LeftOut, Prompt, deduplicate, load_prompts, normalise
-from headstart.data.sampling import Room, sample_rows
+from headstart.data.sampling import Room
 from headstart.data.selfprompt import write_prompts
 from headstart.data.sources import find_origin
 from headstart.errors import UserError
-from headstart.files import read_json, read_jsonl, write_json, write_jsonl
 from headstart.target import Target
 
 _COUNTS = {"heldout": "heldout", "calibration": "calibration", "train": "conversations"}
@@ -47,28 +44,7 @@ AMOUNTS = {"conversations", "heldout", "calibration", "minutes", "batch_size", "
 """Settings of the data that say how much of it there is, and not what it is."""
 VERSION = 3
 """Raised when the same settings come to mean other conversations."""
-_CLOCKS = "clocks.json"
 _OF_FILES, _OF_SELF = {"split", "regenerate", "revision"}, {"openers"}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the data depends on; field meanings are those of the recipe's data section."""
-
-    prompts: str
-    split: str
-    openers: str
-    conversations: int
-    heldout: int
-    calibration: int
-    minutes: float | None
-    max_prompt_tokens: int
-    max_new_tokens: int
-    temperature: float
-    sampled_fraction: float
-    batch_size: int
-    regenerate: bool
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -157,59 +133,6 @@ def build_conversations(
     return Splits(splits["train"], splits["calibration"], splits["heldout"])
 
 
-@dataclass
-class Part:
-    """One batch of conversations of a split.
-
-    Attributes:
-        number: among the parts of all splits.
-        split: its name.
-        prompts: of given prompts, the range in their order that the part answers.
-        seconds: that its writing took; of parts that were written at once, each has its share.
-        conversations: all of them.
-        fresh: those whose prompt is in no earlier part.
-    """
-
-    number: int
-    split: str
-    prompts: tuple[int, int]
-    seconds: float
-    conversations: list[Conversation]
-    fresh: list[Conversation] = field(default_factory=list)
-
-    @property
-    def file(self) -> str:
-        """Its name in the folder of the parts."""
-        return f"{self.number:05d}-{self.split}.jsonl"
-
-    def write(self, folder: Path) -> None:
-        """Write it whole or not at all; its first line says what it is."""
-        about = {"part": self.number, "split": self.split, "prompts": list(self.prompts), "seconds": self.seconds}
-        write_jsonl(folder / self.file, [about, *(item.to_json() for item in self.conversations)])
-
-    @classmethod
-    def read(cls, file: Path) -> Part:
-        """Back from `write`.
-
-        Raises:
-            UserError: when it is none, or damaged; the message names file and line.
-        """
-        rows = read_jsonl(file)
-        try:
-            _, about = next(rows, (0, {}))
-            start, stop = about["prompts"]
-            read = cls(int(about["part"]), str(about["split"]), (int(start), int(stop)), float(about["seconds"]), [])
-            for _, row in rows:
-                read.conversations.append(Conversation.from_json(row))
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(
-                f"{file} is not a part of conversations ({error}).", "Move it away: it will be written again."
-            ) from None
-        return read
-
-
 class _Writing:
     """The parts of a folder: those that are there, and further ones as they are asked for.
 
@@ -270,7 +193,7 @@ class _Writing:
         def missing() -> int:
             return 0 if sum(len(item.tokens) for item in kept) >= max_tokens else count - len(kept)
 
-        clock = _Clock(self._settings.minutes if split == "train" else None, self._folder / _CLOCKS)
+        clock = Clock(self._settings.minutes if split == "train" else None, self._folder / CLOCKS)
         for part in [part for part in self._parts if part.split == split]:
             if missing() <= 0 or not clock.takes(part.seconds):
                 break
@@ -280,7 +203,7 @@ class _Writing:
         if missing() > 0:
             clock.stop()
 
-    def _new(self, split: str, clock: _Clock, count: int, missing: Callable[[], int]) -> Iterator[Part]:
+    def _new(self, split: str, clock: Clock, count: int, missing: Callable[[], int]) -> Iterator[Part]:
         """Further parts; while one is waited for, the next ones are being written."""
         source = self._source
         number, start = len(self._parts), self._stop
@@ -312,53 +235,6 @@ class _Writing:
                 self._add(part)
                 clock.note(part.seconds)
                 yield part
-
-
-class _Clock:
-    """Time spent on the training conversations that a run uses, whoever wrote them.
-
-    Args:
-        minutes: the budget; None has no end.
-        file: where it is kept after how many parts a budget was spent, so that the same budget ends there again.
-    """
-
-    def __init__(self, minutes: float | None, file: Path) -> None:
-        self._file, self._key = file, str(minutes)
-        self._budget = math.inf if minutes is None else 60 * minutes
-        self._ends: dict[str, int] = read_json(file) if file.is_file() else {}
-        self._taken, self._spent, self._new = 0, 0.0, list[float]()
-
-    def takes(self, seconds: float) -> bool:
-        """Whether a part that is there belongs to the budget: its middle does, or it did before."""
-        if self._key in self._ends:
-            taken = self._taken < self._ends[self._key]
-        else:
-            taken = not self._taken or self._spent + seconds / 2 < self._budget
-        if taken:
-            self._taken, self._spent = self._taken + 1, self._spent + seconds
-        return taken
-
-    def note(self, seconds: float) -> None:
-        """A further part is written."""
-        self._taken, self._spent = self._taken + 1, self._spent + seconds
-        self._new.append(seconds)
-
-    def over(self, lanes: int, since: float) -> bool:
-        """Whether another part would end further after the budget than its lane would stop before it without one.
-
-        Args:
-            lanes: parts that are written at once.
-            since: seconds since the last part was written.
-        """
-        if self._key in self._ends:
-            return self._taken >= self._ends[self._key]
-        one = lanes * sum(self._new) / len(self._new) if self._new else 0.0
-        return self._spent + since + one / 2 >= self._budget
-
-    def stop(self) -> None:
-        """The budget is spent."""
-        if self._budget < math.inf and self._key not in self._ends:
-            write_json(self._file, {**self._ends, self._key: self._taken})
 
 
 class _PromptSource:
@@ -446,7 +322,7 @@ class _PromptSource:
         asked = self._written(split, number, check)[:size] if self._given is None else self._given[slice(*prompts)]
         # Calibration answers stay at the data's temperature: they stand for decoding as it is judged.
         settings = self._settings if split == "train" else replace(self._settings, sampled_fraction=0.0)
-        return _answer(self._target, asked, settings, seed, split != "heldout", check, self.left_out, self._room)
+        return answer_prompts(self._target, asked, settings, seed, split != "heldout", check, self.left_out, self._room)
 
     def _written(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:
         """Self-prompts: the same for the same settings, whatever was written before."""
@@ -471,167 +347,6 @@ class _PromptSource:
                 self._ask_for(2 * self._limit)
             return start >= len(self._given)
         return own > 20 + 10 * int(getattr(self._settings, _COUNTS[split])) // self.batch_size
-
-
-def _answer(
-    target: Target,
-    prompts: Sequence[Prompt],
-    settings: Settings,
-    seed: int,
-    answered: bool,
-    check: Callable[[], None],
-    left_out: LeftOut | None = None,
-    room: Room | None = None,
-) -> list[Conversation]:
-    """Answer every user turn of each prompt with the target, shortest prompts first; a share of them at temperature 1.
-
-    Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same. What the
-    chat template makes nothing to learn from of is left out and counted.
-
-    Args:
-        target: the model, with its tokenizer.
-        prompts: of one batch.
-        settings: of the data.
-        seed: of the batch.
-        answered: whether answers are wanted; the openings alone otherwise.
-        check: called now and then; what it raises ends the work.
-        left_out: takes the count.
-        room: what is known of memory from earlier batches.
-    """
-    left_out = LeftOut() if left_out is None else left_out
-    if not answered:
-        return _fitting(prompts, lambda prompt: _unanswered(prompt, target.tokenizer), left_out)
-    kept = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
-    ends = target.end_tokens
-    running = [
-        _Running(prompt, [turn for turn in prompt.messages if turn["role"] != "assistant"])
-        for prompt in prompts
-        if prompt not in kept
-    ]
-    sampled = round(settings.sampled_fraction * len(running))
-    for place, row in enumerate(running):
-        row.temperature = 1.0 if place < sampled else settings.temperature
-    turn = 0
-    while any(row.left for row in running):
-        asking = [row for row in running if row.left]
-        for row in asking:
-            row.ask(target.tokenizer, settings.max_prompt_tokens, target.max_length - settings.max_new_tokens)
-        asking = sorted((row for row in asking if row.asked), key=lambda row: len(row.tokens))
-        if not asking:
-            continue
-        answers = sample_rows(
-            target,
-            [row.tokens for row in asking],
-            max_new_tokens=settings.max_new_tokens,
-            temperatures=[row.temperature for row in asking],
-            top_p=1.0,
-            ends=ends,
-            seed=seed * 31 + turn,
-            check=check,
-            room=room,
-        )
-        for row, answer in zip(asking, answers, strict=True):
-            row.answer(answer, target.tokenizer, ends)
-        turn += 1
-    for row in running:
-        if not any(row.supervised):
-            left_out.add("that the chat template refuses, or too long", row.prompt.id)
-    sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": 64, "seed": seed}
-    written = [
-        Conversation(
-            id=row.prompt.id,
-            tokens=row.tokens,
-            supervised=row.supervised,
-            messages=row.messages,
-            category=row.prompt.category,
-            sampling={**sampling, "temperature": row.temperature},
-        )
-        for row in running
-        if any(row.supervised)
-    ]
-    return [*_fitting(kept, lambda prompt: _given(prompt, target), left_out), *written]
-
-
-def _fitting(
-    prompts: Sequence[Prompt], read: Callable[[Prompt], Conversation], left_out: LeftOut
-) -> list[Conversation]:
-    """The conversations of the prompts that the chat template takes as they are; the others are counted."""
-    fitting = []
-    for prompt in prompts:
-        try:
-            fitting.append(read(prompt))
-        except Unfit as misfit:
-            left_out.add(misfit.reason, f"{prompt.id}: {misfit.problem}")
-    return fitting
-
-
-class _Running:
-    """A conversation that is being written: the exact tokens that the target read and wrote."""
-
-    def __init__(self, prompt: Prompt, left: list[dict[str, str]]) -> None:
-        self.prompt = prompt
-        self.left = left
-        self.messages: list[dict[str, str]] = []
-        self.tokens: list[int] = []
-        self.supervised: list[bool] = []
-        self.temperature = 0.0
-        self.asked = False
-
-    def ask(self, tokenizer: Any, longest: int, room: int) -> None:
-        """Append the next user turn (with a system turn before it) and the generation prompt.
-
-        The conversation ends before a turn that is too long, before one that the template refuses, and before one at
-        which it rewrites earlier turns (dropped thinking, say): what the target read and wrote would no longer be what
-        the template shows.
-
-        Args:
-            tokenizer: with a chat template.
-            longest: most tokens of the turn.
-            room: most tokens of the conversation with it.
-        """
-        asked: list[dict[str, str]] = []
-        while self.left:
-            asked.append(self.left.pop(0))
-            if asked[-1]["role"] == "user":
-                break
-        fresh = self._rendered(asked, tokenizer)
-        self.asked = fresh is not None and len(fresh) <= longest and len(self.tokens) + len(fresh) <= room
-        if fresh is None or not self.asked:
-            self.left = []
-            return
-        self.messages.extend(asked)
-        self.tokens = [*self.tokens, *fresh]
-        self.supervised = [*self.supervised, *[False] * len(fresh)]
-
-    def _rendered(self, asked: list[dict[str, str]], tokenizer: Any) -> list[int] | None:
-        """Tokens that these messages add; None when the template refuses them or rewrites what came before."""
-        try:
-            if not self.tokens:
-                return prompt_tokens(asked, tokenizer)
-            before = render(self.messages, tokenizer, answer=False)
-            after = render([*self.messages, *asked], tokenizer, answer=True)
-        except Unfit:
-            return None
-        return added_tokens(before, after, self.tokens[-1], tokenizer) if after.startswith(before) else None
-
-    def answer(self, tokens: list[int], tokenizer: Any, ends: frozenset[int]) -> None:
-        """Append the target's answer; one that was cut ends the conversation."""
-        self.tokens = [*self.tokens, *tokens]
-        self.supervised = [*self.supervised, *[True] * len(tokens)]
-        self.messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
-        if tokens[-1] not in ends:
-            self.left = []
-
-
-def _given(prompt: Prompt, target: Target) -> Conversation:
-    tokens, supervised = encode(prompt.messages, target.tokenizer, max_tokens=target.max_length)
-    return Conversation(prompt.id, tokens, supervised, prompt.messages, prompt.category, {"source": "given"})
-
-
-def _unanswered(prompt: Prompt, tokenizer: Any) -> Conversation:
-    asked = [turn for turn in prompt.messages if turn["role"] != "assistant"]
-    tokens = prompt_tokens(prompt.opening, tokenizer)
-    return Conversation(prompt.id, tokens, [False] * len(tokens), asked, prompt.category, {})
 
 
 def _asked(conversation: Conversation) -> str:

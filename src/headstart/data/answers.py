@@ -1,0 +1,193 @@
+"""The target answers prompts, batch by batch: conversations with the exact tokens that it read and wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.data.conversations import Conversation, Unfit, added_tokens, encode, prompt_tokens, render
+from headstart.data.prompts import LeftOut, Prompt
+from headstart.data.sampling import Room, sample_rows
+from headstart.target import Target
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the data depends on; field meanings are those of the recipe's data section."""
+
+    prompts: str
+    split: str
+    openers: str
+    conversations: int
+    heldout: int
+    calibration: int
+    minutes: float | None
+    max_prompt_tokens: int
+    max_new_tokens: int
+    temperature: float
+    sampled_fraction: float
+    batch_size: int
+    regenerate: bool
+    seed: int
+
+
+def answer_prompts(
+    target: Target,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    seed: int,
+    answered: bool,
+    check: Callable[[], None],
+    left_out: LeftOut | None = None,
+    room: Room | None = None,
+) -> list[Conversation]:
+    """Answer every user turn of each prompt with the target, shortest prompts first; a share of them at temperature 1.
+
+    Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same. What the
+    chat template makes nothing to learn from of is left out and counted.
+
+    Args:
+        target: the model, with its tokenizer.
+        prompts: of one batch.
+        settings: of the data.
+        seed: of the batch.
+        answered: whether answers are wanted; the openings alone otherwise.
+        check: called now and then; what it raises ends the work.
+        left_out: takes the count.
+        room: what is known of memory from earlier batches.
+    """
+    left_out = LeftOut() if left_out is None else left_out
+    if not answered:
+        return _fitting(prompts, lambda prompt: _unanswered(prompt, target.tokenizer), left_out)
+    kept = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
+    ends = target.end_tokens
+    running = [
+        _Running(prompt, [turn for turn in prompt.messages if turn["role"] != "assistant"])
+        for prompt in prompts
+        if prompt not in kept
+    ]
+    sampled = round(settings.sampled_fraction * len(running))
+    for place, row in enumerate(running):
+        row.temperature = 1.0 if place < sampled else settings.temperature
+    turn = 0
+    while any(row.left for row in running):
+        asking = [row for row in running if row.left]
+        for row in asking:
+            row.ask(target.tokenizer, settings.max_prompt_tokens, target.max_length - settings.max_new_tokens)
+        asking = sorted((row for row in asking if row.asked), key=lambda row: len(row.tokens))
+        if not asking:
+            continue
+        answers = sample_rows(
+            target,
+            [row.tokens for row in asking],
+            max_new_tokens=settings.max_new_tokens,
+            temperatures=[row.temperature for row in asking],
+            top_p=1.0,
+            ends=ends,
+            seed=seed * 31 + turn,
+            check=check,
+            room=room,
+        )
+        for row, answer in zip(asking, answers, strict=True):
+            row.answer(answer, target.tokenizer, ends)
+        turn += 1
+    for row in running:
+        if not any(row.supervised):
+            left_out.add("that the chat template refuses, or too long", row.prompt.id)
+    sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": 64, "seed": seed}
+    written = [
+        Conversation(
+            id=row.prompt.id,
+            tokens=row.tokens,
+            supervised=row.supervised,
+            messages=row.messages,
+            category=row.prompt.category,
+            sampling={**sampling, "temperature": row.temperature},
+        )
+        for row in running
+        if any(row.supervised)
+    ]
+    return [*_fitting(kept, lambda prompt: _given(prompt, target), left_out), *written]
+
+
+def _fitting(
+    prompts: Sequence[Prompt], read: Callable[[Prompt], Conversation], left_out: LeftOut
+) -> list[Conversation]:
+    """The conversations of the prompts that the chat template takes as they are; the others are counted."""
+    fitting = []
+    for prompt in prompts:
+        try:
+            fitting.append(read(prompt))
+        except Unfit as misfit:
+            left_out.add(misfit.reason, f"{prompt.id}: {misfit.problem}")
+    return fitting
+
+
+class _Running:
+    """A conversation that is being written: the exact tokens that the target read and wrote."""
+
+    def __init__(self, prompt: Prompt, left: list[dict[str, str]]) -> None:
+        self.prompt = prompt
+        self.left = left
+        self.messages: list[dict[str, str]] = []
+        self.tokens: list[int] = []
+        self.supervised: list[bool] = []
+        self.temperature = 0.0
+        self.asked = False
+
+    def ask(self, tokenizer: Any, longest: int, room: int) -> None:
+        """Append the next user turn (with a system turn before it) and the generation prompt.
+
+        The conversation ends before a turn that is too long, before one that the template refuses, and before one at
+        which it rewrites earlier turns (dropped thinking, say): what the target read and wrote would no longer be what
+        the template shows.
+
+        Args:
+            tokenizer: with a chat template.
+            longest: most tokens of the turn.
+            room: most tokens of the conversation with it.
+        """
+        asked: list[dict[str, str]] = []
+        while self.left:
+            asked.append(self.left.pop(0))
+            if asked[-1]["role"] == "user":
+                break
+        fresh = self._rendered(asked, tokenizer)
+        self.asked = fresh is not None and len(fresh) <= longest and len(self.tokens) + len(fresh) <= room
+        if fresh is None or not self.asked:
+            self.left = []
+            return
+        self.messages.extend(asked)
+        self.tokens = [*self.tokens, *fresh]
+        self.supervised = [*self.supervised, *[False] * len(fresh)]
+
+    def _rendered(self, asked: list[dict[str, str]], tokenizer: Any) -> list[int] | None:
+        """Tokens that these messages add; None when the template refuses them or rewrites what came before."""
+        try:
+            if not self.tokens:
+                return prompt_tokens(asked, tokenizer)
+            before = render(self.messages, tokenizer, answer=False)
+            after = render([*self.messages, *asked], tokenizer, answer=True)
+        except Unfit:
+            return None
+        return added_tokens(before, after, self.tokens[-1], tokenizer) if after.startswith(before) else None
+
+    def answer(self, tokens: list[int], tokenizer: Any, ends: frozenset[int]) -> None:
+        """Append the target's answer; one that was cut ends the conversation."""
+        self.tokens = [*self.tokens, *tokens]
+        self.supervised = [*self.supervised, *[True] * len(tokens)]
+        self.messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
+        if tokens[-1] not in ends:
+            self.left = []
+
+
+def _given(prompt: Prompt, target: Target) -> Conversation:
+    tokens, supervised = encode(prompt.messages, target.tokenizer, max_tokens=target.max_length)
+    return Conversation(prompt.id, tokens, supervised, prompt.messages, prompt.category, {"source": "given"})
+
+
+def _unanswered(prompt: Prompt, tokenizer: Any) -> Conversation:
+    asked = [turn for turn in prompt.messages if turn["role"] != "assistant"]
+    tokens = prompt_tokens(prompt.opening, tokenizer)
+    return Conversation(prompt.id, tokens, [False] * len(tokens), asked, prompt.category, {})
