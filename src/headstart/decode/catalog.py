@@ -40,13 +40,21 @@ def make_drafter(name: str, target: Target, heads: Drafter | None = None) -> Dra
     Raises:
         UserError: an unknown name or argument, no heads where they are asked for, or a draft model that does not fit.
     """
-    # A path or hub id may hold a plus sign of its own: only one before a known name joins.
-    names = re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
+    names = parts_of(name)
     if names == ["none"]:
         return None
     if "none" in names:
         raise UserError(f"The drafter {name!r} joins plain decoding with another.", "Leave out none.")
     return reduce(CombinedDrafter, [_single(part, target, heads) for part in names])
+
+
+def parts_of(name: str) -> list[str]:
+    """The drafters that a name joins. A path or hub id may hold a plus sign: only one before a known name joins.
+
+    >>> parts_of("heads+draft-model:a+b/c+ngram")
+    ['heads', 'draft-model:a+b/c', 'ngram']
+    """
+    return re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
 
 
 def describe() -> str:
