@@ -12,6 +12,8 @@ import torch
 
 from headstart.data.conversations import Conversation, write_conversations
 from headstart.errors import UserError
+from headstart.target import Target
+from tests.hub.helpers import export
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 TRAIN = "train: {batch_tokens: 256, eval_every: 2, mixed_precision: 'no'}\ntune: {widths: [1, 4]}\n"
@@ -98,3 +100,16 @@ def test_published_recipe(place: Path, tiny_target_folder: Path, monkeypatch: py
     assert ours["parameters"] == published["parameters"] and ours["steps"] == published["steps"] == 2
     assert set(ours["judged"]) == {"asked", "held-out conversations"}
     assert "ours accepts" in (place / "out" / "published.md").read_text()
+
+
+def test_never_slower(place: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_slower = script("never_slower", monkeypatch)
+    export(place / "heads", Target(tiny_target.model, tiny_target.tokenizer, "tiny"))
+    monkeypatch.setattr(never_slower, "options_target", lambda *_: tiny_target)
+    never_slower.main([str(place / "heads"), "--quick", "--out", str(place / "slower.json")])
+    rows = json.loads((place / "slower.json").read_text())["rows"]
+    assert len(rows) == 2 * len(never_slower.CONDITIONS)
+    assert {row["tokens"] for row in rows} == {8} and not any(row["drafter_errors"] for row in rows)
+    known = [dict(row, over_plain={"heads": 0.9, "heads+ngram": 1.2, "plain again": 1.01}) for row in rows[:1]]
+    assert "1 of 2 cells are at 0.97 or above" in never_slower.report(known)
+    assert "Below: as tuned, batch 1, heads: 0.900." in never_slower.report(known)
