@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack, get_args
 
 from headstart.data.conversations import Message, prompt_tokens
 from headstart.decode.budget import Mode
-from headstart.decode.catalog import DEFAULT, make_drafter
+from headstart.decode.catalog import DEFAULT, DRAFTERS, make_drafter, parts_of
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.drafters import Drafter
 from headstart.decode.heads_drafter import HeadDrafter, Tree
@@ -154,6 +154,7 @@ class Decoder:
         self._conditions: Conditions | None = None
         self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
         self._lock = threading.RLock()
+        self._told = False  # what older heads lack
 
     @property
     def costs(self) -> Costs | None:
@@ -170,7 +171,7 @@ class Decoder:
         Raises:
             UserError: no such drafter, one that cannot draft for this target, or heads not tuned for such trees.
         """
-        return self._drafter(name, tree, self._tuned_here() if "heads" in name.split("+") else None)
+        return self._drafter(name, tree, self._tuned_here() if _drafts(name, tree) else self.tuning)
 
     def engine(self, drafter: str = DEFAULT, tree: Tree | None = None, drafts: bool = True) -> Engine:
         """The decode loop with a drafter, see `drafter`; made once, so that a draft model is loaded once.
@@ -182,13 +183,16 @@ class Decoder:
             tree: how heads draft.
             drafts: whether it will ever draft. Plain decoding needs no costs.
         """
-        drafts = drafts and drafter != "none"
+        drafts = drafts and _drafts(drafter, tree)
         with self._lock:
             tuning = self._tuned_here() if drafts else self._here or self.tuning
             key = (drafter, tree, drafts)
             if key not in self._engines:
                 costs = tuning.costs if tuning and drafts else None
                 self._engines[key] = Engine(self.target, self._drafter(drafter, tree, tuning), costs)
+                if drafts and tuning and tuning.lacks and not self._told:
+                    print(f"{tuning.lacks} Better: headstart tune HEADS.", file=sys.stderr)
+                    self._told = True
             return self._engines[key]
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Answer:
@@ -286,8 +290,6 @@ class Decoder:
         with self._lock:
             conditions = Conditions.of(self.target)
             if conditions != self._conditions:
-                if self._conditions is None and self.tuning.lacks:
-                    print(f"{self.tuning.lacks} Better: headstart tune", file=sys.stderr)
                 self._here = tuned_here(self.tuning, self.heads, self.target, conditions)
                 self._conditions = conditions
                 self._engines.clear()
@@ -443,6 +445,12 @@ class _Stopped(Exception):
 
 def _decode(tokenizer: Any, tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _drafts(name: str, tree: Tree | None) -> bool:
+    """Whether a drafter of this name needs costs: not plain decoding, nor one that is refused."""
+    known = all(part.partition(":")[0] in DRAFTERS for part in parts_of(name))
+    return known and name != "none" and tree in (None, *TREES)
 
 
 def _decoding(options: GenerateOptions) -> DecodeOptions:

@@ -76,10 +76,12 @@ class Measured:
     Attributes:
         costs: as measured.
         packed: whether drafting with weights in 8 bits was clearly faster; the costs are then its own.
+        steady: whether the machine was as fast at the end of the measurement as at its beginning; not saved.
     """
 
     costs: Costs
     packed: bool
+    steady: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file."""

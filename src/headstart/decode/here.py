@@ -47,8 +47,9 @@ def tuned_here(tuning: Tuning, heads: DraftHead, target: Target, conditions: Con
         measured = _measured(tuning, heads, target, conditions)
         if measured is None:
             return tuning
-        with suppress(OSError):  # nowhere to keep it: measured again the next time
-            write_json(file, {"version": _VERSION, "conditions": conditions.to_json(), **measured.to_json()})
+        if measured.steady:
+            with suppress(OSError):  # nowhere to keep it: measured again the next time
+                write_json(file, {"version": _VERSION, "conditions": conditions.to_json(), **measured.to_json()})
     return tuning.under(measured)
 
 
@@ -63,7 +64,8 @@ def _measured(tuning: Tuning, heads: DraftHead, target: Target, conditions: Cond
     except Exception as error:  # drafting itself meets the same error, and names it; plain decoding never does
         _say(f"failed ({type(error).__name__}).\n")
         return None
-    _say(f"{perf_counter() - started:.0f} s\n")
+    busy = "" if measured.steady else "; the machine is busy, so they are measured again the next time"
+    _say(f"{perf_counter() - started:.0f} s{busy}\n")
     return measured
 
 

@@ -1,7 +1,7 @@
 """Timing what a round is made of: a draft, a forward over a tree.
 
 Whatever is compared takes turns, so that a slow moment of the machine hits all of it, and the lower quartile of the
-times counts: neighbours make things slower, never faster.
+times counts, of a few the least: neighbours make things slower, never faster.
 
 Shape suffixes: B rows.
 """
@@ -32,6 +32,10 @@ _SHORT_SECONDS = 1.5
 """After which each part of the short measurement ends, once it has seen enough."""
 _LEAST = 3
 """Rounds of a measurement that are enough."""
+_STEADY = 1.25
+"""Factor between two measurements of the same, some seconds apart, from which a machine is too busy to be measured."""
+_FEW = 12
+"""Times of which the least counts."""
 _READ_TOKENS = 64
 """Text that the heads read at once, to see how long that takes."""
 
@@ -59,7 +63,9 @@ def measure_costs(
     widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
     verify_ms = measure_verify(target, widths, context, heads.taps, 12, seconds)
     draft_ms, level_ms, read_ms, packed = draft_costs(target, heads, paths, context, 1, seconds)
-    return Measured(Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.steps, read_ms), packed)
+    (again_ms,) = measure_verify(target, [1], context, heads.taps, 4, seconds)
+    costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.steps, read_ms)
+    return Measured(costs, packed, steady=1 / _STEADY < again_ms / verify_ms[0] < _STEADY)
 
 
 @torch.inference_mode()
@@ -168,4 +174,4 @@ def draft_ms(
 
 
 def _quartile(spent: Sequence[float]) -> float:
-    return float(np.percentile(spent, 25))
+    return float(np.percentile(spent, 25)) if len(spent) > _FEW else min(spent)
