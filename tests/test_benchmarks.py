@@ -14,13 +14,9 @@ import torch
 
 from headstart.data.conversations import Conversation, write_conversations
 from headstart.errors import UserError
-<<<<<<< HEAD
 from headstart.pipeline.layout import CONVERSATIONS
 from headstart.target import Target
-=======
-from headstart.target import Target
 from tests.hub.helpers import export
->>>>>>> w-costs
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 TRAIN = "train: {batch_tokens: 256, eval_every: 2, mixed_precision: 'no'}\ntune: {widths: [1, 4]}\n"
@@ -127,7 +123,6 @@ def test_published_recipe(place: Path, tiny_target_folder: Path, monkeypatch: py
     assert "ours accepts" in (place / "out" / "published.md").read_text()
 
 
-<<<<<<< HEAD
 def test_prompt_breadth(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.data.selfprompt.acceptable", lambda text, special: True)
     # A random model seldom writes the token that ends a turn.
@@ -150,7 +145,8 @@ def test_prompt_breadth(place: Path, tiny_target_folder: Path, monkeypatch: pyte
     monkeypatch.setattr(sys.modules["arms"], "train", None)  # whoever trains again fails
     sys.modules["prompt_breadth"].main(arguments)
     assert json.loads((place / "out" / "breadth.json").read_text()) == arms
-=======
+
+
 def test_never_slower(place: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     never_slower = script("never_slower", monkeypatch)
     export(place / "heads", Target(tiny_target.model, tiny_target.tokenizer, "tiny"))
@@ -162,4 +158,3 @@ def test_never_slower(place: Path, tiny_target: Target, monkeypatch: pytest.Monk
     known = [dict(row, over_plain={"heads": 0.9, "heads+ngram": 1.2, "plain again": 1.01}) for row in rows[:1]]
     assert "1 of 2 cells are at 0.97 or above" in never_slower.report(known)
     assert "Below: as tuned, batch 1, heads: 0.900." in never_slower.report(known)
->>>>>>> w-costs

@@ -40,25 +40,20 @@ def make_drafter(name: str, target: Target, heads: Drafter | None = None) -> Dra
     Raises:
         UserError: an unknown name or argument, no heads where they are asked for, or a draft model that does not fit.
     """
-<<<<<<< HEAD
     check_drafter(name)
-    names = _parts(name)
-=======
     names = parts_of(name)
->>>>>>> w-costs
     if names == ["none"]:
         return None
     return reduce(CombinedDrafter, [_single(part, target, heads) for part in names])
 
 
-<<<<<<< HEAD
 def check_drafter(name: str) -> None:
     """Refuse a name that stands for no drafter; nothing is loaded.
 
     Raises:
         UserError: an unknown name or argument.
     """
-    names = _parts(name)
+    names = parts_of(name)
     if "none" in names and len(names) > 1:
         raise UserError(f"The drafter {name!r} joins plain decoding with another.", "Leave out none.")
     for part in names:
@@ -73,16 +68,12 @@ def check_drafter(name: str) -> None:
             raise UserError("The drafter draft-model names no model.", "Write draft-model:SPEC, such as a hub id.")
 
 
-def _parts(name: str) -> list[str]:
-    """The drafters that a name joins: a path or hub id may hold a plus sign of its own."""
-=======
 def parts_of(name: str) -> list[str]:
     """The drafters that a name joins. A path or hub id may hold a plus sign: only one before a known name joins.
 
     >>> parts_of("heads+draft-model:a+b/c+ngram")
     ['heads', 'draft-model:a+b/c', 'ngram']
     """
->>>>>>> w-costs
     return re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
 
 
