@@ -9,9 +9,9 @@ import huggingface_hub
 
 from headstart.errors import UserError
 from headstart.files import PARTIAL
-from headstart.hub.client import LOGIN, explained
 from headstart.hub.format import CARD, check_folder
 from headstart.hub.pull import HUB_ID
+from headstart.network import LOGIN, explained
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.errors import UserError, nearest
 from headstart.files import need_disk, write_atomic
+from headstart.network import absent
 from headstart.target.model import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,6 +53,11 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
     kind = pick_dtype(dtype, where)
     folder, gguf = _locate(spec)
     options: dict[str, Any] = {"revision": revision} if revision else {}
+    if not Path(folder).is_dir() and (problem := absent(folder, "config.json", revision)) is not None:
+        kept = try_to_load_from_cache(folder, "config.json", revision=revision)
+        if not isinstance(kept, str):
+            raise problem
+        folder, options = str(Path(kept).parent), {}
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
