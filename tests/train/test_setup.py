@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.target import Target
 from headstart.train.config import Recipe
 from headstart.train.loop import train
-from headstart.train.setup import build_heads, take_over
+from headstart.train.setup import build_heads, make_accelerator, take_over
 
 
 @pytest.fixture
@@ -142,3 +143,15 @@ def test_a_run_that_starts_from_the_best_of_another_begins_at_its_tau(
     assert torch.equal(
         load_heads(second.heads_folder).draft_to_target_D, load_heads(first.heads_folder).draft_to_target_D
     )
+
+
+def test_training_takes_the_gpu_of_the_target(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The accelerator of a single process takes the current device, whatever the target's is."""
+    current: list[torch.device] = []
+    monkeypatch.setattr("torch.cuda.set_device", current.append)
+    monkeypatch.setattr("headstart.train.setup.Accelerator", lambda **_: current[-1])
+    target: Any = SimpleNamespace(device=torch.device("cuda:1"), dtype=torch.bfloat16)
+    taken: Any = make_accelerator(recipe(), target, tmp_path)
+    assert taken == torch.device("cuda:1")

@@ -127,20 +127,29 @@ def _check_range(model: torch.nn.Module, spec: str) -> None:
 
 
 def pick_device(device: str) -> torch.device:
-    """The device a name stands for.
+    """The device a name stands for; under a launcher "auto" and "cuda" are the GPU of this process.
 
     Raises:
         UserError: when the name is not a device, or the device is not there.
     """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        where = torch.device(device)
+        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     except RuntimeError:
         raise UserError(f"Unknown device {device!r}.", "Use auto, cpu, cuda, or cuda:1 for the second GPU.") from None
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+    if where.type != "cuda":
+        return where
+    rank = os.environ.get("LOCAL_RANK", "")
+    count = torch.cuda.device_count()
+    if where.index is None and rank.isdigit() and count:
+        if int(rank) >= count:
+            raise UserError(
+                f"The process {rank} on this machine has no GPU of its own: torch sees {count} CUDA devices.",
+                f"Start {count} processes at most, or set target.device=cpu.",
+            )
+        return torch.device("cuda", int(rank))
+    if (where.index or 0) >= count:
         raise UserError(
-            f"There is no device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices.",
+            f"There is no device {device!r}: torch sees {count} CUDA devices.",
             "Use auto or cpu, or install a torch that fits the GPU's driver.",
         )
     return where

@@ -192,6 +192,8 @@ def make_accelerator(recipe: Recipe, target: Target, folder: Path) -> Accelerato
         raise UserError("fp16 training needs a GPU.", "Set train.mixed_precision=bf16 (or no).")
     if tracker != "none" and importlib.util.find_spec(tracker) is None:
         raise UserError(f"The tracker {tracker} is not installed.", f"Run: pip install {tracker}")
+    if target.device.type == "cuda":
+        torch.cuda.set_device(target.device)  # the accelerator of a single process takes the current one
     return Accelerator(
         cpu=target.device.type == "cpu",
         mixed_precision=precision,
