@@ -46,8 +46,18 @@ def do_transformers(heads: str, target: str, tokens: list[int], **options: Any) 
     return {"same": both[0] == both[1], "attention": model.config._attn_implementation}
 
 
+def do_target(spec: str) -> dict[str, Any]:
+    return {"vocabulary": load_target(spec, dtype="float32").vocab_size}
+
+
 def main() -> None:
-    known = {"push": do_push, "fetch": do_fetch, "generate": do_generate, "transformers": do_transformers}
+    known = {
+        "target": do_target,
+        "push": do_push,
+        "fetch": do_fetch,
+        "generate": do_generate,
+        "transformers": do_transformers,
+    }
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
         call = json.loads(line)

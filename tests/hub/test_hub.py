@@ -34,6 +34,7 @@ class Client:
     """Calls into the process of `hub_client.py`."""
 
     def __init__(self, url: str, home: Path) -> None:
+        self.errors = home / "errors"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("hub_client.py"))],
@@ -48,6 +49,7 @@ class Client:
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self.errors.open("w"),
             text=True,
         )
         self._answer()
@@ -72,7 +74,7 @@ class Client:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, "the client process died; its traceback is above"
+        assert line, f"the client process died: {self.errors.read_text()}"
         answer = json.loads(line)
         assert isinstance(answer, dict)
         return answer
@@ -241,3 +243,18 @@ def test_no_network(hub: FakeHub, client: Client, folder: Path) -> None:
         assert "cannot be reached" in client.refusal("push", folder=str(folder), repo_id="user/kept")
         assert "cannot be reached" in client.refusal("fetch", repo_id="user/other")
         assert client.call("fetch", repo_id="user/kept") == kept, "what was fetched once is there without a network"
+
+
+def test_a_target_without_a_network(hub: FakeHub, client: Client, tiny_target_folder: Path) -> None:
+    """One error at once, where the client of the Hub would try for most of a minute and write a line for each."""
+    model = {path.name: path.read_bytes() for path in tiny_target_folder.iterdir()}
+    hub.repos["user/target"] = Repo()
+    hub.repos["user/target"].commit(model)
+    loaded = client.call("target", spec="user/target")
+    before = client.errors.read_text()
+    with hub.down():
+        gone = client.refusal("target", spec="user/gone")
+        assert "Cannot load the target 'user/gone': the Hub cannot be reached" in gone
+        assert client.call("target", spec="user/target") == loaded, "what was fetched once is there without a network"
+    assert client.errors.read_text() == before
+    assert "no such repository" in client.refusal("target", spec="user/gone")

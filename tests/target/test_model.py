@@ -14,7 +14,7 @@ from headstart.errors import UserError
 from headstart.target import FINAL, DraftTree, Target, TreeShape, load_target
 from headstart.target.attention import TreeMask, _reference
 from headstart.target.cache import LayerKeys, TreeCache
-from headstart.target.loading import pick_dtype
+from headstart.target.loading import pick_device, pick_dtype
 from tests.tiny import KINDS, PackedLinear, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8]]
@@ -275,6 +275,37 @@ def test_unknown_targets(spec: str, message: str) -> None:
 def test_unknown_devices(tiny_target_folder: Path, device: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_target(str(tiny_target_folder), device=device)
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "chosen"),
+    [
+        ("auto", None, "cuda"),
+        ("cuda", None, "cuda"),
+        ("auto", "1", "cuda:1"),
+        ("cuda", "3", "cuda:3"),
+        ("cuda:0", "1", "cuda:0"),
+        ("cpu", "1", "cpu"),
+    ],
+)
+def test_every_rank_of_a_launcher_has_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, rank: str | None, chosen: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert str(pick_device(device)) == chosen
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match=r"process 2 .* has no GPU of its own: torch sees 2"):
+        pick_device("auto")
+    assert pick_device("cpu").type == "cpu"
 
 
 def test_folder_without_a_model(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from huggingface_hub import snapshot_download
 
 from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS, heads_folder
-from headstart.hub.client import explained
 from headstart.hub.format import CARD, CUSTOM_GENERATE
+from headstart.network import explained
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """user/name, as the Hub writes it."""

@@ -12,9 +12,9 @@ import huggingface_hub
 from headstart.errors import UserError
 from headstart.files import read_json
 from headstart.heads.io import CONFIG, WEIGHTS, heads_folder
-from headstart.hub.client import LOGIN, explained
 from headstart.hub.format import CARD, FILES, check_folder
 from headstart.hub.pull import HUB_ID
+from headstart.network import LOGIN, explained
 from headstart.target.loading import PACKAGED
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.errors import UserError, nearest
 from headstart.files import need_disk, write_atomic
+from headstart.network import absent
 from headstart.target.model import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,6 +53,11 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
     kind = pick_dtype(dtype, where)
     folder, gguf = _locate(spec)
     options: dict[str, Any] = {"revision": revision} if revision else {}
+    if not Path(folder).is_dir() and (problem := absent(folder, "config.json", revision)) is not None:
+        kept = try_to_load_from_cache(folder, "config.json", revision=revision)
+        if not isinstance(kept, str):
+            raise problem
+        folder, options = str(Path(kept).parent), {}
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -120,20 +127,29 @@ def _check_range(model: torch.nn.Module, spec: str) -> None:
 
 
 def pick_device(device: str) -> torch.device:
-    """The device a name stands for.
+    """The device a name stands for; under a launcher "auto" and "cuda" are the GPU of this process.
 
     Raises:
         UserError: when the name is not a device, or the device is not there.
     """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        where = torch.device(device)
+        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     except RuntimeError:
         raise UserError(f"Unknown device {device!r}.", "Use auto, cpu, cuda, or cuda:1 for the second GPU.") from None
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+    if where.type != "cuda":
+        return where
+    rank = os.environ.get("LOCAL_RANK", "")
+    count = torch.cuda.device_count()
+    if where.index is None and rank.isdigit() and count:
+        if int(rank) >= count:
+            raise UserError(
+                f"The process {rank} on this machine has no GPU of its own: torch sees {count} CUDA devices.",
+                f"Start {count} processes at most, or set target.device=cpu.",
+            )
+        return torch.device("cuda", int(rank))
+    if (where.index or 0) >= count:
         raise UserError(
-            f"There is no device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices.",
+            f"There is no device {device!r}: torch sees {count} CUDA devices.",
             "Use auto or cpu, or install a torch that fits the GPU's driver.",
         )
     return where

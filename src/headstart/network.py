@@ -1,10 +1,11 @@
-"""What huggingface_hub raises, as sentences for the user."""
+"""The Hub: whether it can be reached, and what its client raises as sentences for the user."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -18,6 +19,25 @@ from huggingface_hub.errors import (
 from headstart.errors import UserError
 
 LOGIN = "Log in with `hf auth login`, or set HF_TOKEN; tokens are made at https://huggingface.co/settings/tokens."
+
+
+_SECONDS = 5.0
+"""After which the Hub counts as out of reach."""
+
+
+def absent(repo_id: str, file: str, revision: str | None = None) -> UserError | None:
+    """Why a repository of the Hub cannot be read now, found out with one request; None when it can.
+
+    transformers asks again for each of a dozen files, for most of a minute when nobody answers. Whoever finds the Hub
+    out of reach goes on with what was downloaded before, if the file is there.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return None  # nothing is asked then
+    try:
+        get_hf_file_metadata(hf_hub_url(repo_id, file, revision=revision), timeout=_SECONDS)
+    except Exception as error:  # see `explained`
+        return _explain(f"Cannot load the target {repo_id!r}", revision, error)
+    return None
 
 
 @contextmanager
