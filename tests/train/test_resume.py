@@ -1,0 +1,220 @@
+"""A run that was killed, interrupted or given more to do goes on exactly where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from headstart.errors import UserError
+from headstart.train import loop
+from tests.train.conftest import Train
+from tests.train.results import Killed, assert_same, metrics
+
+
+@pytest.fixture
+def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Stop a run dead after so many optimiser steps, as a kill would: no handler, no clean-up of its own."""
+    original = loop._Run._step
+
+    def arm(steps: int) -> None:
+        left = [steps]
+
+        def step(self: Any, *args: Any) -> float:
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            return original(self, *args)
+
+        monkeypatch.setattr(loop._Run, "_step", step)
+
+    yield arm
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mixed_precision": "bf16", "accumulate": 2, "epochs": 6},
+        {"noise": 0.1, "position_weight": "dpace"},
+        {"finish": 0.5},
+        {"optimizer": "muon"},
+        {"position_weight": "sampled", "step_weight": 0.6},
+    ],
+)
+def test_a_killed_run_goes_on_to_the_same_weights(
+    run: Train, tmp_path: Path, kill_after: Callable[[int], None], settings: dict[str, Any]
+) -> None:
+    whole = run(tmp_path / "whole", **settings)
+    for steps in (5, 6):  # once between checkpoints, once behind the next one
+        kill_after(steps)
+        with pytest.raises(Killed):
+            run(tmp_path / "cut", **settings)
+        torch.manual_seed(99)  # whatever happens to the random state in between
+    kill_after(10**9)
+    resumed = run(tmp_path / "cut", **settings)
+    assert resumed.steps == whole.steps
+    assert_same(whole.last_folder, resumed.last_folder)
+    assert_same(whole.heads_folder, resumed.heads_folder)
+    kept = [{k: v for k, v in row.items() if k not in ("elapsed_seconds", "loss")} for row in metrics(tmp_path / "cut")]
+    expected = [{k: v for k, v in row.items() if k in kept[0]} for row in metrics(tmp_path / "whole")]
+    assert kept == expected
+
+
+def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
+    """Families with dropout draw from it in every step."""
+    seen: list[torch.Tensor] = []
+    original = loop._Run._groups
+
+    def groups(self: Any) -> Any:
+        for group in original(self):
+            torch.rand(1)
+            seen.append(torch.get_rng_state())
+            yield group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop._Run, "_groups", groups)
+        run(tmp_path / "whole")
+        whole, seen[:] = list(seen), []
+        kill_after(9)
+        with pytest.raises(Killed):
+            run(tmp_path / "cut")
+        seen.clear()
+        kill_after(10**9)
+        run(tmp_path / "cut")
+    assert len(seen) == 4
+    assert all(torch.equal(one, other) for one, other in zip(seen, whole[8:], strict=True))
+
+
+def test_a_checkpoint_cut_short_falls_back_to_the_one_before(
+    run: Train, tmp_path: Path, kill_after: Callable[[int], None]
+) -> None:
+    whole = run(tmp_path / "whole")
+    kill_after(9)
+    with pytest.raises(Killed):
+        run(tmp_path / "cut")
+    kill_after(10**9)
+    file = tmp_path / "cut" / "checkpoints" / "step-00000008" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    written = StringIO()
+    console = Console(file=written, width=500)
+    resumed = run(tmp_path / "cut", console=console)
+    text = written.getvalue()
+    assert "step-00000008 is cut short" in text and "Going on from step 4" in text
+    assert_same(whole.last_folder, resumed.last_folder)
+
+
+def test_a_finished_run_is_not_trained_again(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
+    first = run(tmp_path)
+    kill_after(0)
+    again = run(tmp_path)
+    assert again == first
+
+
+def test_a_finished_run_that_was_best_at_its_very_end_stays_the_same(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of the last step is written before that step is judged, and once more after it."""
+    rising, result = itertools.count(1.5, 0.1), loop.Tally.result
+    monkeypatch.setattr(loop.Tally, "result", lambda tally: dataclasses.replace(result(tally), tau=next(rising)))
+    settings: dict[str, Any] = {"steps": 8, "save_every": 4, "eval_every": 6}
+    first = run(tmp_path, **settings)
+    assert first.metrics["step"] == 8
+    assert run(tmp_path, **settings) == first
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["best of later", "best gone"])
+def test_the_best_heads_are_never_of_a_lost_future(
+    run: Train, tmp_path: Path, kill_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    """Killed behind a validation that no checkpoint knows of, and gone on with towards another end."""
+    taus, result = iter([1.5, 1.4, 1.5, 1.9, 1.4]), loop.Tally.result
+    monkeypatch.setattr(loop.Tally, "result", lambda tally: dataclasses.replace(result(tally), tau=next(taus)))
+    start = run(tmp_path / "start", steps=1).heads_folder
+    kill_after(6)
+    with pytest.raises(Killed):
+        run(tmp_path / "cut")
+    assert [row["step"] for row in metrics(tmp_path / "cut")] == [0, 6]
+    kill_after(10**9)
+    if gone:  # killed between the two renames that replace a folder
+        shutil.rmtree(tmp_path / "cut" / "best")
+    resumed = run(tmp_path / "cut", steps=5)
+    assert [row["step"] for row in metrics(tmp_path / "cut")] == [0, 5]
+    assert resumed.metrics["step"] == 0
+    assert_same(start, resumed.heads_folder)
+
+
+def test_ctrl_c_behind_the_last_step_keeps_the_result_and_stops(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole", eval_every=100)
+    original = loop._Run._validate
+
+    def validate(self: Any, *args: Any) -> None:
+        if self.standing.step == 12:
+            signal.raise_signal(signal.SIGINT)
+        original(self, *args)
+
+    monkeypatch.setattr(loop._Run, "_validate", validate)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", eval_every=100)
+    assert (tmp_path / "cut" / "result.json").is_file()
+    assert_same(whole.last_folder, tmp_path / "cut" / "last")
+
+
+def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(tmp_path / "whole")
+    original = loop._Run._step
+
+    def step(self: Any, *args: Any) -> float:
+        if self.standing.step == 5:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, *args)
+
+    monkeypatch.setattr(loop._Run, "_step", step)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut")
+    monkeypatch.undo()
+    assert (tmp_path / "cut" / "checkpoints" / "step-00000006").is_dir()
+    assert_same(whole.last_folder, run(tmp_path / "cut").last_folder)
+
+
+def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, take = [1000.0], loop._Run._step
+    monkeypatch.setattr(loop, "monotonic", lambda: clock[0])
+    rates: list[float] = []
+
+    def ten_seconds(self: Any, group: Any, batches: Any, count: int, lr: float, on_policy: bool) -> float:
+        clock[0] += 10
+        rates.append(lr)
+        return take(self, group, batches, count, lr, on_policy)
+
+    monkeypatch.setattr(loop._Run, "_step", ten_seconds)
+    settings: dict[str, Any] = {"steps": None, "minutes": 2, "epochs": 100_000, "eval_every": 10**6, "warmup": 0.0}
+    assert run(tmp_path, **settings).steps == 12
+    assert metrics(tmp_path)[-1]["elapsed_seconds"] == 120
+    assert rates == sorted(rates, reverse=True) and rates[0] == 3e-3, "the schedule follows the clock"
+    clock[0] += 10**6  # between two sessions
+    assert run(tmp_path, **settings).steps == 12
+    rates.clear()
+    assert run(tmp_path, **settings | {"minutes": 3}).steps == 18
+    assert len(rates) == 6 and metrics(tmp_path)[-1]["elapsed_seconds"] == 180
+
+
+def test_going_on_with_other_settings_is_refused(run: Train, tmp_path: Path) -> None:
+    run(tmp_path)
+    with pytest.raises(UserError, match=r"train\.lr = 0\.003, and now it is 0\.001"):
+        run(tmp_path, lr=1e-3)
+    assert run(tmp_path, steps=14).steps == 14, "a larger budget is not another setting"
