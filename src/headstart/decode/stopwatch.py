@@ -95,7 +95,7 @@ def measure_verify(
     times: list[list[float]] = [[] for _ in widths]
     begun, warm = perf_counter(), 2 if seconds == float("inf") else 1
     for number in range(repeats + warm):
-        if number >= warm + _LEAST and perf_counter() - begun > seconds:
+        if _is_enough(number - warm, begun, seconds):
             break
         for spent, tree in zip(times, trees, strict=True):
             start = perf_counter()
@@ -163,7 +163,7 @@ def draft_ms(
     timed(drafters[1], sessions[-1])
     begun = perf_counter()
     for number in range(18):
-        if number >= _LEAST + 2 and perf_counter() - begun > seconds:
+        if _is_enough(number - 2, begun, seconds):
             break
         for drafter, session, spent in zip(drafters, sessions[-2:], times, strict=True):
             spent.append(timed(drafter, session))
@@ -171,6 +171,12 @@ def draft_ms(
     level = max(0.0, whole - first) / max(1, shapes[1].depth - 1)
     read_ms = max(0.0, _quartile(reading[1:]) - first) / (len(prompt) - 1)
     return whole + level * (heads.steps - shapes[1].depth), level, read_ms
+
+
+def _is_enough(rounds: int, begun: float, seconds: float) -> bool:
+    """Whether a part of a measurement may end: in time after a few rounds, far beyond it after one."""
+    spent = perf_counter() - begun
+    return (rounds >= _LEAST and spent > seconds) or (rounds >= 1 and spent > 3 * seconds)
 
 
 def _quartile(spent: Sequence[float]) -> float:

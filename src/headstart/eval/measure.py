@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +26,7 @@ import headstart
 from headstart.data.conversations import check_template, prompt_tokens
 from headstart.data.questions import Question
 from headstart.decode.budget import Costs, Mode
+from headstart.decode.costs import cpu_model
 from headstart.decode.drafters import Drafter
 from headstart.decode.heads_drafter import Tree
 from headstart.decode.loop import DecodeOptions, check
@@ -239,17 +239,6 @@ def environment(target: Target) -> dict[str, Any]:
 
 def _dtype(target: Target) -> str:
     return str(target.dtype).removeprefix("torch.")
-
-
-def cpu_model() -> str:
-    """What the processor calls itself."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
