@@ -1,0 +1,26 @@
+"""The first signal waits for the end of a step, what follows at once is the same request, a later one does not wait."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from headstart.train import interrupt
+from headstart.train.interrupt import Interrupt
+
+
+def test_a_second_request_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [50.0]
+    monkeypatch.setattr(interrupt, "monotonic", lambda: now[0])
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupt() as asked:
+        assert not asked.asked
+        signal.raise_signal(signal.SIGINT)
+        now[0] += 0.5
+        signal.raise_signal(signal.SIGTERM)  # from the launcher, say
+        assert asked.asked
+        now[0] += 1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
