@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from headstart.artifacts import referred
 from headstart.data.store import StateStore
 from headstart.heads.io import load_heads
 from headstart.lock import locked
@@ -116,4 +118,10 @@ def test_it_says_so_when_the_launcher_starts_fewer_processes_than_asked(
     assert done.returncode == 0, done.stderr
     assert "Training on 1 process (cpu, float32, 1 CPU threads each)" in done.stderr
     assert "asked for more processes, but only this one runs" in done.stderr
+    assert load_recipe(str(run / "recipe.yaml")) == load_recipe(str(file)), "what `headstart train` keeps, too"
+    commands = json.loads((run / "provenance.json").read_text())["commands"]
+    assert "headstart/train/__main__.py" in commands[0]["argv"][0] and commands[0]["versions"]["torch"]
+    assert (run / "train").resolve() == referred(run, "train").resolve()
+    again = run_to_end(file, "--run-dir", run)
+    assert again.returncode == 0 and "trained already" in again.stderr
     assert "best heads (step" in done.stderr
