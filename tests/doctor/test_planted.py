@@ -104,7 +104,7 @@ def test_another_template(run: Path, tiny_target: Target, tokenizer: Any, words:
 
 def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None:
     """The second answer's place is known, too; the template's newline behind the first is not learned."""
-    from headstart.data.generate import _Running
+    from headstart.data.answers import _Running
     from headstart.data.prompts import Prompt
 
     tokenizer = tiny_target.tokenizer
