@@ -317,12 +317,58 @@ def test_only_what_no_run_refers_to_is_freed(copied: tuple[Recipe, Path]) -> Non
     used = {path for path in files_under(folder.parent) if not any(one.path in path.parents for one in found)}
     with locked(found[0].path):  # another process goes on with it
         assert found[0].path not in {one.path for one in unreferenced(folder.parent)}
-        assert free(found) > 0
+        assert free(folder.parent, found) > 0
         assert found[0].path.is_dir()
-    assert free(unreferenced(folder.parent)) > 0
+    assert free(folder.parent, unreferenced(folder.parent)) > 0
     assert not any(one.path.exists() for one in found)
     assert all(path.is_file() for path in used), "nothing else is deleted"
     assert not execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES), "the run is still whole"
+
+
+def test_an_interrupted_gc_leaves_nothing_that_counts_as_whole(
+    copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, folder = copied
+    execute(quiet(folder, changed(recipe, train={"steps": 6})), stages_until("train"))
+    heads = [one for one in unreferenced(folder.parent) if one.path.parent.name == "heads"]
+
+    def killed(_place: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("headstart.pipeline.inventory.shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            free(folder.parent, heads)
+    assert "half deleted" in {one.what for one in unreferenced(folder.parent)}
+    execute(quiet(folder, recipe), stages_until("train"))
+    assert (folder / "train" / "best" / "heads.safetensors").is_file(), "trained again, not taken from the rest"
+    found = unreferenced(folder.parent)
+    assert free(folder.parent, found) > 0 and unreferenced(folder.parent) == []
+
+
+def test_what_a_run_takes_up_again_before_the_answer_is_not_deleted(copied: tuple[Recipe, Path]) -> None:
+    recipe, folder = copied
+    execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES)
+    found = unreferenced(folder.parent)
+    execute(quiet(folder, recipe), STAGES)  # while gc waits for a yes
+    free(folder.parent, found)
+    assert not execute(quiet(folder, recipe), STAGES), "all of it is still there"
+
+
+def test_what_a_launcher_trained_meanwhile_is_not_taken_for_this_runs_heads(copied: tuple[Recipe, Path]) -> None:
+    recipe, folder = copied
+    (tmp := folder.parent.parent / "longer.yaml").write_text(recipe_text(changed(recipe, train={"steps": 6})))
+    done = subprocess.run(
+        [sys.executable, "-m", "headstart.train", str(tmp), "--run-dir", str(folder)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 6
+    run = Run(changed(recipe, tune={"max_rank": 1}), folder, Console(file=io.StringIO(), width=200))
+    execute(run, stages_until("tune"))
+    assert "refers to something else since" in said(run)
+    assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 4, (
+        "the heads that the recipe asks for"
+    )
 
 
 def test_states_that_no_run_reads_are_freed_alone(copied: tuple[Recipe, Path]) -> None:
@@ -332,7 +378,7 @@ def test_states_that_no_run_reads_are_freed_alone(copied: tuple[Recipe, Path]) -
     execute(quiet(folder, recipe), stages_until("states"))
     found = [one for one in unreferenced(folder.parent) if one.path.suffix == ".safetensors"]
     assert len(found) == 1
-    free(found)
+    free(folder.parent, found)
     assert not execute(quiet(folder, recipe), stages_until("states"))
     execute(quiet(folder, more), stages_until("states"))
     assert found[0].path.is_file(), "they can be had again"

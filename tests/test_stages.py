@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,19 +176,33 @@ def test_a_stage_can_be_asked_for_again(tmp_path: Path, factory: Factory) -> Non
     assert factory.worked == ["first", "second", "second"]
 
 
-def test_a_stage_whose_artifact_is_gone_works_again(tmp_path: Path, factory: Factory) -> None:
+def test_a_stage_whose_artifact_is_gone_or_another_works_again(tmp_path: Path, factory: Factory) -> None:
     folder = tmp_path / "run"
-    execute(make_run(folder), factory.stages())
-    made = artifact(folder, "things", "second", {"what": 1})
-    with held(made) as place:
-        refer(folder, "second", made)
-    assert not execute(make_run(folder), factory.stages())
-    for file in place.iterdir():
-        file.unlink()
-    place.rmdir()
+    made, other = (artifact(folder, "things", "second", {"what": what}) for what in (1, 2))
+
+    def work(run: Run) -> Outcome:
+        with held(made):
+            run.refer("second", made)
+        return factory.b(run)
+
+    stages = [factory.stages()[0], replace(factory.stages()[1], work=work)]
+    execute(make_run(folder), stages)
+    assert not execute(make_run(folder), stages)
     factory.worked.clear()
-    execute(make_run(folder), factory.stages())
-    assert factory.worked == ["second"]
+    refer(folder, "second", other)  # a launcher has trained for it, say
+    execute(make_run(folder), stages)
+    (folder / "references.json").unlink()
+    execute(make_run(folder), stages)
+    shutil.rmtree(made.folder)
+    execute(make_run(folder), stages)
+    assert factory.worked == ["second"] * 3
+
+
+def test_an_artifact_is_found_by_what_it_is_whatever_it_is_called(tmp_path: Path) -> None:
+    made = artifact(tmp_path / "run", "things", "a word", {"what": 1})
+    with held(made):
+        pass
+    assert artifact(tmp_path / "other", "things", "another", {"what": 1}).folder == made.folder
 
 
 def test_a_run_of_an_earlier_layout_is_left_alone(tmp_path: Path, factory: Factory) -> None:

@@ -70,8 +70,11 @@ def artifact(run_folder: Path, kind: str, slug: str, identity: Mapping[str, Any]
     """
     known = json.loads(json.dumps(dict(identity), sort_keys=True))
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+    place = root_of(run_folder) / kind
+    # The word is for people: a prompt file that was renamed is still the same.
+    there = next((one for one in sorted(place.glob(f"*-{digest}")) if one.is_dir()), None)
     words = "".join(letter if letter.isalnum() else "-" for letter in slug.lower()).strip("-")[:32]
-    return Artifact(root_of(run_folder) / kind / f"{words or kind}-{digest}", known)
+    return Artifact(there or place / f"{words or kind}-{digest}", known)
 
 
 def root_of(run_folder: Path) -> Path:
@@ -80,7 +83,7 @@ def root_of(run_folder: Path) -> Path:
     Raises:
         UserError: the run's own folder is that place.
     """
-    place = run_folder.absolute()
+    place = run_folder.resolve()
     if place.name == FOLDER:
         raise UserError(f"A run cannot be called {FOLDER!r}: that folder holds what runs share.", "Choose another.")
     return place.parent / FOLDER
@@ -125,7 +128,7 @@ def relatives(of: Artifact) -> list[Artifact]:
     found = []
     for note in sorted(of.folder.parent.glob(f"*/{NOTE}")):
         other = Artifact(note.parent, read_note(note.parent))
-        if other.folder != of.folder and other.base == of.base:
+        if other.folder != of.folder and other.base == of.base and other.folder.suffix != PARTIAL:
             found.append(other)
     return found
 
@@ -148,7 +151,7 @@ def refer(run_folder: Path, stage: str, artifact: Artifact, link: str | None = N
         UserError: something else than a link is in its place.
     """
     places = references(run_folder)
-    place = os.path.relpath(artifact.folder, run_folder.absolute())
+    place = os.path.relpath(artifact.folder, run_folder.resolve())
     if places.get(stage) != place:
         write_json(run_folder / REFERENCES, {**places, stage: place})
     if link is not None:
@@ -162,23 +165,23 @@ def references(run_folder: Path) -> dict[str, str]:
         return {}
     try:
         return {str(stage): str(place) for stage, place in read_json(file).items()}
-    except (AttributeError, TypeError):
+    except (UserError, AttributeError, TypeError):  # damaged: every stage will find its artifact and refer to it again
         return {}
 
 
 def referred(run_folder: Path, stage: str) -> Path | None:
     """The folder of the artifact that a run uses; None when it has none."""
     place = references(run_folder).get(stage)
-    return None if place is None else Path(os.path.normpath(run_folder / place))
+    return None if place is None else Path(os.path.normpath(run_folder.resolve() / place))
 
 
 def _point(link: Path, folder: Path) -> None:
-    wanted = os.path.relpath(folder, link.parent.absolute())
+    link.parent.mkdir(parents=True, exist_ok=True)
+    wanted = os.path.relpath(folder, link.parent.resolve())
     if link.is_symlink() and os.readlink(link) == wanted:
         return
     if link.exists() and not link.is_symlink():
         raise UserError(f"{link} is not a link that headstart made.", "Move it away, or choose another --run-dir.")
-    link.parent.mkdir(parents=True, exist_ok=True)
     partial = link.with_name(link.name + PARTIAL)
     partial.unlink(missing_ok=True)
     partial.symlink_to(wanted, target_is_directory=True)

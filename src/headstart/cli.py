@@ -114,7 +114,7 @@ def gc(
     if not yes and not typer.confirm(f"Delete these {len(found)}, {total} at most?"):
         console.print("Nothing was deleted.")
         return
-    console.print(f"Freed {format_bytes(free(found))}.", highlight=False)
+    console.print(f"Freed {format_bytes(free(folder, found))}.", highlight=False)
 
 
 @app.command()

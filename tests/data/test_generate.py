@@ -105,6 +105,23 @@ def test_an_interrupted_run_continues_and_gives_the_same(
     assert all(path.stat().st_mtime_ns == time for path, time in written.items()), "whole parts are not written again"
 
 
+def test_parts_are_only_ever_added(tiny_target: Target, tmp_path: Path) -> None:
+    """Also when one was moved away, and when the size of batches changes."""
+    prompts = prompt_file(tmp_path, 60)
+    parts = tmp_path / "data" / "parts"
+    build_conversations(tiny_target, section(prompts), tmp_path / "data")
+    written = {path.name: path.read_bytes() for path in parts.glob("*.jsonl")}
+    moved = sorted(written)[2]
+    (parts / moved).unlink()
+    splits = build_conversations(tiny_target, section(prompts, conversations=14, batch_size=2), tmp_path / "data")
+    assert len(splits.train) == 14
+    assert all((parts / name).read_bytes() == text for name, text in written.items() if name != moved)
+    asked = [
+        item.messages[0]["content"] for part in (splits.train, splits.calibration, splits.heldout) for item in part
+    ]
+    assert len(set(asked)) == len(asked)
+
+
 def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_path: Path) -> None:
     short = section(prompt_file(tmp_path, 60), conversations=50, minutes=1e-6)
     splits = build_conversations(tiny_target, short, tmp_path / "data")

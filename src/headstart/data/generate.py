@@ -73,12 +73,21 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "version": VERSION,
         "target": target.identity().fingerprint,
+        "settings": target.settings,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "vocabulary": target.vocabulary,
+        "ends": sorted(target.end_tokens),
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
         **{key: value for key, value in settings.items() if key not in left_out},
         "prompts": "self" if origin is None else origin.identity,
+        "configuration": "" if origin is None or origin.content is None else _configuration(settings["prompts"]),
         "revision": None if origin is None else origin.commit,
     }
+
+
+def _configuration(source: str) -> str:
+    """What a folder of data has behind a colon, as in `folder:config`."""
+    return "" if Path(source).expanduser().exists() else source.partition(":")[2]
 
 
 def build_conversations(
@@ -200,15 +209,14 @@ class _Writing:
             yield part, False
         else:
             yield from ((part, True) for part in self._new(split, clock, count, missing))
-        if missing() > 0:
-            clock.stop()
+        clock.stop()
 
     def _new(self, split: str, clock: Clock, count: int, missing: Callable[[], int]) -> Iterator[Part]:
         """Further parts; while one is waited for, the next ones are being written."""
         source = self._source
-        number, start = len(self._parts), self._stop
+        number, start = 1 + max((part.number for part in self._parts), default=-1), self._stop
         first = not any(part.split == split for part in self._parts)
-        own = sum(part.split == split for part in self._parts)
+        own = 0  # written now: what earlier ones gave says nothing about further ones
         running: deque[tuple[int, tuple[int, int], int, Callable[[], list[Conversation]]]] = deque()
         with Lanes(source.device, -(-count // source.batch_size) if source.shareable else 1) as lanes:
             mark = time.perf_counter()

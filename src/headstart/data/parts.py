@@ -41,6 +41,7 @@ class Part:
 
     def write(self, folder: Path) -> None:
         """Write it whole or not at all; its first line says what it is."""
+        assert not (folder / self.file).exists(), "parts are only ever added"
         about = {"part": self.number, "split": self.split, "prompts": list(self.prompts), "seconds": self.seconds}
         write_jsonl(folder / self.file, [about, *(item.to_json() for item in self.conversations)])
 
@@ -62,7 +63,8 @@ class Part:
             if isinstance(error, UserError):
                 raise
             raise UserError(
-                f"{file} is not a part of conversations ({error}).", "Move it away: it will be written again."
+                f"{file} is not a part of conversations ({error}).",
+                "Move it away: further parts are written instead of it.",
             ) from None
         return read
 
@@ -80,6 +82,7 @@ class Clock:
         self._budget = math.inf if minutes is None else 60 * minutes
         self._ends: dict[str, int] = read_json(file) if file.is_file() else {}
         self._taken, self._spent, self._new = 0, 0.0, list[float]()
+        self._ended = False
 
     def takes(self, seconds: float) -> bool:
         """Whether a part that is there belongs to the budget: its middle does, or it did before."""
@@ -87,6 +90,7 @@ class Clock:
             taken = self._taken < self._ends[self._key]
         else:
             taken = not self._taken or self._spent + seconds / 2 < self._budget
+        self._ended = not taken
         if taken:
             self._taken, self._spent = self._taken + 1, self._spent + seconds
         return taken
@@ -106,9 +110,10 @@ class Clock:
         if self._key in self._ends:
             return self._taken >= self._ends[self._key]
         one = lanes * sum(self._new) / len(self._new) if self._new else 0.0
-        return self._spent + since + one / 2 >= self._budget
+        self._ended = self._spent + since + one / 2 >= self._budget
+        return self._ended
 
     def stop(self) -> None:
-        """The budget is spent."""
-        if self._budget < math.inf and self._key not in self._ends:
+        """Nothing more is written; when that is because the budget is spent, it is noted where it was."""
+        if self._ended and self._budget < math.inf and self._key not in self._ends:
             write_json(self._file, {**self._ends, self._key: self._taken})

@@ -103,7 +103,7 @@ class StateStore:
             if found != file["bytes"]:
                 raise UserError(
                     f"{path} is {'cut short' if found else 'missing'} ({found} of {file['bytes']} bytes).",
-                    "Run the same command again: only that shard is computed anew.",
+                    "Build the states again (headstart data build RECIPE): only that shard is computed anew.",
                 )
         self._cached = self.bytes <= cache_bytes
         self._loaded: dict[int, dict[str, Tensor]] = {}
@@ -206,7 +206,7 @@ def build_store(
     kept = conversations[: fitting(conversations, target, taps, budget_bytes)]
     lengths = [len(conversation.tokens) for conversation in kept]
     keys = [_key(conversation.tokens) for conversation in kept]
-    owner = f"{target.identity().fingerprint} {str(target.dtype).removeprefix('torch.')}"
+    owner = f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"
     index = _Index(shards, owner)
     lacking: dict[tuple[int, ...], dict[str, int]] = {}
     for number, key in enumerate(keys):
@@ -246,7 +246,7 @@ def build_store(
         "taps": list(taps),
         "hidden_size": target.hidden_size,
         "dropped": len(conversations) - len(kept),
-        "shards": os.path.relpath(shards, folder),
+        "shards": os.path.relpath(shards.resolve(), folder.resolve()),
         "files": [{"file": file, "bytes": (shards / file).stat().st_size} for file in files],
         "lengths": lengths,
         "supervised": [[list(span) for span in conversation.supervised_spans] for conversation in kept],

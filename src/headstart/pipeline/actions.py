@@ -113,16 +113,25 @@ def refuse_other_files(folder: Path) -> None:
     from headstart.heads.io import CONFIG, WEIGHTS
     from headstart.hub.format import CALIBRATION, CARD, CUSTOM_GENERATE, TREE, read_config
 
+    refuse_others(folder, {CALIBRATION, CARD, CONFIG, CUSTOM_GENERATE, TREE, WEIGHTS})
+    if any(folder.iterdir()):
+        read_config(folder)
+
+
+def refuse_others(folder: Path, known: set[str]) -> None:
+    """Refuse to replace a folder that holds more than these files and folders.
+
+    Raises:
+        UserError: naming what would be lost.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder} is a file.", "Give a folder.")
-    known = {CALIBRATION, CARD, CONFIG, CUSTOM_GENERATE, TREE, WEIGHTS}
     other = sorted({path.name for path in folder.iterdir()} - known)
     if other:
         raise UserError(
-            f"{folder} holds something else, which would be lost: {', '.join(other[:3])}.", "Choose another folder."
+            f"{folder} holds something else, which would be lost: {', '.join(other[:3])}.",
+            "Move that away, or choose another folder.",
         )
-    if any(folder.iterdir()):
-        read_config(folder)
 
 
 def tokenizer_for(file: Path, target: str | None) -> Any:

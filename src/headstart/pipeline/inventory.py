@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,7 +83,7 @@ def run_states(folder: Path) -> list[RunState]:
 
 
 def _state(folder: Path) -> RunState:
-    records = {stage.name: _json(folder / "stages" / f"{stage.name}.json") for stage in STAGES}
+    records = _records(folder)
     done = [name for name, record in records.items() if record.get("whole")]
     begun = [name for name, record in records.items() if record and not record.get("whole")]
     if any(record and record.get("layout", 1) != LAYOUT for record in records.values()):
@@ -110,6 +111,11 @@ def _state(folder: Path) -> RunState:
     )
 
 
+def _records(folder: Path) -> dict[str, dict[str, Any]]:
+    """What is known of each stage of a run."""
+    return {stage.name: _json(folder / "stages" / f"{stage.name}.json") for stage in STAGES}
+
+
 def show_runs(states: Sequence[RunState], console: Console) -> None:
     """Print the runs as a table."""
     table = Table(box=None)
@@ -132,36 +138,44 @@ def show_runs(states: Sequence[RunState], console: Console) -> None:
     console.print("Sizes count what runs share once for each of them.", style="dim")
 
 
-def unreferenced(folder: Path) -> list[Free]:
+def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
     """What no run in a folder refers to: artifacts, shards of hidden states, and what kills left half written.
 
     What another process works on is left out. The shards of a run that has begun to compute states, and has not come
     to their end, count as its own.
+
+    Args:
+        folder: of the runs.
+        mine: an artifact that the caller holds.
 
     Raises:
         UserError: there is no such folder, or a run in it whose references cannot be read.
     """
     runs = runs_in(folder)
     for run in runs:
-        if (run / "stages").is_dir() and not references(run) and _json(run / "stages" / "conversations.json"):
-            record = _json(run / "stages" / "conversations.json")
-            if record.get("layout", 1) == LAYOUT:
-                raise UserError(
-                    f"What {run} refers to cannot be read, so nothing can be said to be unused.",
-                    "Run it once more (headstart run), or move it away.",
-                )
+        lost = [
+            name for name, record in _records(run).items() if record.get("artifact") and name not in references(run)
+        ]
+        if lost:
+            raise UserError(
+                f"What {run} refers to cannot be read, so nothing can be said to be unused.",
+                "Run it once more (headstart run), or move it away.",
+            )
     used = {place for run in runs for stage in references(run) if (place := referred(run, stage)) is not None}
     used = {place.resolve() for place in used}
     found = []
-    for note in sorted((folder / FOLDER).glob(f"*/*/{NOTE}")):
-        place = note.parent
-        if place.resolve() not in used:
-            if _idle(place):
-                found.append(Free(place, size(place), f"{place.parent.name} that no run refers to"))
+    places = {note.parent for note in (folder / FOLDER).glob(f"*/*/{NOTE}")}
+    for place in sorted(places | set((folder / FOLDER).glob(f"*/*{PARTIAL}"))):
+        if place != mine and not _idle(place):
             continue
-        if place.parent.name == "states":
-            found += _unused_shards(place, runs)
-        found += [Free(path, size(path), "half written") for path in sorted(place.rglob(f"*{PARTIAL}")) if _idle(place)]
+        if place.suffix == PARTIAL:
+            found.append(Free(place, size(place), "half deleted"))
+        elif place.resolve() not in used:
+            found.append(Free(place, size(place), f"{place.parent.name} that no run refers to"))
+        else:
+            if place.parent.name == "states":
+                found += _unused_shards(place, runs)
+            found += [Free(path, size(path), "half written") for path in sorted(place.rglob(f"*{PARTIAL}"))]
     return found
 
 
@@ -174,29 +188,33 @@ def _unused_shards(place: Path, runs: Sequence[Path]) -> Iterator[Free]:
             return
         for manifest in (run / STATES).glob("*/manifest.json"):
             read |= {str(file["file"]) for file in _json(manifest).get("files", ())}
-    if _idle(place):
-        for shard in sorted(place.glob("shard-*.safetensors")):
-            if shard.name not in read:
-                yield Free(shard, shard.stat().st_size, "hidden states that no run reads")
+    for shard in sorted(place.glob("shard-*.safetensors")):
+        if shard.name not in read:
+            yield Free(shard, shard.stat().st_size, "hidden states that no run reads")
 
 
-def free(found: Sequence[Free]) -> int:
-    """Delete what `unreferenced` found; returns the bytes that were freed on the disk.
+def free(folder: Path, found: Sequence[Free]) -> int:
+    """Delete what `unreferenced` found, as far as it is still unused; returns the bytes freed on the disk.
 
-    An artifact that a process has begun to work on meanwhile is left alone.
+    Each artifact is held while it is looked at again and deleted, so that no process takes it up meanwhile.
+
+    Args:
+        folder: of the runs.
+        found: what may go.
     """
     freed = 0
     for one in found:
-        holder = one.path if one.path.is_dir() and (one.path / NOTE).is_file() else None
+        owner = next((up for up in [one.path, *one.path.parents] if (up / NOTE).is_file()), one.path)
         try:
-            if holder is None:
+            with locked(owner) if owner.is_dir() else nullcontext():
+                if one.path not in {again.path for again in unreferenced(folder, owner)}:
+                    continue
                 freed += _own_bytes(one.path)
-                _delete(one.path)
-            else:
-                with locked(holder):
-                    freed += _own_bytes(holder)
-                    (holder / NOTE).unlink()  # from here on it counts as nothing, whenever this is interrupted
-                    _delete(holder)
+                gone = one.path
+                if gone == owner and gone.suffix != PARTIAL:  # from here on it counts as nothing, whenever this ends
+                    gone = gone.with_name(gone.name + PARTIAL)
+                    one.path.rename(gone)
+                _delete(gone)
         except Busy:
             continue
     return freed
@@ -205,8 +223,15 @@ def free(found: Sequence[Free]) -> int:
 def size(place: Path) -> int:
     """Bytes of all files under a folder, or of a file; links are not followed."""
     if not place.is_dir():
-        return place.lstat().st_size
-    return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(place) for name in names)
+        return _size_of(place)
+    return sum(_size_of(Path(folder, name)) for folder, _, names in os.walk(place) for name in names)
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.lstat().st_size
+    except FileNotFoundError:  # moved into its place meanwhile
+        return 0
 
 
 def _own_bytes(place: Path) -> int:

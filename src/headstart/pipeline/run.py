@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from headstart.artifacts import Artifact, refer, referred
+from headstart.artifacts import Artifact, refer, references, referred
 from headstart.errors import UserError
 from headstart.files import read_json, write_json, write_text
 from headstart.lock import locked
@@ -103,6 +103,7 @@ class Record:
         seconds: spent on it, interrupted attempts included where they could be timed.
         summary: what came of it, as a short phrase.
         layout: of the run's folder.
+        artifact: that the run referred to when the stage was finished; empty for stages that make none.
     """
 
     fingerprint: str
@@ -114,6 +115,7 @@ class Record:
     seconds: float = 0.0
     summary: str = ""
     layout: int = 1
+    artifact: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class Stage:
         after: names of the stages it reads from.
         settings: the settings it depends on, by dotted key; values must survive JSON.
         work: completes what is there; called again after an interruption, and when a setting has changed.
+        broken: says what of a finished stage can no longer be used; None when all of it can.
     """
 
     name: str
@@ -145,6 +148,7 @@ class Stage:
     after: tuple[str, ...]
     settings: Callable[[Run], dict[str, Any]]
     work: Callable[[Run], Outcome]
+    broken: Callable[[Run], str | None] = lambda _: None
 
 
 def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:
@@ -240,6 +244,7 @@ def _work(run: Run, stage: Stage, record: Record) -> None:
         write_json(run.record_file(stage.name), asdict(record))
         raise
     record.whole, record.summary = True, outcome.summary
+    record.artifact = references(run.folder).get(stage.name, "")
     record.seconds = before + perf_counter() - start
     record.identity = outcome.identity or _hash([record.fingerprint, datetime.now(UTC).isoformat()])
     write_json(run.record_file(stage.name), asdict(record))
@@ -266,10 +271,7 @@ def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str
     if record is None:
         return ""
     if record.fingerprint == wanted.fingerprint:
-        gone = [output for output in stage.outputs if not (run.folder / output).exists()]
-        if (place := referred(run.folder, stage.name)) is not None and not place.is_dir():
-            gone.append(str(place))
-        return f"{gone[0]} is gone" if record.whole and gone else None
+        return _lost(run, stage, record) if record.whole else None
     if record.version != wanted.version:
         return "headstart does this differently now"
     for key in sorted({*record.settings, *wanted.settings}):
@@ -282,6 +284,18 @@ def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str
     return "something changed"
 
 
+def _lost(run: Run, stage: Stage, record: Record) -> str | None:
+    """What a finished stage has lost since; None when it is as it was left."""
+    gone = [output for output in stage.outputs if not (run.folder / output).exists()]
+    if (place := referred(run.folder, stage.name)) is not None and not place.is_dir():
+        gone.append(str(place))
+    if gone:
+        return f"{gone[0]} is gone"
+    if references(run.folder).get(stage.name, "") != record.artifact:
+        return "the run refers to something else since"  # a launcher has trained for it, or the note is lost
+    return stage.broken(run)
+
+
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else "…"
@@ -292,8 +306,8 @@ def _hash(value: Any) -> str:
 
 
 def target_identity(target: Target) -> str:
-    """What stages depend on when they depend on the target: its weights and the dtype they run in."""
-    return f"{target.identity().fingerprint} {str(target.dtype).removeprefix('torch.')}"
+    """What stages depend on when they depend on the target: its weights, its settings and the dtype they run in."""
+    return f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"
 
 
 def format_seconds(seconds: float) -> str:

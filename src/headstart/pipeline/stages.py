@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from headstart.artifacts import Artifact, artifact, give, held, read_note, referred
 from headstart.errors import UserError
 from headstart.files import format_bytes, need_disk, read_json, write_atomic, write_json, write_jsonl
-from headstart.pipeline.actions import describe_tuning, refuse_other_files, report
+from headstart.pipeline.actions import describe_tuning, refuse_other_files, refuse_others, report
 from headstart.pipeline.layout import CONVERSATIONS, HEADS, QUESTIONS, REPORT, STATES, TARGET, TRAIN, TUNE
 from headstart.pipeline.run import Outcome, Run, Stage, target_identity
 from headstart.train.config import Recipe, Section
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from headstart.data.store import StateStore
     from headstart.heads import DraftHead
 
+_TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
+"""Files of the target's tokenizer, as the target's stage keeps them."""
+_REPORT_FILES = {"report.html", "report.md", "results.json"}
 _SPLITS = ("train", "calibration")
 _VERSIONS = {"states": 1, "tune": 4, "export": 1, "eval": 1}
 """Raised when the same settings come to mean something else; those of conversations and training are in their rooms."""
@@ -89,6 +92,23 @@ def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> 
     return min(size, int(1e9 * data.cache_gigabytes))
 
 
+def states_artifact(run: Run) -> Artifact:
+    """The artifact of all hidden states of the run's target."""
+    target = run.target
+    identity = {
+        "version": _VERSIONS["states"],
+        "target": target.identity().fingerprint,
+        "settings": target.settings,
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+    return artifact(run.folder, "states", Path(target.name).name, identity)
+
+
+def kept_state_bytes(run: Run) -> int:
+    """Bytes of hidden states of the run's target that are on the disk already, whoever uses them."""
+    return sum(file.stat().st_size for file in states_artifact(run).folder.glob("shard-*.safetensors"))
+
+
 # -- target ----------------------------------------------------------------------------------------------------------
 
 
@@ -107,7 +127,7 @@ def _target(run: Run) -> Outcome:
     taps(run)  # a mistake in the heads' settings shows now, not after the data
     if run.recipe.data.minutes is None:
         count = run.recipe.data.conversations + run.recipe.data.calibration
-        need_disk(run.folder, state_bytes(run, count), "Keeping hidden states")
+        need_disk(run.folder, state_bytes(run, count) - kept_state_bytes(run), "Keeping hidden states")
     target.tokenizer.save_pretrained(run.folder / TARGET / "tokenizer")
     kind = str(target.dtype).removeprefix("torch.")
     return Outcome(
@@ -145,8 +165,19 @@ def taps(run: Run) -> list[int]:
 
 
 def _conversation_settings(run: Run) -> dict[str, Any]:
-    settings = _flat("data", run.recipe.data)
-    return {**settings, "the prompts' file": _content(run.recipe.data.prompts), "states of a token": len(taps(run))}
+    return {
+        **_flat("data", run.recipe.data),
+        "the prompts' content": _prompts_content(run.recipe.data.prompts),
+        "states of a token": len(taps(run)),
+        **{name: _content(str(run.folder / TARGET / "tokenizer" / name)) for name in _TOKENIZER},
+    }
+
+
+def _prompts_content(source: str) -> str | None:
+    """Hash of a file or folder of prompts on this machine; None for everything else."""
+    from headstart.data.sources import find_origin
+
+    return find_origin(source).content if Path(source.partition(":")[0]).expanduser().exists() else None
 
 
 def _conversations(run: Run) -> Outcome:
@@ -208,6 +239,17 @@ def _states(run: Run) -> Outcome:
     )
 
 
+def _broken_states(run: Run) -> str | None:
+    from headstart.data.store import StateStore
+
+    try:
+        for split in _SPLITS:
+            StateStore(run.folder / STATES / split)
+    except (UserError, KeyError, TypeError) as error:
+        return error.problem if isinstance(error, UserError) else "a manifest is damaged"
+    return None
+
+
 def both_stores(run: Run) -> dict[str, StateStore]:
     """The hidden states of both splits: what is there is kept, what is missing or cut short is computed.
 
@@ -215,10 +257,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     """
     from headstart.data.store import build_store, estimate_bytes
 
-    target, stores = run.target, dict[str, "StateStore"]()
-    kind = str(target.dtype).removeprefix("torch.")
-    identity = {"version": _VERSIONS["states"], "target": target.identity().fingerprint, "dtype": kind}
-    shared = artifact(run.folder, "states", Path(target.name).name, identity)
+    target, stores, shared = run.target, dict[str, "StateStore"](), states_artifact(run)
     budget = int(run.recipe.data.cache_gigabytes * 1e9)
     with held(shared, run.console) as shards:
         run.refer("states", shared)
@@ -242,10 +281,11 @@ def both_stores(run: Run) -> dict[str, StateStore]:
 
 def _train_settings(run: Run) -> dict[str, Any]:
     from headstart.train.config import FREE_TO_CHANGE
-    from headstart.train.place import AMOUNT
+    from headstart.train.place import AMOUNT, weights_hash
 
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.items()}
-    return {**_flat("train", run.recipe.train, leave_out=FREE_TO_CHANGE - set(AMOUNT)), **heads}
+    settings = _flat("train", run.recipe.train, leave_out=FREE_TO_CHANGE - set(AMOUNT))
+    return {**settings, "train.start_from": weights_hash(run.recipe.train.start_from), **heads}
 
 
 def _train(run: Run) -> Outcome:
@@ -257,16 +297,29 @@ def _train(run: Run) -> Outcome:
     lessons, judged = stores["train"], stores["calibration"]
     made = training(run.folder, run.recipe, make_config(run.recipe.heads, run.target), lessons, judged)
     with held(made, run.console) as folder:
+        if not finished(folder):  # before the shorter one is referred to no more
+            go_on_from_shorter(made, 1, lambda text: run.console.print(text, highlight=False, soft_wrap=True))
         run.refer("train", made, TRAIN)
         if not finished(folder):
-            go_on_from_shorter(made, 1, lambda text: run.console.print(text, highlight=False, soft_wrap=True))
             train(run.recipe, run.target, lessons, judged, folder, run.console)
     result = read_json(folder / RESULT)
     return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=made.name)
 
 
 def _tune_settings(run: Run) -> dict[str, Any]:
-    return _flat("tune", run.recipe.tune)
+    return {**_flat("tune", run.recipe.tune), **_where(run)}
+
+
+def _where(run: Run) -> dict[str, Any]:
+    """What is timed belongs to a device and a dtype, as far as the recipe names them."""
+    return {"target.device": run.recipe.target.device, "target.dtype": run.recipe.target.dtype}
+
+
+def _conditions(run: Run) -> dict[str, Any]:
+    """The same as it is found here: machine, device, dtype, threads."""
+    from headstart.decode.costs import Conditions
+
+    return Conditions.of(run.target).to_json()
 
 
 def _tune(run: Run) -> Outcome:
@@ -278,6 +331,7 @@ def _tune(run: Run) -> Outcome:
         "heads": _before(run, "train"),
         "texts": _content(str(run.folder / CONVERSATIONS / "calibration.jsonl")),
         **_tune_settings(run),
+        "conditions": _conditions(run),
     }
     made = artifact(run.folder, "tuning", run.recipe.heads["family"], identity)
     with held(made, run.console):
@@ -321,7 +375,12 @@ def _export(run: Run) -> Outcome:
 
 
 def _exported(run: Run) -> Artifact:
-    identity = {"version": _VERSIONS["export"], "heads": _before(run, "train"), "tuning": _before(run, "tune")}
+    identity = {
+        "version": _VERSIONS["export"],
+        "heads": _before(run, "train"),
+        "tuning": _before(run, "tune"),
+        "target": run.recipe.target.spec,  # where the heads say that their target is
+    }
     return artifact(run.folder, "exports", run.recipe.heads["family"], identity)
 
 
@@ -351,7 +410,8 @@ def _training_facts(run: Run) -> dict[str, str]:
 
 
 def _eval_settings(run: Run) -> dict[str, Any]:
-    return {**_flat("eval", run.recipe.eval), "the questions' file": _content(run.recipe.eval.questions)}
+    settings = {**_flat("eval", run.recipe.eval), **_where(run)}
+    return {**settings, "the questions' file": _content(run.recipe.eval.questions)}
 
 
 def _eval(run: Run) -> Outcome:
@@ -360,6 +420,8 @@ def _eval(run: Run) -> Outcome:
     from headstart.eval import EvalOptions
     from headstart.hub import write_card
 
+    if (run.folder / REPORT).exists():
+        refuse_others(run.folder / REPORT, _REPORT_FILES)
     section, asked = run.recipe.eval, run.recipe.eval.questions
     file = run.folder / QUESTIONS if asked == "heldout" else Path(asked).expanduser()
     exported = _exported(run)
@@ -368,6 +430,7 @@ def _eval(run: Run) -> Outcome:
         "heads": exported.name,
         **_eval_settings(run),
         "questions": _content(str(file)),
+        "conditions": _conditions(run),
     }
     made = artifact(run.folder, "reports", run.recipe.heads["family"], identity)
     with held(made, run.console) as folder, held(exported, run.console):
@@ -380,7 +443,7 @@ def _eval(run: Run) -> Outcome:
                 compare=section.compare,
             )
             # Read back what was exported: the report is about what people will load.
-            decoder = load(run.folder / HEADS, run.target)
+            decoder = load(exported.folder / HEADS, run.target)
             questions = read_questions(file)
 
             def measure(partial: Path) -> None:
@@ -429,6 +492,7 @@ STAGES = (
         ("target", "conversations"),
         _state_settings,
         _states,
+        _broken_states,
     ),
     Stage("train", "training the heads", 1, (TRAIN,), ("target", "states"), _train_settings, _train),
     Stage(

@@ -67,7 +67,7 @@ def sketch(model: nn.Module, tokenizer: Any, architecture: str) -> dict[str, Any
         name: {"shape": list(weight.shape), "numbers": [float(number) for number in _sampled(weight)]}
         for name, weight in dict(chosen).items()
     }
-    return {"architecture": architecture, "vocabulary": _vocabulary(tokenizer), "weights": weights}
+    return {"architecture": architecture, "vocabulary": vocabulary_hash(tokenizer), "weights": weights}
 
 
 def differs(drawn: Mapping[str, Any], model: nn.Module, tokenizer: Any, architecture: str) -> str | None:
@@ -78,7 +78,7 @@ def differs(drawn: Mapping[str, Any], model: nn.Module, tokenizer: Any, architec
     """
     if drawn.get("architecture") != architecture:
         return f"it is built otherwise ({architecture}, not {drawn.get('architecture')})"
-    theirs, ours = drawn.get("vocabulary"), _vocabulary(tokenizer)
+    theirs, ours = drawn.get("vocabulary"), vocabulary_hash(tokenizer)
     if theirs is not None and ours is not None and theirs != ours:
         return "its tokenizer has other tokens"
     equal: list[bool] = []
@@ -136,7 +136,40 @@ def _through_layer(model: nn.Module, name: str, shape: tuple[int, ...]) -> Tenso
         return None
 
 
-def _vocabulary(tokenizer: Any) -> str | None:
+_SETTINGS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "sliding_window",
+    "layer_types",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "hidden_activation",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "attention_multiplier",
+    "residual_multiplier",
+    "embedding_multiplier",
+    "num_experts_per_tok",
+)
+"""Of a model's config; named one by one, since transformers adds settings that change nothing with every version."""
+
+
+def settings_hash(config: Any) -> str:
+    """Hash of the settings of a config that change what a model computes."""
+    known = {name: getattr(config, name, None) for name in _SETTINGS}
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def vocabulary_hash(tokenizer: Any) -> str | None:
     if tokenizer is None:
         return None
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:32]

@@ -22,7 +22,7 @@ from headstart.errors import UserError
 from headstart.target.attention import Running, TreeMask, run
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.fitting import FINAL, Fitting
-from headstart.target.identity import Identity, differs, fingerprint, sketch
+from headstart.target.identity import Identity, differs, fingerprint, settings_hash, sketch, vocabulary_hash
 from headstart.target.lm_head import Finish, plain_weight, unpacked
 from headstart.target.tree import DraftTree, TreeShape
 
@@ -147,6 +147,16 @@ class Target:
     @property
     def _architecture(self) -> str:
         return f"{self.config.model_type} {self.num_layers} {self.hidden_size} {self.vocab_size}"
+
+    @cached_property
+    def vocabulary(self) -> str | None:
+        """Hash of the tokenizer's vocabulary; None without a tokenizer."""
+        return vocabulary_hash(self.tokenizer)
+
+    @cached_property
+    def settings(self) -> str:
+        """Hash of what changes the model's numbers besides its weights: rotary scaling, windows, scales."""
+        return settings_hash(self.config)
 
     # -- forwards ------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,11 @@ def main(
         message = f"{error.problem}\n{error.remedy}"
         speak_once(lambda: say(message))
         raise SystemExit(2) from None
+    except OSError as error:
+        at = f" at {error.filename}" if error.filename else ""
+        message = f"Cannot read or write{at} ({error.strerror})."
+        speak_once(lambda: say(message))
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         leave_processes()
         raise SystemExit(130) from None
@@ -97,9 +102,9 @@ def _train(name: str, overrides: list[str], run_dir: Path | None, console: Conso
                 if main:
                     write_text(run / "recipe.yaml", recipe_text(recipe))
                     note_provenance(run)
-                    refer(run, "train", made, "train")
                     if not finished(made.folder):
                         go_on_from_shorter(made, state.num_processes, lambda text: _say(console, text))
+                    refer(run, "train", made, "train")
             if finished(made.folder):
                 if main:
                     _say(console, f"These heads are trained already: {run / 'train' / 'best'}")

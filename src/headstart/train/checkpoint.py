@@ -111,7 +111,7 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
                 more = f" ({len(differing) - 1} more settings of {key} differ)" if len(differing) > 1 else ""
                 raise UserError(
                     f"The run in {folder.parent} was trained with {name} = {kept!r}, and now it is {wanted!r}{more}.",
-                    "Go on with the same settings, or start a new run with another --run-dir.",
+                    "Go on with the same settings, or begin anew in another folder of runs (--run-dir elsewhere/NAME).",
                 )
         return place, Standing(**manifest["standing"])
     return None

@@ -444,7 +444,7 @@ class _Run:
         self._say(f"Going on from step {self.standing.step} ({format_seconds(self.earlier)} spent).")
 
     def _settings(self, recipe: Recipe) -> dict[str, Any]:
-        section = recipe.train.model_dump(mode="json", exclude=FREE_TO_CHANGE)
+        section = recipe.train.model_dump(mode="json", exclude=FREE_TO_CHANGE | {"start_from"})
         return {
             "heads": self.heads.config.model_dump(mode="json"),
             **{f"train.{key}": value for key, value in section.items()},

@@ -16,6 +16,7 @@ from headstart.artifacts import Artifact, artifact, link_or_copy, relatives
 from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json
 from headstart.heads import HeadConfig
+from headstart.heads.io import WEIGHTS, heads_folder
 from headstart.train import checkpoint
 from headstart.train.config import FREE_TO_CHANGE, Recipe
 
@@ -42,7 +43,7 @@ def training(
     """
     section = recipe.train.model_dump(mode="json")
     settings = {key: value for key, value in section.items() if key not in FREE_TO_CHANGE}
-    settings["start_from"] = _content(recipe.train.start_from)
+    settings["start_from"] = weights_hash(recipe.train.start_from)
     identity = {
         "version": _VERSION,
         "heads": {**config.model_dump(mode="json"), "family": config.family},
@@ -108,12 +109,17 @@ def _within(shorter: dict[str, Any], longer: dict[str, Any]) -> bool:
     return all(size(shorter, key) <= size(longer, key) for key in AMOUNT)
 
 
-def _content(folder: str | None) -> str | None:
-    """Hash of the weights in a folder of heads; the name itself when there are none to be read."""
+def weights_hash(folder: str | None) -> str | None:
+    """Hash of the weights that `train.start_from` names; None without any.
+
+    Raises:
+        UserError: there are none, or they cannot be read.
+    """
     if folder is None:
         return None
+    file = heads_folder(Path(folder).expanduser()) / WEIGHTS
     try:
-        files = sorted(Path(folder).expanduser().glob("*.safetensors"))
-        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else folder
+        with file.open("rb") as handle:
+            return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
     except OSError as error:
-        raise UserError(f"Cannot read the heads in {folder} ({error.strerror}).", "Check train.start_from.") from None
+        raise UserError(f"Cannot read {file} ({error.strerror}).", "Check train.start_from.") from None
