@@ -137,3 +137,26 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
         found.append([(row.tokens, [one.nodes for one in row.rounds]) for row in outputs])
     assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
     assert (found[0] == found[1]) == (temperature > 0), "the number of drafts"
+
+
+def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once nothing more will be drafted, no states are tapped for the drafter and it learns nothing more."""
+    drafter = ReplayDrafter([[5] * 40], tiny_target.vocab_size, right=0.0)
+    drafter.taps = (1,)
+    tapped: list[tuple[int, ...]] = []
+    forward_tree = Target.forward_tree
+
+    def noted(self: Target, cache: Any, tree: DraftTree, taps: Sequence[int] = ()) -> Any:
+        tapped.append(tuple(taps))
+        return forward_tree(self, cache, tree, taps)
+
+    monkeypatch.setattr(Target, "forward_tree", noted)
+    dear = Costs((1, 64), (1.0, 100.0), draft_ms=50.0)
+    options = DecodeOptions(max_new_tokens=24, ignore_end=True)
+    answer = Engine(tiny_target, drafter, dear).generate([[4, 5, 6]], options)[0]
+    assert answer.tokens == Engine(tiny_target).generate([[4, 5, 6]], options)[0].tokens
+    used = tapped[: len(answer.rounds)]
+    assert used[-1] == (), "nothing is tapped at the end"
+    assert sorted(used, reverse=True) == used, "and never again once it was not"

@@ -186,7 +186,7 @@ class Pace:
 
     @property
     def opens(self) -> bool:
-        """Whether anything will be drafted before the answer is whole, as far as that is known at its beginning."""
+        """Whether anything will be drafted before the answer is whole, as far as that is known now."""
         return self._mode != "off" and self._plain_left < max(self._left)
 
     @property

@@ -207,6 +207,8 @@ class Engine:
             ]
             spent_ms = (1e3 * (drafted - start), 1e3 * (observed - drafted)) if drafts == pace.drafts else None
             pace.note(tree, [len(step.tokens) for step in accepted], spent_ms)
+            if not pace.opens:
+                session.close()  # nothing more will be drafted: plain rounds cost what they cost without a drafter
             ended = perf_counter()
             ms = [1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (ended - verified)]
             for number, (row, step) in enumerate(zip(rows, accepted, strict=True)):

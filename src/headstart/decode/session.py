@@ -54,6 +54,10 @@ class Session:
         with self._guard():
             self.drafter.select(self._state, rows)
 
+    def close(self) -> None:
+        """Draft no more; what the drafter kept is let go."""
+        self.drafter, self._state = NoDrafter(), None
+
     @contextmanager
     def _guard(self) -> Iterator[None]:
         try:
