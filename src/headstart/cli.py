@@ -103,7 +103,8 @@ def gc(
     console = Console()
     found = unreferenced(folder)
     for one in found:
-        console.print(f"{format_bytes(one.bytes):>9}  {one.path}  ({one.what})", highlight=False, markup=False)
+        line = f"{format_bytes(one.bytes):>9}  {one.path}  ({one.what})"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if not found:
         console.print(f"Nothing to delete: the runs in {folder} use everything that is there.", highlight=False)
         return
