@@ -302,6 +302,14 @@ def test_a_stream_left_open_does_not_abort_the_interpreter(
     assert said == []
 
 
+def test_a_stream_that_nobody_uses_any_more_ends(decoder: Decoder) -> None:
+    before = set(threading.enumerate())
+    for piece in decoder.stream(PROMPTS[0], max_new_tokens=200, drafter="none"):
+        assert piece
+        break
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "headstart-stream"]
+
+
 def test_streams_of_one_decoder_do_not_disturb_each_other(decoder: Decoder) -> None:
     """Two threads and one thread that alternates, with drafters that read different layers of the target."""
     settings: list[dict[str, Any]] = [

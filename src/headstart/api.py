@@ -335,15 +335,12 @@ class Stream(Iterator[str]):
 
     The decoding runs in a thread of its own and hands over token ids once a round; turning them into text happens in
     the reader's thread, beside the next forward.
-
-    Attributes:
-        answer: the whole answer once the last piece was read, None before.
     """
 
     def __init__(self, run: Callable[[OnTokens], Answer], pieces: TextPieces) -> None:
-        self.answer: Answer | None = None
-        self._run = run
-        self._generator = self._read(pieces)
+        self._answer: list[Answer] = []
+        # Nothing of the decoding refers to this object, so that it ends when nobody else does.
+        self._generator = _decoded(run, pieces, self._answer)
 
     def __iter__(self) -> Stream:
         return self
@@ -351,41 +348,49 @@ class Stream(Iterator[str]):
     def __next__(self) -> str:
         return next(self._generator)
 
+    @property
+    def answer(self) -> Answer | None:
+        """The whole answer once the last piece was read, None before."""
+        return self._answer[0] if self._answer else None
+
     def close(self) -> None:
         """End the decoding early; happens by itself when the stream is no longer used."""
         self._generator.close()
 
-    def _read(self, pieces: TextPieces) -> Generator[str, None, None]:
-        inbox: queue.SimpleQueue[list[int] | Answer | BaseException] = queue.SimpleQueue()
-        stopped = threading.Event()
 
-        def on_tokens(_row: int, tokens: list[int]) -> None:
-            if stopped.is_set():
-                raise _Stopped
-            inbox.put(tokens)
+def _decoded(run: Callable[[OnTokens], Answer], pieces: TextPieces, answer: list[Answer]) -> Generator[str, None, None]:
+    """The pieces of a stream; its answer is appended at the end."""
+    inbox: queue.SimpleQueue[list[int] | Answer | BaseException] = queue.SimpleQueue()
+    stopped = threading.Event()
+    still_open = _OPEN  # at the end of the interpreter a module's names are gone before its objects
 
-        def work() -> None:
-            try:
-                inbox.put(self._run(on_tokens))
-            except BaseException as error:  # raised again in the reader's thread
-                inbox.put(error)
+    def on_tokens(_row: int, tokens: list[int]) -> None:
+        if stopped.is_set():
+            raise _Stopped
+        inbox.put(tokens)
 
-        thread = threading.Thread(target=work, name="headstart-stream", daemon=True)
-        thread.start()
-        _OPEN[thread] = stopped
+    def work() -> None:
         try:
-            while not isinstance(message := inbox.get(), Answer):
-                if isinstance(message, BaseException):
-                    raise message
-                if piece := pieces.push(message):
-                    yield piece
-            if piece := pieces.rest():
+            inbox.put(run(on_tokens))
+        except BaseException as error:  # raised again in the reader's thread
+            inbox.put(error)
+
+    thread = threading.Thread(target=work, name="headstart-stream", daemon=True)
+    thread.start()
+    still_open[thread] = stopped
+    try:
+        while not isinstance(message := inbox.get(), Answer):
+            if isinstance(message, BaseException):
+                raise message
+            if piece := pieces.push(message):
                 yield piece
-            self.answer = message
-        finally:
-            stopped.set()
-            thread.join()
-            _OPEN.pop(thread, None)
+        if piece := pieces.rest():
+            yield piece
+        answer.append(message)
+    finally:
+        stopped.set()
+        thread.join()
+        still_open.pop(thread, None)
 
 
 _OPEN: dict[threading.Thread, threading.Event] = {}
