@@ -294,6 +294,8 @@ class Pace:
         rounds = self._known.of(self.rows)
         if self._known.losses and self._saved < _PATIENCE + self._reading:
             self._wait(0)
+            if 2 * self._plain_left > limit:  # not worth keeping a drafter for: what is saved is for the next call
+                self._plain_left = limit
         elif gain < self._reading and (rounds.known or not self._learns):
             self._plain_left = limit
         elif self._learns:
