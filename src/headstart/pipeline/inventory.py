@@ -202,19 +202,22 @@ def free(folder: Path, found: Sequence[Free]) -> int:
         folder: of the runs.
         found: what may go.
     """
-    freed = 0
+    owners: dict[Path, list[Path]] = {}
     for one in found:
         owner = next((up for up in [one.path, *one.path.parents] if (up / NOTE).is_file()), one.path)
+        owners.setdefault(owner, []).append(one.path)
+    freed = 0
+    for owner, paths in owners.items():
         try:
             with locked(owner) if owner.is_dir() else nullcontext():
-                if one.path not in {again.path for again in unreferenced(folder, owner)}:
-                    continue
-                freed += _own_bytes(one.path)
-                gone = one.path
-                if gone == owner and gone.suffix != PARTIAL:  # from here on it counts as nothing, whenever this ends
-                    gone = gone.with_name(gone.name + PARTIAL)
-                    one.path.rename(gone)
-                _delete(gone)
+                unused = {again.path for again in unreferenced(folder, owner)}
+                for path in paths:
+                    if path not in unused:
+                        continue
+                    freed += _own_bytes(path)
+                    if path == owner and path.suffix != PARTIAL:  # it counts as nothing from here on
+                        path = path.rename(path.with_name(path.name + PARTIAL))
+                    _delete(path)
         except Busy:
             continue
     return freed

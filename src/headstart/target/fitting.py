@@ -41,7 +41,7 @@ class Config:
         name: str | None = NAME if running() is not None else self._config._attn_implementation
         return name
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # typed as an attribute of every object
     def __class__(self) -> Any:  # isinstance sees the model's own kind of config
         return type(self._config)
 
