@@ -54,7 +54,9 @@ _STAKE = 2.0
 _MOST = 4.0
 """The same after it has won, at most."""
 _EARNED = 0.015
-"""Tokens that each plain round adds to what may be lost, up to the first stake."""
+"""Tokens that each plain round adds to what may be lost, up to the first stake; less after tries that did not pay."""
+_DISCOURAGED = 4
+"""Tries in a row that did not pay after which plain rounds earn half as much."""
 _GUESS = 2.0
 """Tokens a round before anything was drafted."""
 
@@ -313,7 +315,7 @@ class Pace:
     def _note_plain(self) -> None:
         self._plain_left -= 1
         self._unread += 1
-        self._save(max(0.0, min(_EARNED, _STAKE - self._saved)))
+        self._save(max(0.0, min(self._earned, _STAKE - self._saved)))
         if self._plain_left == 0 and self._paused:
             self._paused, self._probes_left = False, _PROBE_ROUNDS
 
@@ -346,7 +348,7 @@ class Pace:
         """Decode plainly for some rounds, until a try at drafting can be afforded; then try."""
         assert self._now is not None, "without costs nothing is weighed"
         lost = self._reading + _PROBE_LOSS
-        self._plain_left = max(least, ceil((lost - self._saved) / _EARNED))
+        self._plain_left = max(least, ceil((lost - self._saved) / self._earned))
         self._paused = self._plain_left > 0
         self._probes_left = 0 if self._paused else _PROBE_ROUNDS
 
@@ -356,6 +358,11 @@ class Pace:
         tokens, nodes, depth, unread = judged
         spent_ms = self._now.verify(self.rows * nodes) + self._now.draft(depth, unread)
         return tokens - spent_ms / self._now.verify(self.rows)
+
+    @property
+    def _earned(self) -> float:
+        """Tokens that a plain round adds to what may be lost."""
+        return _EARNED / (1 + self._known.losses / _DISCOURAGED)
 
     @property
     def _reading(self) -> float:
