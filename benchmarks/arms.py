@@ -23,8 +23,6 @@ from headstart.data.conversations import Conversation, prompt_tokens, read_conve
 from headstart.data.questions import Question
 from headstart.data.store import StateStore, build_store
 from headstart.decode.loop import Round
-from headstart.decode.measure import Text, measure_ranks
-from headstart.decode.tune import replay, tune
 from headstart.errors import UserError
 from headstart.eval import plain_answers
 from headstart.eval.methods import PLAIN, Method, Run
@@ -38,6 +36,8 @@ from headstart.pipeline.layout import CONVERSATIONS, STATES
 from headstart.target import FINAL, Target, TreeShape
 from headstart.train.config import Recipe, load_recipe
 from headstart.train.loop import train
+from headstart.tuning.measure import Text, measure_ranks
+from headstart.tuning.tune import replay, tune
 
 WARM_UP_TOKENS = 32
 MAX_RANK = 10

@@ -16,8 +16,8 @@ from pathlib import Path
 import headstart
 from headstart.data.conversations import prompt_tokens
 from headstart.data.questions import read_questions
-from headstart.decode.drafters import Drafter
-from headstart.decode.heads_drafter import HeadDrafter
+from headstart.decode.drafting import Drafter
+from headstart.drafters.heads import HeadDrafter
 from headstart.eval import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
 from headstart.files import write_json
 from headstart.target import TreeShape

@@ -42,8 +42,9 @@ from arms import (
 from headstart.data.conversations import read_conversations
 from headstart.data.questions import read_questions
 from headstart.data.store import StateStore
-from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions, Round
+from headstart.decode.loop import Round
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.heads import HeadDrafter
 from headstart.eval.measure import environment
 from headstart.eval.methods import PLAIN, Method, Ours, Run
 from headstart.files import read_json, write_json, write_jsonl, write_text

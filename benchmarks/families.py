@@ -20,8 +20,8 @@ from arms import alternate, arm, budget, facts, lessons, options_of, row_of, sha
 
 from headstart.api import Decoder
 from headstart.data.questions import read_questions
-from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.heads import HeadDrafter
 from headstart.eval.measure import environment
 from headstart.eval.methods import LOOKUP, PLAIN, STOCK, Method, Ours, Transformers
 from headstart.files import write_json, write_text

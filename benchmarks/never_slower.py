@@ -37,9 +37,10 @@ import headstart
 from headstart.api import Decoder
 from headstart.data.conversations import prompt_tokens
 from headstart.data.questions import read_questions
-from headstart.decode.catalog import DEFAULT
 from headstart.decode.costs import Conditions
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.catalog import DEFAULT
 from headstart.eval.measure import environment
 from headstart.files import write_json
 from headstart.heads import DraftHead

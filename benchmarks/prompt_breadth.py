@@ -19,11 +19,11 @@ from rich.console import Console
 
 from headstart.data.generate import build_conversations
 from headstart.data.questions import read_questions
-from headstart.decode.measure import measure_ranks
-from headstart.decode.tune import path_values
 from headstart.files import read_jsonl, write_json
 from headstart.pipeline.layout import CONVERSATIONS
 from headstart.target import load_target
+from headstart.tuning.measure import measure_ranks
+from headstart.tuning.tune import path_values
 
 NODES = 16
 

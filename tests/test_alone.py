@@ -67,8 +67,9 @@ def test_what_is_around_the_suite_does_not_reach_it(tmp_path: Path, started_in: 
 
 FAILING = """
 import pytest
-from headstart.decode.drafters import NoDrafter
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.drafting import NoDrafter
+from headstart.decode.options import DecodeOptions
+from headstart.decode.loop import Engine
 
 class Failing(NoDrafter):
     max_nodes = 4

@@ -15,8 +15,8 @@ from transformers import MinNewTokensLengthLogitsProcessor
 
 import headstart
 from headstart.api import Decoder, TextPieces
-from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.loop import Engine, Generation, Round
+from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.hub import export_heads
 from headstart.target import Target, TreeShape

@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import headstart
 import headstart.generation.lend as lend
-from headstart.decode.drafters import Request
+from headstart.decode.drafting import Request
 from headstart.errors import UserError
 from headstart.generation.request import Chain, Prompts
 from headstart.hub import check_folder

@@ -113,7 +113,7 @@ PLACES = (
     ("conversations", "headstart.data.generate.write_conversations", 2),
     ("states", "headstart.data.store._write_shard", 1),
     ("train", "headstart.train.checkpoint.save", 1),
-    ("tune", "headstart.decode.tune.measure_verify", 0),
+    ("tune", "headstart.tuning.tune.measure_verify", 0),
     ("export", "headstart.hub.format.write_card", 0),
     ("eval", "headstart.eval.report.write_text", 1),
 )
@@ -226,7 +226,7 @@ def test_heads_that_are_there_are_found_without_a_record(
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr("headstart.data.generate.answer_prompts", lambda *_: pytest.fail("written again"))
     monkeypatch.setattr("headstart.data.store._write_shard", lambda *_: pytest.fail("computed again"))
-    monkeypatch.setattr("headstart.decode.tune.tune", lambda *_: pytest.fail("tuned again"))
+    monkeypatch.setattr("headstart.tuning.tune.tune", lambda *_: pytest.fail("tuned again"))
     execute(quiet(folder, recipe), STAGES)
 
 

@@ -13,18 +13,19 @@ from typing import Any, TypedDict, Unpack, get_args
 
 from headstart.data.conversations import Message, prompt_tokens
 from headstart.decode.budget import Mode
-from headstart.decode.catalog import DEFAULT, DRAFTERS, make_drafter, parts_of
 from headstart.decode.costs import Conditions, Costs
-from headstart.decode.drafters import Drafter
-from headstart.decode.heads_drafter import HeadDrafter, Tree
-from headstart.decode.here import tuned_here
-from headstart.decode.loop import DecodeOptions, Engine, Generation, OnTokens, check
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import Engine, Generation, OnTokens, check
+from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Processor
-from headstart.decode.tune import Tuning
+from headstart.drafters.catalog import DEFAULT, DRAFTERS, make_drafter, parts_of
+from headstart.drafters.heads import HeadDrafter, Tree
 from headstart.errors import UserError, nearest
 from headstart.heads import DraftHead
 from headstart.hub import check_folder, locate, read_heads, target_spec
 from headstart.target import Target, TreeShape, load_target
+from headstart.tuning.here import tuned_here
+from headstart.tuning.tune import Tuning
 
 TREES = get_args(Tree)
 Prompt = str | Sequence[Message] | Sequence[int]

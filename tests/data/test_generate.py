@@ -20,7 +20,8 @@ from headstart.data.conversations import encode
 from headstart.data.generate import build_conversations
 from headstart.data.openers import OPENERS, opener_list
 from headstart.data.sampling import CACHE_PEAK, Room, _pick, sample_rows
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.target import Target, TargetOutput, TreeCache
 from headstart.train.config import DataSection

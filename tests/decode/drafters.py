@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headstart.decode.drafters import Request
+from headstart.decode.drafting import Request
 from headstart.target import DraftTree
 
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.decode.drafters import Children
+from headstart.decode.drafting import Children
 from headstart.decode.verify import Row
 from headstart.target.tree import Drawn
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headstart.decode.budget import Costs, Pace
-from headstart.decode.drafters import root_only
+from headstart.decode.drafting import root_only
 from headstart.target import DraftTree, TreeShape
 
 FLAT = Costs((1, 64), (10.0, 10.0))

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
 from headstart.decode.stopping import Stopper
 from headstart.decode.verify import Accepted, GreedyVerifier
+from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads import family, make_config
 from headstart.target import DraftTree, Target, TreeShape

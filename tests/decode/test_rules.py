@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headstart.decode import rules
-from headstart.decode.drafters import Children
+from headstart.decode.drafting import Children
 from headstart.decode.rules import RULES
 from headstart.decode.verify import Accepted, Row, Streams, draw, streams
 from headstart.target.tree import Drawn

@@ -15,7 +15,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Processor, Sampling
 from headstart.decode.verify import draw, streams
 from headstart.errors import UserError

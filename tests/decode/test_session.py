@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from headstart.decode.costs import Costs
-from headstart.decode.drafters import Request
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.drafting import Request
+from headstart.decode.loop import Engine
 from headstart.decode.memory import reserve
+from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.target import DraftTree, Target
 from headstart.target.memory import free_bytes

@@ -8,9 +8,10 @@ import random
 import pytest
 import torch
 
-from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import Accepted, GreedyVerifier, argmax
+from headstart.drafters.heads import HeadDrafter
 from headstart.eval import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
 from headstart.heads import DraftHead, family, make_config
 from headstart.target import DraftTree, Target, TreeShape

@@ -11,8 +11,9 @@ import torch
 
 from headstart.api import Decoder
 from headstart.data.questions import Question
-from headstart.decode.drafters import NoDrafter, Request
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.drafting import NoDrafter, Request
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Sampling
 from headstart.errors import UserError
 from headstart.eval import EvalOptions, evaluate, evaluate_decoder

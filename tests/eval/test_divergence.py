@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
 from headstart.eval import divergence
 from headstart.eval.divergence import EXACT_MARGIN, Judge, difference, gap_error
 from headstart.eval.exact import in_float32

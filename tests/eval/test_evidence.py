@@ -13,9 +13,9 @@ from rich.console import Console
 from headstart.api import Decoder
 from headstart.decode import rules
 from headstart.decode.budget import Costs
-from headstart.decode.heads_drafter import HeadDrafter
 from headstart.decode.rules import RULES, Rule
 from headstart.decode.verify import Accepted, Row, Streams, draw, uniform
+from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.evidence import _ROWS, RANDOM, WRONG, AuditOptions, _as_if_alone, run_audit
 from headstart.eval.verdict import sentence, show_audit, write_audit

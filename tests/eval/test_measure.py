@@ -10,8 +10,9 @@ import torch
 from rich.console import Console
 
 from headstart.data.questions import Question
-from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval import EvalOptions, evaluate
 from headstart.eval.measure import _methods

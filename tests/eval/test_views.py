@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.heads import HeadDrafter
 from headstart.eval import views
 from headstart.eval.views import RememberingTarget, WatchedTarget
 from headstart.heads import family, make_config

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.drafters import Request
-from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.drafting import Request
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch, families, family, make_config
 from headstart.target import DraftTree, Target, TreeShape

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.heads import HeadDrafter
 from headstart.heads import packed
 from headstart.heads.io import load_heads, save_heads
 from headstart.heads.packed import Linear, linear, pack, unpack, unstack

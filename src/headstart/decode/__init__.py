@@ -1,1 +1,1 @@
-"""Draft, verify, commit: the decode loop, its verifiers, drafters and budgets."""
+"""Draft, verify, commit: the decode loop, its verification rules and its budget."""

@@ -26,7 +26,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from headstart.decode.drafters import Children
+from headstart.decode.drafting import Children
 from headstart.decode.verify import Accepted, Row, Streams, draw, uniform
 
 

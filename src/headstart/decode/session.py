@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.decode.drafters import Drafter, Learner, NoDrafter, Request, root_only
+from headstart.decode.drafting import Drafter, Learner, NoDrafter, Request, root_only
 from headstart.decode.verify import Accepted, argmax
 from headstart.target import DraftTree
 from headstart.target.model import TargetOutput

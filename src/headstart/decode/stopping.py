@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
-
-if TYPE_CHECKING:
-    from headstart.decode.loop import DecodeOptions
 
 
 class Stopper:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from headstart.decode.drafters import Children
+from headstart.decode.drafting import Children
 from headstart.decode.sampling import Sampling
 from headstart.target import DraftTree
 from headstart.target.tree import Drawn

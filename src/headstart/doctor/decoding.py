@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from headstart.data.conversations import Conversation
-from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions, Engine, Generation
-from headstart.decode.measure import Text, measure_ranks
-from headstart.decode.tune import replay
+from headstart.decode.loop import Engine, Generation
+from headstart.decode.options import DecodeOptions
 from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
 from headstart.doctor.subject import Subject
+from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.files import read_jsonl
 from headstart.heads import DraftHead, HeadBatch
 from headstart.pipeline.layout import TRAIN
 from headstart.target import Target, TreeShape
+from headstart.tuning.measure import Text, measure_ranks
+from headstart.tuning.tune import replay
 
 _TOLERANCE = 5e-3
 """Largest difference of two logits that are the same, as a share of the largest logit. Both are computed in float32

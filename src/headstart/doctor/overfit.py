@@ -14,7 +14,6 @@ from pathlib import Path
 
 from headstart.data.conversations import Conversation
 from headstart.data.store import build_store
-from headstart.decode.measure import measure_ranks
 from headstart.doctor.decoding import decode_chain
 from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
 from headstart.doctor.subject import Subject
@@ -23,6 +22,7 @@ from headstart.heads.io import load_heads
 from headstart.target import FINAL
 from headstart.train.config import TrainSection, parse_recipe
 from headstart.train.loop import train
+from headstart.tuning.measure import measure_ranks
 
 STEPS = (150, 450, 1200)
 """Optimiser steps after which the heads are asked; training goes on only while they do not know the text."""

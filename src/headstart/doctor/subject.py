@@ -15,7 +15,8 @@ from typing import Any
 from headstart.data.conversations import Conversation, prompt_tokens, read_conversations
 from headstart.data.questions import Question, read_questions
 from headstart.data.store import StateStore
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
 from headstart.doctor.findings import Absent
 from headstart.errors import UserError
 from headstart.files import read_json

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from headstart.decode.budget import Costs
-from headstart.decode.drafters import Drafter, Request
-from headstart.decode.loop import DecodeOptions, Engine, Generation
+from headstart.decode.drafting import Drafter, Request
+from headstart.decode.loop import Engine, Generation
+from headstart.decode.options import DecodeOptions
 from headstart.eval.divergence import Difference, difference
 from headstart.heads import DraftHead
 from headstart.target import DraftTree, Target, TreeShape

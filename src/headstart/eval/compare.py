@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from headstart.decode.budget import Costs
-from headstart.decode.drafters import Drafter
-from headstart.decode.heads_drafter import Tree
+from headstart.decode.drafting import Drafter
+from headstart.drafters.heads import Tree
 from headstart.eval.divergence import Judgement
 from headstart.eval.methods import HEADS, LOOKUP, PLAIN, STOCK
 from headstart.eval.summary import (

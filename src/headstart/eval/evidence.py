@@ -21,11 +21,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headstart.decode.budget import Costs
-from headstart.decode.drafters import Drafter
-from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions, Engine, check
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import Engine, check
+from headstart.decode.options import DecodeOptions
 from headstart.decode.rules import RULES
 from headstart.decode.sampling import Sampling
+from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit import AlwaysWrongDrafter, AuditResult, audit, plain_answers, random_weights, unused_tokens
 from headstart.eval.compare import Drafters, named

@@ -27,10 +27,11 @@ from headstart.data.conversations import check_template, prompt_tokens
 from headstart.data.questions import Question
 from headstart.decode.budget import Costs, Mode
 from headstart.decode.costs import cpu_model
-from headstart.decode.drafters import Drafter
-from headstart.decode.heads_drafter import Tree
-from headstart.decode.loop import DecodeOptions, check
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import check
+from headstart.decode.options import DecodeOptions
 from headstart.decode.rules import RULES
+from headstart.drafters.heads import Tree
 from headstart.errors import UserError
 from headstart.eval.compare import OTHER, Drafters, compare_rows, named, wanted
 from headstart.eval.divergence import Judge, Judgement, as_entry

@@ -20,8 +20,9 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.decode.budget import Costs
-from headstart.decode.drafters import Drafter
-from headstart.decode.loop import DecodeOptions, Engine, Round
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import Engine, Round
+from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Sampling
 from headstart.errors import UserError
 from headstart.eval.views import WatchedTarget

@@ -21,9 +21,10 @@ from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from headstart.decode.budget import Mode
-from headstart.decode.catalog import DEFAULT
-from headstart.decode.heads_drafter import Tree
-from headstart.decode.loop import DecodeOptions, Engine, Generation
+from headstart.decode.loop import Engine, Generation
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.catalog import DEFAULT
+from headstart.drafters.heads import Tree
 from headstart.errors import UserError
 from headstart.generation.lend import lent
 from headstart.generation.request import Chain, Ending, Prompts, check_mode

@@ -16,8 +16,8 @@ from headstart.pipeline.layout import CONVERSATIONS, HEADS, TARGET
 if TYPE_CHECKING:
     from headstart.api import Decoder
     from headstart.data.questions import Question
-    from headstart.decode.tune import Tuning
     from headstart.eval import EvalOptions
+    from headstart.tuning.tune import Tuning
 
 
 def report(
@@ -58,9 +58,9 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
         UserError: heads that are not in a folder here, a folder with other files in it, or no conversations to tune on.
     """
     from headstart.data.conversations import read_conversations
-    from headstart.decode.tune import tune
     from headstart.hub import export_heads
     from headstart.hub.format import read_config
+    from headstart.tuning.tune import tune
 
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder here.", "Tuning writes into the folder: give a copy of the heads.")

@@ -47,7 +47,7 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
             prompts to measure on, or with a drafter that is none.
     """
     from headstart.data.questions import read_questions
-    from headstart.decode.catalog import check_drafter
+    from headstart.drafters.catalog import check_drafter
     from headstart.eval.compare import TREES, wanted
     from headstart.eval.methods import ASSISTANT
     from headstart.train.setup import check_heads, check_training
@@ -323,7 +323,7 @@ def _conditions(run: Run) -> dict[str, Any]:
 
 
 def _tune(run: Run) -> Outcome:
-    from headstart.decode.tune import Tuning, tune
+    from headstart.tuning.tune import Tuning, tune
 
     section, file = run.recipe.tune, run.folder / TUNE / "tuning.json"
     identity = {

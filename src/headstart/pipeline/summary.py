@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headstart.decode.catalog import DEFAULT
+from headstart.drafters.catalog import DEFAULT
 
 ROWS = (
     ("with the heads", "heads", None),

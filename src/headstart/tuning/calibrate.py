@@ -5,14 +5,14 @@ Shape suffixes: O origins, K steps, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.decode.budget import Costs, node_worth
+from headstart.drafters.calibration import Calibration
 
 _BINS = 40
 """Bins of equally many drafts that acceptance is counted in, at each depth."""
@@ -20,74 +20,6 @@ _LEAST_GAIN = 0.01
 """Paths less likely than this are left out of the replay, whatever nodes cost."""
 _TRIED = 3
 """Drafts of a node that count as its best: what a tree usually verifies of them."""
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """From the log-probability of a draft to how often such drafts are accepted, by depth; linear between the knots.
-
-    Attributes:
-        log_probs: knots of each depth, ascending.
-        accepted: share accepted at each knot, never falling.
-        reached: at each depth, how often one of the best drafts is right behind a path that was right; with `drawn`
-            the last of these is drawn.
-        drawn: the same for a child that is drawn from what the drafts above its rank leave, read at the log-probability
-            of the draft that has this rank; None takes such a child to be that draft. Exact for one drawn child; of
-            several under one node, those after the first are accepted more seldom.
-    """
-
-    log_probs: tuple[tuple[float, ...], ...] = ()
-    accepted: tuple[tuple[float, ...], ...] = ()
-    reached: tuple[float, ...] = ()
-    drawn: Calibration | None = None
-
-    def knots(self, prefix: str = "") -> dict[str, list[list[float]]]:
-        """As plain values for a JSON file, under names that begin with `prefix`."""
-        own = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.reached,)}
-        values = {prefix + name: [list(part) for part in parts] for name, parts in own.items()}
-        return values | self.drawn.knots(prefix + "drawn_") if self.drawn else values
-
-    @classmethod
-    def from_knots(cls, knots: Mapping[str, Sequence[Sequence[float]]], prefix: str = "") -> Calibration | None:
-        """The inverse of `knots`; None when there is none of this name."""
-        if f"{prefix}log_probs" not in knots:
-            return None
-        log_probs, accepted = (tuple(map(tuple, knots[prefix + name])) for name in ("log_probs", "accepted"))
-        (reached,) = knots.get(f"{prefix}reached", [[]])
-        return cls(log_probs, accepted, tuple(reached), cls.from_knots(knots, f"{prefix}drawn_"))
-
-    def reach(self, depth: int) -> float:
-        """How often a node at this depth (from 0, the root) has a child that is accepted; 1 where it is unknown."""
-        return self.reached[depth] if depth < len(self.reached) else 1.0
-
-    def towards(self, other: Calibration, share: float) -> Calibration:
-        """Between this calibration and another one: `share` of the other, of both what is known.
-
-        >>> one = Calibration(((-2.0, 0.0),), ((0.0, 0.8),), (1.0,))
-        >>> one.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5)
-        Calibration(log_probs=((-4.0, -2.0, 0.0),), accepted=((0.0, 0.125, 0.65),), reached=(0.75,), drawn=None)
-        """
-        log_probs: list[tuple[float, ...]] = []
-        accepted: list[tuple[float, ...]] = []
-        for first, last in zip(self.log_probs, other.log_probs, strict=False):
-            knots = np.array(sorted({*first, *last}), dtype=np.float32)
-            depth = len(log_probs)
-            log_probs.append(tuple(knots.tolist()))
-            both = (1 - share) * self.chances(depth, knots) + share * other.chances(depth, knots)
-            accepted.append(tuple(both.tolist()))
-        reached = ((1 - share) * a + share * b for a, b in zip(self.reached, other.reached, strict=False))
-        drawn = (self.drawn or self).towards(other.drawn or other, share) if self.drawn or other.drawn else None
-        return Calibration(tuple(log_probs), tuple(accepted), tuple(reached), drawn)
-
-    def chances(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Probability of acceptance of drafts at a depth (from 0); the drafts' own where nothing was measured.
-
-        >>> Calibration(((-2.0, 0.0),), ((0.0, 0.8),)).chances(0, np.array([-1.0, 0.0], dtype=np.float32)).tolist()
-        [0.4, 0.8]
-        """
-        if depth >= len(self.log_probs) or not self.log_probs[depth]:
-            return np.exp(log_probs.astype(np.float64))
-        return np.interp(log_probs, self.log_probs[depth], self.accepted[depth])
 
 
 def fit_calibration(

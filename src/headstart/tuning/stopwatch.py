@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from headstart.decode.costs import Costs, Measured
-from headstart.decode.drafters import Request, root_only
-from headstart.decode.heads_drafter import HeadDrafter
+from headstart.decode.drafting import Request, root_only
 from headstart.decode.verify import GreedyVerifier
+from headstart.drafters.heads import HeadDrafter
 from headstart.heads import DraftHead
 from headstart.heads.packed import pack, unpack
 from headstart.target import DraftTree, Target, TreeShape

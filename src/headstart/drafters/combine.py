@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.decode.drafters import Children, Drafter, Learner, Request
+from headstart.decode.drafting import Children, Drafter, Learner, Request
 from headstart.target import DraftTree
 from headstart.target.tree import Drawn
 

@@ -21,16 +21,17 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headstart.decode.calibrate import Calibration, fit_calibration, replay_dynamic
 from headstart.decode.costs import Conditions, Costs, Measured
-from headstart.decode.heads_drafter import HeadDrafter, Tree
-from headstart.decode.measure import Supervised, measure_drafts, measure_sampling, sampled_answers
-from headstart.decode.stopwatch import draft_costs, measure_verify
+from headstart.drafters.calibration import Calibration
+from headstart.drafters.heads import HeadDrafter, Tree
 from headstart.errors import UserError
 from headstart.heads import DraftHead
 from headstart.heads.packed import pack, unpack
 from headstart.target import Target, TreeShape
 from headstart.target.tree import RankPath
+from headstart.tuning.calibrate import fit_calibration, replay_dynamic
+from headstart.tuning.measure import Supervised, measure_drafts, measure_sampling, sampled_answers
+from headstart.tuning.stopwatch import draft_costs, measure_verify
 
 
 @dataclass

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.drafters import Request
-from headstart.decode.loop import DecodeOptions, Engine
-from headstart.decode.ngram import PRIORS, Index, NgramDrafter
+from headstart.decode.drafting import Request
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.ngram import PRIORS, Index, NgramDrafter
 from headstart.target import DraftTree, Target
 from tests.tiny import tiny_model
 

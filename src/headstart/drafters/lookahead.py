@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headstart.decode.drafters import Request, root_only
+from headstart.decode.drafting import Request, root_only
 from headstart.target import DraftTree
 
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from headstart.decode.calibrate import Calibration
-from headstart.decode.drafters import Request
-from headstart.decode.grow import grow
+from headstart.decode.drafting import Request
+from headstart.drafters.calibration import Calibration
+from headstart.drafters.grow import grow
 from headstart.heads import DraftHead
 from headstart.target import DraftTree, TreeShape
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.decode.combine import CombinedDrafter
-from headstart.decode.draft_model import DraftModelDrafter, early_exit
-from headstart.decode.drafters import Children, Drafter, Learner, NoDrafter, Request
-from headstart.decode.lookahead import LookaheadDrafter
+from headstart.decode.drafting import Children, Drafter, Learner, NoDrafter, Request
 from headstart.decode.loop import Engine
-from headstart.decode.ngram import NgramDrafter
+from headstart.drafters.combine import CombinedDrafter
+from headstart.drafters.draft_model import DraftModelDrafter, early_exit
+from headstart.drafters.lookahead import LookaheadDrafter
+from headstart.drafters.ngram import NgramDrafter
 from headstart.target import DraftTree, Target
 from headstart.target.tree import Drawn
 from tests.decode.drafters import ReplayDrafter
-from tests.decode.test_draft_model import OPTIONS, plain, texts, tiny
+from tests.drafters.test_draft_model import OPTIONS, plain, texts, tiny
 
 ROOTS = torch.tensor([5])
 

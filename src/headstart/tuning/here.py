@@ -17,12 +17,12 @@ from time import perf_counter
 import torch
 
 from headstart.decode.costs import Conditions, Measured
-from headstart.decode.stopwatch import measure_costs
-from headstart.decode.tune import Tuning
 from headstart.errors import UserError
 from headstart.files import read_json, write_json
 from headstart.heads import DraftHead
 from headstart.target import Target
+from headstart.tuning.stopwatch import measure_costs
+from headstart.tuning.tune import Tuning
 
 _VERSION = 1
 """Raised when what is measured changes its meaning: older files are then measured anew."""

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-import headstart.decode.tune as tune_module
+import headstart.tuning.tune as tune_module
 from headstart.decode.budget import Costs
-from headstart.decode.calibrate import Calibration, fit_calibration
-from headstart.decode.heads_drafter import HeadDrafter
-from headstart.decode.loop import DecodeOptions, Engine, Generation
-from headstart.decode.measure import measure_drafts, measure_ranks, measure_sampling, sampled_answers
-from headstart.decode.tune import Tuning, choose, path_values, tune
+from headstart.decode.loop import Engine, Generation
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.calibration import Calibration
+from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads import family, make_config, packed
 from headstart.heads.medusa import head_hidden
 from headstart.target import FINAL, Target, TreeShape
+from headstart.tuning.calibrate import fit_calibration
+from headstart.tuning.measure import measure_drafts, measure_ranks, measure_sampling, sampled_answers
+from headstart.tuning.tune import Tuning, choose, path_values, tune
 from tests.tiny import tiny_model
 
 
@@ -108,7 +110,7 @@ def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: p
     def is_packed() -> bool:
         return any(hasattr(weight, "packed") for weight in heads.parameters())
 
-    monkeypatch.setattr("headstart.decode.stopwatch.draft_ms", lambda *_: (in_8_bits if is_packed() else 4.0, 1.0, 0.1))
+    monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: (in_8_bits if is_packed() else 4.0, 1.0, 0.1))
     text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
     found = tune(target, heads, [text], widths=(1, 4), context=16, max_nodes=6, max_rank=4)
     assert found.packed is chosen and found.draft_ms == (in_8_bits if chosen else 4.0)
@@ -120,7 +122,7 @@ def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: p
 
 def test_heads_that_cannot_be_packed_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([4.0, 2.0])
-    monkeypatch.setattr("headstart.decode.stopwatch.draft_ms", lambda *_: (next(times), 1.0, 0.1))
+    monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: (next(times), 1.0, 0.1))
     target = Target(tiny_model("llama", vocab_size=61))  # too small
     text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
     found = tune(target, trained_like(target), [text], widths=(1, 4), context=16, max_nodes=6, max_rank=4)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from headstart.decode.budget import Costs
-from headstart.decode.calibrate import Calibration, fit_calibration, replay_dynamic
+from headstart.drafters.calibration import Calibration
+from headstart.tuning.calibrate import fit_calibration, replay_dynamic
 
 
 def overconfident(origins: int = 20_000) -> tuple[np.ndarray, np.ndarray]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from functools import reduce
 
-from headstart.decode.combine import CombinedDrafter
-from headstart.decode.draft_model import DraftModelDrafter, early_exit
-from headstart.decode.drafters import Drafter
-from headstart.decode.lookahead import LookaheadDrafter
-from headstart.decode.ngram import NgramDrafter
+from headstart.decode.drafting import Drafter
+from headstart.drafters.combine import CombinedDrafter
+from headstart.drafters.draft_model import DraftModelDrafter, early_exit
+from headstart.drafters.lookahead import LookaheadDrafter
+from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError, nearest
 from headstart.target import Target, load_target
 from headstart.target.loading import DTYPES

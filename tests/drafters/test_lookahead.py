@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
-from headstart.decode.drafters import Learner, Request
-from headstart.decode.lookahead import LookaheadDrafter
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.drafting import Learner, Request
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.target import Target
 from tests.tiny import tiny_model
 

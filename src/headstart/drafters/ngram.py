@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headstart.decode.drafters import Request, root_only
+from headstart.decode.drafting import Request, root_only
 from headstart.target import DraftTree
 
 PRIORS = ((1, 0.2), (2, 0.53), (3, 0.62), (4, 0.7), (5, 0.77), (6, 0.79), (8, 0.84), (12, 0.9), (16, 0.92), (24, 0.98))

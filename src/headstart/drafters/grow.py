@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.decode.calibrate import Calibration
-from headstart.decode.drafters import Children, Request
+from headstart.decode.drafting import Children, Request
 from headstart.decode.verify import draw_each
+from headstart.drafters.calibration import Calibration
 from headstart.heads import DraftHead
 from headstart.target import DraftTree, TreeShape
 from headstart.target.tree import Drawn

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.decode.calibrate import Calibration
-from headstart.decode.drafters import Children, Request
-from headstart.decode.grow import _draws, grow
-from headstart.decode.heads_drafter import HeadDrafter
+from headstart.decode.drafting import Children, Request
 from headstart.decode.sampling import Sampling
+from headstart.drafters.calibration import Calibration
+from headstart.drafters.grow import _draws, grow
+from headstart.drafters.heads import HeadDrafter
 from headstart.heads import DraftHead, HeadConfig
 from headstart.target import TreeShape
 

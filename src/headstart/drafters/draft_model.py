@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.decode.drafters import Children, Request, root_only
+from headstart.decode.drafting import Children, Request, root_only
 from headstart.decode.verify import draw
 from headstart.errors import UserError
 from headstart.target import DraftTree, Target, TreeCache, TreeShape

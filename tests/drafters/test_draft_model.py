@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.draft_model import DraftModelDrafter, check_tokenizers, early_exit
-from headstart.decode.drafters import Children, Request
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.drafting import Children, Request
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Sampling
+from headstart.drafters.draft_model import DraftModelDrafter, check_tokenizers, early_exit
 from headstart.errors import UserError
 from headstart.target import FINAL, DraftTree, Target
 from tests.tiny import KINDS, tiny_model, tiny_tokenizer
@@ -35,7 +36,7 @@ def plain(target: Target) -> list[list[int]]:
 @pytest.mark.parametrize(("seed", "right"), [(0, True), (1, False)])
 @pytest.mark.parametrize("spare", [0, 512], ids=["cache grows", "cache is large"])
 def test_output_is_that_of_plain_decoding(seed: int, right: bool, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.decode.draft_model._SPARE", spare)
+    monkeypatch.setattr("headstart.drafters.draft_model._SPARE", spare)
     target = tiny()
     drafter = DraftModelDrafter(tiny(seed), target, steps=5)
     expected = plain(target)
@@ -49,7 +50,7 @@ def test_output_is_that_of_plain_decoding(seed: int, right: bool, spare: int, mo
 
 @pytest.mark.parametrize("vocab", [50, 70])
 def test_embeddings_may_be_padded_differently(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.decode.draft_model.check_tokenizers", lambda draft, target: None)
+    monkeypatch.setattr("headstart.drafters.draft_model.check_tokenizers", lambda draft, target: None)
     target = tiny()
     drafter = DraftModelDrafter(tiny(1, vocab), target)
     rows = Engine(target, drafter).generate(texts(), OPTIONS)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from headstart import cli_heads
-from headstart.decode.catalog import DEFAULT, DRAFTERS, describe, make_drafter
-from headstart.decode.combine import CombinedDrafter
-from headstart.decode.draft_model import DraftModelDrafter
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.catalog import DEFAULT, DRAFTERS, describe, make_drafter
+from headstart.drafters.combine import CombinedDrafter
+from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.errors import UserError
 from headstart.target import Target
 from headstart.train.config import EvalSection

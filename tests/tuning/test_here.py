@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from headstart.api import Decoder
-from headstart.decode import here
 from headstart.decode.costs import Conditions, Costs, Measured
-from headstart.decode.measure import Text
-from headstart.decode.stopwatch import measure_costs
-from headstart.decode.tune import Tuning, tune
 from headstart.heads import packed
 from headstart.heads.packed import pack
 from headstart.target import Target, TreeShape
+from headstart.tuning import here
+from headstart.tuning.measure import Text
+from headstart.tuning.stopwatch import measure_costs
+from headstart.tuning.tune import Tuning, tune
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model
 
@@ -211,7 +211,7 @@ def test_weights_in_8_bits_are_chosen_by_what_they_take(
     def is_packed() -> bool:
         return any(hasattr(weight, "packed") for weight in heads.parameters())
 
-    monkeypatch.setattr("headstart.decode.stopwatch.draft_ms", lambda *_: (in_8_bits if is_packed() else 5.0, 1.0, 0.1))
+    monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: (in_8_bits if is_packed() else 5.0, 1.0, 0.1))
     found = measure_costs(target, heads, [(0,)], (1, 2), 8, 0.0)
     assert found.packed is (in_8_bits < 5.0) and found.costs.draft_ms == min(in_8_bits, 5.0)
     assert not is_packed(), "whoever drafts packs them again"

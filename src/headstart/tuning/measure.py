@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from headstart.decode.loop import DecodeOptions, Engine
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch
 from headstart.target import FINAL, Target

@@ -1,0 +1,1 @@
+"""What drafts: trained heads, n-grams, and those without training; each file by itself."""

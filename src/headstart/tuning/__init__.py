@@ -1,0 +1,1 @@
+"""Measured ahead of decoding: costs, calibration, and the tree that pays; see `headstart tune`."""
