@@ -26,11 +26,11 @@ from transformers.generation.streamers import BaseStreamer
 
 import headstart
 import headstart.generation.lend as lend
-from headstart.decode.drafting import Request
 from headstart.errors import UserError
 from headstart.generation.request import Chain, Prompts
 from headstart.hub import check_folder
-from headstart.target import DraftTree, Target
+from headstart.proposal import Committed, Proposal, Request, Root
+from headstart.target import Target
 from tests.hub.helpers import export
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -83,18 +83,18 @@ class Foresight:
     def open(self, prompts: Sequence[Sequence[int]], states: Any) -> list[list[int]]:
         return [list(prompt) for prompt in prompts]
 
-    def propose(self, session: list[list[int]], root_B: Tensor, request: Request) -> DraftTree:
+    def propose(self, session: list[list[int]], root: Root, request: Request) -> Proposal:
         tokens, parents = [], []
-        for row, root in zip(session, root_B.tolist(), strict=True):
-            known = next((text for text in self.texts if text[: len(row) + 1] == [*row, root]), [])
+        for row, last in zip(session, root.tokens, strict=True):
+            known = next((text for text in self.texts if text[: len(row) + 1] == [*row, last]), [])
             rest = [*known[len(row) + 1 :], 1, 1, 1, 1][:4]  # past its end, anything
-            tokens.append([root, *(token for right in rest for token in (right + 1, right))])
+            tokens.append([last, *(token for right in rest for token in (right + 1, right))])
             parents.append([-1, 0, 0, 2, 2, 4, 4, 6, 6])
-        return DraftTree.from_rows(tokens, parents)
+        return Proposal(tokens, parents)
 
-    def observe(self, session: list[list[int]], tokens_BP: Tensor, states: Any, counts: Sequence[int]) -> None:
-        for row, tokens, count in zip(session, tokens_BP.tolist(), counts, strict=True):
-            row.extend(tokens[:count])
+    def observe(self, session: list[list[int]], committed: Committed) -> None:
+        for row, tokens in zip(session, committed.tokens, strict=True):
+            row.extend(tokens)
 
     def select(self, session: list[list[int]], rows: Sequence[int]) -> None:
         session[:] = [session[row] for row in rows]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headstart.decode.drafting import Request
-from headstart.target import DraftTree
+from headstart.proposal import Committed, Proposal, Request, Root
 
 
 @dataclass
@@ -40,10 +39,10 @@ class ReplayDrafter:
     def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Session:
         return Session(list(range(len(prompts))), [0] * len(prompts))
 
-    def propose(self, session: Session, root_B: Tensor, request: Request) -> DraftTree:
+    def propose(self, session: Session, root: Root, request: Request) -> Proposal:
         tokens, parents = [], []
-        for row, at, root in zip(session.rows, session.at, root_B.tolist(), strict=True):
-            row_parents, depths, row_tokens = [-1], [0], [root]
+        for row, at, token in zip(session.rows, session.at, root.tokens, strict=True):
+            row_parents, depths, row_tokens = [-1], [0], [token]
             for node in range(1, self.chance.randint(1, request.max_nodes)):
                 parent = self.chance.randrange(node)
                 depth = depths[parent] + 1
@@ -55,10 +54,10 @@ class ReplayDrafter:
                 depths.append(depth)
             tokens.append(row_tokens)
             parents.append(row_parents)
-        return DraftTree.from_rows(tokens, parents, root_B.device)
+        return Proposal(tokens, parents)
 
-    def observe(self, session: Session, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
-        session.at = [at + count for at, count in zip(session.at, counts, strict=True)]
+    def observe(self, session: Session, committed: Committed) -> None:
+        session.at = [at + count for at, count in zip(session.at, committed.counts, strict=True)]
 
     def select(self, session: Session, rows: Sequence[int]) -> None:
         session.rows = [session.rows[row] for row in rows]

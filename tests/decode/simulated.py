@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from headstart.decode.budget import Pace
 from headstart.decode.costs import Costs
 from headstart.decode.learned import Experience, size_of
-from headstart.target import DraftTree
+from headstart.proposal import Proposal
 
 LEVELS = 5
 BF16 = Costs((1, 2, 4, 8, 16, 32, 64), (23.7, 24.2, 24.8, 27.1, 32.0, 43.0, 65.0), 6.0, 1.0, LEVELS, 0.05)
@@ -108,7 +108,7 @@ class Engine:
         while left:
             drafts = self.fixed is not None or pace.drafts
             draft_ms = 0.0
-            tree = DraftTree.from_rows([[0]] * len(left), [[-1]] * len(left))
+            tree = Proposal.roots([0] * len(left))
             if drafts:
                 assert opened or self.fixed, "nothing drafts without a session"
                 tree, depth = self._draft(pace, len(left))
@@ -129,7 +129,7 @@ class Engine:
                 if left:
                     pace.select(kept)
 
-    def _draft(self, pace: Pace, rows: int) -> tuple[DraftTree, int]:
+    def _draft(self, pace: Pace, rows: int) -> tuple[Proposal, int]:
         """The tree to verify and how many levels were drafted; a node's token is its depth and rank."""
         room, worth, level_worth = pace.room(32), pace.worth, pace.level_worth
         if self.fixed is not None:
@@ -156,12 +156,12 @@ class Engine:
         tokens = [0, *(10 * at + rank for _, at, rank in nodes)]
         gains = [1.0, *(one for one, _, _ in nodes)]
         levels = depth if self.fixed is None else max((at + 1 for _, at, _ in nodes), default=1)
-        tree = DraftTree.from_rows([tokens] * rows, [parents] * rows, gains=[gains] * rows, levels=levels)
+        tree = Proposal([tokens] * rows, [parents] * rows, [gains] * rows, levels=levels)
         return (tree if self.fixed is not None else pace.prune(tree)), levels
 
-    def _accept(self, tree: DraftTree, row: int) -> int:
+    def _accept(self, tree: Proposal, row: int) -> int:
         """Tokens that the row emits: down the comb as far as luck and the tree go."""
-        own = set(tree.tokens_BN[row, 1 : len(tree.parents_of(row))].tolist())
+        own = set(tree.tokens[row][1:])
         for depth in range(LEVELS):
             luck = self.chance.random()
             right = next((rank for rank in range(len(self.accepted)) if luck < sum(self.accepted[: rank + 1])), None)

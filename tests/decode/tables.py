@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.decode.drafting import Children
 from headstart.decode.verify import Row
-from headstart.target.tree import Drawn
+from headstart.proposal import Children, Drawn
 
 VOCAB = 5
 ROOT = 0

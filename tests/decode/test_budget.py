@@ -5,20 +5,23 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from headstart.decode.budget import Costs, Pace
-from headstart.decode.drafting import root_only
-from headstart.target import DraftTree, TreeShape
+from headstart.proposal import Proposal
+from headstart.target import TreeShape
 
 FLAT = Costs((1, 64), (10.0, 10.0))
 STEEP = Costs((1, 64), (10.0, 640.0))
 REAL = Costs((1, 2, 4, 8, 16, 32, 64), (23.7, 24.2, 24.8, 27.1, 32.0, 43.0, 65.0))
 
 
-def tree(gains: list[list[float]], parents: list[list[int]]) -> DraftTree:
+def tree(gains: list[list[float]], parents: list[list[int]]) -> Proposal:
     tokens = [[row * 100 + node for node in range(len(own))] for row, own in enumerate(gains)]
-    return DraftTree.from_rows(tokens, parents, gains=gains)
+    return Proposal(tokens, parents, gains)
+
+
+def filled(shape: TreeShape) -> Proposal:
+    return Proposal([[0] * shape.size], [list(shape.parents)])
 
 
 def test_free_nodes_are_all_kept_and_dear_ones_all_dropped() -> None:
@@ -30,8 +33,8 @@ def test_free_nodes_are_all_kept_and_dear_ones_all_dropped() -> None:
 def test_pruning_keeps_the_best_nodes_with_their_parents() -> None:
     drafted = tree([[1.0, 0.01, 0.9, 0.8, 0.005]], [[-1, 0, 0, 2, 1]])
     kept = Pace(REAL, "on", 1).prune(drafted)
-    assert kept.tokens_BN.tolist() == [[0, 2, 3]]
-    assert kept.parents == ((-1, 0, 1),)
+    assert kept.tokens == [[0, 2, 3]]
+    assert kept.parents == [[-1, 0, 1]]
     assert kept.gains == [[1.0, 0.9, 0.8]]
 
 
@@ -39,7 +42,7 @@ def test_rows_share_one_width_by_gain() -> None:
     drafted = tree([[1.0, 0.9, 0.8, 0.7], [1.0, 0.1]], [[-1, 0, 1, 2], [-1, 0]])
     kept = Pace(REAL, "on", 2).prune(drafted)
     assert kept.size == 4, "one row pays for the width; the other brings what it has"
-    assert kept.counts == (4, 2)
+    assert list(map(len, kept.tokens)) == [4, 2]
 
 
 def test_the_best_width_is_that_of_exhaustive_search() -> None:
@@ -68,16 +71,16 @@ def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
     for _ in range(300):
         if pace.drafts:
             drafted += 1
-            pace.note(DraftTree.from_shape(torch.zeros(1, 5, dtype=torch.long), shape), [1 + accepted])
+            pace.note(filled(shape), [1 + accepted])
         else:
-            pace.note(root_only(torch.tensor([0])), [1])
+            pace.note(Proposal.roots([0]), [1])
     assert drafted == 300 if accepted else 0.14 * drafted < 0.03 * 300
 
 
 def test_a_few_rounds_without_luck_are_forgiven() -> None:
     """Rounds that bring 1.5 tokens and cost 1.3 plain ones; eight in a row bring nothing."""
     pace = Pace(Costs((1, 64), (10.0, 10.0), 3.0), "auto", 1, draft_ms=3.0)
-    drafted = DraftTree.from_shape(torch.zeros(1, 5, dtype=torch.long), TreeShape.chain(4))
+    drafted = filled(TreeShape.chain(4))
     for number in range(60):
         pace.note(drafted, [1 + number % 2])
     unlucky = 0
@@ -92,7 +95,7 @@ def test_dear_drafts_that_fail_are_given_up_early() -> None:
     rounds = 0
     while pace.drafts:
         rounds += 1
-        pace.note(DraftTree.from_shape(torch.zeros(1, 5, dtype=torch.long), TreeShape.chain(4)), [1])
+        pace.note(filled(TreeShape.chain(4)), [1])
     assert rounds == 2, "two such rounds cost a token and a half"
 
 
@@ -104,9 +107,9 @@ def test_drafting_returns_when_it_pays_again() -> None:
         history.append(pace.drafts)
         if pace.drafts:
             emitted = 1 if number < 100 else 3
-            pace.note(DraftTree.from_shape(torch.zeros(1, 5, dtype=torch.long), shape), [emitted])
+            pace.note(filled(shape), [emitted])
         else:
-            pace.note(root_only(torch.tensor([0])), [1])
+            pace.note(Proposal.roots([0]), [1])
     assert not all(history[20:100])
     assert all(history[200:])
 
@@ -134,7 +137,7 @@ def test_a_token_counts_for_the_time_that_it_saves() -> None:
     pace = Pace(Costs((1, 64), (11.0, 74.0)), "on", 2, limit=100)
     assert pace.weights == pytest.approx([1.0, 1.0]), "nothing is known yet"
     for _ in range(20):
-        pace.note(root_only(torch.tensor([1, 2])), [3, 1])
+        pace.note(Proposal.roots([1, 2]), [3, 1])
     first, second = pace.weights
     assert first == pytest.approx(2 * 1 / 12, abs=0.01), "its own share of the forward"
     assert second == pytest.approx(2 * 11 / 12, abs=0.01)
@@ -150,5 +153,5 @@ def test_a_batch_whose_slowest_row_gains_nothing_is_decoded_plainly() -> None:
     assert alike.prune(drafted).size == 2
     uneven = Pace(costs, "on", 4, limit=200)
     for _ in range(30):
-        uneven.note(root_only(torch.arange(4)), [2, 2, 2, 1])
+        uneven.note(Proposal.roots(range(4)), [2, 2, 2, 1])
     assert uneven.prune(drafted).size == 1

@@ -12,11 +12,12 @@ import torch
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.decode.stopping import Stopper
-from headstart.decode.verify import Accepted, GreedyVerifier
+from headstart.decode.verify import Accepted, GreedyVerifier, Outcome
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads import family, make_config
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.proposal import ProposedTree
+from headstart.target import Target, TreeShape
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, LONG, tiny_model
 
@@ -171,9 +172,9 @@ def test_rounds_account_for_every_token() -> None:
 class _AcceptsEverything(GreedyVerifier):
     """A broken verifier: takes the first chain of drafts whatever the target says."""
 
-    def accept(self, tree: DraftTree, logits_BNV: torch.Tensor) -> list[Accepted]:
+    def accept(self, tree: ProposedTree, logits_BNV: torch.Tensor) -> Outcome:
         choice = logits_BNV.argmax(-1).tolist()
-        return [Accepted([0, 1], [tree.tokens_BN[row, 1].item(), choice[row][1]]) for row in range(len(choice))]
+        return Outcome.of([Accepted([0, 1], [tree.tokens[row][1], choice[row][1]]) for row in range(len(choice))])
 
 
 def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from headstart.decode import rules
-from headstart.decode.drafting import Children
 from headstart.decode.rules import RULES
-from headstart.decode.verify import Accepted, Row, Streams, draw, streams
-from headstart.target.tree import Drawn
+from headstart.decode.verify import Accepted, Row, Streams, streams
+from headstart.proposal import Children, Drawn
+from headstart.rng import draw
 from tests.decode.mutants import MUTANTS
 from tests.decode.proofs import (
     chi_square_p,

@@ -18,8 +18,9 @@ from transformers import (
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Processor, Sampling
-from headstart.decode.verify import draw, streams
+from headstart.decode.verify import streams
 from headstart.errors import UserError
+from headstart.rng import draw
 from headstart.target import Target
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import tiny_model

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from headstart.decode.costs import Costs
-from headstart.decode.drafting import Request
 from headstart.decode.loop import Engine
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
+from headstart.proposal import Committed, Proposal, Request, Root
 from headstart.target import DraftTree, Target
 from headstart.target.memory import free_bytes
 from tests.decode.drafters import ReplayDrafter
@@ -44,13 +44,13 @@ class FailingDrafter(ReplayDrafter):
         self.fail("open")
         return super().open(prompts, states)
 
-    def propose(self, session: Any, root_B: Tensor, request: Request) -> DraftTree:
+    def propose(self, session: Any, root: Root, request: Request) -> Proposal:
         self.fail("propose")
-        return super().propose(session, root_B, request)
+        return super().propose(session, root, request)
 
-    def observe(self, session: Any, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+    def observe(self, session: Any, committed: Committed) -> None:
         self.fail("observe")
-        super().observe(session, tokens_BP, states, counts)
+        super().observe(session, committed)
 
 
 @pytest.mark.drafter_fails

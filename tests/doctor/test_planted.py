@@ -287,9 +287,9 @@ def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
 class WrongHead(MedusaHead):
     """Drafts every token with the first head, and trains them all."""
 
-    def expand(self, state: MedusaState, tokens_BW: Any, parents_BW: Any, depth: int) -> Any:
-        super().expand(state, tokens_BW, parents_BW, depth)
-        return super().expand(state, tokens_BW, parents_BW, 0)
+    def depth_logits(self, state: MedusaState, root_B: Any, depths: range) -> Any:
+        super().depth_logits(state, root_B, depths)
+        return torch.cat([super(WrongHead, self).depth_logits(state, root_B, range(1)) for _ in depths], dim=1)
 
 
 class Forgetful(MedusaHead):
@@ -309,7 +309,7 @@ class StateBefore(MedusaHead):
 class Raises(MedusaHead):
     """Has a bug that stops it."""
 
-    def expand(self, *arguments: Any) -> Any:
+    def depth_logits(self, *arguments: Any) -> Any:
         raise IndexError("no such level")
 
 

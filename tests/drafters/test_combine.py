@@ -7,20 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from headstart.decode.drafting import Children, Drafter, Learner, NoDrafter, Request
+from headstart.decode.drafting import Drafter, Learner, NoDrafter
 from headstart.decode.loop import Engine
 from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.target import DraftTree, Target
-from headstart.target.tree import Drawn
+from headstart.proposal import Children, Committed, Drawn, Proposal, Request, Root
+from headstart.target import Target
 from tests.decode.drafters import ReplayDrafter
 from tests.drafters.test_draft_model import OPTIONS, plain, texts, tiny
 
-ROOTS = torch.tensor([5])
+ROOTS = Root.of([5])
 
 
 class Fixed(NoDrafter):
@@ -37,16 +36,16 @@ class Fixed(NoDrafter):
         self.max_nodes = len(tokens)
         self.taps = taps
         self.requests: list[Request] = []
-        self._tree = DraftTree.from_rows(
-            [tokens], [parents], gains=None if gains is None else [gains], drawn=None if drawn is None else [drawn]
+        self._tree = Proposal(
+            [tokens], [parents], None if gains is None else [gains], None if drawn is None else [drawn]
         )
 
-    def propose(self, session: None, root_B: Tensor, request: Request) -> DraftTree:
+    def propose(self, session: None, root: Root, request: Request) -> Proposal:
         self.requests.append(request)
         return self._tree
 
 
-def together(one: Drafter, two: Drafter, request: Request | None = None) -> DraftTree:
+def together(one: Drafter, two: Drafter, request: Request | None = None) -> Proposal:
     return CombinedDrafter(one, two).propose((None, None), ROOTS, request or Request(32))
 
 
@@ -60,19 +59,19 @@ def test_the_union_by_hand() -> None:
     assert not isinstance(drafter, Learner)
     tree = drafter.propose((None, None), ROOTS, Request(8))
     #     5 - 6 - 8, 5 - 7 - 9, 5 - 9 - 8
-    assert tree.tokens_BN.tolist() == [[5, 6, 7, 8, 9, 9, 8]]
-    assert tree.parents_of(0) == (-1, 0, 0, 1, 2, 0, 5)
+    assert tree.tokens == [[5, 6, 7, 8, 9, 9, 8]]
+    assert tree.parents[0] == [-1, 0, 0, 1, 2, 0, 5]
     assert tree.gains == [[1.0, 0.6, 0.5, 0.2, 0.4, 0.1, 0.05]]
     assert tree.drawn is None
 
 
 def test_the_best_nodes_stay_when_room_is_short() -> None:
     tree = together(Fixed(*ONE), Fixed(*TWO), Request(5))
-    assert tree.tokens_BN.tolist() == [[5, 6, 7, 8, 9]]
-    assert tree.parents_of(0) == (-1, 0, 0, 1, 2)
+    assert tree.tokens == [[5, 6, 7, 8, 9]]
+    assert tree.parents[0] == [-1, 0, 0, 1, 2]
     tree = together(Fixed(*ONE), Fixed(*TWO), Request(4))
-    assert tree.tokens_BN.tolist() == [[5, 6, 7, 9]]
-    assert tree.parents_of(0) == (-1, 0, 0, 2)
+    assert tree.tokens == [[5, 6, 7, 9]]
+    assert tree.parents[0] == [-1, 0, 0, 2]
 
 
 def test_levels_of_the_heads_are_remembered() -> None:
@@ -89,7 +88,7 @@ def test_a_tree_of_unknown_gains_goes_first_if_first(unknown: int) -> None:
     parts = [(*ONE[:2], None), TWO] if unknown == 0 else [ONE, (*TWO[:2], None)]
     tree = together(Fixed(*parts[0]), Fixed(*parts[1]), Request(6))
     assert tree.gains is None
-    assert tree.tokens_BN.tolist() == [[5, 6, 7, 8, 9, 9]]
+    assert tree.tokens == [[5, 6, 7, 8, 9, 9]]
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -99,37 +98,36 @@ def test_drawn_children_keep_their_numbers_and_are_never_dropped(swapped: bool) 
     draws = Fixed(ONE[0], ONE[1], [1.0, 0.01, 0.01, 0.01], drawn)
     parts = (Fixed(*TWO), draws) if swapped else (draws, Fixed(*TWO))
     tree = together(*parts, Request(5, children=Children.DRAWN))
-    assert tree.tokens_BN.tolist() == [[5, 6, 7, 8, 9]]
-    assert tree.parents_of(0) == (-1, 0, 0, 1, 2)
+    assert tree.tokens == [[5, 6, 7, 8, 9]]
+    assert tree.parents[0] == [-1, 0, 0, 1, 2]
     assert tree.drawn == [drawn]
     asked = [part.requests[0].children for part in parts]
     assert asked == ([Children.DRAWN, Children.DRAWN] if swapped else [Children.DRAWN, Children.TOP])
     chain = Fixed([5, 6, 8], [-1, 0, 1], [1.0, 0.01, 0.01], {0: Drawn([1], q_draft_D)})
     tree = together(chain, Fixed([5, 7, 9], [-1, 0, 1], [1.0, 0.9, 0.9]), Request(9, chain=True))
-    assert tree.tokens_BN.tolist() == [[5, 6, 8]], "a drawn chain is not given up for a better one"
+    assert tree.tokens == [[5, 6, 8]], "a drawn chain is not given up for a better one"
 
 
 def test_of_two_chains_the_more_promising_one_is_verified() -> None:
     one = Fixed([5, 6, 8], [-1, 0, 1], [1.0, 0.5, 0.2])
     two = Fixed([5, 7, 9], [-1, 0, 1], [1.0, 0.9, 0.8])
-    assert together(one, two, Request(9, chain=True)).tokens_BN.tolist() == [[5, 7, 9]]
+    assert together(one, two, Request(9, chain=True)).tokens == [[5, 7, 9]]
 
 
 def test_rows_are_merged_one_by_one() -> None:
-    one = DraftTree.from_rows([[1, 2], [3]], [[-1, 0], [-1]], gains=[[1.0, 0.5], [1.0]])
-    two = DraftTree.from_rows([[1], [3, 4, 5]], [[-1], [-1, 0, 1]], gains=[[1.0], [1.0, 0.5, 0.4]])
+    one = Proposal([[1, 2], [3]], [[-1, 0], [-1]], gains=[[1.0, 0.5], [1.0]])
+    two = Proposal([[1], [3, 4, 5]], [[-1], [-1, 0, 1]], gains=[[1.0], [1.0, 0.5, 0.4]])
     parts = Fixed([1], [-1]), Fixed([1], [-1])
     parts[0]._tree, parts[1]._tree = one, two
     tree = together(*parts)
-    assert tree.counts == (2, 3)
-    assert tree.tokens_BN.tolist() == [[1, 2, 1], [3, 4, 5]]
+    assert tree.tokens == [[1, 2], [3, 4, 5]]
     assert tree.gains == [[1.0, 0.5], [1.0, 0.5, 0.4]]
 
 
 def test_nothing_beside_a_tree_is_that_tree() -> None:
     one = Fixed(*ONE)
-    assert together(one, NoDrafter()) is one._tree
-    assert together(NoDrafter(), one) is one._tree
+    assert together(one, NoDrafter()) == one._tree
+    assert together(NoDrafter(), one) == one._tree
 
 
 def pairs(target: Target, known: Sequence[Sequence[int]]) -> dict[str, tuple[Drafter, Drafter]]:
@@ -162,16 +160,16 @@ def test_both_learn_and_rows_leave_both(monkeypatch: pytest.MonkeyPatch) -> None
     one, two = NgramDrafter(), LookaheadDrafter()
     drafter = CombinedDrafter(one, two)
     session = drafter.open([[1, 2, 1], [3, 4, 3]], {})
-    tree = drafter.propose(session, torch.tensor([2, 4]), Request(drafter.max_nodes))
+    tree = drafter.propose(session, Root.of([2, 4]), Request(drafter.max_nodes))
     columns = [[list(column) for column in row.columns] for row in session[1]]
     choices = [[9] * tree.size] * 2
     assert isinstance(drafter, Learner)
-    drafter.learn(session, tree, choices)
+    drafter.learn(session, tree.on("cpu"), choices)
     assert [[column[-1] for column in row.columns] for row in session[1]] == [[9] * 4] * 2
     assert [[column[:-1] for column in row.columns] for row in session[1]] == [
         [column[1:] for column in row] for row in columns
     ]
-    drafter.observe(session, torch.tensor([[2, 1], [4, 4]]), {}, [2, 1])
+    drafter.observe(session, Committed.of([[2, 1], [4]], {}))
     drafter.select(session, [1])
     assert len(session[0]) == len(session[1]) == 1
     assert session[0][0].index.text == [3, 4, 3, 4]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.drafting import Children, Request
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Sampling
 from headstart.drafters.draft_model import DraftModelDrafter, check_tokenizers, early_exit
 from headstart.errors import UserError
-from headstart.target import FINAL, DraftTree, Target
+from headstart.proposal import Children, Committed, Proposal, Request, Root
+from headstart.target import FINAL, Target
 from tests.tiny import KINDS, tiny_model, tiny_tokenizer
 
 OPTIONS = DecodeOptions(max_new_tokens=40, ignore_end=True)
@@ -58,7 +58,7 @@ def test_embeddings_may_be_padded_differently(vocab: int, monkeypatch: pytest.Mo
     assert [row.tokens for row in rows] == plain(target)
     session = drafter.open(texts(), {})
     request = Request(5, children=Children.DRAWN, warp=Sampling(1.0).warp, streams=[torch.Generator()] * 3)
-    tree = drafter.propose(session, torch.tensor([60, 1, 2]), request)
+    tree = drafter.propose(session, Root.of([60, 1, 2]), request)
     assert tree.drawn is not None
     for row in tree.drawn:
         for drawn in row.values():
@@ -68,8 +68,12 @@ def test_embeddings_may_be_padded_differently(vocab: int, monkeypatch: pytest.Mo
 
 def drafted(
     drafter: DraftModelDrafter, rows: list[list[int]], roots: list[int], request: Request | None = None
-) -> DraftTree:
-    return drafter.propose(drafter.open(rows, {}), torch.tensor(roots), request or Request(8))
+) -> Proposal:
+    return drafter.propose(drafter.open(rows, {}), Root.of(roots), request or Request(8))
+
+
+def counts(proposal: Proposal) -> list[int]:
+    return [len(row) for row in proposal.tokens]
 
 
 def test_what_was_accepted_is_not_read_again() -> None:
@@ -77,25 +81,25 @@ def test_what_was_accepted_is_not_read_again() -> None:
     drafter = DraftModelDrafter(draft, draft, steps=4)
     rows = texts()
     session = drafter.open(rows, {})
-    tree = drafter.propose(session, torch.tensor([1, 2, 3]), Request(8))
+    tree = drafter.propose(session, Root.of([1, 2, 3]), Request(8))
     assert session.cache.lengths == [3 + 4, 17 + 4, 9 + 4]  # the root and three of the four drafts
-    first, second, third = tree.tokens_BN.tolist()
+    first, second, third = tree.tokens
     other = (second[2] + 1) % 61
     committed = [first[:5], [second[0], second[1], other], third[:1]]
-    drafter.observe(session, torch.tensor([[*row, *[0] * (5 - len(row))] for row in committed]), {}, [5, 3, 1])
+    drafter.observe(session, Committed.of(committed, {}))
     assert session.cache.lengths == [3 + 4, 17 + 2, 9 + 1]
     now = [[*row, *more] for row, more in zip(rows, committed, strict=True)]
     assert session.texts == now
-    again = drafter.propose(session, torch.tensor([7, 8, 9]), Request(8))
-    assert again.tokens_BN.tolist() == drafted(drafter, now, [7, 8, 9]).tokens_BN.tolist()
+    again = drafter.propose(session, Root.of([7, 8, 9]), Request(8))
+    assert again.tokens == drafted(drafter, now, [7, 8, 9]).tokens
     # rounds without a draft, then fewer rows
-    drafter.observe(session, torch.tensor([[7], [8], [9]]), {}, [1, 1, 1])
-    drafter.observe(session, torch.tensor([[4, 4], [5, 0], [6, 6]]), {}, [2, 1, 2])
+    drafter.observe(session, Committed.of([[7], [8], [9]], {}))
+    drafter.observe(session, Committed.of([[4, 4], [5], [6, 6]], {}))
     drafter.select(session, [2, 0])
     late = [[*now[2], 9, 6, 6], [*now[0], 7, 4, 4]]
     assert session.texts == late
-    again = drafter.propose(session, torch.tensor([1, 2]), Request(8))
-    assert again.tokens_BN.tolist() == drafted(drafter, late, [1, 2]).tokens_BN.tolist()
+    again = drafter.propose(session, Root.of([1, 2]), Request(8))
+    assert again.tokens == drafted(drafter, late, [1, 2]).tokens
 
 
 def test_gains_are_the_draft_models_own_and_end_the_chain() -> None:
@@ -104,9 +108,9 @@ def test_gains_are_the_draft_models_own_and_end_the_chain() -> None:
         draft.model.get_output_embeddings().weight.mul_(12.0)
     drafter = DraftModelDrafter(draft, draft, steps=6)
     whole = drafted(drafter, texts(), [1, 2, 3])
-    assert whole.gains is not None and whole.counts == (7, 7, 7)
+    assert whole.gains is not None and counts(whole) == [7, 7, 7]
     for number, text in enumerate(texts()):
-        gain, tokens = 1.0, whole.tokens_BN[number].tolist()
+        gain, tokens = 1.0, whole.tokens[number]
         for step in range(6):
             cache = draft.new_cache(1, 40)
             logits_V = draft.prefill(cache, [[*text, *tokens[: step + 1]]]).logits_BTV[0, 0]
@@ -115,10 +119,9 @@ def test_gains_are_the_draft_models_own_and_end_the_chain() -> None:
             assert whole.gains[number][step + 1] == pytest.approx(gain, rel=1e-4)
     worth = sorted(row[2] for row in whole.gains)[1]
     cut = drafted(drafter, texts(), [1, 2, 3], Request(8, worth=worth))
-    assert cut.counts == tuple(sum(gain >= worth for gain in row) for row in whole.gains)
-    assert len(set(cut.counts)) > 1, "rows end at different depths"
-    expected = [row[:count] for row, count in zip(whole.tokens_BN.tolist(), cut.counts, strict=True)]
-    assert [row[:count] for row, count in zip(cut.tokens_BN.tolist(), cut.counts, strict=True)] == expected
+    assert counts(cut) == [sum(gain >= worth for gain in row) for row in whole.gains]
+    assert len(set(counts(cut))) > 1, "rows end at different depths"
+    assert cut.tokens == [row[:count] for row, count in zip(whole.tokens, counts(cut), strict=True)]
 
 
 def test_drawn_chains_follow_the_warped_distribution() -> None:
@@ -135,7 +138,7 @@ def test_drawn_chains_follow_the_warped_distribution() -> None:
         request = Request(3, children=Children.TOP_AND_DRAWN, warp=warp, streams=[stream] * rows)
         tree = drafted(drafter, [text] * rows, [root] * rows, request)
         assert tree.drawn is not None
-        for row, drawn in zip(tree.tokens_BN.tolist(), tree.drawn, strict=True):
+        for row, drawn in zip(tree.tokens, tree.drawn, strict=True):
             assert {node: one.children for node, one in drawn.items()} == {0: [1], 1: [2]}
             torch.testing.assert_close(drawn[0].q_draft_V(61), q_draft_V)
             assert drawn[1].q_draft_V(61)[row[2]] > 0

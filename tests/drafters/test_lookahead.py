@@ -7,10 +7,11 @@ import random
 import pytest
 import torch
 
-from headstart.decode.drafting import Learner, Request
+from headstart.decode.drafting import Learner
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.lookahead import LookaheadDrafter
+from headstart.proposal import Committed, Request, Root
 from headstart.target import Target
 from tests.tiny import tiny_model
 
@@ -19,41 +20,41 @@ def test_one_jacobi_step_by_hand() -> None:
     drafter = LookaheadDrafter(window=3, ngram=3, guesses=2)
     session = drafter.open([[9]], {})
     session[0].columns = [[10, 11], [20, 21], [30, 31]]
-    tree = drafter.propose(session, torch.tensor([5]), Request(max_nodes=32))
+    tree = drafter.propose(session, Root.of([5]), Request(max_nodes=32))
     # root - 10 - 20 - 30 - 31, with 11 behind 10 and 21 behind 20
-    assert tree.tokens_BN.tolist() == [[5, 10, 11, 20, 21, 30, 31]]
-    assert tree.parents_of(0) == (-1, 0, 1, 1, 3, 3, 5)
+    assert tree.tokens == [[5, 10, 11, 20, 21, 30, 31]]
+    assert tree.parents[0] == [-1, 0, 1, 1, 3, 3, 5]
     assert tree.gains is None
-    drafter.learn(session, tree, [[1, 2, 12, 3, 22, 4, 32]])
+    drafter.learn(session, tree.on("cpu"), [[1, 2, 12, 3, 22, 4, 32]])
     assert session[0].columns == [[11, 12], [21, 22], [31, 32]]
     assert session[0].pool == {10: {(11, 12): None}, 20: {(21, 22): None}, 30: {(31, 32): None}}
     # the next root is one of the guesses: its n-gram is drafted before the window
-    tree = drafter.propose(session, torch.tensor([10]), Request(max_nodes=4))
-    assert tree.tokens_BN.tolist() == [[10, 11, 12, 21]]
-    assert tree.parents_of(0) == (-1, 0, 1, 1)
+    tree = drafter.propose(session, Root.of([10]), Request(max_nodes=4))
+    assert tree.tokens == [[10, 11, 12, 21]]
+    assert tree.parents[0] == [-1, 0, 1, 1]
     # of the window only the first column fitted, so only it moves on
-    drafter.learn(session, tree, [[0, 0, 13, 0]])
+    drafter.learn(session, tree.on("cpu"), [[0, 0, 13, 0]])
     assert session[0].columns == [[12, 13], [21, 22], [31, 32]]
 
 
 def test_pool_keeps_the_latest_n_grams_of_the_text() -> None:
     drafter = LookaheadDrafter(window=1, ngram=3, guesses=2)
     session = drafter.open([[1, 2, 3, 1, 4]], {})
-    drafter.observe(session, torch.tensor([[5, 1]]), {}, [2])
-    drafter.observe(session, torch.tensor([[6, 7, 7]]), {}, [2])
+    drafter.observe(session, Committed.of([[5, 1]], {}))
+    drafter.observe(session, Committed.of([[6, 7]], {}))
     assert list(session[0].pool[1]) == [(4, 5), (6, 7)], "(2, 3) is the oldest of three"
     assert session[0].recent == [6, 7]
-    tree = drafter.propose(session, torch.tensor([1]), Request(max_nodes=9, chain=True))
-    assert tree.tokens_BN.tolist() == [[1, 6, 7]], "a chain has room for the latest n-gram only"
+    tree = drafter.propose(session, Root.of([1]), Request(max_nodes=9, chain=True))
+    assert tree.tokens == [[1, 6, 7]], "a chain has room for the latest n-gram only"
 
 
 def test_rounds_without_a_window_teach_nothing() -> None:
     drafter = LookaheadDrafter()
     session = drafter.open([[1, 2, 3]], {})
     before = [list(column) for column in session[0].columns]
-    tree = drafter.propose(session, torch.tensor([5]), Request(max_nodes=1))
+    tree = drafter.propose(session, Root.of([5]), Request(max_nodes=1))
     assert tree.size == 1
-    drafter.learn(session, tree, [[7]])
+    drafter.learn(session, tree.on("cpu"), [[7]])
     assert session[0].columns == before
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.drafting import Request
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.ngram import PRIORS, Index, NgramDrafter
-from headstart.target import DraftTree, Target
+from headstart.proposal import Committed, Proposal, Request, Root
+from headstart.target import Target
 from tests.tiny import tiny_model
 
 LONGEST = PRIORS[-1][0]
@@ -49,23 +49,20 @@ def test_longest_match_by_brute_force(alphabet: int, looks: int) -> None:
             assert index.longest() == brute_force(text, looks)
 
 
-def propose(drafter: NgramDrafter, session: Any, roots: list[int], **wishes: Any) -> DraftTree:
-    return drafter.propose(session, torch.tensor(roots), Request(**{"max_nodes": 32, **wishes}))
+def propose(drafter: NgramDrafter, session: Any, roots: list[int], **wishes: Any) -> Proposal:
+    return drafter.propose(session, Root.of(roots), Request(**{"max_nodes": 32, **wishes}))
 
 
 def observe(drafter: NgramDrafter, session: Any, rows: list[list[int]]) -> None:
-    width = max(map(len, rows))
-    tokens_BP = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows])
-    drafter.observe(session, tokens_BP, {}, [len(row) for row in rows])
+    drafter.observe(session, Committed.of(rows, {}))
 
 
 def test_each_row_continues_its_own_match() -> None:
     drafter = NgramDrafter()
     session = drafter.open([[1, 2, 3, 4, 5, 9, 1], [7, 7, 8]], {})
     tree = propose(drafter, session, [2, 3], max_nodes=5)
-    assert tree.tokens_BN.tolist() == [[2, 3, 4, 5, 9], [3, 3, 3, 3, 3]]
-    assert tree.counts == (5, 1)
-    assert tree.parents_of(0) == (-1, 0, 1, 2, 3)
+    assert tree.tokens == [[2, 3, 4, 5, 9], [3]]
+    assert tree.parents[0] == [-1, 0, 1, 2, 3]
     assert tree.gains is not None
     by_length = dict(PRIORS)
     expected = [1.0, by_length[2], by_length[3], by_length[4], by_length[5]]
@@ -76,7 +73,7 @@ def test_each_row_continues_its_own_match() -> None:
 def test_a_text_that_repeats_its_end_is_continued_beyond_it() -> None:
     drafter = NgramDrafter()
     session = drafter.open([[5, 1, 2, 1, 2, 1]], {})
-    assert propose(drafter, session, [2], max_nodes=8).tokens_BN.tolist() == [[2, 1, 2, 1, 2, 1, 2, 1]]
+    assert propose(drafter, session, [2], max_nodes=8).tokens == [[2, 1, 2, 1, 2, 1, 2, 1]]
 
 
 def test_nodes_that_are_not_worth_it_are_left_out() -> None:
@@ -96,9 +93,8 @@ def test_rates_follow_the_text() -> None:
         propose(drafter, session, tokens)
         observe(drafter, session, [[token] for token in tokens])
     tree = propose(drafter, session, [1, 300 % 7], worth=0.15)
-    assert tree.counts is not None
-    assert tree.counts[0] == 1, "random text: matches go on rightly in one of 20 cases, so none is worth it"
-    assert tree.counts[1] == 32, "text in a circle: every draft is as good as certain"
+    assert len(tree.tokens[0]) == 1, "random text: matches go on rightly in one of 20 cases, so none is worth it"
+    assert len(tree.tokens[1]) == 32, "text in a circle: every draft is as good as certain"
 
 
 def test_paused_rounds_are_read_too() -> None:
@@ -109,7 +105,7 @@ def test_paused_rounds_are_read_too() -> None:
     observe(drafter, one, [texts[0][5:], texts[1][3:]])
     two = drafter.open(texts, {})
     assert [row.index.text for row in one] == [row.index.text for row in two] == texts
-    assert propose(drafter, one, [4, 1]).tokens_BN.tolist() == propose(drafter, two, [4, 1]).tokens_BN.tolist()
+    assert propose(drafter, one, [4, 1]).tokens == propose(drafter, two, [4, 1]).tokens
     drafter.select(one, [1])
     assert [row.index.text for row in one] == [[*texts[1], 1]]
 
@@ -135,7 +131,7 @@ def test_quoted_text_is_accepted_in_long_runs() -> None:
     session = drafter.open([[60, *answer, 61, 60]], {})  # the prompt holds the answer
     rounds = done = 0
     while done < len(answer):
-        drafts = propose(drafter, session, [answer[done]]).tokens_BN[0].tolist()
+        drafts = propose(drafter, session, [answer[done]]).tokens[0]
         right = next(
             (place for place, pair in enumerate(zip(drafts, answer[done:], strict=False)) if pair[0] != pair[1]),
             min(len(drafts), len(answer) - done),

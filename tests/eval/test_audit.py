@@ -10,11 +10,12 @@ import torch
 
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import Accepted, GreedyVerifier, argmax
+from headstart.decode.verify import Accepted, GreedyVerifier, Outcome, argmax
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
 from headstart.heads import DraftHead, family, make_config
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.proposal import ProposedTree
+from headstart.target import Target, TreeShape
 from tests.tiny import tiny_model
 
 NEW = 16
@@ -74,11 +75,11 @@ def test_a_verifier_that_accepts_anything_is_caught(
 ) -> None:
     honest = GreedyVerifier.accept
 
-    def accept(self: GreedyVerifier, tree: DraftTree, logits_BNV: torch.Tensor) -> list[Accepted]:
+    def accept(self: GreedyVerifier, tree: ProposedTree, logits_BNV: torch.Tensor) -> Outcome:
         if tree.size == 1:
             return honest(self, tree, logits_BNV)
         choice = argmax(logits_BNV).tolist()
-        return [Accepted([0, 1], [int(tree.tokens_BN[row, 1]), choice[row][1]]) for row in range(len(choice))]
+        return Outcome.of([Accepted([0, 1], [tree.tokens[row][1], choice[row][1]]) for row in range(len(choice))])
 
     answers = plain_answers(target, prompts, NEW, batch_size=4)
     wrong = AlwaysWrongDrafter(SHAPE, unused_tokens(answers, target.vocab_size, 2))

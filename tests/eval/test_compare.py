@@ -11,7 +11,7 @@ import torch
 
 from headstart.api import Decoder
 from headstart.data.questions import Question
-from headstart.decode.drafting import NoDrafter, Request
+from headstart.decode.drafting import NoDrafter
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Sampling
@@ -20,7 +20,8 @@ from headstart.eval import EvalOptions, evaluate, evaluate_decoder
 from headstart.eval.compare import ALL, wanted
 from headstart.eval.divergence import Judge
 from headstart.eval.methods import METHODS, Ours, Transformers
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.proposal import Proposal, Request, Root
+from headstart.target import Target, TreeShape
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -101,7 +102,7 @@ class Failing(NoDrafter):
     name = "failing"
     max_nodes = 4
 
-    def propose(self, session: None, root_B: torch.Tensor, request: Request) -> DraftTree:
+    def propose(self, session: None, root: Root, request: Request) -> Proposal:
         raise ValueError("nothing to say")
 
 

@@ -14,12 +14,14 @@ from headstart.api import Decoder
 from headstart.decode import rules
 from headstart.decode.budget import Costs
 from headstart.decode.rules import RULES, Rule
-from headstart.decode.verify import Accepted, Row, Streams, draw, uniform
+from headstart.decode.verify import Accepted, Row, Streams, uniform
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.evidence import _ROWS, RANDOM, WRONG, AuditOptions, _as_if_alone, run_audit
 from headstart.eval.verdict import sentence, show_audit, write_audit
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.proposal import Proposal
+from headstart.rng import draw
+from headstart.target import Target, TreeShape
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model
 
@@ -175,7 +177,7 @@ def test_a_batch_that_drafts_as_one_row_keeps_the_costs_of_drafting() -> None:
 def test_heads_without_a_tree_are_audited_with_a_small_one(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, propose = [], HeadDrafter.propose
 
-    def noted(*arguments: Any) -> DraftTree:
+    def noted(*arguments: Any) -> Proposal:
         sizes.append((tree := propose(*arguments)).size)
         return tree
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.drafting import Request
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch, families, family, make_config
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.proposal import Committed, Request, Root
+from headstart.target import Target, TreeShape
 from tests.tiny import tiny_model
 
 CASES: dict[str, dict[str, Any]] = {
@@ -81,8 +81,8 @@ def batch_of(target: Target, heads: DraftHead, texts: Sequence[Sequence[int]], p
     )
 
 
-def draft(heads: DraftHead, session: Any, root_B: torch.Tensor, shape: TreeShape) -> DraftTree:
-    return HeadDrafter(heads, shape).propose(session, root_B, Request(shape.size))
+def draft(heads: DraftHead, session: Any, roots: list[int], shape: TreeShape) -> list[list[int]]:
+    return HeadDrafter(heads, shape).propose(session, Root.of(roots), Request(shape.size)).tokens
 
 
 @pytest.fixture(scope="module")
@@ -167,12 +167,12 @@ def test_observing_in_rounds_equals_opening_afresh(name: str, target: Target) ->
     states = target.prefill(target.new_cache(1, 8), [text], heads.taps).taps
     rounds = heads.open([text[:3]], {tap: state[:, :3] for tap, state in states.items()})
     for begin, end in ((3, 5), (5, 6), (6, 7)):
-        draft(heads, rounds, torch.tensor([text[begin]]), shape)
+        draft(heads, rounds, [text[begin]], shape)
         part = {tap: state[:, begin:end] for tap, state in states.items()}
-        heads.observe(rounds, torch.tensor([text[begin:end]]), part, [end - begin])
-    root = torch.tensor([11])
+        heads.observe(rounds, Committed.of([text[begin:end]], part))
+    root = [11]
     afresh = draft(heads, heads.open([text], states), root, shape)
-    assert draft(heads, rounds, root, shape).tokens_BN.tolist() == afresh.tokens_BN.tolist()
+    assert draft(heads, rounds, root, shape) == afresh
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -187,14 +187,14 @@ def test_rows_that_commit_unevenly_draft_as_afresh(name: str, drafting: bool, ta
     session = heads.open([text[:start] for text, start in zip(texts, starts, strict=True)], _part(states, [0, 0], 3))
     for counts in ([1, 3], [3, 1], [1, 1]):
         if drafting:
-            draft(heads, session, torch.tensor([text[at] for text, at in zip(texts, starts, strict=True)]), shape)
+            draft(heads, session, [text[at] for text, at in zip(texts, starts, strict=True)], shape)
         width = max(counts)
-        tokens = [[*text, *[0] * width][at : at + width] for text, at in zip(texts, starts, strict=True)]
-        heads.observe(session, torch.tensor(tokens), _part(states, starts, width), counts)
+        tokens = [text[at : at + count] for text, at, count in zip(texts, starts, counts, strict=True)]
+        heads.observe(session, Committed.of(tokens, _part(states, starts, width)))
         starts = [at + count for at, count in zip(starts, counts, strict=True)]
-    root = torch.tensor([11, 12])
+    root = [11, 12]
     afresh = draft(heads, heads.open(texts, states), root, shape)
-    assert draft(heads, session, root, shape).tokens_BN.tolist() == afresh.tokens_BN.tolist()
+    assert draft(heads, session, root, shape) == afresh
 
 
 def _part(states: dict[int, torch.Tensor], starts: Sequence[int], width: int) -> dict[int, torch.Tensor]:
@@ -211,14 +211,14 @@ def test_rows_of_a_batch_are_independent(name: str, target: Target) -> None:
     heads = shake(build(name, target))
     texts = [[3, 9, 14, 27, 33], [8, 40, 12]]
     shape = TreeShape.from_paths([(0, 0), (1, 0)])
-    roots = torch.tensor([6, 7])
+    roots = [6, 7]
     session = heads.open(texts, target.prefill(target.new_cache(2, 5), texts, heads.taps).taps)
-    together = draft(heads, session, roots, shape).tokens_BN
+    together = draft(heads, session, roots, shape)
     for row, text in enumerate(texts):
         alone = heads.open([text], target.prefill(target.new_cache(1, 5), [text], heads.taps).taps)
-        assert draft(heads, alone, roots[row : row + 1], shape).tokens_BN[0].tolist() == together[row].tolist()
+        assert draft(heads, alone, roots[row : row + 1], shape)[0] == together[row]
     heads.select(session, [1])
-    assert draft(heads, session, roots[1:], shape).tokens_BN[0].tolist() == together[1].tolist()
+    assert draft(heads, session, roots[1:], shape)[0] == together[1]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -238,8 +238,8 @@ def test_greedy_output_is_the_targets_own(name: str, target: Target) -> None:
 def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target: Target) -> None:
     heads = shake(build(name, target))
     session = heads.open([[3, 9]], target.prefill(target.new_cache(1, 2), [[3, 9]], heads.taps).taps)
-    drafted = draft(heads, session, torch.tensor([5]), TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)]))
-    tokens = drafted.tokens_BN[0].tolist()
+    drafted = draft(heads, session, [5], TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)]))
+    tokens = drafted[0]
     assert tokens[0] == 5
     assert len(set(tokens[1:4])) == 3
     assert len(set(tokens[4:6])) == 2

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from headstart.heads import DraftHead, layer
+from headstart.proposal import Committed
 from headstart.target import Target
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
@@ -83,11 +84,11 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
                     # float64 sums in other orders are off by a share of the largest
                     torch.testing.assert_close(got_D, wanted_D, rtol=0, atol=1e-9 * wanted_D.abs().max().item())
         places = [slice(length, length + max(counts)) for length in lengths]
-        tokens_BP = torch.tensor([[*text, 0, 0][place] for text, place in zip(texts, places, strict=True)])
+        tokens = [text[length : length + count] for text, length, count in zip(texts, lengths, counts, strict=True)]
         states = {
             tap: torch.stack([state[row, place] for row, place in enumerate(places)]) for tap, state in behind.items()
         }
-        heads.observe(session, tokens_BP, states, counts)
+        heads.observe(session, Committed.of(tokens, states))
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
 
 

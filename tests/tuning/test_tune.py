@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import headstart.tuning.tune as tune_module
+from headstart.calibration import Calibration
 from headstart.decode.budget import Costs
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.calibration import Calibration
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads import family, make_config, packed

@@ -25,7 +25,7 @@ from typing import Literal, Protocol
 
 from headstart.decode.costs import Costs as Costs
 from headstart.decode.learned import Experience, Rounds, size_of
-from headstart.target import DraftTree
+from headstart.proposal import Proposal
 
 Mode = Literal["auto", "on", "off"]
 
@@ -218,7 +218,7 @@ class Pace:
         level_ms = self._now.draft(2) - self._now.draft(1)
         return self._rate(4 * self.rows) * level_ms / self._trust
 
-    def prune(self, tree: DraftTree) -> DraftTree:
+    def prune(self, tree: Proposal) -> Proposal:
         """The best nodes of each row, as many as pay together; every row gets the same number, as the forward costs it.
 
         Trees with children drawn at random stay as they are: leaving out a child for what it turned out to be would
@@ -249,7 +249,7 @@ class Pace:
         best = max(range(len(net)), key=net.__getitem__) + 1
         return tree if best == tree.size else _keep(tree, [sorted(order[:best]) for order in ranked])
 
-    def note(self, tree: DraftTree, emitted: Sequence[int], spent_ms: tuple[float, float] | None = None) -> None:
+    def note(self, tree: Proposal, emitted: Sequence[int], spent_ms: tuple[float, float] | None = None) -> None:
         """Learn what a round came to.
 
         Args:
@@ -381,14 +381,13 @@ class Pace:
         return max(plain, self.rows * self._tokens_per_round / round_ms)
 
 
-def _keep(tree: DraftTree, kept: list[list[int]]) -> DraftTree:
+def _keep(tree: Proposal, kept: list[list[int]]) -> Proposal:
     """Only these nodes of each row, ascending; a node's parent is always among them."""
     assert tree.gains is not None, "only trees with gains are pruned"
-    tokens, parents = [], []
-    for row, (own, nodes) in enumerate(zip(tree.tokens_BN.tolist(), kept, strict=True)):
+    parents = []
+    for before, nodes in zip(tree.parents, kept, strict=True):
         place = {node: new for new, node in enumerate(nodes)}
-        before = tree.parents_of(row)
-        tokens.append([own[node] for node in nodes])
         parents.append([place.get(before[node], -1) for node in nodes])
+    tokens = [[row[node] for node in nodes] for row, nodes in zip(tree.tokens, kept, strict=True)]
     gains = [[row[node] for node in nodes] for row, nodes in zip(tree.gains, kept, strict=True)]
-    return DraftTree.from_rows(tokens, parents, tree.tokens_BN.device, gains)
+    return Proposal(tokens, parents, gains, levels=tree.levels)

@@ -14,7 +14,7 @@ from time import perf_counter
 import torch
 
 from headstart.decode.budget import Costs, Pace
-from headstart.decode.drafting import Drafter, NoDrafter, Request, root_only
+from headstart.decode.drafting import Drafter, NoDrafter
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
@@ -23,6 +23,7 @@ from headstart.decode.session import Session
 from headstart.decode.stopping import Stopper
 from headstart.decode.verify import GreedyVerifier, RuleVerifier, Verifier, streams
 from headstart.errors import UserError, nearest
+from headstart.proposal import ProposedTree, Request, Root
 from headstart.target import Target
 
 
@@ -113,25 +114,25 @@ class Engine:
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
 
         out = target.prefill(cache, prompts, drafter.taps)
-        roots = verifier.first(out.logits_BTV[:, 0])
+        root = Root.of(verifier.first(out.logits_BTV[:, 0]), target.device)
         session = Session(drafter, prompts, out.taps)
         for output in outputs:
             output.drafter_error = session.error  # a text of one token has no round to note it in
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
-        going = [_emit(row, [root], outputs, stoppers, started, on_tokens) for row, root in enumerate(roots)]
+        going = [_emit(row, [token], outputs, stoppers, started, on_tokens) for row, token in enumerate(root.tokens)]
         for output in outputs:
             output.first_token_ms = output.token_ms[0]
 
         while any(going):
             if not all(going):  # rows that ended leave the batch
                 kept = [place for place, goes in enumerate(going) if goes]
-                rows, roots = [rows[place] for place in kept], [roots[place] for place in kept]
+                rows, root = [rows[place] for place in kept], root.select(kept)
                 draft_streams = [draft_streams[place] for place in kept]
                 for part in (cache, verifier, session, pace):
                     part.select(kept)
             start = perf_counter()
-            root_B = torch.tensor(roots, device=target.device)
             drafts = pace.drafts and max_nodes > 1 and session.drafter.max_nodes > 1
+            tree = ProposedTree.roots(root)
             if drafts:
                 request = Request(
                     pace.room(max_nodes),
@@ -143,31 +144,29 @@ class Engine:
                     draft_streams,
                     options.temperature,
                 )
-                tree = pace.prune(session.propose(root_B, request))
+                proposal = pace.prune(session.propose(root, request))
                 deepest = target.deepest(cache)
-                if deepest is not None and tree.depth > deepest:
-                    tree = root_only(root_B)
-            else:
-                tree = root_only(root_B)
+                if proposal.size > 1 and (deepest is None or proposal.depth <= deepest):
+                    tree = proposal.on(target.device)
             drafted = perf_counter()
             out = target.forward_tree(cache, tree, session.drafter.taps)
-            accepted = verifier.accept(tree, out.logits_BTV)
+            outcome = verifier.accept(tree, out.logits_BTV)
             verified = perf_counter()
-            cache.commit([row.path for row in accepted])
-            session.observe(tree, out, accepted)
+            cache.commit([row.path for row in outcome.rows], outcome.paths_BP)
+            session.observe(tree, out, outcome)
             observed = perf_counter()
-            roots = [row.tokens[-1] for row in accepted]
+            root = outcome.root
             going = [
                 _emit(row, step.tokens, outputs, stoppers, started, on_tokens)
-                for row, step in zip(rows, accepted, strict=True)
+                for row, step in zip(rows, outcome.rows, strict=True)
             ]
             spent_ms = (1e3 * (drafted - start), 1e3 * (observed - drafted)) if drafts == pace.drafts else None
-            pace.note(tree, [len(step.tokens) for step in accepted], spent_ms)
+            pace.note(tree.proposal, [len(step.tokens) for step in outcome.rows], spent_ms)
             if not pace.opens:
                 session.close()  # nothing more will be drafted: plain rounds cost what they cost without a drafter
             ended = perf_counter()
             ms = [1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (ended - verified)]
-            for number, (row, step) in enumerate(zip(rows, accepted, strict=True)):
+            for number, (row, step) in enumerate(zip(rows, outcome.rows, strict=True)):
                 nodes = len(tree.parents_of(number))
                 outputs[row].rounds.append(Round(nodes, len(step.tokens), *ms))
                 outputs[row].drafter_error = session.error

@@ -26,8 +26,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from headstart.decode.drafting import Children
-from headstart.decode.verify import Accepted, Row, Streams, draw, uniform
+from headstart.decode.verify import Accepted, Row, Streams, uniform
+from headstart.proposal import Children
+from headstart.rng import draw
 
 
 @dataclass(frozen=True)

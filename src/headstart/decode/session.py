@@ -1,6 +1,6 @@
 """One generation's drafting, and what keeps the text going when a drafter fails.
 
-Shape suffixes: B rows, P committed tokens of a round, E hidden size.
+Shape suffixes: B rows, P committed tokens of a round.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.decode.drafting import Drafter, Learner, NoDrafter, Request, root_only
-from headstart.decode.verify import Accepted, argmax
-from headstart.target import DraftTree
+from headstart.decode.drafting import Drafter, Learner, NoDrafter
+from headstart.decode.verify import Outcome, argmax
+from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
 from headstart.target.model import TargetOutput
 
 
@@ -33,21 +33,21 @@ class Session:
         with self._guard():
             self._state = drafter.open(prompts, states)
 
-    def propose(self, root_B: Tensor, request: Request) -> DraftTree:
+    def propose(self, root: Root, request: Request) -> Proposal:
         """See `Drafter.propose`; the root alone when the drafter fails."""
-        tree = root_only(root_B)
+        proposal = Proposal.roots(root.tokens)
         with self._guard():
-            tree = self.drafter.propose(self._state, root_B, request)
-        return tree
+            proposal = self.drafter.propose(self._state, root, request)
+        return proposal
 
-    def observe(self, tree: DraftTree, out: TargetOutput, accepted: Sequence[Accepted]) -> None:
+    def observe(self, tree: ProposedTree, out: TargetOutput, outcome: Outcome) -> None:
         """Tell the drafter what came of a round."""
         if isinstance(self.drafter, NoDrafter):
             return
         with self._guard():
             if isinstance(self.drafter, Learner):
                 self.drafter.learn(self._state, tree, argmax(out.logits_BTV).tolist())
-            self.drafter.observe(self._state, *_committed(tree, out.taps, accepted))
+            self.drafter.observe(self._state, committed(tree, out.taps, outcome))
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -67,14 +67,13 @@ class Session:
             self.drafter, self._state = NoDrafter(), None
 
 
-def _committed(
-    tree: DraftTree, taps: dict[int, Tensor], accepted: Sequence[Accepted]
-) -> tuple[Tensor, dict[int, Tensor], list[int]]:
-    """Tokens [B, P] and states [B, P, E] along each row's accepted path, padded by repeating its last node."""
-    counts = [len(row.path) for row in accepted]
-    longest = max(counts)
-    paths_BP = torch.tensor(
-        [row.path + [row.path[-1]] * (longest - len(row.path)) for row in accepted], device=tree.tokens_BN.device
+def committed(tree: ProposedTree, taps: dict[int, Tensor], outcome: Outcome) -> Committed:
+    """Tokens and states along each row's accepted path."""
+    paths_BP = outcome.paths_BP
+    rows_B1 = torch.arange(len(paths_BP), device=paths_BP.device)[:, None]
+    return Committed(
+        [[tokens[node] for node in row.path] for tokens, row in zip(tree.tokens, outcome.rows, strict=True)],
+        tree.tokens_BN[rows_B1, paths_BP],
+        {tap: state[rows_B1, paths_BP] for tap, state in taps.items()},
+        outcome.counts_B,
     )
-    rows_B1 = torch.arange(len(accepted), device=paths_BP.device)[:, None]
-    return tree.tokens_BN[rows_B1, paths_BP], {tap: state[rows_B1, paths_BP] for tap, state in taps.items()}, counts

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from headstart.decode.drafting import Children
 from headstart.decode.sampling import Sampling
-from headstart.target import DraftTree
-from headstart.target.tree import Drawn
+from headstart.proposal import Children, Drawn, ProposedTree, Root
+from headstart.rng import draw
 
 if TYPE_CHECKING:
     from headstart.decode.rules import Rule
@@ -35,6 +34,38 @@ class Accepted:
 
     path: list[int]
     tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one round decided, on the host and on the device.
+
+    Attributes:
+        rows: of each row.
+        paths_BP: accepted nodes, root first, int64; short rows repeat their last node.
+        counts_B: accepted nodes of each row.
+        root_B: the last token emitted by each row.
+    """
+
+    rows: list[Accepted]
+    paths_BP: Tensor
+    counts_B: Tensor
+    root_B: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Accepted], device: torch.device | str = "cpu") -> Outcome:
+        """Decided on the host; one upload."""
+        longest = max(len(row.path) for row in rows)
+        table = [
+            [*row.path, *(row.path[-1],) * (longest - len(row.path)), len(row.path), row.tokens[-1]] for row in rows
+        ]
+        there = torch.tensor(table, device=device)
+        return cls(list(rows), there[:, :-2], there[:, -2], there[:, -1])
+
+    @property
+    def root(self) -> Root:
+        """Where the next round drafts from."""
+        return Root([row.tokens[-1] for row in self.rows], self.root_B)
 
 
 class Verifier(Protocol):
@@ -54,7 +85,7 @@ class Verifier(Protocol):
         """Each row's first token, from the logits after its prompt."""
         ...
 
-    def accept(self, tree: DraftTree, logits_BNV: Tensor) -> list[Accepted]:
+    def accept(self, tree: ProposedTree, logits_BNV: Tensor) -> Outcome:
         """Decide one round for every row."""
         ...
 
@@ -73,8 +104,11 @@ class GreedyVerifier:
     def first(self, logits_BV: Tensor) -> list[int]:
         return argmax(logits_BV).tolist()
 
-    def accept(self, tree: DraftTree, logits_BNV: Tensor) -> list[Accepted]:
-        return walk(tree, argmax(logits_BNV))
+    def accept(self, tree: ProposedTree, logits_BNV: Tensor) -> Outcome:
+        choice_BN = argmax(logits_BNV)
+        if choice_BN.device.type == "cpu":
+            return Outcome.of(walk(tree, choice_BN.tolist()))
+        return walk_on_device(tree, choice_BN)
 
     def select(self, rows: Sequence[int]) -> None:
         """Greedy decoding keeps nothing per row."""
@@ -85,19 +119,42 @@ def argmax(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
-def walk(tree: DraftTree, choice_BN: Tensor) -> list[Accepted]:
-    """Follow the target's choices down the drafted tree, as far as the drafts agree. One host synchronisation."""
-    both = torch.stack([tree.tokens_BN, choice_BN]).tolist()
+def walk(tree: ProposedTree, choices: Sequence[Sequence[int]]) -> list[Accepted]:
+    """Follow the target's choices (after each node of each row) down the drafted tree, as far as the drafts agree."""
     rows = []
-    for row, (drafts, choices) in enumerate(zip(*both, strict=True)):
+    for row, (drafts, own) in enumerate(zip(tree.tokens, choices, strict=True)):
         parents = tree.parents_of(row)
         children = {(parents[node], drafts[node]): node for node in range(len(parents) - 1, 0, -1)}
         path, node = [0], 0
-        while (child := children.get((node, choices[node]))) is not None:
+        while (child := children.get((node, own[node]))) is not None:
             path.append(child)
             node = child
-        rows.append(Accepted(path, [*(drafts[i] for i in path[1:]), choices[node]]))
+        rows.append(Accepted(path, [*(drafts[i] for i in path[1:]), own[node]]))
     return rows
+
+
+def walk_on_device(tree: ProposedTree, choice_BN: Tensor) -> Outcome:
+    """The same as `walk`, found without the host, which waits once, to read what was decided."""
+    parents_BN = tree.parents_BN.expand_as(choice_BN)
+    # A node is right when it holds its parent's choice, and accepted when all on its path are right.
+    right_BN = (choice_BN.gather(1, parents_BN.clamp(min=0)) == tree.tokens_BN) & (parents_BN >= 0)
+    right_BN = right_BN | (tree.depths_BN == 0)
+    accepted_BN = ~(tree.visible_BNN & ~right_BN[:, None]).any(-1)
+    last_B1 = (accepted_BN * (tree.depths_BN + 1)).max(-1, keepdim=True).indices
+    on_path_BN = tree.visible_BNN.expand(len(choice_BN), -1, -1).gather(
+        1, last_B1[:, :, None].expand(-1, -1, choice_BN.shape[1])
+    )[:, 0]
+    paths_BN = (~on_path_BN).long().argsort(dim=1, stable=True)  # its nodes first, in order
+    counts_B1 = on_path_BN.sum(-1, keepdim=True)
+    paths_BN = paths_BN.where(torch.arange(choice_BN.shape[1], device=choice_BN.device) < counts_B1, last_B1)
+    root_B1 = choice_BN.gather(1, last_B1)
+    rows = []
+    for tokens, (count, root, *path) in zip(
+        tree.tokens, torch.cat([counts_B1, root_B1, paths_BN], dim=1).tolist(), strict=True
+    ):
+        rows.append(Accepted(path[:count], [*(tokens[node] for node in path[1:count]), root]))
+    longest = max(len(row.path) for row in rows)
+    return Outcome(rows, paths_BN[:, :longest], counts_B1[:, 0], root_B1[:, 0])
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------
@@ -126,20 +183,6 @@ def streams(seed: int) -> tuple[Streams, torch.Generator]:
 def uniform(stream: torch.Generator) -> float:
     """A number from [0, 1)."""
     return torch.rand((), generator=stream, dtype=torch.float64).item()
-
-
-def draw(probs_V: Tensor, stream: torch.Generator) -> int:
-    """A token from a distribution; one without probability is never drawn."""
-    return int(draw_each(probs_V[None], stream).clamp(max=len(probs_V) - 1))
-
-
-def draw_each(probs_WV: Tensor, stream: torch.Generator) -> Tensor:
-    """A token from each distribution, int64 [W], by inverting cumulative sums; V where there is no probability."""
-    cumulative_WV = probs_WV.cumsum(-1, dtype=torch.float64)
-    chance_W = torch.rand(len(probs_WV), generator=stream, dtype=torch.float64).to(probs_WV.device)
-    place_W1 = (cumulative_WV[:, -1] * chance_W)[:, None]
-    # The first token whose cumulative sum passes the place: its own probability is then above 0.
-    return torch.searchsorted(cumulative_WV, place_W1, right=True)[:, 0]
 
 
 class Row:
@@ -223,12 +266,12 @@ class RuleVerifier:
             text.append(tokens[-1])
         return tokens
 
-    def accept(self, tree: DraftTree, logits_BNV: Tensor) -> list[Accepted]:
+    def accept(self, tree: ProposedTree, logits_BNV: Tensor) -> Outcome:
         accepted = []
-        for number, tokens in enumerate(tree.tokens_BN.tolist()):
+        for number, tokens in enumerate(tree.tokens):
             parents, text = tree.parents_of(number), self._texts[number]
             row = Row(
-                tokens[: len(parents)],
+                tokens,
                 parents,
                 tree.drawn[number] if tree.drawn is not None else {},
                 logits_BNV[number],
@@ -236,7 +279,7 @@ class RuleVerifier:
             )
             accepted.append(self.rule.accept_row(row, self._streams[number]))
             text.extend(accepted[-1].tokens)
-        return accepted
+        return Outcome.of(accepted, logits_BNV.device)
 
     def select(self, rows: Sequence[int]) -> None:
         self._texts = [self._texts[row] for row in rows]

@@ -22,6 +22,7 @@ from headstart.errors import UserError
 from headstart.files import read_jsonl
 from headstart.heads import DraftHead, HeadBatch
 from headstart.pipeline.layout import TRAIN
+from headstart.proposal import Committed
 from headstart.target import Target, TreeShape
 from headstart.tuning.measure import Text, measure_ranks
 from headstart.tuning.tune import replay
@@ -138,9 +139,8 @@ def _drafted(
     level_BW = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     for observed, origin in enumerate(origins):
         if origin >= read:
-            new_BP = torch.tensor([tokens[read : origin + 1]], device=target.device)
             part = {tap: state_BTE[:, read : origin + 1] for tap, state_BTE in states.items()}
-            heads.observe(state, new_BP, part, [new_BP.shape[1]])
+            heads.observe(state, Committed.of([tokens[read : origin + 1]], part, target.device))
             read = origin + 1
         drafted = []
         for depth in range(heads.steps):

@@ -2,8 +2,6 @@
 
 Tokens that both propose at the same place become one node, so the second drafter only costs what it adds: an n-gram
 match beside trained heads is one more branch.
-
-Shape suffixes: B rows, P committed tokens of a round.
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.decode.drafting import Children, Drafter, Learner, Request
-from headstart.target import DraftTree
-from headstart.target.tree import Drawn
+from headstart.decode.drafting import Drafter, Learner
+from headstart.proposal import Children, Committed, Drawn, Proposal, ProposedTree, Request, Root
 
 
 @dataclass
@@ -56,7 +53,7 @@ class CombinedDrafter:
         learn: there when one of the two learns from rejected nodes; see `Learner`.
     """
 
-    learn: Callable[[tuple[Any, Any], DraftTree, list[list[int]]], None]
+    learn: Callable[[tuple[Any, Any], ProposedTree, list[list[int]]], None]
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
         self.first = first
@@ -73,37 +70,33 @@ class CombinedDrafter:
     def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> tuple[Any, Any]:
         return self.first.open(prompts, states), self.second.open(prompts, states)
 
-    def propose(self, session: tuple[Any, Any], root_B: Tensor, request: Request) -> DraftTree:
-        one = self.first.propose(session[0], root_B, request)
+    def propose(self, session: tuple[Any, Any], root: Root, request: Request) -> Proposal:
+        one = self.first.propose(session[0], root, request)
         if one.drawn is not None:  # one random stream, and one distribution, is enough
             request = replace(request, children=Children.TOP)
-        two = self.second.propose(session[1], root_B, request)
-        levels = max((tree.levels for tree in (one, two) if tree.levels is not None), default=None)
+        two = self.second.propose(session[1], root, request)
+        levels = max((part.levels for part in (one, two) if part.levels is not None), default=None)
         if two.size == 1 or one.size == 1:
-            alone = one if two.size == 1 else two
-            return alone if alone.levels == levels else replace(alone, levels=levels)
+            return replace(one if two.size == 1 else two, levels=levels)
         rows = [merge(a, b, request) for a, b in zip(_parts(one), _parts(two), strict=True)]
         gains = [row.gains for row in rows if row.gains is not None]
-        return DraftTree.from_rows(
+        return Proposal(
             [row.tokens for row in rows],
             [row.parents for row in rows],
-            root_B.device,
             gains if len(gains) == len(rows) else None,
             [row.drawn for row in rows] if any(row.drawn for row in rows) else None,
             levels,
         )
 
-    def observe(
-        self, session: tuple[Any, Any], tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]
-    ) -> None:
-        self.first.observe(session[0], tokens_BP, states, counts)
-        self.second.observe(session[1], tokens_BP, states, counts)
+    def observe(self, session: tuple[Any, Any], committed: Committed) -> None:
+        self.first.observe(session[0], committed)
+        self.second.observe(session[1], committed)
 
     def select(self, session: tuple[Any, Any], rows: Sequence[int]) -> None:
         self.first.select(session[0], rows)
         self.second.select(session[1], rows)
 
-    def _learn(self, session: tuple[Any, Any], tree: DraftTree, choices: list[list[int]]) -> None:
+    def _learn(self, session: tuple[Any, Any], tree: ProposedTree, choices: list[list[int]]) -> None:
         for drafter, own in zip((self.first, self.second), session, strict=True):
             if isinstance(drafter, Learner):
                 drafter.learn(own, tree, choices)
@@ -157,17 +150,14 @@ def _best(part: _Part, whole: int, count: int) -> _Part:
     )
 
 
-def _parts(tree: DraftTree) -> list[_Part]:
-    """The rows of a tree as lists, without padding."""
-    rows = []
-    for number, tokens in enumerate(tree.tokens_BN.tolist()):
-        parents = list(tree.parents_of(number))
-        rows.append(
-            _Part(
-                tokens[: len(parents)],
-                parents,
-                None if tree.gains is None else tree.gains[number],
-                {} if tree.drawn is None else tree.drawn[number],
-            )
+def _parts(proposal: Proposal) -> list[_Part]:
+    """The rows of a proposal."""
+    return [
+        _Part(
+            proposal.tokens[row],
+            proposal.parents[row],
+            None if proposal.gains is None else proposal.gains[row],
+            {} if proposal.drawn is None else proposal.drawn[row],
         )
-    return rows
+        for row in range(proposal.rows)
+    ]

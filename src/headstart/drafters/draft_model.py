@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.decode.drafting import Children, Request, root_only
-from headstart.decode.verify import draw
 from headstart.errors import UserError
+from headstart.proposal import Children, Committed, Drawn, Proposal, Request, Root
+from headstart.rng import draw
 from headstart.target import DraftTree, Target, TreeCache, TreeShape
-from headstart.target.tree import Drawn
 
 _SPARE = 512  # tokens of text that the draft's cache takes before it grows
 
@@ -90,15 +89,15 @@ class DraftModelDrafter:
             self.draft.prefill(session.cache, texts)
         return session
 
-    def propose(self, session: _Session, root_B: Tensor, request: Request) -> DraftTree:
-        chains = [_Chain([root], [1.0], {}) for root in root_B.tolist()]
+    def propose(self, session: _Session, root: Root, request: Request) -> Proposal:
+        chains = [_Chain([token], [1.0], {}) for token in root.tokens]
         longest = max(map(len, session.texts)) + 1
         steps = min(self.steps, request.max_nodes - 1, self.draft.max_length - longest + 1)
         if steps < 1:
-            return root_only(root_B)
+            return Proposal.roots(root.tokens)
         for step in range(steps):
             if step == 0:
-                logits_BV = self._read_text(session, root_B)
+                logits_BV = self._read_text(session, root.tokens)
             else:
                 tokens_B1 = torch.tensor([[chain.tokens[-1]] for chain in chains], device=self.draft.device)
                 logits_BV = self.draft.forward_tree(session.cache, _one(tokens_B1)).logits_BTV[:, 0]
@@ -108,27 +107,24 @@ class DraftModelDrafter:
             self._extend(chains, logits_BV[:, : self._width], request)
             if not any(chain.going for chain in chains):
                 break
-        if max(len(chain.tokens) for chain in chains) == 1:
-            return root_only(root_B)
-        return DraftTree.from_rows(
+        return Proposal(
             [chain.tokens for chain in chains],
-            [range(-1, len(chain.tokens) - 1) for chain in chains],
-            root_B.device,
+            [list(range(-1, len(chain.tokens) - 1)) for chain in chains],
             [chain.gains for chain in chains],
             [chain.drawn for chain in chains] if any(chain.drawn for chain in chains) else None,
         )
 
-    def observe(self, session: _Session, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+    def observe(self, session: _Session, committed: Committed) -> None:
         lengths = session.cache.lengths
-        for row, (tokens, count) in enumerate(zip(tokens_BP.tolist(), counts, strict=True)):
+        for row, tokens in enumerate(committed.tokens):
             before = len(session.texts[row])
             kept = 0
-            for drafted, token in zip(session.read[row], tokens[1:count], strict=False):
+            for drafted, token in zip(session.read[row], tokens[1:], strict=False):
                 if drafted != token:
                     break
                 kept += 1
             lengths[row] = min(lengths[row], before + 1 + kept)  # what was not accepted is forgotten
-            session.texts[row] += self._known(tokens[:count])
+            session.texts[row] += self._known(tokens)
             session.read[row] = []
 
     def select(self, session: _Session, rows: Sequence[int]) -> None:
@@ -136,9 +132,9 @@ class DraftModelDrafter:
         session.texts = [session.texts[row] for row in rows]
         session.read = [session.read[row] for row in rows]
 
-    def _read_text(self, session: _Session, root_B: Tensor) -> Tensor:
+    def _read_text(self, session: _Session, tokens: Sequence[int]) -> Tensor:
         """Read what the cache lacks of each text and the root; logits [B, V] after the roots."""
-        roots = self._known(root_B.tolist())
+        roots = self._known(tokens)
         rows = _unread(session, roots)
         room = max(max(map(len, session.texts)) + self.max_nodes, max(session.cache.lengths) + max(map(len, rows)))
         if room > session.cache.capacity:

@@ -1,7 +1,4 @@
-"""Trained heads as a drafter.
-
-Shape suffixes: B rows, P committed tokens of a round, E hidden size.
-"""
+"""Trained heads as a drafter."""
 
 from __future__ import annotations
 
@@ -11,11 +8,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from headstart.decode.drafting import Request
-from headstart.drafters.calibration import Calibration
-from headstart.drafters.grow import grow
+from headstart.calibration import Calibration
 from headstart.heads import DraftHead
-from headstart.target import DraftTree, TreeShape
+from headstart.proposal import Committed, Proposal, Request, Root
+from headstart.target import TreeShape
 
 Tree = Literal["dynamic", "static", "chain"]
 
@@ -60,14 +56,13 @@ class HeadDrafter:
     def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
         return self.heads.open(prompts, states)
 
-    def propose(self, session: Any, root_B: Tensor, request: Request) -> DraftTree:
-        request = replace(request, max_nodes=min(request.max_nodes, self.max_nodes))
-        shape = self.shape
-        if shape is not None and (request.max_nodes < shape.size or (request.chain and shape.width > 1)):
+    def propose(self, session: Any, root: Root, request: Request) -> Proposal:
+        nodes, shape = min(request.max_nodes, self.max_nodes), self.shape
+        if shape is not None and (nodes < shape.size or (request.chain and shape.width > 1)):
             # Memory is short, or the rule takes chains only.
-            shape = TreeShape.chain(min(shape.depth, request.max_nodes - 1))
-        tree = grow(self.heads, session, root_B, request, self._calibration_at(request.temperature), shape)
-        return tree if shape is None else replace(tree, gains=None)  # a static tree is verified whole
+            shape = TreeShape.chain(min(shape.depth, nodes - 1))
+        calibration = self._calibration_at(request.temperature)
+        return self.heads.draft(session, root, replace(request, max_nodes=nodes, calibration=calibration, shape=shape))
 
     def _calibration_at(self, temperature: float) -> Calibration:
         share = min(1.0, temperature)
@@ -77,8 +72,8 @@ class HeadDrafter:
             self._warm[share] = self.calibration.towards(self._sampled, share)
         return self._warm[share]
 
-    def observe(self, session: Any, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
-        self.heads.observe(session, tokens_BP, states, counts)
+    def observe(self, session: Any, committed: Committed) -> None:
+        self.heads.observe(session, committed)
 
     def select(self, session: Any, rows: Sequence[int]) -> None:
         self.heads.select(session, rows)

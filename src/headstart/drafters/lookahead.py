@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headstart.decode.drafting import Request, root_only
-from headstart.target import DraftTree
+from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
 
 
 class Trie:
@@ -130,21 +129,19 @@ class LookaheadDrafter:
             rows.append(row)
         return rows
 
-    def propose(self, session: list[_Row], root_B: Tensor, request: Request) -> DraftTree:
+    def propose(self, session: list[_Row], root: Root, request: Request) -> Proposal:
         tries = []
-        for row, root in zip(session, root_B.tolist(), strict=True):
-            trie = Trie(root, min(self.max_nodes, request.max_nodes))
-            drafts = list(row.pool.get(root, ()))[::-1]
+        for row, token in zip(session, root.tokens, strict=True):
+            trie = Trie(token, min(self.max_nodes, request.max_nodes))
+            drafts = list(row.pool.get(token, ()))[::-1]
             for path in [*drafts, *_paths(row.columns)][: 1 if request.chain else None]:
                 trie.add(path)
             tries.append(trie)
-        if request.max_nodes == 1:
-            return root_only(root_B)
-        return DraftTree.from_rows([trie.tokens for trie in tries], [trie.parents for trie in tries], root_B.device)
+        return Proposal([trie.tokens for trie in tries], [trie.parents for trie in tries])
 
-    def learn(self, session: list[_Row], tree: DraftTree, choices: list[list[int]]) -> None:
+    def learn(self, session: list[_Row], tree: ProposedTree, choices: list[list[int]]) -> None:
         """Take a Jacobi step with the columns that were in the tree down to their last entry."""
-        for number, (row, tokens, chosen) in enumerate(zip(session, tree.tokens_BN.tolist(), choices, strict=True)):
+        for number, (row, tokens, chosen) in enumerate(zip(session, tree.tokens, choices, strict=True)):
             trie = Trie.of(tokens, tree.parents_of(number))
             ends = [trie.find(path) for path in _paths(row.columns)]
             for column, end in zip(row.columns, ends, strict=True):
@@ -152,9 +149,9 @@ class LookaheadDrafter:
                     self._keep(row, (*column, chosen[end]))
                     column[:] = [*column[1:], chosen[end]]
 
-    def observe(self, session: list[_Row], tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
-        for row, tokens, count in zip(session, tokens_BP.tolist(), counts, strict=True):
-            self._read(row, tokens[:count])
+    def observe(self, session: list[_Row], committed: Committed) -> None:
+        for row, tokens in zip(session, committed.tokens, strict=True):
+            self._read(row, tokens)
 
     def select(self, session: list[_Row], rows: Sequence[int]) -> None:
         session[:] = [session[row] for row in rows]

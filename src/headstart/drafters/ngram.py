@@ -6,8 +6,6 @@ match. A step costs a dictionary entry, and a match that goes on needs no search
 
 How long a chain is proposed follows from how often matches of each length went on rightly: a match of 2 tokens is
 right half of the time, one of 24 nearly always, and each accepted token makes the match longer by one.
-
-Shape suffixes: B rows, P committed tokens of a round.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headstart.decode.drafting import Request, root_only
-from headstart.target import DraftTree
+from headstart.proposal import Committed, Proposal, Request, Root
 
 PRIORS = ((1, 0.2), (2, 0.53), (3, 0.62), (4, 0.7), (5, 0.77), (6, 0.79), (8, 0.84), (12, 0.9), (16, 0.92), (24, 0.98))
 """(match length from which it holds, share of right continuations), before a text has shown its own.
@@ -160,24 +157,22 @@ class NgramDrafter:
             rows.append(row)
         return rows
 
-    def propose(self, session: list[_Row], root_B: Tensor, request: Request) -> DraftTree:
+    def propose(self, session: list[_Row], root: Root, request: Request) -> Proposal:
         longest = min(self.max_nodes, request.max_nodes) - 1
         least = max(self.least, request.worth)
         tokens, parents, gains = [], [], []
-        for row, root in zip(session, root_B.tolist(), strict=True):
-            row.append(root)
+        for row, token in zip(session, root.tokens, strict=True):
+            row.append(token)
             row.ahead = True
             drafts, chances = row.chain(longest, least)
-            tokens.append([root, *drafts])
+            tokens.append([token, *drafts])
             parents.append(list(range(-1, len(drafts))))
             gains.append([1.0, *chances])
-        if max(map(len, tokens)) == 1:
-            return root_only(root_B)
-        return DraftTree.from_rows(tokens, parents, root_B.device, gains)
+        return Proposal(tokens, parents, gains)
 
-    def observe(self, session: list[_Row], tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
-        for row, tokens, count in zip(session, tokens_BP.tolist(), counts, strict=True):
-            for token in tokens[row.ahead : count]:
+    def observe(self, session: list[_Row], committed: Committed) -> None:
+        for row, tokens in zip(session, committed.tokens, strict=True):
+            for token in tokens[row.ahead :]:
                 row.append(token)
             row.ahead = False
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from headstart.decode.budget import Costs
-from headstart.decode.drafting import Drafter, Request
+from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.eval.divergence import Difference, difference
 from headstart.heads import DraftHead
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.proposal import Committed, Proposal, Request, Root
+from headstart.target import Target, TreeShape
 
 
 @dataclass
@@ -70,15 +71,14 @@ class AlwaysWrongDrafter:
     def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
         return None
 
-    def propose(self, session: None, root_B: Tensor, request: Request) -> DraftTree:
+    def propose(self, session: None, root: Root, request: Request) -> Proposal:
         shape = TreeShape.chain(min(self.shape.depth, request.max_nodes - 1))
         if self.shape.size <= request.max_nodes and not request.chain:
             shape = self.shape
-        drafts_N = torch.tensor([self._tokens[rank] for rank in shape.ranks[1:]], dtype=torch.long)
-        drafts_BN = drafts_N.to(root_B.device).expand(len(root_B), -1)
-        return DraftTree.from_shape(torch.cat([root_B[:, None], drafts_BN], dim=1), shape)
+        drafts = [self._tokens[rank] for rank in shape.ranks[1:]]
+        return Proposal([[token, *drafts] for token in root.tokens], [list(shape.parents) for _ in root.tokens])
 
-    def observe(self, session: None, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+    def observe(self, session: None, committed: Committed) -> None:
         return None
 
     def select(self, session: None, rows: Sequence[int]) -> None:

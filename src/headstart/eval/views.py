@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headstart.target import DraftTree, Target, TargetOutput
 from headstart.target.cache import TreeCache
+from headstart.target.tree import depths_of
 
 MOST_TEXTS = 4000
 """Texts that `RememberingTarget` keeps."""
@@ -74,7 +75,7 @@ class WatchedTarget(TargetView):
         for number, tree in enumerate(self._trees):
             running = [row for row, count in enumerate(rounds_B) if count > number]
             for place, row in enumerate(running):
-                depths_B[row].append(_depth(tree.parents_of(place)))
+                depths_B[row].append(max(depths_of(tree.parents_of(place))))
         return depths_B
 
 
@@ -96,7 +97,7 @@ class Texts:
         """Committed tokens of each row."""
         return [self.prompt_length + len(text) for text in self.rows_B]
 
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
         """See `TreeCache.commit`."""
         assert self.tree is not None, "a forward comes before its commit"
         tokens = self.tree.tokens_BN.tolist()
@@ -215,15 +216,3 @@ def _texts(before: Text, tree: DraftTree, row: int) -> list[Text]:
     for node in range(1, len(parents)):
         texts.append((*texts[parents[node]], tokens[node]))
     return texts + [texts[0]] * (len(tokens) - len(parents))
-
-
-def _depth(parents: Sequence[int]) -> int:
-    """Depth of the deepest node.
-
-    >>> _depth((-1, 0, 1, 0))
-    2
-    """
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    return max(depths)

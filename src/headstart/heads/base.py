@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
+from headstart.heads.growing import grow
 from headstart.heads.packed import unpack
+from headstart.proposal import Committed, Proposal, Request, Root
 from headstart.target import FINAL, Finish, Target, TreeShape
 
 
@@ -119,12 +121,17 @@ class StepPrediction:
 
 
 class DraftHead(nn.Module, ABC):
-    """A head family. Training (`unroll`) and drafting (`open`, `expand`, `observe`, `select`) are separate methods.
+    """A head family. Training (`unroll`) and drafting (`open`, `draft`, `observe`, `select`) are separate methods.
+
+    A family drafts in one of two ways: level by level (`expand`), when what it says behind a node depends on the tokens
+    on the way there, or all depths in one forward (`OneForwardHead`). What goes into training steps of its own choice
+    is said by `HeadBatch.reach_BT`: an origin with a reach of 0 is no anchor.
 
     Attributes:
         family: registered name.
         Config: its config class.
         drafts_features: whether its predictions hold a `feature_ME`.
+        one_forward: whether it drafts all depths in one forward.
         config: its config, with the target's sizes filled in.
         draft_to_target_D: int64, the target's token id of each draft token (the identity without a draft vocabulary).
         lm_bias_D: bias of the target's LM head, for heads that read logits through it.
@@ -134,6 +141,7 @@ class DraftHead(nn.Module, ABC):
     family: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     drafts_features: ClassVar[bool] = False
+    one_forward: bool = False
     config: HeadConfig
     draft_to_target_D: Tensor
     lm_bias_D: Tensor | None
@@ -201,6 +209,16 @@ class DraftHead(nn.Module, ABC):
             A state of the family's own that `expand`, `observe` and `select` take.
         """
 
+    def draft(self, state: Any, root: Root, request: Request) -> Proposal:
+        """Draft behind each row's root.
+
+        Args:
+            state: from `open`.
+            root: decided, not yet read by the target.
+            request: of the decode loop, with the tree to fill or the calibration to choose one by.
+        """
+        return grow(self, state, root, request)
+
     @abstractmethod
     def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """Draft behind the nodes of one level of a tree; the levels of a round come in order.
@@ -217,15 +235,17 @@ class DraftHead(nn.Module, ABC):
             them.
         """
 
+    def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor:
+        """Of heads that draft all depths in one forward: see `OneForwardHead`."""
+        raise NotImplementedError(f"{self.family} drafts level by level")
+
     @abstractmethod
-    def observe(self, state: Any, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
+    def observe(self, state: Any, committed: Committed) -> None:
         """Learn what was accepted.
 
         Args:
             state: from `open`.
-            tokens_BP: the tokens now committed in this round, root first, padded on the right.
-            states: {tap: [B, P, E]} of those tokens.
-            counts: how many of them are real, for each row (at least 1).
+            committed: the tokens now committed in this round, root first, and their states.
         """
 
     @abstractmethod
@@ -305,6 +325,32 @@ class DraftHead(nn.Module, ABC):
         """Draft only these tokens of the target (sorted int64 [D])."""
         assert token_ids.shape == self.draft_to_target_D.shape, "the vocabulary has the configured size"
         self.draft_to_target_D.copy_(token_ids)
+
+
+class OneForwardHead(DraftHead):
+    """A family whose drafts at a depth do not depend on which tokens were drafted before: one forward gives them all.
+
+    On a device all depths are read back at once; where reading back is free, a depth is asked for when the one before
+    was worth it, so that LM heads of depths that nobody verifies are not computed.
+    """
+
+    one_forward = True
+
+    @abstractmethod
+    def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor:
+        """Logits of the tokens at these depths behind each row's root.
+
+        Args:
+            state: from `open`; what the first call of a round computes for all depths may be kept there.
+            root_B: int64, decided, not yet read by the target.
+            depths: from 0, the child of the root; the calls of a round come in order and never twice.
+
+        Returns:
+            [B, len(depths), D] over the draft vocabulary.
+        """
+
+    def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        return self.depth_logits(state, tokens_BW[:, 0], range(depth, depth + 1))
 
 
 def positions(supervised_BT: Tensor, step: int) -> Tensor:

@@ -39,6 +39,7 @@ from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, 
 from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, causal_attention
 from headstart.heads.packed import linear
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
+from headstart.proposal import Committed
 from headstart.target import FINAL, Target
 
 
@@ -192,7 +193,7 @@ class HydraHead(DraftHead):
         cache = None
         if self.prefix is not None:
             cache = LayerCache(self.config, 1, len(prompts), final_BPE.shape[1], final_BPE)
-        final_BE = self._follow(cache, final_BPE, counts)
+        final_BE = self._follow(cache, final_BPE, counts, torch.tensor(counts, device=final_BPE.device))
         return HydraState(final_BE, final_BE[:, None], cache)
 
     def expand(self, state: HydraState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
@@ -204,8 +205,8 @@ class HydraHead(DraftHead):
         head = cast(HydraStep, self.heads[depth])
         return self.finished(linear(head(state.seen_BWF), self._lm_head(head), self.lm_bias_D))
 
-    def observe(self, state: HydraState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
-        state.final_BE = self._follow(state.cache, states[FINAL], counts)
+    def observe(self, state: HydraState, committed: Committed) -> None:
+        state.final_BE = self._follow(state.cache, committed.states[FINAL], committed.counts, committed.counts_B)
 
     def select(self, state: HydraState, rows: Sequence[int]) -> None:
         state.final_BE = state.final_BE[list(rows)]
@@ -213,10 +214,10 @@ class HydraHead(DraftHead):
             state.cache.select(rows)
 
     @torch.no_grad()
-    def _follow(self, cache: LayerCache | None, final_BPE: Tensor, counts: Sequence[int]) -> Tensor:
+    def _follow(self, cache: LayerCache | None, final_BPE: Tensor, counts: Sequence[int], counts_B: Tensor) -> Tensor:
         """What stands for the state of each row's last token, [B, E], after reading `counts` tokens of each row."""
         if cache is None or self.prefix is None:
-            return last_states(final_BPE, counts)
+            return last_states(final_BPE, counts_B)
         device, width = final_BPE.device, final_BPE.shape[1]
         starts, cache.lengths = cache.lengths, [a + b for a, b in zip(cache.lengths, counts, strict=True)]
         places_BP = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
@@ -225,14 +226,14 @@ class HydraHead(DraftHead):
         cache.reserve(max(starts) + width)
         cache.put(0, starts, keys, values)
         # Only the last token's output is read: the rest of the layer runs for it alone.
-        last_B = torch.tensor(counts, device=device) - 1
+        last_B = counts_B - 1
         queries_BNG1d = queries[torch.arange(len(counts), device=device), :, :, last_B][:, :, :, None]
         slots, allowed_B1S = max(cache.lengths), None
         if min(cache.lengths) < slots:
             lengths_B = torch.tensor(cache.lengths, device=device)
             allowed_B1S = (torch.arange(slots, device=device) < lengths_B[:, None])[:, None]
         mixed = cached_attention(queries_BNG1d, cache.kv[0], slots, allowed_B1S)
-        return self.prefix.write(last_states(final_BPE, counts)[:, None], mixed)[:, 0]
+        return self.prefix.write(last_states(final_BPE, counts_B)[:, None], mixed)[:, 0]
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

@@ -24,9 +24,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, origins, positions, register
+from headstart.heads.base import HeadBatch, HeadConfig, OneForwardHead, StepPrediction, origins, positions, register
 from headstart.heads.packed import linear, unstack
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
+from headstart.proposal import Committed
 from headstart.target import FINAL, Target
 
 
@@ -60,7 +61,7 @@ class MedusaState:
 
 
 @register
-class MedusaHead(DraftHead):
+class MedusaHead(OneForwardHead):
     """K stacks of residual blocks, each with its own LM head or the target's."""
 
     family: ClassVar[str] = "medusa"
@@ -144,17 +145,20 @@ class MedusaHead(DraftHead):
     # -- drafting ------------------------------------------------------------------------------------------------
 
     def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> MedusaState:
-        final_BE = last_states(states[FINAL], [len(prompt) for prompt in prompts])
+        counts_B = torch.tensor([len(prompt) for prompt in prompts], device=states[FINAL].device)
+        final_BE = last_states(states[FINAL], counts_B)
         return MedusaState(final_BE, final_BE)
 
-    def expand(self, state: MedusaState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        if depth == 0:
-            state.seen_BF = self.read(state.final_BE, tokens_BW[:, 0])
-        *body, lm_head_DE = self.parts()[depth]
-        return self.finished(linear(head_hidden(state.seen_BF, *body), lm_head_DE, self.lm_bias_D))[:, None]
+    def depth_logits(self, state: MedusaState, root_B: Tensor, depths: range) -> Tensor:
+        if depths.start == 0:
+            state.seen_BF = self.read(state.final_BE, root_B)
+        logits = []
+        for *body, lm_head_DE in self.parts()[depths.start : depths.stop]:
+            logits.append(linear(head_hidden(state.seen_BF, *body), lm_head_DE, self.lm_bias_D))
+        return self.finished(torch.stack(logits, dim=1))
 
-    def observe(self, state: MedusaState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]) -> None:
-        state.final_BE = last_states(states[FINAL], counts)
+    def observe(self, state: MedusaState, committed: Committed) -> None:
+        state.final_BE = last_states(committed.states[FINAL], committed.counts_B)
 
     def select(self, state: MedusaState, rows: Sequence[int]) -> None:
         state.final_BE = state.final_BE[list(rows)]

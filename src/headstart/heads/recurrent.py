@@ -37,6 +37,7 @@ from headstart.heads.layer import (
     chain_attention,
 )
 from headstart.heads.packed import linear
+from headstart.proposal import Committed
 from headstart.target import Target
 
 _WORTH_A_COPY = 0.9
@@ -188,13 +189,11 @@ class RecurrentHead(DraftHead):
         hidden_BWE, state.fed_BWE = self.leave(stream_BWE)
         return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
-    def observe(
-        self, state: RecurrentState, tokens_BP: Tensor, states: dict[int, Tensor], counts: Sequence[int]
-    ) -> None:
-        seen_BPX = self.see(states)
+    def observe(self, state: RecurrentState, committed: Committed) -> None:
+        seen_BPX, tokens_BP, counts = self.see(committed.states), committed.tokens_BP, committed.counts
         if state.drafted:  # the entries of what was pending are in the cache, with the root that is now committed
             state.cache.lengths = [a + b for a, b in zip(state.cache.lengths, state.counts, strict=True)]
-            state.seen_BPX, state.counts, state.drafted = seen_BPX, list(counts), False
+            state.seen_BPX, state.counts, state.drafted = seen_BPX, counts, False
             state.tokens_BP = F.pad(tokens_BP[:, 1:], (0, 1))
             return
         old, state.counts = state.counts, [a + b for a, b in zip(state.counts, counts, strict=True)]

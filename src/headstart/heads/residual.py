@@ -31,10 +31,9 @@ def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
     return F.rms_norm(found, found.shape[-1:]).to(like)
 
 
-def last_states(states_BTE: Tensor, counts: Sequence[int]) -> Tensor:
-    """The state of each row's last token, [B, E]; row b has `counts[b]` of them."""
-    last_B = torch.tensor(counts, device=states_BTE.device) - 1
-    return states_BTE[torch.arange(len(counts), device=last_B.device), last_B]
+def last_states(states_BTE: Tensor, counts_B: Tensor) -> Tensor:
+    """The state of each row's last token, [B, E]; row b has `counts_B[b]` of them."""
+    return states_BTE[torch.arange(len(counts_B), device=counts_B.device), counts_B - 1]
 
 
 def head_hidden(seen_MF: Tensor, input_EF: Tensor, weight_LEE: Tensor, bias_LE: Tensor) -> Tensor:

@@ -121,10 +121,14 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._slots[device] = torch.arange(self.rows, device=device)[:, None], slots_BT
         return self._slots[device]
 
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
         """Keep, for each row, the nodes on its accepted path (indices into the last forward), in order.
 
         Row b grows by `len(paths[b])`; an empty path drops everything the last forward wrote for that row.
+
+        Args:
+            paths: of each row.
+            paths_BP: the same on the device, short rows padded with any node; saves an upload.
         """
         moved = [
             (row, self.lengths[row] + node, self.lengths[row] + place)
@@ -132,15 +136,29 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             for place, node in enumerate(path)
             if node != place
         ]
-        if moved:
-            columns = [torch.tensor(column) for column in zip(*moved, strict=True)]
-            placed = {device: [column.to(device) for column in columns] for device in self._devices}
+        if moved and paths_BP is not None and paths_BP.device.type != "cpu":
+            # What padding moves lies behind the new length, where everything is garbage.
+            starts_B1 = self._starts(paths_BP.device)
+            places_BP = starts_B1 + torch.arange(paths_BP.shape[1], device=paths_BP.device)
+            for store in self._stores:
+                sources = (starts_B1 + paths_BP).to(store.device)
+                rows_B1 = torch.arange(self.rows, device=store.device)[:, None]
+                store[:, rows_B1, :, places_BP.to(store.device)] = store[:, rows_B1, :, sources]
+        elif moved:
+            columns = torch.tensor(moved).T
+            placed = {device: columns.to(device) for device in self._devices}
             for store in self._stores:
                 rows, sources, places = placed[store.device]
                 # Indexing gathers a copy before the write, so overlapping moves are safe.
                 store[:, rows, :, places] = store[:, rows, :, sources]
         for row, path in enumerate(paths):
             self.lengths[row] += len(path)
+
+    def _starts(self, device: torch.device) -> Tensor:
+        """Committed tokens of each row, [B, 1], or [1, 1] where all have the same."""
+        if len(set(self.lengths)) == 1:
+            return torch.full((1, 1), self.lengths[0], device=device)
+        return torch.tensor(self.lengths, device=device)[:, None]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order: rows that have ended stop costing anything."""

@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 RankPath = tuple[int, ...]
@@ -69,10 +70,7 @@ class TreeShape:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Distance of each node from the root."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return tuple(depths)
+        return tuple(depths_of(self.parents))
 
     @property
     def depth(self) -> int:
@@ -105,6 +103,18 @@ class TreeShape:
         """Nodes that have children."""
         return frozenset(self.parents[1:])
 
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Parents [1, N], ancestors [1, N, N] and depths [1, N] on a device; uploaded once."""
+        if device not in self._uploaded:
+            parents_N = torch.tensor(self.parents)
+            parts = parents_N[None], self.ancestors_NN[None], self.depths_N[None]
+            self._uploaded[device] = parts[0].to(device), parts[1].to(device), parts[2].to(device)
+        return self._uploaded[device]
+
+    @cached_property
+    def _uploaded(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
+        return {}
+
     @cached_property
     def ancestors_NN(self) -> Tensor:
         """Bool [N, N]: entry (i, j) is true when node i may see node j, that is j is i or an ancestor of i."""
@@ -117,29 +127,6 @@ class TreeShape:
 
 
 @dataclass
-class Drawn:
-    """How some children of one node were drawn at random; children not listed were chosen without randomness.
-
-    Attributes:
-        children: the drawn child nodes, in the order in which they were drawn, each without those before it.
-        q_draft_D: float [D], the distribution over the draft vocabulary that the first one was drawn from.
-        draft_to_target_D: int64 [D], the target's token ids; None when the draft vocabulary is the target's.
-    """
-
-    children: list[int]
-    q_draft_D: Tensor
-    draft_to_target_D: Tensor | None = None
-
-    def q_draft_V(self, vocab_size: int) -> Tensor:
-        """The same distribution over the target's vocabulary, float [V]."""
-        if self.draft_to_target_D is None:
-            return self.q_draft_D
-        q_draft_V = self.q_draft_D.new_zeros(vocab_size)
-        q_draft_V[self.draft_to_target_D] = self.q_draft_D
-        return q_draft_V
-
-
-@dataclass
 class DraftTree:
     """Drafted tokens for every row of a batch, ready to be verified.
 
@@ -149,29 +136,23 @@ class DraftTree:
     Attributes:
         tokens_BN: int64 [B, N]; column 0 is each row's root token.
         parents: for each row the parent of each node, -1 for the root. One tuple when all rows share a shape.
+        parents_BN: the same on the device, int64 [B or 1, N], with -1 for padding, too.
         visible_BNN: bool [B or 1, N, N], which nodes each node may see (itself and its ancestors).
         depths_BN: int64 [B or 1, N].
         counts: how many nodes of each row are real, root included; None when all are.
-        gains: for each row and real node, the probability that the node's whole path is accepted, as far as the
-            drafter knows (1 for the root); None when it does not know.
-        drawn: for each row, how the children of some nodes were drawn; None when no draft was drawn at random.
-        levels: how many levels trained heads drafted for it, one after the other; None when none had a part in it.
     """
 
     tokens_BN: Tensor
     parents: tuple[tuple[int, ...], ...]
+    parents_BN: Tensor
     visible_BNN: Tensor
     depths_BN: Tensor
     counts: tuple[int, ...] | None = None
-    gains: list[list[float]] | None = None
-    drawn: list[dict[int, Drawn]] | None = None
-    levels: int | None = None
 
     @classmethod
     def from_shape(cls, tokens_BN: Tensor, shape: TreeShape) -> DraftTree:
         """Every row has the same shape."""
-        device = tokens_BN.device
-        return cls(tokens_BN, (shape.parents,), shape.ancestors_NN[None].to(device), shape.depths_N[None].to(device))
+        return cls(tokens_BN, (shape.parents,), *shape.on(tokens_BN.device))
 
     @classmethod
     def from_rows(
@@ -179,29 +160,27 @@ class DraftTree:
         tokens: Sequence[Sequence[int]],
         parents: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
-        gains: list[list[float]] | None = None,
-        drawn: list[dict[int, Drawn]] | None = None,
-        levels: int | None = None,
     ) -> DraftTree:
         """Each row has a tree of its own, given as lists: tokens with the root first, and each node's parent.
+
+        All of it goes to the device in one copy.
 
         >>> tree = DraftTree.from_rows([[5, 6, 7], [8]], [[-1, 0, 1], [-1]])
         >>> tree.tokens_BN.tolist(), tree.parents, tree.counts
         ([[5, 6, 7], [8, 8, 8]], ((-1, 0, 1), (-1, 0, 0)), (3, 1))
         """
-        width = max(map(len, tokens))
+        rows, width = len(tokens), max(map(len, tokens))
         padded = tuple((*row, *(0,) * (width - len(row))) for row in parents)
-        visible_BNN = ancestors(padded)
-        return cls(
-            torch.tensor([[*row, *(row[0],) * (width - len(row))] for row in tokens], device=device),
-            padded,
-            visible_BNN.to(device),
-            (visible_BNN.sum(-1) - 1).to(device),
-            tuple(map(len, tokens)),
-            gains,
-            drawn,
-            levels,
-        )
+        visible_BNN = _ancestors(padded)
+        tokens_BN = np.array([[*row, *(row[0],) * (width - len(row))] for row in tokens], dtype=np.int64)
+        depths_BN = visible_BNN.sum(-1, dtype=np.int64) - 1
+        parents_BN = np.array([[*row, *(-1,) * (width - len(row))] for row in parents], dtype=np.int64)
+        numbers_3BN, size = np.stack([tokens_BN, parents_BN, depths_BN]), 3 * 8 * rows * width
+        packed = np.concatenate([part.reshape(-1).view(np.uint8) for part in (numbers_3BN, visible_BNN)])
+        there = torch.from_numpy(packed).to(device)
+        tokens_t, parents_t, depths_t = there[:size].view(torch.int64).view(3, rows, width).unbind()
+        visible_t = there[size:].view(torch.bool).view(rows, width, width)
+        return cls(tokens_t, padded, parents_t, visible_t, depths_t, tuple(map(len, tokens)))
 
     @property
     def size(self) -> int:
@@ -215,18 +194,24 @@ class DraftTree:
         >>> DraftTree.from_rows([[5, 6, 7], [8]], [[-1, 0, 1], [-1]]).depth
         2
         """
-        deepest = 0
-        for parents in self.parents:
-            depths: list[int] = []
-            for parent in parents:
-                depths.append(0 if parent < 0 else depths[parent] + 1)
-            deepest = max(deepest, *depths)
-        return deepest
+        return max(max(depths_of(parents)) for parents in self.parents)
 
     def parents_of(self, row: int) -> tuple[int, ...]:
         """Parent of each real node of one row."""
         parents = self.parents[row] if len(self.parents) > 1 else self.parents[0]
         return parents if self.counts is None else parents[: self.counts[row]]
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Distance of each node from the root.
+
+    >>> depths_of([-1, 0, 1, 0])
+    [0, 1, 2, 1]
+    """
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
 
 
 def ancestors(parents: Sequence[Sequence[int]]) -> Tensor:
@@ -241,8 +226,12 @@ def ancestors(parents: Sequence[Sequence[int]]) -> Tensor:
     >>> ancestors([[-1, 0, 0, 1]])[0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     """
+    return torch.from_numpy(_ancestors(parents))
+
+
+def _ancestors(parents: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
     visible_BNN = np.tile(np.eye(len(parents[0]), dtype=bool), (len(parents), 1, 1))
     for visible_NN, row in zip(visible_BNN, parents, strict=True):
         for node, parent in enumerate(row[1:], start=1):
             visible_NN[node] |= visible_NN[parent]
-    return torch.from_numpy(visible_BNN)
+    return visible_BNN

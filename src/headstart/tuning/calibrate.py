@@ -11,8 +11,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.calibration import Calibration
 from headstart.decode.budget import Costs, node_worth
-from headstart.drafters.calibration import Calibration
 
 _BINS = 40
 """Bins of equally many drafts that acceptance is counted in, at each depth."""

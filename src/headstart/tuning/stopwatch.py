@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from headstart.decode.costs import Costs, Measured
-from headstart.decode.drafting import Request, root_only
 from headstart.decode.verify import GreedyVerifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads import DraftHead
 from headstart.heads.packed import pack, unpack
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
+from headstart.target import Target, TreeShape
 from headstart.target.tree import RankPath
 
 _CLEARLY = 0.9
@@ -85,20 +85,18 @@ def measure_verify(
     prompt = [1 + i % (target.vocab_size - 1) for i in range(context)]
     cache = target.new_cache(1, context + max(widths) + 1)
     target.prefill(cache, [prompt])
-    trees = [
-        DraftTree.from_shape(
-            torch.arange(width, device=target.device)[None] % target.vocab_size,
-            TreeShape.from_paths([(i // 2,) + (0,) * (i % 2) for i in range(width - 1)]),
-        )
-        for width in widths
-    ]
+    proposals = []
+    for width in widths:
+        shape = TreeShape.from_paths([(i // 2,) + (0,) * (i % 2) for i in range(width - 1)])
+        proposals.append(Proposal([[token % target.vocab_size for token in range(width)]], [list(shape.parents)]))
     times: list[list[float]] = [[] for _ in widths]
     begun, warm = perf_counter(), 2 if seconds == float("inf") else 1
     for number in range(repeats + warm):
         if _is_enough(number - warm, begun, seconds):
             break
-        for spent, tree in zip(times, trees, strict=True):
+        for spent, proposal in zip(times, proposals, strict=True):
             start = perf_counter()
+            tree = proposal.on(target.device)
             out = target.forward_tree(cache, tree, taps)
             verifier.accept(tree, out.logits_BTV)
             cache.commit([[0]])
@@ -145,16 +143,16 @@ def draft_ms(
     prompt = [1 + i % (target.vocab_size - 1) for i in range(max(2, min(context, _READ_TOKENS)))]
     cache = target.new_cache(1, len(prompt) + 1)
     states = target.prefill(cache, [prompt], heads.taps).taps
-    root_B = torch.tensor([1], device=target.device)
+    root = Root.of([1], target.device)
     last = {tap: state[:, -1:] for tap, state in states.items()}
     drafters = [HeadDrafter(heads, shape) for shape in shapes]
     times: list[list[float]] = [[], []]
 
     def timed(drafter: HeadDrafter, session: Any) -> float:
-        target.forward_tree(cache, root_only(root_B)).logits_BTV.sum().item()  # waits for the device, too
+        target.forward_tree(cache, ProposedTree.roots(root)).logits_BTV.sum().item()  # waits for the device, too
         start = perf_counter()
-        drafter.propose(session, root_B, Request(drafter.max_nodes)).tokens_BN.tolist()
-        drafter.observe(session, root_B[:, None], last, [1])
+        drafter.propose(session, root, Request(drafter.max_nodes))
+        drafter.observe(session, Committed.of([root.tokens], last, target.device))
         return 1e3 * (perf_counter() - start)
 
     # A session's first draft reads the prompt; what follows read a token each.

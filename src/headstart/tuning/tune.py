@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from headstart.calibration import Calibration
 from headstart.decode.costs import Conditions, Costs, Measured
-from headstart.drafters.calibration import Calibration
 from headstart.drafters.heads import HeadDrafter, Tree
 from headstart.errors import UserError
 from headstart.heads import DraftHead

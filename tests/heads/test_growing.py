@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.decode.drafting import Children, Request
+from headstart.calibration import Calibration
 from headstart.decode.sampling import Sampling
-from headstart.drafters.calibration import Calibration
-from headstart.drafters.grow import _draws, grow
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads import DraftHead, HeadConfig
+from headstart.heads.growing import _draws, grow
+from headstart.proposal import Children, Proposal, Request, Root
 from headstart.target import TreeShape
 
 VOCAB = 12
@@ -58,8 +58,19 @@ class TableHead(DraftHead):
     def select(self, *_: Any) -> None: ...
 
 
-def paths(tree: Any, row: int) -> list[tuple[int, ...]]:
-    parents, tokens, found = tree.parents_of(row), tree.tokens_BN[row].tolist(), []
+def grown(
+    heads: DraftHead,
+    roots: list[int],
+    request: Request,
+    calibration: Calibration,
+    shape: TreeShape | None = None,
+    max_rank: int = 8,
+) -> Proposal:
+    return grow(heads, None, Root.of(roots), replace(request, calibration=calibration, shape=shape), max_rank)
+
+
+def paths(tree: Proposal, row: int) -> list[tuple[int, ...]]:
+    parents, tokens, found = tree.parents[row], tree.tokens[row], []
     for node in range(len(parents)):
         found.append(() if node == 0 else (*found[parents[node]], tokens[node]))
     return found[1:]
@@ -69,7 +80,7 @@ def paths(tree: Any, row: int) -> list[tuple[int, ...]]:
 def test_static_trees_hold_the_named_ranks(shared: bool) -> None:
     heads = TableHead(shared)
     shape = TreeShape.from_paths([(0, 0, 1), (0, 2), (2,), (1, 0)])
-    tree = grow(heads, None, torch.tensor([3, 4]), Request(shape.size), Calibration(), shape)
+    tree = grown(heads, [3, 4], Request(shape.size), Calibration(), shape)
     for row in range(2):
         expected = []
         for ranks in shape.paths:
@@ -83,7 +94,7 @@ def test_static_trees_hold_the_named_ranks(shared: bool) -> None:
 def test_dynamic_trees_hold_every_path_that_is_worth_it() -> None:
     heads = TableHead()
     request = Request(64, worth=0.05)
-    tree = grow(heads, None, torch.tensor([3]), request, Calibration(), max_rank=VOCAB)
+    tree = grown(heads, [3], request, Calibration(), max_rank=VOCAB)
     expected: dict[tuple[int, ...], float] = {}
     level: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(heads.steps):
@@ -102,11 +113,11 @@ def test_dynamic_trees_hold_every_path_that_is_worth_it() -> None:
 
 def test_rows_of_different_size_are_padded_and_room_is_kept() -> None:
     heads = TableHead()
-    tree = grow(heads, None, torch.tensor([3, 4]), Request(5, worth=0.01), Calibration())
+    tree = grown(heads, [3, 4], Request(5, worth=0.01), Calibration())
     assert tree.size == 5
-    chain = grow(heads, None, torch.tensor([3]), Request(9, worth=0.0, chain=True), Calibration())
-    assert chain.parents == ((-1, 0, 1, 2),)
-    assert grow(heads, None, torch.tensor([3]), Request(9, worth=2.0), Calibration()).size == 1
+    chain = grown(heads, [3], Request(9, worth=0.0, chain=True), Calibration())
+    assert chain.parents == [[-1, 0, 1, 2]]
+    assert grown(heads, [3], Request(9, worth=2.0), Calibration()).size == 1
 
 
 @pytest.mark.parametrize("children", [Children.TOP_AND_DRAWN, Children.DRAWN])
@@ -119,9 +130,9 @@ def test_drawn_children_are_described_and_distinct(children: Children, shape: Tr
     for seed in range(20):
         stream = torch.Generator().manual_seed(seed)
         request = Request(12, 0.04, 0.0, False, children, sampling.warp, [stream])
-        tree = grow(heads, None, torch.tensor([3]), request, Calibration(), shape)
+        tree = grown(heads, [3], request, Calibration(), shape)
         assert tree.drawn is not None
-        parents, tokens = tree.parents_of(0), tree.tokens_BN[0].tolist()
+        parents, tokens = tree.parents[0], tree.tokens[0]
         inner = set(parents[1:])
         assert set(tree.drawn[0]) == inner, "every node with children has a drawn one"
         for node, drawn in tree.drawn[0].items():
@@ -146,7 +157,7 @@ def test_children_are_added_for_what_they_bring_together() -> None:
         request = Request(
             5, worth, 0.1, False, children, Sampling(temperature=1.0).warp, [torch.Generator().manual_seed(0)]
         )
-        tree = grow(TableHead(), None, torch.tensor([3]), request, calibration)
+        tree = grown(TableHead(), [3], request, calibration)
         assert tree.gains is not None
         return [round(gain, 6) for gain in tree.gains[0][1:]]
 
@@ -185,18 +196,18 @@ def test_each_row_draws_from_its_own_nodes(shared: bool) -> None:
     request = Request(
         9, 0.05, 0.0, False, Children.TOP_AND_DRAWN, sampling.warp, [torch.Generator().manual_seed(i) for i in range(3)]
     )
-    tree = grow(heads, None, torch.tensor([3, 4, 5]), request, Calibration())
+    tree = grown(heads, [3, 4, 5], request, Calibration())
     assert tree.drawn is not None
     for row, drawn in enumerate(tree.drawn):
         at = [(), *paths(tree, row)]
         assert len(drawn) > 1
         for node, one in drawn.items():
             expected_V = heads.table(at[node]).softmax(-1)
-            children = [child for child in range(1, len(tree.parents_of(row))) if tree.parents_of(row)[child] == node]
+            children = [child for child in range(1, len(tree.parents[row])) if tree.parents[row][child] == node]
             expected_V[[at[child][-1] for child in children if child not in one.children]] = 0
             torch.testing.assert_close(one.q_draft_V(VOCAB), expected_V / expected_V.sum())
-    chain = grow(heads, None, torch.tensor([3]), replace(request, chain=True, worth=0.0), Calibration())
-    assert chain.parents == ((-1, 0, 1, 2),) and chain.drawn is not None
+    chain = grown(heads, [3], replace(request, chain=True, worth=0.0), Calibration())
+    assert chain.parents == [[-1, 0, 1, 2]] and chain.drawn is not None
     assert [one.children for one in chain.drawn[0].values()] == [[1], [2], [3]], "a chain is drawn"
 
 
@@ -204,7 +215,7 @@ def test_what_top_p_leaves_out_is_not_drawn() -> None:
     heads = TableHead()
     narrow = Sampling(temperature=1.0, top_k=2)
     request = Request(9, 0.0, 0.0, False, Children.DRAWN, narrow.warp, [torch.Generator().manual_seed(0)])
-    tree = grow(heads, None, torch.tensor([3]), request, Calibration(), TreeShape.from_paths([(0,), (1,), (2,), (3,)]))
+    tree = grown(heads, [3], request, Calibration(), TreeShape.from_paths([(0,), (1,), (2,), (3,)]))
     assert tree.size == 3, "only two tokens can be drawn"
 
 
@@ -214,7 +225,7 @@ def test_levels_end_where_they_promise_too_little() -> None:
 
     def levels(level_worth: float, reached: tuple[float, ...] = (), rows: int = 1) -> int:
         request = Request(64, worth, level_worth)
-        tree = grow(heads, None, torch.full((rows,), 3), request, Calibration(reached=reached), max_rank=VOCAB)
+        tree = grown(heads, [3] * rows, request, Calibration(reached=reached), max_rank=VOCAB)
         assert tree.levels == len(heads.asked)
         return len(heads.asked)
 
@@ -231,7 +242,7 @@ def test_levels_end_where_they_promise_too_little() -> None:
     calibration = Calibration(((-100.0, 0.0),) * 3, ((0.5, 0.5),) * 3, (0.5, 0.4, 0.4))
     for level_worth, size in ((0.0, 4), (0.09, 3), (0.11, 2)):
         request = Request(8, worth=0.1, level_worth=level_worth, chain=True)
-        assert grow(heads, None, torch.tensor([3]), request, calibration).size == size
+        assert grown(heads, [3], request, calibration).size == size
 
 
 def test_a_level_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,11 +250,11 @@ def test_a_level_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> 
     copies = []
     honest = Tensor.cpu
     monkeypatch.setattr(Tensor, "cpu", lambda self: copies.append(self.shape) or honest(self))
-    tree = grow(TableHead(), None, torch.tensor([3]), Request(64, worth=0.05), Calibration(), max_rank=VOCAB)
+    tree = grown(TableHead(), [3], Request(64, worth=0.05), Calibration(), max_rank=VOCAB)
     assert len(copies) == tree.levels == 3
 
 
 def test_heads_keep_to_their_own_size_whatever_is_asked_for() -> None:
     drafter = HeadDrafter(TableHead(), TreeShape.chain(2), "dynamic", max_nodes=4)
-    assert drafter.propose(None, torch.tensor([3]), Request(64, worth=0.01)).size == 4
-    assert drafter.propose(None, torch.tensor([3]), Request(3, worth=0.01)).size == 3
+    assert drafter.propose(None, Root.of([3]), Request(64, worth=0.01)).size == 4
+    assert drafter.propose(None, Root.of([3]), Request(3, worth=0.01)).size == 3

@@ -13,18 +13,45 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.decode.drafting import Children, Request
-from headstart.decode.verify import draw_each
-from headstart.drafters.calibration import Calibration
-from headstart.heads import DraftHead
-from headstart.target import DraftTree, TreeShape
-from headstart.target.tree import Drawn
+from headstart.calibration import Calibration
+from headstart.proposal import Children, Drawn, Proposal, Request, Root
+from headstart.rng import draw_each
+from headstart.target import TreeShape
+
+MAX_RANK = 8
+"""Children of a node at most, in a dynamic tree."""
+
+
+class Sizes(Protocol):
+    """Of a config, what growing asks."""
+
+    @property
+    def draft_width(self) -> int: ...
+
+
+class Levels(Protocol):
+    """Where the logits of a tree's levels come from; see `DraftHead`."""
+
+    one_forward: bool
+    draft_to_target_D: Tensor
+
+    @property
+    def config(self) -> Sizes: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor: ...
+
+    def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor: ...
+
 
 Draft = tuple[int, int, float, float]
 """A candidate child: its place in the draft vocabulary, its token, its chance of acceptance behind its parent, and the
@@ -56,76 +83,115 @@ class _Growing:
 
 
 @torch.no_grad()
-def grow(
-    heads: DraftHead,
-    state: Any,
-    root_B: Tensor,
-    request: Request,
-    calibration: Calibration,
-    shape: TreeShape | None = None,
-    max_rank: int = 8,
-) -> DraftTree:
-    """Draft a tree behind each row's root.
+def grow(heads: Levels, state: Any, root: Root, request: Request, max_rank: int = MAX_RANK) -> Proposal:
+    """Draft a tree behind each row's root, level by level.
+
+    The host waits for the device once a level; for heads that draft all depths in one forward, once in all.
 
     Args:
         heads: what drafts.
         state: of its `open`.
-        root_B: each row's root token.
-        request: of the decode loop.
-        calibration: of the heads' probabilities.
-        shape: a static tree; None grows a dynamic one.
+        root: each row's root.
+        request: of the decode loop; its `shape` is filled where there is one.
         max_rank: children of a node at most, in a dynamic tree.
     """
-    rows = [_Growing([token]) for token in root_B.tolist()]
+    shape, calibration = request.shape, request.calibration or Calibration()
+    rows = [_Growing([token]) for token in root.tokens]
     ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.config.draft_width)
     levels = min(shape.depth if shape else heads.steps, request.max_nodes - 1)
-    tokens_BW, parents_BW = root_B[:, None], torch.zeros_like(root_B)[:, None]
-    drafted = 0
+    reading_is_free = root.tokens_B.device.type == "cpu"
+    tokens_BW, parents_BW = root.tokens_B[:, None], None
+    table, first, drafted = _Table.empty(), 0, 0
     for depth in range(levels):
         if depth and shape is None:
             reach = calibration.reach(depth)  # each node's best child, less what verifying it costs
             net = sum(max(0.0, row.gains[node] * reach - request.worth) for row in rows for node, _ in row.level)
             if net < request.level_worth:
                 break
-        logits_BWD = heads.expand(state, tokens_BW, parents_BW, depth).float()
+        if not heads.one_forward:
+            if depth:
+                tokens_BW, parents_BW = _next_level(rows, root.tokens_B.device)
+            elif parents_BW is None:
+                parents_BW = torch.zeros_like(tokens_BW)
+            table = _Table.read(heads.expand(state, tokens_BW, parents_BW, depth), ranks, heads.draft_to_target_D)
+        elif depth >= first + table.width:
+            # Where reading is free, the next depth waits until it is known to be worth its LM head.
+            depths, first = range(depth, depth + 1 if reading_is_free else levels), depth
+            table = _Table.read(heads.depth_logits(state, root.tokens_B, depths), ranks, heads.draft_to_target_D)
         drafted += 1
-        top = logits_BWD.topk(ranks, dim=-1)
-        log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)
-        # One copy to the host, since each waits for the device: the bits of the floats travel among the integers.
-        parts = [log_probs_BWR.view(torch.int32), top.indices.int(), heads.draft_to_target_D[top.indices].int()]
-        log_probs, indices, drafts = torch.stack(parts).cpu().numpy()
-        log_probs = log_probs.view(np.float32)
-        chances = calibration.chances(depth, log_probs).tolist()
-        draws = calibration.drawn.chances(depth, log_probs).tolist() if calibration.drawn else chances
-        indices, drafts = indices.tolist(), drafts.tolist()
+        only = depth - first if heads.one_forward else 0 if table.width == 1 else None
+        drafts = table.drafts(depth, only, calibration)
         for number, row in enumerate(rows):
-            columns = [0] * len(row.level) if len(drafts[number]) == 1 else range(len(row.level))
-            tables = [
-                list(zip(*(part[number][column] for part in (indices, drafts, chances, draws)), strict=True))
-                for column in columns
-            ]
+            columns = range(len(row.level)) if only is None else [only] * len(row.level)
+            tables = [drafts[number][0 if only is not None else column] for column in columns]
             picks = _static(row, shape) if shape else _dynamic(row, tables, request)
             chosen = {above: [tables[above][rank] for rank in ranks] for above, ranks in enumerate(picks) if ranks}
             q_draft_WD = None
             if chosen and request.children is not Children.TOP:
                 assert request.warp is not None, "drawing needs a distribution"
-                q_draft_WD = request.warp(logits_BWD[number, [columns[above] for above in chosen]])
+                q_draft_WD = request.warp(table.logits_BWD[number, [columns[above] for above in chosen]])
             grown = _add(row, chosen, q_draft_WD, heads.draft_to_target_D, request, number)
             if shape:
                 _settle(row, [child for child, _ in grown], shape)
                 grown = [pair for pair in grown if row.places[pair[0]] in shape.inner]
             row.level = grown
-        if depth + 1 == levels or not any(row.level for row in rows):
+        if not any(row.level for row in rows):
             break
-        tokens_BW, parents_BW = _next_level(rows, root_B.device)
-    return DraftTree.from_rows(
+    return Proposal(
         [row.tokens for row in rows],
         [row.parents for row in rows],
-        root_B.device,
-        [row.gains for row in rows],
+        None if shape else [row.gains for row in rows],  # a static tree is verified whole
         [row.drawn for row in rows] if any(row.drawn for row in rows) else None,
         drafted,
     )
+
+
+@dataclass
+class _Table:
+    """The best drafts of some levels, on the host.
+
+    Attributes:
+        logits_BWD: on the device, for drawing.
+        log_probs: [B, W, R].
+        indices: in the draft vocabulary.
+        tokens: of the target.
+    """
+
+    logits_BWD: Tensor
+    log_probs: NDArray[Any]
+    indices: NDArray[Any]
+    tokens: NDArray[Any]
+
+    @classmethod
+    def empty(cls) -> _Table:
+        none = np.zeros((0, 0, 0), dtype=np.int32)
+        return cls(torch.zeros(0, 0, 0), none.astype(np.float32), none, none)
+
+    @classmethod
+    def read(cls, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> _Table:
+        """In one copy, since each waits for the device: the bits of the floats travel among the integers."""
+        logits_BWD = logits_BWD.float()
+        top = logits_BWD.topk(ranks, dim=-1)
+        log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)
+        parts = [log_probs_BWR.view(torch.int32), top.indices.int(), draft_to_target_D[top.indices].int()]
+        log_probs, indices, tokens = torch.stack(parts).cpu().numpy()
+        return cls(logits_BWD, log_probs.view(np.float32), indices, tokens)
+
+    @property
+    def width(self) -> int:
+        """W: nodes of a level, or levels."""
+        return int(self.log_probs.shape[1])
+
+    def drafts(self, depth: int, column: int | None, calibration: Calibration) -> list[list[list[Draft]]]:
+        """By row and node, the candidates from the best on; of one column alone where it serves a whole level."""
+        part = slice(None) if column is None else slice(column, column + 1)
+        log_probs = self.log_probs[:, part]
+        chances = calibration.chances(depth, log_probs).tolist()
+        draws = calibration.drawn.chances(depth, log_probs).tolist() if calibration.drawn else chances
+        columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), chances, draws)
+        return [
+            [list(zip(*nodes, strict=True)) for nodes in zip(*row, strict=True)] for row in zip(*columns, strict=True)
+        ]
 
 
 def _static(row: _Growing, shape: TreeShape) -> list[list[int]]:
