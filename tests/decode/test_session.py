@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from headstart.decode.costs import Costs
 from headstart.decode.loop import Engine
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
+from headstart.decode.verify import Outcome, walk, walk_on_device
 from headstart.errors import UserError
 from headstart.proposal import Committed, Proposal, Request, Root
 from headstart.target import DraftTree, Target
@@ -161,3 +163,33 @@ def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(
     used = tapped[: len(answer.rounds)]
     assert used[-1] == (), "nothing is tapped at the end"
     assert sorted(used, reverse=True) == used, "and never again once it was not"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
+    """Trees of several rows and sizes, some drafts right: both walks find the same."""
+    chance = random.Random(seed)
+    tokens, parents = [], []
+    for _ in range(4):
+        own_parents = [-1]
+        for node in range(1, chance.randint(1, 12)):
+            own_parents.append(chance.randrange(node))
+        taken: dict[int, int] = {}
+        own = [chance.randrange(5)]
+        for parent in own_parents[1:]:
+            taken[parent] = taken.get(parent, chance.randrange(5)) + 1  # siblings hold different tokens
+            own.append(taken[parent] % 9)
+        tokens.append(own)
+        parents.append(own_parents)
+    tree = Proposal(tokens, parents).on("cpu")
+    choice_BN = torch.tensor([[chance.randrange(9) for _ in range(tree.size)] for _ in tokens])
+    for row, own_parents in enumerate(parents):  # the first child of every other node is right
+        for node in range(len(own_parents) - 1, 0, -1):
+            if node % 2:
+                choice_BN[row, own_parents[node]] = tokens[row][node]
+    expected = Outcome.of(walk(tree, choice_BN.tolist()))
+    found = walk_on_device(tree, choice_BN)
+    assert found.rows == expected.rows
+    for part in ("paths_BP", "counts_B", "root_B"):
+        assert torch.equal(getattr(found, part), getattr(expected, part)), part
+    assert max(len(row.path) for row in found.rows) > 1 or seed, "some drafts are accepted"

@@ -1,51 +1,84 @@
-"""A new family costs one file and one row: the worked example of CONTRIBUTING.md keeps the contract as it stands."""
+"""A new family costs one file and one row: two toy families keep the whole contract, each from nothing else.
+
+One drafts all depths in one forward: the worked example of CONTRIBUTING.md, as it stands there. The other drafts level
+by level.
+"""
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import headstart.heads
 from headstart.heads import base, families
 from headstart.target import Target
-from tests.heads import test_contract
+from tests.heads import test_contract, test_trees
 from tests.tiny import tiny_model
 
 GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
+LEVELWISE = Path(__file__).with_name("toy_levelwise.py").read_text(encoding="utf-8")
+TOYS = {
+    "linear": tuple(next(block for block in BLOCKS if mark in block) for mark in ("class LinearHead", '"linear": {')),
+    "toy-levelwise": (LEVELWISE, '"toy-levelwise": {"family": "toy-levelwise", "num_steps": 3}'),
+}
+"""By name of the family: its file and its row."""
 
 
-@pytest.fixture
-def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The example's file put beside the other families, and its row beside theirs; both gone afterwards."""
-    file, row = (next(block for block in BLOCKS if mark in block) for mark in ("class LinearHead", '"linear": {'))
-    (tmp_path / "linear.py").write_text(file, encoding="utf-8")
+def suite() -> list[tuple[str, Callable[..., None], dict[str, Any]]]:
+    """Every test of the contract that takes a case's name, with all values of its other parameters."""
+    found = []
+    for module in (test_contract, test_trees):
+        for name, test in inspect.getmembers(module, inspect.isfunction):
+            marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+            if not any(mark.args[0] == "name" and mark.args[1] is test_contract.CASES for mark in marks):
+                continue
+            others = []
+            for mark in (mark for mark in marks if mark.args[0] != "name"):
+                keys = [mark.args[0]] if isinstance(mark.args[0], str) else list(mark.args[0])
+                values = [[value] if len(keys) == 1 else value for value in mark.args[1]]
+                others.append([dict(zip(keys, value, strict=True)) for value in values])
+            for chosen in itertools.product(*others):
+                found.append((f"{module.__name__}.{name}", test, {k: v for part in chosen for k, v in part.items()}))
+    return found
+
+
+@pytest.fixture(params=TOYS)
+def toy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The family's file put beside the others, and its row beside theirs; both gone afterwards."""
+    file, row = TOYS[request.param]
+    module = request.param.replace("-", "_")
+    (tmp_path / f"{module}.py").write_text(file, encoding="utf-8")
     monkeypatch.setattr(headstart.heads, "__path__", [*headstart.heads.__path__, str(tmp_path)])
     monkeypatch.setattr(base, "_FAMILIES", dict(base._FAMILIES))
     for name, case in eval(f"{{{row}}}").items():
         monkeypatch.setitem(test_contract.CASES, name, case)
-    assert "linear" in families(), "the registry finds the file"
-    yield "linear"
-    sys.modules.pop("headstart.heads.linear")
+    assert request.param in families(), "the registry finds the file"
+    yield request.param
+    sys.modules.pop(f"headstart.heads.{module}")
 
 
-def test_the_example_of_the_guide_keeps_the_contract(family: str) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_a_toy_family_keeps_the_whole_contract(toy: str) -> None:
     test_contract.test_every_family_has_a_case()
-    for test in (
-        test_contract.test_unroll_shapes_and_gradients,
-        test_contract.test_drafting_equals_the_unrolled_training_forward,
-        test_contract.test_observing_in_rounds_equals_opening_afresh,
-        test_contract.test_rows_of_a_batch_are_independent,
-        test_contract.test_greedy_output_is_the_targets_own,
-        test_contract.test_siblings_are_distinct_and_inside_the_draft_vocabulary,
-    ):
-        test(family, target)
+    model = tiny_model("llama", vocab_size=61)
+    given = {"target": Target(model), "exact": Target(tiny_model("llama", vocab_size=61).double())}
+    ran = set()
+    for name, test, parameters in suite():
+        wanted = inspect.signature(test).parameters
+        with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
+            offered = {**given, **parameters, "name": toy, "monkeypatch": patch}
+            test(**{key: offered[key] for key in wanted})
+        ran.add(name)
+    assert len(ran) >= 10, "the suite is found by how its tests are marked"
 
 
-def test_the_example_is_gone_afterwards() -> None:
-    assert "linear" not in families()
+def test_the_toys_are_gone_afterwards() -> None:
+    assert not TOYS.keys() & families().keys()
