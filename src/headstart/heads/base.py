@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
 from headstart.heads.packed import unpack
+from headstart.renamed import hint, value_hint
 from headstart.target import FINAL, Finish, Target, TreeShape
 
 
@@ -392,13 +393,12 @@ def _parsed(settings: Mapping[str, Any], filled: Mapping[str, Any]) -> HeadConfi
     unknown = set(settings) - set(cls.Config.model_fields)
     if unknown:
         name = sorted(unknown)[0]
-        raise UserError(f"{cls.family} heads have no setting {name!r}.", nearest(name, cls.Config.model_fields))
+        remedy = hint(f"heads.{name}") or nearest(name, cls.Config.model_fields)
+        raise UserError(f"{cls.family} heads have no setting {name!r}.", remedy)
     try:
         return cls.Config(**(filled or settings))
     except ValidationError as error:
         first = error.errors()[0]
-        reason = first["msg"].removeprefix("Value error, ").lower()
-        raise UserError(
-            f"heads.{'.'.join(map(str, first['loc']))} is {first['input']!r}: {reason}.",
-            f"See what {cls.family} heads can be set to: headstart recipes show quickstart.",
-        ) from None
+        reason, key = first["msg"].removeprefix("Value error, ").lower(), f"heads.{'.'.join(map(str, first['loc']))}"
+        remedy = f"See what {cls.family} heads can be set to: headstart recipes show quickstart."
+        raise UserError(f"{key} is {first['input']!r}: {reason}.", value_hint(key, first["input"]) or remedy) from None
