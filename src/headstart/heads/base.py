@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
-from headstart.heads.packed import unpack
+from headstart.heads.int8_weights import unpack
 from headstart.renamed import hint, value_hint
 from headstart.target import FINAL, Finish, Target, TreeShape
 

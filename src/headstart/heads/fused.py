@@ -15,8 +15,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
+from headstart.heads.int8_weights import Linear
 from headstart.heads.layer import DraftLayer, LayerConfig, norm_scale, normed
-from headstart.heads.packed import Linear
 from headstart.heads.recurrent import RecurrentHead
 from headstart.target import FINAL, Target
 

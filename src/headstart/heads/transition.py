@@ -29,8 +29,8 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, positions, register
 from headstart.heads.fused import FusedConfig, FusedHead
 from headstart.heads.induction import FAR, slow_pairs, solve
+from headstart.heads.int8_weights import Linear
 from headstart.heads.layer import LayerConfig, by_token, causal_attention, normed
-from headstart.heads.packed import Linear
 from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target
 

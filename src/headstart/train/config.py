@@ -14,8 +14,8 @@ from headstart.errors import UserError, nearest
 from headstart.renamed import hint, recipe_now, value_hint
 
 PositionWeight = Literal["exponential", "sampled", "dpace", "auf"]
-"""What a recipe can ask for: `exponential`, `dpace` or `until_failure` (auf) of `headstart.train.weights`, or `thinned`
-(sampled) of `headstart.train.batches`."""
+"""What a recipe can ask for: `exponential`, `dpace` or `until_failure` (auf) of `headstart.train.position_weights`, or
+`thinned` (sampled) of `headstart.train.batches`."""
 
 
 FREE_TO_CHANGE = {"steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "tracker", "project"}

@@ -20,7 +20,7 @@ from headstart.decode.drafting import Request, root_only
 from headstart.decode.verify import GreedyVerifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads import DraftHead
-from headstart.heads.packed import pack, unpack
+from headstart.heads.int8_weights import pack, unpack
 from headstart.target import DraftTree, Target, TreeShape
 from headstart.target.tree import RankPath
 
