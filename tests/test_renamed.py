@@ -118,6 +118,8 @@ def test_a_checkpoint_of_an_earlier_run_is_gone_on_from(tmp_path: Path) -> None:
 def test_renamed_keys_and_values_are_read_and_hinted_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renamed, "KEYS", {"train.clip": "train.max_norm", "data.openers": "data.seeds"})
     monkeypatch.setattr(renamed, "VALUES", {"data.seeds": {"broad": "wide"}})
+    monkeypatch.setattr(renamed, "TENSORS", {"old_norms.": "norms."})
+    assert renamed.tensors_now({"old_norms.0.weight": 1, "fc.weight": 2}) == {"norms.0.weight": 1, "fc.weight": 2}
     recipe = {"name": "old", "train": {"clip": 1.0, "lr": 2.0}, "data": {"openers": "broad"}}
     now = {"name": "old", "train": {"max_norm": 1.0, "lr": 2.0}, "data": {"seeds": "wide"}}
     assert renamed.recipe_now(recipe) == now

@@ -8,12 +8,16 @@ no work.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 KEYS: dict[str, str] = {}
 """Recipe keys, old to new; both with their section."""
 VALUES: dict[str, dict[str, str]] = {}
 """By recipe key as it is called now: values, old to new."""
+TENSORS: dict[str, str] = {}
+"""Beginnings of the names of saved tensors, old to new."""
 _JOINED = "transition"
 """What `eagle3` with `join=true` is called; `eagle3` alone is the published arrangement."""
 
@@ -58,6 +62,14 @@ def section_now(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
         known = VALUES.get(new, {})
         found[new.removeprefix(f"{section}.")] = known.get(value, value) if isinstance(value, str) else value
     return found
+
+
+def tensors_now(state: Mapping[str, T]) -> dict[str, T]:
+    """Saved tensors by the names that this version gives them."""
+    return {
+        next((new + name.removeprefix(old) for old, new in TENSORS.items() if name.startswith(old)), name): tensor
+        for name, tensor in state.items()
+    }
 
 
 def settings_now(settings: Mapping[str, Any]) -> dict[str, Any]:

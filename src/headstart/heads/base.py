@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
 from headstart.heads.int8_weights import unpack
-from headstart.renamed import hint, value_hint
+from headstart.renamed import hint, tensors_now, value_hint
 from headstart.target import FINAL, Finish, Target, TreeShape
 
 
@@ -146,6 +146,10 @@ class DraftHead(nn.Module, ABC):
         self.register_buffer("draft_to_target_D", torch.arange(config.draft_width))
         self.register_buffer("lm_bias_D", None, persistent=False)
         self.finish = None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's; tensors that an earlier version named otherwise are found."""
+        return super().load_state_dict(tensors_now(state_dict), strict=strict, assign=assign)
 
     def train(self, mode: bool = True) -> Self:
         """As torch's; training mode drops the weights in 8 bits, which would not learn."""
