@@ -27,7 +27,7 @@ from headstart.eval.methods import LOOKUP, PLAIN, STOCK, Method, Ours, Transform
 from headstart.files import write_json, write_text
 from headstart.target import Target, TreeShape, load_target
 
-FAMILIES = ("medusa", "hydra", "eagle", "eagle3")
+FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "transition")
 """Packaged recipes, one for each family."""
 OVER = {"over_plain": PLAIN, "over_transformers": STOCK, "over_prompt_lookup": LOOKUP}
 

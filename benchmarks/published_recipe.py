@@ -1,4 +1,4 @@
-"""Our EAGLE-3 recipe beside the published one, at equal data and steps: mean accepted drafts.
+"""Our transition heads beside the published recipe of EAGLE-3, at equal data and steps: mean accepted drafts.
 
     python benchmarks/published_recipe.py QUESTIONS.jsonl --run runs/quickstart --steps 300 --out out/published
 
@@ -25,8 +25,8 @@ from headstart.files import write_json, write_text
 from headstart.target import load_target
 
 PUBLISHED = (
+    "heads.family=eagle3",
     "heads.start=cold",
-    "heads.join=false",
     "heads.feedback=pre_norm",
     "heads.tap_norms=false",
     "train.optimizer=adamw",
@@ -39,13 +39,13 @@ PUBLISHED = (
     "train.betas=[0.9, 0.95]",
     "train.clip=0.5",
 )
-"""What makes the recipe the published one; without `join` the tapped layers are the published ones by default."""
+"""What makes the recipe the published one; another family drops the settings of the one before."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_of(__doc__, Path("out/published"))
     parser.add_argument("questions", type=Path)
-    parser.add_argument("--recipe", default="eagle3", help="ours")
+    parser.add_argument("--recipe", default="transition", help="ours")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lrs", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3], help="of the published recipe")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])

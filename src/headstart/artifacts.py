@@ -27,6 +27,7 @@ from rich.console import Console
 from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json, write_atomic, write_json
 from headstart.lock import Busy, locked
+from headstart.renamed import identity_now
 
 FOLDER = "artifacts"
 """Beside the folders of the runs that share it."""
@@ -72,9 +73,18 @@ def artifact(run_folder: Path, kind: str, slug: str, identity: Mapping[str, Any]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     place = root_of(run_folder) / kind
     # The word is for people: a prompt file that was renamed is still the same.
-    there = next((one for one in sorted(place.glob(f"*-{digest}")) if one.is_dir()), None)
+    there = next((one for one in sorted(place.glob(f"*-{digest}")) if one.is_dir()), None) or _earlier(place, known)
     words = "".join(letter if letter.isalnum() else "-" for letter in slug.lower()).strip("-")[:32]
     return Artifact(there or place / f"{words or kind}-{digest}", known)
+
+
+def _earlier(place: Path, identity: dict[str, Any]) -> Path | None:
+    """The artifact of this identity that an earlier version made, which called something otherwise."""
+    for note in sorted(place.glob(f"*/{NOTE}")):
+        noted = _noted(note.parent)
+        if noted and noted != (now := identity_now(place.name, noted)) and now == identity:
+            return note.parent
+    return None
 
 
 def root_of(run_folder: Path) -> Path:
@@ -134,7 +144,11 @@ def relatives(of: Artifact) -> list[Artifact]:
 
 
 def read_note(folder: Path) -> dict[str, Any]:
-    """The identity of an artifact that is there; empty when its note cannot be read."""
+    """The identity of an artifact that is there, in the words of this version; empty when its note cannot be read."""
+    return identity_now(folder.parent.name, _noted(folder))
+
+
+def _noted(folder: Path) -> dict[str, Any]:
     try:
         return dict(read_json(folder / NOTE)["identity"])
     except (UserError, KeyError, TypeError, ValueError):

@@ -144,7 +144,7 @@ def audit(
     if out is not None:
         _check_out(out, AUDIT_FILES, overwrite)
     asked = [question.turns[0] for file in questions or () for question in read_questions(file)]
-    from headstart.eval.evidence import PROMPTS, AuditOptions, run_audit
+    from headstart.eval.audit_run import PROMPTS, AuditOptions, run_audit
     from headstart.eval.verdict import show_audit, write_audit
 
     standard, console = AuditOptions(), Console()

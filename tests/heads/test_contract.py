@@ -31,13 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle-draft-vocabulary": {"family": "eagle", "steps": 2, "draft_vocab_size": 30},
     "eagle3": {"family": "eagle3", "steps": 3, "tap_layers": (1, 2, 3)},
     "eagle3-draft-vocabulary": {"family": "eagle3", "steps": 2, "tap_layers": (1, 3), "draft_vocab_size": 30},
-    "eagle3-joined": {
-        "family": "eagle3",
-        "steps": 3,
-        "tap_layers": (1, -1),
-        "feedback": "post_norm",
-        "join": True,
-    },
     "eagle3-cold": {"family": "eagle3", "steps": 2, "tap_layers": (1, 2, 3), "start": "cold"},
     "eagle3-deep-normed": {
         "family": "eagle3",
@@ -47,6 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
         "tap_norms": True,
         "feedback": "post_norm",
     },
+    "transition": {"family": "transition", "steps": 3, "tap_layers": (1, -1)},
+    "transition-draft-vocabulary": {"family": "transition", "steps": 2, "tap_layers": (-1,), "draft_vocab_size": 30},
 }
 
 

@@ -19,6 +19,7 @@ from tests.tiny import KINDS, tiny_model
 FAMILIES: dict[str, dict[str, Any]] = {
     "eagle": {"family": "eagle", "steps": 3},
     "eagle3": {"family": "eagle3", "steps": 3, "tap_layers": (1, 3), "num_layers": 2},
+    "transition": {"family": "transition", "steps": 3, "tap_layers": (1, -1), "num_layers": 2},
 }
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6]
 
@@ -76,10 +77,10 @@ def test_what_each_step_reads(name: str, target: Target) -> None:
             assert same == (place > origin), f"state {place}, step {step} of origin {origin}"
 
 
-JOINED = {"family": "eagle3", "steps": 2, "tap_layers": (-1,), "feedback": "post_norm", "join": True}
+TRANSITION = {"family": "transition", "steps": 2, "tap_layers": (-1,)}
 
 
-@pytest.mark.parametrize("settings", [{"family": "eagle", "steps": 2}, JOINED])
+@pytest.mark.parametrize("settings", [{"family": "eagle", "steps": 2}, TRANSITION])
 @torch.no_grad()
 def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Target) -> None:
     """States that rotate at each token: the start drafts them at once, at the second step as at the first."""
@@ -106,10 +107,14 @@ def test_layers_to_tap_must_differ(target: Target) -> None:
         family("eagle3")(make_config({"family": "eagle3", "tap_layers": (1, 1)}, target))
 
 
-def test_a_join_needs_final_states_on_both_ends(target: Target) -> None:
-    for wrong in ({"feedback": "pre_norm"}, {"tap_layers": (-1, 2)}):
-        with pytest.raises(UserError, match=r"Set heads\.feedback=post_norm and end heads\.tap_layers with -1"):
-            family("eagle3")(make_config({**JOINED, **wrong}, target))
+def test_a_transition_begins_with_a_final_state(target: Target) -> None:
+    with pytest.raises(UserError, match=r"heads\.tap_layers is \[-1, 2\]\. End heads\.tap_layers with -1"):
+        family("transition")(make_config({**TRANSITION, "tap_layers": (-1, 2)}, target))
+
+
+def test_joined_eagle3_is_told_its_new_name(target: Target) -> None:
+    with pytest.raises(UserError, match=r"eagle3 heads have no setting 'join'.*heads\.family=transition"):
+        make_config({"family": "eagle3", "join": True}, target)
 
 
 def test_settings_follow_from_the_target(target: Target) -> None:
@@ -272,7 +277,8 @@ def test_both_attentions_agree() -> None:
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # float32 sums in another order
 
 
-def test_what_is_read_of_a_target_ends_with_its_final_state_where_states_are_joined(target: Target) -> None:
-    read = {join: make_config({"family": "eagle3", "join": join}, target).tap_layers for join in (False, True)}
-    assert read[False][-1] == target.num_layers - 3
-    assert read[True] == (*read[False][:-1], FINAL)
+def test_layers_that_are_read_by_default(target: Target) -> None:
+    configs = {name: make_config({"family": name}, target) for name in ("eagle3", "transition")}
+    read = {name: config.model_dump()["tap_layers"] for name, config in configs.items()}
+    middle = target.num_layers // 2
+    assert read == {"eagle3": (2, middle, target.num_layers - 3), "transition": (2, middle, FINAL)}

@@ -19,6 +19,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra": {"num_heads": 2, "prefix_attention": True},
     "eagle": {"steps": 3},
     "eagle3": {"steps": 3, "tap_layers": (1, 2, 3)},
+    "transition": {"steps": 3, "tap_layers": (1, 2, -1)},
 }
 
 

@@ -30,7 +30,8 @@ from tests.train.conftest import conversations
         ({"family": "hydra", "num_headss": 3}, r"hydra heads have no setting 'num_headss'. Did you mean 'num_heads'\?"),
         ({"family": "medusa", "num_heads": 40}, r"heads.num_heads is 40: input should be less than or equal to 16"),
         ({"family": "eagle", "start": "hot"}, r"heads.start is 'hot'"),
-        ({"family": "eagle3", "join": True}, r"heads.join goes from final state to final state"),
+        ({"family": "eagle3", "join": True}, r"no setting 'join'.*heads.family=transition"),
+        ({"family": "transition", "tap_layers": [-1, 2]}, r"Transition heads go from final state to final state"),
         ({"family": "eagle3", "tap_layers": [2, 2]}, r"layers \[2, 2\] of the target, which must be different"),
     ],
 )

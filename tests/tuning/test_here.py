@@ -13,8 +13,8 @@ import torch
 
 from headstart.api import Decoder
 from headstart.decode.costs import Conditions, Costs, Measured
-from headstart.heads import packed
-from headstart.heads.packed import pack
+from headstart.heads import int8_weights
+from headstart.heads.int8_weights import pack
 from headstart.target import Target, TreeShape
 from headstart.tuning import here
 from headstart.tuning.measure import Text
@@ -204,7 +204,7 @@ def test_what_did_not_pay_where_it_was_tuned_may_pay_here(tuning: Tuning, target
 def test_weights_in_8_bits_are_chosen_by_what_they_take(
     target: Target, in_8_bits: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "_LEAST", 1)
+    monkeypatch.setattr(int8_weights, "_LEAST", 1)
     heads = make_heads(Target(tiny_model("llama", vocab_size=64)))
     pack(heads)
 

@@ -18,7 +18,7 @@ from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.heads import family, make_config, packed
+from headstart.heads import family, int8_weights, make_config
 from headstart.heads.medusa import head_hidden
 from headstart.target import FINAL, Target, TreeShape
 from headstart.tuning.calibrate import fit_calibration
@@ -102,7 +102,7 @@ def test_tuning_round_trips_and_predicts_at_least_plain_speed() -> None:
 
 @pytest.mark.parametrize(("in_8_bits", "chosen"), [(3.0, True), (3.8, False), (5.0, False)])
 def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_LEAST", 1)
+    monkeypatch.setattr(int8_weights, "_LEAST", 1)
     target = Target(tiny_model("llama", vocab_size=64))
     heads = family("medusa")(make_config({"family": "medusa", "num_heads": 3}, target))
     heads.warm_start(target)

@@ -25,7 +25,7 @@ from headstart.decode.loop import Engine, Round
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Sampling
 from headstart.errors import UserError
-from headstart.eval.views import WatchedTarget
+from headstart.eval.target_wrappers import WatchedTarget
 from headstart.target import Target
 
 HEADS, PLAIN, STOCK, LOOKUP = "heads", "plain", "transformers", "transformers_prompt_lookup"

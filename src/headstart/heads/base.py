@@ -24,8 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
 from headstart.heads.growing import grow
-from headstart.heads.packed import unpack
+from headstart.heads.int8_weights import unpack
 from headstart.proposal import Committed, Proposal, Request, Root
+from headstart.renamed import hint, tensors_now, value_hint
 from headstart.target import FINAL, Finish, Target, TreeShape
 
 
@@ -153,6 +154,10 @@ class DraftHead(nn.Module, ABC):
         self.register_buffer("draft_to_target_D", torch.arange(config.draft_width))
         self.register_buffer("lm_bias_D", None, persistent=False)
         self.finish = None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's; tensors that an earlier version named otherwise are found."""
+        return super().load_state_dict(tensors_now(state_dict), strict=strict, assign=assign)
 
     def train(self, mode: bool = True) -> Self:
         """As torch's; training mode drops the weights in 8 bits, which would not learn."""
@@ -438,13 +443,12 @@ def _parsed(settings: Mapping[str, Any], filled: Mapping[str, Any]) -> HeadConfi
     unknown = set(settings) - set(cls.Config.model_fields)
     if unknown:
         name = sorted(unknown)[0]
-        raise UserError(f"{cls.family} heads have no setting {name!r}.", nearest(name, cls.Config.model_fields))
+        remedy = hint(f"heads.{name}") or nearest(name, cls.Config.model_fields)
+        raise UserError(f"{cls.family} heads have no setting {name!r}.", remedy)
     try:
         return cls.Config(**(filled or settings))
     except ValidationError as error:
         first = error.errors()[0]
-        reason = first["msg"].removeprefix("Value error, ").lower()
-        raise UserError(
-            f"heads.{'.'.join(map(str, first['loc']))} is {first['input']!r}: {reason}.",
-            f"See what {cls.family} heads can be set to: headstart recipes show quickstart.",
-        ) from None
+        reason, key = first["msg"].removeprefix("Value error, ").lower(), f"heads.{'.'.join(map(str, first['loc']))}"
+        remedy = f"See what {cls.family} heads can be set to: headstart recipes show quickstart."
+        raise UserError(f"{key} is {first['input']!r}: {reason}.", value_hint(key, first["input"]) or remedy) from None

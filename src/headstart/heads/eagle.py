@@ -18,8 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch, positions, register
+from headstart.heads.int8_weights import Linear
 from headstart.heads.layer import DraftLayer, LayerConfig
-from headstart.heads.packed import Linear
 from headstart.heads.recurrent import RecurrentHead
 from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target

@@ -36,8 +36,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, positions, register
+from headstart.heads.int8_weights import linear
 from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, causal_attention
-from headstart.heads.packed import linear
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.proposal import Committed
 from headstart.target import FINAL, Target

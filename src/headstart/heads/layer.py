@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
-from headstart.heads.packed import Linear
+from headstart.heads.int8_weights import Linear
 from headstart.target import Target
 
 _ROTARY: dict[str, set[str]] = {

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, OneForwardHead, StepPrediction, origins, positions, register
-from headstart.heads.packed import linear, unstack
+from headstart.heads.int8_weights import linear, unstack
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.proposal import Committed
 from headstart.target import FINAL, Target

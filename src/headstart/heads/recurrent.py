@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
+from headstart.heads.int8_weights import linear
 from headstart.heads.layer import (
     DraftLayer,
     LayerCache,
@@ -36,7 +37,6 @@ from headstart.heads.layer import (
     causal_attention,
     chain_attention,
 )
-from headstart.heads.packed import linear
 from headstart.proposal import Committed
 from headstart.target import Target
 

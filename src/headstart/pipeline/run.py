@@ -28,6 +28,7 @@ from headstart.files import read_json, write_json, write_text
 from headstart.lock import locked
 from headstart.pipeline.layout import HEADS, LAYOUT
 from headstart.provenance import note_provenance
+from headstart.renamed import settings_now
 from headstart.train.config import Recipe, recipe_text
 
 if TYPE_CHECKING:
@@ -84,9 +85,14 @@ class Run:
         if not file.is_file():
             return None
         try:
-            return Record(**read_json(file))
-        except (UserError, TypeError):
+            record = Record(**read_json(file))
+            settings = settings_now(record.settings)
+        except (UserError, TypeError, AttributeError):
             return None
+        if settings != record.settings:  # under names of an earlier version
+            record.settings = settings
+            record.fingerprint = _fingerprint(stage, record.version, settings, record.before)
+        return record
 
 
 @dataclass
@@ -262,8 +268,12 @@ def _wanted(run: Run, stage: Stage) -> Record:
         assert record.whole, f"stage {name} is finished before {stage.name} begins"
         before[name] = record.identity
     settings = json.loads(json.dumps(stage.settings(run)))
-    fingerprint = _hash([stage.name, stage.version, settings, before])
+    fingerprint = _fingerprint(stage.name, stage.version, settings, before)
     return Record(fingerprint, stage.version, settings, before)
+
+
+def _fingerprint(stage: str, version: int, settings: dict[str, Any], before: dict[str, str]) -> str:
+    return _hash([stage, version, settings, before])
 
 
 def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str | None:

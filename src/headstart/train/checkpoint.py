@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from headstart.artifacts import link_or_copy
 from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json, write_atomic, write_json
+from headstart.renamed import settings_now
 
 MANIFEST = "checkpoint.json"
 BEST = "best"
@@ -105,12 +106,13 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
         if manifest is None:
             warn(f"The checkpoint {place} is cut short; falling back to the one before it.")
             continue
+        kept = settings_now(manifest["settings"])
         for key, value in settings.items():
-            if differing := _differing(key, manifest["settings"].get(key), value):
-                name, kept, wanted = differing[0]
+            if differing := _differing(key, kept.get(key), value):
+                name, was, wanted = differing[0]
                 more = f" ({len(differing) - 1} more settings of {key} differ)" if len(differing) > 1 else ""
                 raise UserError(
-                    f"The run in {folder.parent} was trained with {name} = {kept!r}, and now it is {wanted!r}{more}.",
+                    f"The run in {folder.parent} was trained with {name} = {was!r}, and now it is {wanted!r}{more}.",
                     "Go on with the same settings, or begin anew in another folder of runs (--run-dir elsewhere/NAME).",
                 )
         return place, Standing(**manifest["standing"])

@@ -11,10 +11,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from headstart.errors import UserError, nearest
+from headstart.renamed import hint, recipe_now, value_hint
 
 PositionWeight = Literal["exponential", "sampled", "dpace", "auf"]
-"""What a recipe can ask for: `exponential`, `dpace` or `until_failure` (auf) of `headstart.train.weights`, or `thinned`
-(sampled) of `headstart.train.batches`."""
+"""What a recipe can ask for: `exponential`, `dpace` or `until_failure` (auf) of `headstart.train.position_weights`, or
+`thinned` (sampled) of `headstart.train.batches`."""
 
 
 FREE_TO_CHANGE = {"steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "tracker", "project"}
@@ -200,6 +201,8 @@ def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Mend the file.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings.", "Start from a packaged recipe: headstart recipes show quickstart")
+    if (path.parent / "stages").is_dir():  # a run's own, which headstart wrote: perhaps under earlier names
+        values = recipe_now(values)
     values.setdefault("name", path.stem)
     parent = values.pop("extends", None)
     return _merge(_read(str(parent), path.parent, [*seen, place]), values) if parent else values
@@ -259,7 +262,8 @@ def _explain(error: ValidationError) -> UserError:
         for part in first["loc"][:-1]:
             section = section.model_fields[str(part)].annotation
         known = list(section.model_fields)
-        return UserError(f"Unknown recipe key {where!r}.", nearest(str(first["loc"][-1]), known))
+        return UserError(f"Unknown recipe key {where!r}.", hint(where) or nearest(str(first["loc"][-1]), known))
     if first["type"] == "missing":
         return UserError(f"The recipe has no {where!r}.", "Add it, or start from another recipe (extends: quickstart).")
-    return UserError(f"Recipe key {where!r}: {first['msg']} (got {first.get('input')!r}).", "Correct the value.")
+    remedy = value_hint(where, first.get("input")) or "Correct the value."
+    return UserError(f"Recipe key {where!r}: {first['msg']} (got {first.get('input')!r}).", remedy)

@@ -28,7 +28,7 @@ from headstart.errors import UserError, nearest
 from headstart.heads import HeadBatch, StepPrediction
 from headstart.target import FINAL, Finish, Target
 from headstart.train.config import PositionWeight
-from headstart.train.weights import dpace, exponential, until_failure, where_drafting_starts
+from headstart.train.position_weights import dpace, exponential, until_failure, where_drafting_starts
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -213,9 +213,9 @@ def weighted(
         loss: between draft and target distributions.
         lesson: the target's side of the batch.
         step_weight: step k weighs this to the power k (not with `dpace`).
-        position_weight: see `headstart.train.weights`; `sampled` takes the batch as `thinned` left it. `dpace` and
-            `auf` cost one more product with the LM head, to see first how the drafts fare; `auf` then skips what
-            weighs nothing.
+        position_weight: see `headstart.train.position_weights`; `sampled` takes the batch as `thinned` left it.
+            `dpace` and `auf` cost one more product with the LM head, to see first how the drafts fare; `auf` then
+            skips what weighs nothing.
         feature_weight: of `smooth_l1` between drafted features and final states, with the same position weights.
         on_policy: learn only from origins at which drafting would really start; they weigh as much as all together.
 

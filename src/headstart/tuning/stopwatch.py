@@ -19,7 +19,7 @@ from headstart.decode.costs import Costs, Measured
 from headstart.decode.verify import GreedyVerifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads import DraftHead
-from headstart.heads.packed import pack, unpack
+from headstart.heads.int8_weights import pack, unpack
 from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
 from headstart.target import Target, TreeShape
 from headstart.target.tree import RankPath

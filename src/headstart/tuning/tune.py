@@ -26,7 +26,7 @@ from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.drafters.heads import HeadDrafter, Tree
 from headstart.errors import UserError
 from headstart.heads import DraftHead
-from headstart.heads.packed import pack, unpack
+from headstart.heads.int8_weights import pack, unpack
 from headstart.target import Target, TreeShape
 from headstart.target.tree import RankPath
 from headstart.tuning.calibrate import fit_calibration, replay_dynamic

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
-from headstart.heads import packed
+from headstart.heads import int8_weights
+from headstart.heads.int8_weights import Linear, linear, pack, unpack, unstack
 from headstart.heads.io import load_heads, save_heads
-from headstart.heads.packed import Linear, linear, pack, unpack, unstack
 from headstart.target import Target, TreeShape
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
@@ -24,7 +24,7 @@ from tests.tiny import tiny_model
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> Target:
     """Its heads are small: every matrix is packed that can be."""
-    monkeypatch.setattr(packed, "_LEAST", 1)
+    monkeypatch.setattr(int8_weights, "_LEAST", 1)
     return Target(tiny_model("llama", vocab_size=64))
 
 

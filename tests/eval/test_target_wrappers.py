@@ -11,8 +11,8 @@ import torch
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
-from headstart.eval import views
-from headstart.eval.views import RememberingTarget, WatchedTarget
+from headstart.eval import target_wrappers
+from headstart.eval.target_wrappers import RememberingTarget, WatchedTarget
 from headstart.heads import family, make_config
 from headstart.target import DraftTree, Target, TreeShape
 from tests.tiny import tiny_model
@@ -89,8 +89,8 @@ def test_samples_through_the_memory_are_those_without_it(
     target: Target, drafter: HeadDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = DecodeOptions(max_new_tokens=5, temperature=1.0, ignore_end=True, draft="on")
-    monkeypatch.setattr(views, "_MOST_NODES", 16)
-    monkeypatch.setattr(views, "MOST_TEXTS", 100)
+    monkeypatch.setattr(target_wrappers, "_MOST_NODES", 16)
+    monkeypatch.setattr(target_wrappers, "MOST_TEXTS", 100)
     for prompt in ([3, 1, 4, 1], [2, 7]):
         expected = [row.tokens for row in Engine(target, drafter).generate([prompt] * 16, options)]
         view = RememberingTarget(target)

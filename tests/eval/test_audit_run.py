@@ -17,7 +17,7 @@ from headstart.decode.rules import RULES, Rule
 from headstart.decode.verify import Accepted, Row, Streams, uniform
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.eval.evidence import _ROWS, RANDOM, WRONG, AuditOptions, _as_if_alone, run_audit
+from headstart.eval.audit_run import _ROWS, RANDOM, WRONG, AuditOptions, _as_if_alone, run_audit
 from headstart.eval.verdict import sentence, show_audit, write_audit
 from headstart.proposal import Proposal
 from headstart.rng import draw

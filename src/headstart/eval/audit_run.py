@@ -1,4 +1,4 @@
-"""The audit of a user's own target and heads: what is run, the evidence it leaves, and the verdict.
+"""The run of an audit on a user's own target and heads: two proofs, and the figures they leave.
 
 Two proofs, both in float32. Greedy: every drafter's tokens are those of plain decoding, at every batch size. Sampling:
 under every verifier, the first tokens after a prompt come with the frequencies that transformers' own model and logits
@@ -33,7 +33,7 @@ from headstart.eval.compare import Drafters, named
 from headstart.eval.distribution import LEAST_EXPECTED, Exact, Text, compare, enumerate_texts
 from headstart.eval.divergence import Judge
 from headstart.eval.measure import environment
-from headstart.eval.views import RememberingTarget
+from headstart.eval.target_wrappers import RememberingTarget
 from headstart.heads import DraftHead
 from headstart.target import Target, TreeShape
 

@@ -1,0 +1,95 @@
+"""What earlier versions called things, with what they are called now: recipe keys, values, and settings of heads.
+
+A recipe that a person wrote is refused with a hint that names the new word. What headstart wrote itself (the recipe,
+the records and the artifacts of runs, the settings of saved heads) is read under the old words too: a new name loses
+no work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+KEYS: dict[str, str] = {}
+"""Recipe keys, old to new; both with their section."""
+VALUES: dict[str, dict[str, str]] = {}
+"""By recipe key as it is called now: values, old to new."""
+TENSORS: dict[str, str] = {}
+"""Beginnings of the names of saved tensors, old to new."""
+_JOINED = "transition"
+"""What `eagle3` with `join=true` is called; `eagle3` alone is the published arrangement."""
+
+
+def hint(key: str) -> str | None:
+    """What to write instead of a recipe key of an earlier version; None for keys that no version had.
+
+    >>> hint("heads.join")
+    'heads.join=true is a family of its own now: heads.family=transition (without join and feedback).'
+    """
+    if key == "heads.join":
+        return f"heads.join=true is a family of its own now: heads.family={_JOINED} (without join and feedback)."
+    return f"It is called {KEYS[key]} now." if key in KEYS else None
+
+
+def value_hint(key: str, value: object) -> str | None:
+    """What to write instead of a value of an earlier version; None for values that no version had."""
+    new = VALUES.get(key, {}).get(str(value))
+    return f"{value} is called {new} now." if new else None
+
+
+def recipe_now(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as this version writes it, from one of any version."""
+    return {name: section_now(name, part) if isinstance(part, Mapping) else part for name, part in recipe.items()}
+
+
+def section_now(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """One section of a recipe, or the config of heads, as this version writes it.
+
+    >>> section_now("heads", {"family": "eagle3", "steps": 4, "join": True, "feedback": "post_norm"})
+    {'family': 'transition', 'steps': 4}
+    >>> section_now("heads", {"family": "eagle3", "steps": 4, "join": False, "feedback": "post_norm"})
+    {'family': 'eagle3', 'steps': 4, 'feedback': 'post_norm'}
+    """
+    kept = dict(values)
+    if section == "heads" and kept.get("family") == "eagle3" and kept.pop("join", False):
+        kept["family"] = _JOINED
+        kept.pop("feedback", None)
+    found = {}
+    for key, value in kept.items():
+        new = KEYS.get(f"{section}.{key}", f"{section}.{key}")
+        known = VALUES.get(new, {})
+        found[new.removeprefix(f"{section}.")] = known.get(value, value) if isinstance(value, str) else value
+    return found
+
+
+def tensors_now(state: Mapping[str, T]) -> dict[str, T]:
+    """Saved tensors by the names that this version gives them."""
+    return {
+        next((new + name.removeprefix(old) for old, new in TENSORS.items() if name.startswith(old)), name): tensor
+        for name, tensor in state.items()
+    }
+
+
+def settings_now(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted key, as records of stages keep them, under the names of this version."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, dot, name = key.partition(".")
+        sections.setdefault(section if dot else "", {})[name if dot else key] = value
+    plain = sections.pop("", {})
+    found = {key: section_now(key, value) if isinstance(value, Mapping) else value for key, value in plain.items()}
+    for section, values in sections.items():
+        found |= {f"{section}.{name}": value for name, value in section_now(section, values).items()}
+    return found
+
+
+def identity_now(kind: str, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of an artifact under the names of this version.
+
+    Args:
+        kind: of the artifact, as `headstart.artifacts.artifact` takes it.
+        identity: as it was noted.
+    """
+    return settings_now(section_now("data", identity) if kind == "conversations" else identity)

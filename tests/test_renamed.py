@@ -1,0 +1,132 @@
+"""What earlier versions wrote under other names is read; a person who writes them is told the new ones."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from headstart import renamed
+from headstart.artifacts import artifact, held, relatives
+from headstart.errors import UserError
+from headstart.files import read_json, write_json
+from headstart.heads import family, make_config
+from headstart.heads.base import check_settings
+from headstart.heads.io import CONFIG, load_heads, save_heads
+from headstart.pipeline.run import Record, Run, Stage, left_to_do
+from headstart.target import FINAL, Target
+from headstart.train import checkpoint
+from headstart.train.config import Recipe, load_recipe
+from tests.tiny import tiny_model
+
+JOINED = {"family": "eagle3", "steps": 2, "feedback": "post_norm", "join": True}
+"""Heads as recipes of earlier versions named them."""
+NOW = {"family": "transition", "steps": 2}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+def earlier(folder: Path, **heads: Any) -> Path:
+    """The recipe of a run that an earlier version made."""
+    (folder / "stages").mkdir(parents=True)
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps({"name": "old", "heads": heads}))
+    return file
+
+
+def test_the_recipe_of_an_earlier_run_is_understood(tmp_path: Path) -> None:
+    assert load_recipe(str(earlier(tmp_path / "old", **JOINED))).heads == NOW
+    published = {"family": "eagle3", "steps": 2, "feedback": "post_norm"}
+    assert load_recipe(str(earlier(tmp_path / "other", **published, join=False))).heads == published
+
+
+def test_a_recipe_of_ones_own_is_answered_with_the_new_words(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps({"heads": JOINED}))
+    with pytest.raises(UserError, match=r"heads\.family=transition \(without join and feedback\)"):
+        check_settings(load_recipe(str(file)).heads)
+
+
+def test_earlier_heads_load_with_every_weight(tmp_path: Path, target: Target) -> None:
+    heads = family("transition")(make_config({**NOW, "tap_layers": (1, FINAL)}, target))
+    save_heads(heads, tmp_path / "heads")
+    config = read_json(tmp_path / "heads" / CONFIG)
+    write_json(tmp_path / "heads" / CONFIG, {**config, "family": "eagle3", "feedback": "post_norm", "join": True})
+    found = load_heads(tmp_path / "heads", target)
+    assert found.family == "transition"
+    assert found.config == heads.config
+    assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
+
+
+def test_earlier_heads_that_are_eagle3_stay_so(tmp_path: Path, target: Target) -> None:
+    heads = family("eagle3")(make_config({"family": "eagle3", "tap_layers": (1, 2)}, target))
+    save_heads(heads, tmp_path / "heads")
+    config = read_json(tmp_path / "heads" / CONFIG)
+    write_json(tmp_path / "heads" / CONFIG, {**config, "join": False})
+    assert load_heads(tmp_path / "heads", target).config == heads.config
+
+
+def test_the_artifact_of_an_earlier_training_is_found_and_gone_on_from(tmp_path: Path) -> None:
+    train = {"lr": 0.001}
+    amounts = [{"steps": 3}, {"steps": 6}]
+    for amount in amounts:
+        with held(artifact(tmp_path / "run", "heads", "eagle3", {"heads": JOINED, "train": train, "amount": amount})):
+            pass
+    first, second = (
+        artifact(tmp_path / "run", "heads", "transition", {"heads": NOW, "train": train, "amount": amount})
+        for amount in amounts
+    )
+    assert first.folder.is_dir() and second.folder.is_dir() and first.folder != second.folder
+    assert [other.folder for other in relatives(first)] == [second.folder]
+    other = artifact(
+        tmp_path / "run", "heads", "transition", {"heads": NOW, "train": {"lr": 1.0}, "amount": amounts[0]}
+    )
+    assert not other.folder.exists()
+
+
+def test_a_stage_of_an_earlier_run_stays_done(tmp_path: Path) -> None:
+    def settings(run: Run) -> dict[str, Any]:
+        return {f"heads.{key}": value for key, value in run.recipe.heads.items()}
+
+    stage = Stage("train", "training", 1, (), (), settings, lambda run: pytest.fail("it is done"))
+    run = Run(Recipe(name="old", heads=NOW), tmp_path, Console(file=io.StringIO()))
+    record = Record("of other words", 1, {f"heads.{key}": value for key, value in JOINED.items()}, {}, whole=True)
+    write_json(run.record_file("train"), asdict(record))
+    assert left_to_do(run, [stage]) == {}
+    deeper = Run(Recipe(name="old", heads={**NOW, "steps": 3}), tmp_path, run.console)
+    assert left_to_do(deeper, [stage]) == {"train": "heads.steps changed from 2 to 3"}
+
+
+def test_a_checkpoint_of_an_earlier_run_is_gone_on_from(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints" / "step-00000004"
+    place.mkdir(parents=True)
+    standing = asdict(checkpoint.Standing(step=4))
+    write_json(place / checkpoint.MANIFEST, {"standing": standing, "settings": {"heads": JOINED}, "files": {}})
+    found = checkpoint.find(tmp_path / "checkpoints", {"heads": NOW}, lambda text: pytest.fail(text))
+    assert found is not None and found[1].step == 4
+
+
+def test_renamed_keys_and_values_are_read_and_hinted_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renamed, "KEYS", {"train.clip": "train.max_norm", "data.openers": "data.seeds"})
+    monkeypatch.setattr(renamed, "VALUES", {"data.seeds": {"broad": "wide"}})
+    monkeypatch.setattr(renamed, "TENSORS", {"old_norms.": "norms."})
+    assert renamed.tensors_now({"old_norms.0.weight": 1, "fc.weight": 2}) == {"norms.0.weight": 1, "fc.weight": 2}
+    recipe = {"name": "old", "train": {"clip": 1.0, "lr": 2.0}, "data": {"openers": "broad"}}
+    now = {"name": "old", "train": {"max_norm": 1.0, "lr": 2.0}, "data": {"seeds": "wide"}}
+    assert renamed.recipe_now(recipe) == now
+    assert renamed.recipe_now(now) == now
+    assert renamed.settings_now({"train.clip": 1.0, "other": 3}) == {"train.max_norm": 1.0, "other": 3}
+    assert renamed.identity_now("conversations", {"openers": "broad"}) == {"seeds": "wide"}
+    assert renamed.identity_now("heads", {"train": {"clip": 1.0}}) == {"train": {"max_norm": 1.0}}
+    assert renamed.hint("train.clip") == "It is called train.max_norm now."
+    assert renamed.value_hint("data.seeds", "broad") == "broad is called wide now."
+    assert renamed.hint("train.lr") is None and renamed.value_hint("data.seeds", "wide") is None
