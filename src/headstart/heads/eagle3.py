@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from headstart.heads.layer import DraftLayer, LayerConfig, by_token, causal_atte
 from headstart.heads.packed import Linear
 from headstart.heads.recurrent import RecurrentHead
 from headstart.heads.residual import LinearStart
+from headstart.recipe import FromTarget
 from headstart.target import FINAL, Target
 
 _FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000
@@ -44,7 +45,7 @@ class Eagle3Config(LayerConfig):
     family: str = "eagle3"
     steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
     num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
-    tap_layers: tuple[int, ...] = Field(
+    tap_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
         description="Target layers whose outputs are read, as transformers' hidden_states; (2, L // 2, L - 3), or with "
         "join (2, L // 2, -1).",
