@@ -25,13 +25,14 @@ from headstart.data.store import StateStore, build_store
 from headstart.decode.loop import Round
 from headstart.errors import UserError
 from headstart.eval import plain_answers
-from headstart.eval.methods import PLAIN, Method, Run
+from headstart.eval.methods import Method, Run
 from headstart.eval.summary import Prompt, Unit, acceptance_by_position, all_steps, mean_round_ms, rate, speedup
 from headstart.eval.summary import tokens_per_round as mean_tokens
 from headstart.files import read_json, write_json
 from headstart.heads import DraftHead, family, make_config
 from headstart.heads.io import load_heads
 from headstart.hub import export_heads
+from headstart.labels import PLAIN
 from headstart.pipeline.layout import CONVERSATIONS, STATES
 from headstart.recipe import Recipe, load_recipe
 from headstart.target import FINAL, Target, TreeShape
