@@ -25,16 +25,17 @@ from headstart.data.store import StateStore, build_store
 from headstart.decode.loop import Round
 from headstart.errors import UserError
 from headstart.eval import plain_answers
-from headstart.eval.methods import PLAIN, Method, Run
+from headstart.eval.methods import Method, Run
 from headstart.eval.summary import Prompt, Unit, acceptance_by_position, all_steps, mean_round_ms, rate, speedup
 from headstart.eval.summary import tokens_per_round as mean_tokens
 from headstart.files import read_json, write_json
 from headstart.heads import DraftHead, family, make_config
 from headstart.heads.io import load_heads
 from headstart.hub import export_heads
+from headstart.labels import PLAIN
 from headstart.pipeline.layout import CONVERSATIONS, STATES
+from headstart.recipe import Recipe, load_recipe
 from headstart.target import FINAL, Target, TreeShape
-from headstart.train.config import Recipe, load_recipe
 from headstart.train.loop import train
 from headstart.tuning.measure import Text, measure_ranks
 from headstart.tuning.tune import replay, tune
@@ -149,7 +150,7 @@ def once(folder: Path, settings: Mapping[str, Any], work: Callable[[], None]) ->
 def trained(one: Arm, target: Target, data: Lessons, folder: Path, console: Console | None = None) -> DraftHead:
     """The best heads of an arm, in the target's dtype; trained now unless they were before."""
     settings = {
-        "heads": one.recipe.heads,
+        "heads": one.recipe.heads.to_recipe(),
         "train": one.recipe.train.model_dump(mode="json"),
         "data": data.train.fingerprint,
         "target": target.identity().fingerprint,

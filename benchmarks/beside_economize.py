@@ -46,8 +46,9 @@ from headstart.decode.loop import Round
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.measure import environment
-from headstart.eval.methods import PLAIN, Method, Ours, Run
+from headstart.eval.methods import Method, Ours, Run
 from headstart.files import read_json, write_json, write_jsonl, write_text
+from headstart.labels import PLAIN
 from headstart.pipeline.layout import CONVERSATIONS
 from headstart.target import Target, TreeShape, load_target
 from headstart.train.metrics import pick_vocabulary

@@ -23,8 +23,9 @@ from headstart.data.questions import read_questions
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.measure import environment
-from headstart.eval.methods import LOOKUP, PLAIN, STOCK, Method, Ours, Transformers
+from headstart.eval.methods import Method, Ours, Transformers
 from headstart.files import write_json, write_text
+from headstart.labels import LOOKUP, PLAIN, STOCK
 from headstart.target import Target, TreeShape, load_target
 
 FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "transition")

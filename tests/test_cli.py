@@ -226,6 +226,9 @@ def test_recipes_are_listed_and_shown(tmp_path: Path) -> None:
     assert "quickstart" in works("recipes").stdout
     (tmp_path / "mine.yaml").write_text(works("recipes", "show", "quickstart", "train.lr=0.5").stdout)
     assert "lr: 0.5" in works("recipes", "show", tmp_path / "mine.yaml").stdout
+    explained = works("recipes", "show", tmp_path / "mine.yaml", "--all").stdout
+    assert "train.lr\t0.5\t0.001\tPeak learning rate.\n" in explained
+    assert works("recipes", "docs").stdout.startswith("# Settings of recipes\n")
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from headstart.pipeline.inventory import free, run_states, unreferenced
 from headstart.pipeline.plan import make_plan, show_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
+from headstart.recipe import Recipe, parse_heads, parse_recipe, recipe_text
 from headstart.train import loop
-from headstart.train.config import Recipe, parse_recipe, recipe_text
 from tests.test_stages import said
 
 WORDS = "tell me about the sun and moon how to cook rice what is a user system who are you"
@@ -293,7 +293,8 @@ def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch
     before = files_under(folder.parent / "artifacts")
     monkeypatch.setattr("headstart.data.generate.answer_prompts", lambda *_: pytest.fail("written again"))
     monkeypatch.setattr("headstart.data.store._write_shard", lambda *_: pytest.fail("computed again"))
-    other = recipe.model_copy(update={"name": "other", "heads": {"family": "hydra", "num_heads": 2}})
+    heads = parse_heads({"family": "hydra", "num_heads": 2})
+    other = recipe.model_copy(update={"name": "other", "heads": heads})
     execute(quiet(folder.parent / "other", other), STAGES)
     assert kept(before)
     assert (folder.parent / "other" / "report" / "report.html").is_file()

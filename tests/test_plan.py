@@ -19,8 +19,8 @@ from headstart.pipeline import plan as planning
 from headstart.pipeline.lengths import ANSWER_SHARE, PROMPT_TOKENS, expected_lengths, expected_tokens, prompts_of
 from headstart.pipeline.plan import Speeds, make_plan, show_plan
 from headstart.pipeline.run import Run
+from headstart.recipe import DataSection, Recipe, parse_recipe
 from headstart.target import Target, TreeCache
-from headstart.train.config import DataSection, Recipe, parse_recipe
 
 
 def chat(*texts: str, system: str | None = None) -> Prompt:

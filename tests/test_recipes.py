@@ -16,8 +16,8 @@ from headstart.heads import HeadBatch, families, family, make_config
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run
 from headstart.pipeline.stages import STAGES
+from headstart.recipe import load_recipe, packaged_recipes
 from headstart.target import FINAL, Target
-from headstart.train.config import load_recipe, packaged_recipes
 
 RECIPES = tuple(packaged_recipes())
 SHAPES = {
@@ -70,7 +70,7 @@ def test_heads_fit_the_target_that_the_recipe_names(name: str) -> None:
     )
     steps = list(heads.unroll(batch))
     assert len(steps) == heads.steps
-    assert {step.logits_MD.shape[1] for step in steps} == {recipe.heads["draft_vocab_size"]}
+    assert {step.logits_MD.shape[1] for step in steps} == {recipe.heads.draft_vocab_size}
     assert all(step.logits_MD.isfinite().all() for step in steps)
 
 
@@ -84,7 +84,7 @@ def test_a_recipe_can_be_planned(
     overrides += ["data.max_prompt_tokens=384", "data.max_new_tokens=160"]  # the tiny target reads 1024
     overrides += ["data.batch_size=2", "train.batch_tokens=512", "tune.widths=[1,2]"]
     recipe = load_recipe(name, overrides)
-    if "tap_layers" in family(recipe.heads["family"]).Config.model_fields:  # the tiny target has three layers
+    if "tap_layers" in family(recipe.heads.family).Config.model_fields:  # the tiny target has three layers
         recipe = load_recipe(name, [*overrides, "heads.tap_layers=[1,2,-1]"])
     plan = make_plan(Run(recipe, tmp_path, Console(file=io.StringIO())))
     assert set(plan.seconds) == {stage.name for stage in STAGES}

@@ -17,12 +17,11 @@ from headstart.artifacts import artifact, held, relatives
 from headstart.errors import UserError
 from headstart.files import read_json, write_json
 from headstart.heads import family, make_config
-from headstart.heads.base import check_settings
 from headstart.heads.io import CONFIG, load_heads, save_heads
 from headstart.pipeline.run import Record, Run, Stage, left_to_do
+from headstart.recipe import Recipe, load_recipe, parse_heads
 from headstart.target import FINAL, Target
 from headstart.train import checkpoint
-from headstart.train.config import Recipe, load_recipe
 from tests.tiny import tiny_model
 
 JOINED = {"family": "eagle3", "steps": 2, "feedback": "post_norm", "join": True}
@@ -44,16 +43,16 @@ def earlier(folder: Path, **heads: Any) -> Path:
 
 
 def test_the_recipe_of_an_earlier_run_is_understood(tmp_path: Path) -> None:
-    assert load_recipe(str(earlier(tmp_path / "old", **JOINED))).heads == NOW
+    assert load_recipe(str(earlier(tmp_path / "old", **JOINED))).heads == parse_heads(NOW)
     published = {"family": "eagle3", "steps": 2, "feedback": "post_norm"}
-    assert load_recipe(str(earlier(tmp_path / "other", **published, join=False))).heads == published
+    assert load_recipe(str(earlier(tmp_path / "other", **published, join=False))).heads == parse_heads(published)
 
 
 def test_a_recipe_of_ones_own_is_answered_with_the_new_words(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps({"heads": JOINED}))
     with pytest.raises(UserError, match=r"heads\.family=transition \(without join and feedback\)"):
-        check_settings(load_recipe(str(file)).heads)
+        load_recipe(str(file))
 
 
 def test_earlier_heads_load_with_every_weight(tmp_path: Path, target: Target) -> None:
@@ -81,28 +80,29 @@ def test_the_artifact_of_an_earlier_training_is_found_and_gone_on_from(tmp_path:
     for amount in amounts:
         with held(artifact(tmp_path / "run", "heads", "eagle3", {"heads": JOINED, "train": train, "amount": amount})):
             pass
+    now = parse_heads(NOW).to_recipe()
     first, second = (
-        artifact(tmp_path / "run", "heads", "transition", {"heads": NOW, "train": train, "amount": amount})
+        artifact(tmp_path / "run", "heads", "transition", {"heads": now, "train": train, "amount": amount})
         for amount in amounts
     )
     assert first.folder.is_dir() and second.folder.is_dir() and first.folder != second.folder
     assert [other.folder for other in relatives(first)] == [second.folder]
     other = artifact(
-        tmp_path / "run", "heads", "transition", {"heads": NOW, "train": {"lr": 1.0}, "amount": amounts[0]}
+        tmp_path / "run", "heads", "transition", {"heads": now, "train": {"lr": 1.0}, "amount": amounts[0]}
     )
     assert not other.folder.exists()
 
 
 def test_a_stage_of_an_earlier_run_stays_done(tmp_path: Path) -> None:
     def settings(run: Run) -> dict[str, Any]:
-        return {f"heads.{key}": value for key, value in run.recipe.heads.items()}
+        return {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
 
     stage = Stage("train", "training", 1, (), (), settings, lambda run: pytest.fail("it is done"))
-    run = Run(Recipe(name="old", heads=NOW), tmp_path, Console(file=io.StringIO()))
+    run = Run(Recipe(name="old", heads=parse_heads(NOW)), tmp_path, Console(file=io.StringIO()))
     record = Record("of other words", 1, {f"heads.{key}": value for key, value in JOINED.items()}, {}, whole=True)
     write_json(run.record_file("train"), asdict(record))
     assert left_to_do(run, [stage]) == {}
-    deeper = Run(Recipe(name="old", heads={**NOW, "steps": 3}), tmp_path, run.console)
+    deeper = Run(Recipe(name="old", heads=parse_heads({**NOW, "steps": 3})), tmp_path, run.console)
     assert left_to_do(deeper, [stage]) == {"train": "heads.steps changed from 2 to 3"}
 
 
@@ -111,7 +111,9 @@ def test_a_checkpoint_of_an_earlier_run_is_gone_on_from(tmp_path: Path) -> None:
     place.mkdir(parents=True)
     standing = asdict(checkpoint.Standing(step=4))
     write_json(place / checkpoint.MANIFEST, {"standing": standing, "settings": {"heads": JOINED}, "files": {}})
-    found = checkpoint.find(tmp_path / "checkpoints", {"heads": NOW}, lambda text: pytest.fail(text))
+    found = checkpoint.find(
+        tmp_path / "checkpoints", {"heads": parse_heads(NOW).to_recipe()}, lambda text: pytest.fail(text)
+    )
     assert found is not None and found[1].step == 4
 
 

@@ -22,7 +22,7 @@ from headstart.errors import UserError
 from headstart.lock import locked
 from headstart.pipeline.run import Outcome, Run, Stage, execute, format_seconds, left_to_do
 from headstart.provenance import provenance
-from headstart.train.config import load_recipe, parse_recipe, recipe_text
+from headstart.recipe import load_recipe, parse_recipe, recipe_text
 
 
 class Factory:
@@ -64,7 +64,9 @@ def factory() -> Factory:
 
 def make_run(folder: Path, **settings: Any) -> Run:
     return Run(
-        parse_recipe({"name": "made-up", "heads": {}, **settings}), folder, Console(file=io.StringIO(), width=200)
+        parse_recipe({"name": "made-up", "heads": {"family": "medusa"}, **settings}),
+        folder,
+        Console(file=io.StringIO(), width=200),
     )
 
 

@@ -33,7 +33,9 @@ data_app = typer.Typer(
     no_args_is_help=True,
     help="Write conversations and hidden states, and look at them.\n\nExample: headstart data build quickstart",
 )
-recipes_app = typer.Typer(help="List the packaged recipes, or show one.\n\nExample: headstart recipes show quickstart")
+recipes_app = typer.Typer(
+    help="List the packaged recipes, show one, or explain settings.\n\nExample: headstart recipes show quickstart"
+)
 app.add_typer(data_app, name="data")
 app.add_typer(recipes_app, name="recipes")
 
@@ -279,27 +281,50 @@ def recipes(ctx: typer.Context) -> None:
         return
     from rich.table import Table
 
-    from headstart.train.config import load_recipe, packaged_recipes
+    from headstart.recipe import packaged_recipes, read_values
 
     table = Table(box=None)
     table.add_column("recipe", style="bold")
     table.add_column("target")
     table.add_column("what it is")
     for name in packaged_recipes():
-        found = load_recipe(name)
-        table.add_row(name, found.target.spec, found.description)
+        found = read_values(name)  # loads neither torch nor transformers
+        table.add_row(name, found["target"], found["description"])
     Console().print(table)
 
 
 @recipes_app.command("show")
-def recipes_show(recipe: RecipeName, overrides: Overrides = None) -> None:
+def recipes_show(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    explained: Annotated[
+        bool, typer.Option("--all", help="Every setting with its value, its default and what it means.")
+    ] = False,
+) -> None:
     """Print a recipe with every setting filled in, ready to be saved and changed.
 
     Example: headstart recipes show quickstart > mine.yaml
     """
-    from headstart.train.config import load_recipe, recipe_text
+    from headstart.recipe import load_recipe, recipe_text
 
-    typer.echo(recipe_text(load_recipe(recipe, overrides or [])), nl=False)
+    found = load_recipe(recipe, overrides or [])
+    if explained:
+        from headstart.recipe_docs import show_settings
+
+        show_settings(found, Console())
+    else:
+        typer.echo(recipe_text(found), nl=False)
+
+
+@recipes_app.command("docs")
+def recipes_docs() -> None:
+    """Print the page of every setting that recipes have, in Markdown.
+
+    Example: headstart recipes docs > docs/recipes.md
+    """
+    from headstart.recipe_docs import markdown
+
+    typer.echo(markdown(), nl=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -318,7 +343,7 @@ def root(
 
 def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:
     from headstart.pipeline.run import Run
-    from headstart.train.config import load_recipe
+    from headstart.recipe import load_recipe
 
     found = load_recipe(recipe, overrides or [])
     return Run(found, run_dir or Path("runs") / found.name, Console())

@@ -22,6 +22,11 @@ class UserError(ValueError):
         self.remedy = remedy
 
 
+def close(name: str, known: Iterable[str]) -> str | None:
+    """The known word that is most like `name`; None when none is close."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)), None)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint naming the closest known word, or the list of known words when none is close.
 
@@ -31,5 +36,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
     'Known: a, b.'
     """
     words = sorted(known)
-    close = difflib.get_close_matches(name, words, n=1, cutoff=0.6)
-    return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(words)}."
+    meant = close(name, words)
+    return f"Did you mean '{meant}'?" if meant else f"Known: {', '.join(words)}."

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from headstart.errors import UserError
+
 T = TypeVar("T")
 
 KEYS: dict[str, str] = {}
@@ -79,10 +81,23 @@ def settings_now(settings: Mapping[str, Any]) -> dict[str, Any]:
         section, dot, name = key.partition(".")
         sections.setdefault(section if dot else "", {})[name if dot else key] = value
     plain = sections.pop("", {})
-    found = {key: section_now(key, value) if isinstance(value, Mapping) else value for key, value in plain.items()}
+    found = {key: _whole(key, value) if isinstance(value, Mapping) else value for key, value in plain.items()}
     for section, values in sections.items():
-        found |= {f"{section}.{name}": value for name, value in section_now(section, values).items()}
+        found |= {f"{section}.{name}": value for name, value in _whole(section, values).items()}
     return found
+
+
+def _whole(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A section as it is kept now: of heads, earlier versions kept what the recipe said, without the defaults."""
+    from headstart.recipe import parse_heads
+
+    now = section_now(section, values)
+    if section != "heads" or "family" not in now:
+        return now
+    try:
+        return parse_heads(now).to_recipe()
+    except UserError:  # of a family that is not there any more
+        return now
 
 
 def identity_now(kind: str, identity: Mapping[str, Any]) -> dict[str, Any]:

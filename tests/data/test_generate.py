@@ -23,8 +23,8 @@ from headstart.data.sampling import CACHE_PEAK, Room, _pick, sample_rows
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
+from headstart.recipe import DataSection
 from headstart.target import Target, TargetOutput, TreeCache
-from headstart.train.config import DataSection
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
 DROPS_THINKING = (

@@ -13,8 +13,8 @@ import torch
 from headstart.data import answers
 from headstart.data.generate import build_conversations
 from headstart.data.lanes import Lanes, Stopped
+from headstart.recipe import DataSection
 from headstart.target import Target
-from headstart.train.config import DataSection
 
 CPU = torch.device("cpu")
 

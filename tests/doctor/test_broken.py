@@ -11,8 +11,8 @@ import pytest
 from headstart.data.store import StateStore
 from headstart.doctor import CHECKS, Finding, Subject, check, examine, find_subject, good
 from headstart.errors import UserError
+from headstart.recipe import parse_recipe, recipe_text
 from headstart.target import Target
-from headstart.train.config import parse_recipe, recipe_text
 from tests.hub.helpers import export
 from tests.test_cli import call, refused, works
 
@@ -117,12 +117,10 @@ def test_what_is_nothing(tmp_path: Path) -> None:
         find_subject("quickstart", run_dir=tmp_path / "none")
 
 
-def test_settings_that_the_family_does_not_have(tiny_target: Target) -> None:
-    subject = Subject(tiny_target, parse_recipe({**MEDUSA, "heads": {"family": "medusa", "num_head": 2}}))
-    found = {finding.check: finding for finding in examine(subject)}
-    assert found["overfit"].ok is False
-    assert "no setting 'num_head'" in found["overfit"].sentence
-    assert "Did you mean 'num_heads'" in found["overfit"].remedy
+def test_settings_that_the_family_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: medusa\nheads: {num_head: 2}\n")
+    with pytest.raises(UserError, match=r"no setting 'num_head'\. Did you mean 'num_heads'"):
+        find_subject(str(tmp_path / "mine.yaml"))
 
 
 # -- the command line ------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import pytest
 from headstart.doctor import Finding, Subject, examine
 from headstart.doctor.overfit import overfit
 from headstart.heads import DraftHead
+from headstart.recipe import parse_recipe
 from headstart.target import Target
-from headstart.train.config import parse_recipe
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 

@@ -14,8 +14,8 @@ from headstart.drafters.catalog import DEFAULT, DRAFTERS, describe, make_drafter
 from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.errors import UserError
+from headstart.recipe import EvalSection
 from headstart.target import Target
-from headstart.train.config import EvalSection
 from tests.decode.drafters import ReplayDrafter
 
 HEADS = ReplayDrafter([], 61, 0.0)

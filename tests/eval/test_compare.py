@@ -19,7 +19,8 @@ from headstart.errors import UserError
 from headstart.eval import EvalOptions, evaluate, evaluate_decoder
 from headstart.eval.compare import ALL, wanted
 from headstart.eval.divergence import Judge
-from headstart.eval.methods import METHODS, Ours, Transformers
+from headstart.eval.methods import Ours, Transformers
+from headstart.labels import METHODS
 from headstart.proposal import Proposal, Request, Root
 from headstart.target import Target, TreeShape
 from tests.hub.helpers import TUNING, make_heads

@@ -16,8 +16,9 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval import EvalOptions, evaluate
 from headstart.eval.measure import _methods
-from headstart.eval.methods import METHODS, _Clock
+from headstart.eval.methods import _Clock
 from headstart.heads import family, make_config
+from headstart.labels import METHODS
 from headstart.target import Target, TreeShape
 from tests.tiny import tiny_model, tiny_tokenizer
 

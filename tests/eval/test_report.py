@@ -104,7 +104,7 @@ def test_one_prompt_has_no_interval(results: dict[str, Any], tmp_path: Path) -> 
     results["compare"] = compare_rows(units, judged, 0, "heads", True)
     html, markdown = pages(results, tmp_path / "one")
     for text in (html, markdown):
-        assert "1.50x the speed of our plain loop on one prompt" in text
+        assert "1.50x the speed of the plain loop on one prompt" in text
         assert "1.50–1.50" not in text and "interval 1.50" not in text and "Whiskers" not in text
         assert "None" not in text
     written = io.StringIO()
@@ -118,8 +118,8 @@ def test_verdicts_are_honest() -> None:
     def verdict(low: float, mean: float, high: float) -> str:
         return verdicts({"summary": {"speedup_vs_plain": {"low": low, "mean": mean, "high": high}}})[0]
 
-    assert verdict(1.2, 1.3, 1.4) == "Faster than our plain loop: 1.30x (95 % interval 1.20 to 1.40)."
-    assert verdict(0.7, 0.8, 0.9).startswith("Slower than our plain loop")
+    assert verdict(1.2, 1.3, 1.4) == "Faster than the plain loop: 1.30x (95 % interval 1.20 to 1.40)."
+    assert verdict(0.7, 0.8, 0.9).startswith("Slower than the plain loop")
     assert verdict(0.9, 1.05, 1.2).startswith("Not clearly faster or slower")
     assert verdicts({"summary": {"speedup_vs_plain": None}}) == []
 

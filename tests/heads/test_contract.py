@@ -256,5 +256,5 @@ def test_unknown_families_and_settings_are_refused(target: Target) -> None:
         make_config({"family": "medusa", "num_head": 3}, target)
     with pytest.raises(UserError, match="larger than the target's 61"):
         make_config({"family": "medusa", "draft_vocab_size": 62}, target)
-    with pytest.raises(UserError, match=r"heads\.num_heads is 0: input should be greater than or equal to 1"):
+    with pytest.raises(UserError, match=r"heads\.num_heads' is 0: input should be greater than or equal to 1"):
         make_config({"family": "medusa", "num_heads": 0}, target)

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from headstart.data.conversations import Conversation
 from headstart.data.store import StateStore, build_store
+from headstart.recipe import Recipe, parse_recipe
 from headstart.target import FINAL, Target
-from headstart.train.config import Recipe, parse_recipe
 from headstart.train.loop import TrainResult, train
 
 

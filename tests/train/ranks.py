@@ -30,10 +30,10 @@ from headstart.data.store import StateStore
 from headstart.errors import UserError
 from headstart.heads import families
 from headstart.heads.io import save_heads
+from headstart.recipe import Recipe, parse_recipe
 from headstart.target import FINAL, load_target
 from headstart.train import loop, processes
 from headstart.train.__main__ import app
-from headstart.train.config import Recipe, parse_recipe
 from headstart.train.processes import join_processes, leave_processes
 from tests.train.stores import Silent
 from tests.train.test_golden import HEADS

@@ -25,10 +25,10 @@ from headstart.errors import UserError
 from headstart.heads import DraftHead, families
 from headstart.heads.io import load_heads
 from headstart.heads.residual import head_hidden
+from headstart.recipe import Recipe
 from headstart.target import FINAL, Target, load_target
 from headstart.train import loop
 from headstart.train.batches import collate, predictions
-from headstart.train.config import Recipe
 from headstart.train.loop import train
 from headstart.train.losses import LOSSES, Teacher, summed_plain, weighted
 from headstart.train.setup import build_heads
@@ -198,7 +198,7 @@ def test_a_draft_vocabulary_of_an_impossible_size_is_refused(
 ) -> None:
     monkeypatch.setitem(tiny_target.__dict__, "end_tokens", frozenset({0, 2}))
     base = recipe()
-    heads = {**base.heads, "draft_vocab_size": size}
+    heads = base.heads.model_copy(update={"draft_vocab_size": size})
     with pytest.raises(UserError, match=problem):
         train(base.model_copy(update={"heads": heads}), tiny_target, train_store, valid_store, tmp_path)
 

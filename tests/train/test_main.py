@@ -17,8 +17,8 @@ from headstart.artifacts import referred
 from headstart.data.store import StateStore
 from headstart.heads.io import load_heads
 from headstart.lock import locked
+from headstart.recipe import load_recipe
 from headstart.target import load_target
-from headstart.train.config import load_recipe
 from headstart.train.loop import train
 from tests.train.conftest import clean_environment
 

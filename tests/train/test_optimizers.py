@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from headstart.heads import families, family, make_config
+from headstart.recipe import TrainSection
 from headstart.target import Target
-from headstart.train.config import TrainSection
 from headstart.train.optimizers import Muon, make_optimizers, orthogonal
 
 TAPS: dict[str, Any] = {"eagle3": {"tap_layers": [1, 2, 3]}}

@@ -13,9 +13,9 @@ import torch
 from accelerate import DistributedType
 
 from headstart.errors import UserError
+from headstart.recipe import Recipe
 from headstart.target import Target
 from headstart.train import processes
-from headstart.train.config import Recipe
 
 
 class Gpus:

@@ -19,10 +19,10 @@ from headstart.data.store import StateStore
 from headstart.heads import HeadBatch, families, make_config
 from headstart.heads.io import load_heads
 from headstart.lock import locked
+from headstart.recipe import load_recipe
 from headstart.target import load_target
 from headstart.train import loop
 from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions
-from headstart.train.config import load_recipe
 from headstart.train.place import training
 from tests.train import ranks
 from tests.train.conftest import clean_environment

@@ -16,35 +16,15 @@ from headstart.errors import UserError
 from headstart.heads import DraftHead
 from headstart.heads.io import load_heads, save_heads
 from headstart.heads.medusa import MedusaConfig, MedusaHead
+from headstart.recipe import Recipe, load_recipe, packaged_recipes
 from headstart.target import FINAL, Target
-from headstart.train.config import Recipe, load_recipe, packaged_recipes
 from headstart.train.loop import train
-from headstart.train.setup import build_heads, check_heads, check_training, take_over
+from headstart.train.setup import build_heads, check_training, take_over
 from tests.train.conftest import conversations
-
-
-@pytest.mark.parametrize(
-    ("heads", "problem"),
-    [
-        ({"family": "hydraa"}, r"Unknown head family 'hydraa'. Did you mean 'hydra'\?"),
-        ({"family": "hydra", "num_headss": 3}, r"hydra heads have no setting 'num_headss'. Did you mean 'num_heads'\?"),
-        ({"family": "medusa", "num_heads": 40}, r"heads.num_heads is 40: input should be less than or equal to 16"),
-        ({"family": "eagle", "start": "hot"}, r"heads.start is 'hot'"),
-        ({"family": "eagle3", "join": True}, r"no setting 'join'.*heads.family=transition"),
-        ({"family": "transition", "tap_layers": [-1, 2]}, r"Transition heads go from final state to final state"),
-        ({"family": "eagle3", "tap_layers": [2, 2]}, r"layers \[2, 2\] of the target, which must be different"),
-    ],
-)
-def test_settings_of_heads_are_checked_by_the_recipe_alone(
-    recipe: Callable[..., Recipe], heads: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(UserError, match=problem):
-        check_heads(recipe(heads=heads))
 
 
 @pytest.mark.parametrize("name", packaged_recipes())
 def test_packaged_recipes_pass_the_checks(name: str) -> None:
-    check_heads(load_recipe(name))
     check_training(load_recipe(name))
 
 

@@ -18,7 +18,7 @@ from torch.utils import tensorboard
 from wandb.proto.wandb_internal_pb2 import Record
 
 from headstart.errors import UserError
-from headstart.train.config import Recipe
+from headstart.recipe import Recipe
 from headstart.train.setup import check_training
 from headstart.train.tracking import check_tracker
 from tests.train.conftest import Train

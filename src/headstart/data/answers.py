@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from headstart.data.conversations import Conversation, Unfit, added_tokens, encode, prompt_tokens, render
 from headstart.data.prompts import LeftOut, Prompt
 from headstart.data.sampling import Room, sample_rows
+from headstart.recipe import DataSection
 from headstart.target import Target
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the data depends on; field meanings are those of the recipe's data section."""
-
-    prompts: str
-    split: str
-    openers: str
-    conversations: int
-    heldout: int
-    calibration: int
-    minutes: float | None
-    max_prompt_tokens: int
-    max_new_tokens: int
-    temperature: float
-    sampled_fraction: float
-    batch_size: int
-    regenerate: bool
-    seed: int
 
 
 def answer_prompts(
     target: Target,
     prompts: Sequence[Prompt],
-    settings: Settings,
+    settings: DataSection,
     seed: int,
     answered: bool,
     check: Callable[[], None],
@@ -50,7 +30,7 @@ def answer_prompts(
     Args:
         target: the model, with its tokenizer.
         prompts: of one batch.
-        settings: of the data.
+        settings: the recipe's data section.
         seed: of the batch.
         answered: whether answers are wanted; the openings alone otherwise.
         check: called now and then; what it raises ends the work.

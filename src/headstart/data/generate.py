@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from headstart.data.answers import Settings, answer_prompts
+from headstart.data.answers import answer_prompts
 from headstart.data.conversations import (
     Conversation,
     prompt_tokens,
@@ -36,6 +36,7 @@ from headstart.data.sampling import Room
 from headstart.data.selfprompt import write_prompts
 from headstart.data.sources import find_origin
 from headstart.errors import UserError
+from headstart.recipe import DataSection
 from headstart.target import Target
 
 _COUNTS = {"heldout": "heldout", "calibration": "calibration", "train": "conversations"}
@@ -92,7 +93,7 @@ def _configuration(source: str) -> str:
 
 def build_conversations(
     target: Target,
-    section: Any,
+    settings: DataSection,
     folder: Path,
     console: Console | None = None,
     parts: Path | None = None,
@@ -104,7 +105,7 @@ def build_conversations(
 
     Args:
         target: the model, with its tokenizer.
-        section: the recipe's data section.
+        settings: the recipe's data section.
         folder: where `train.jsonl`, `calibration.jsonl` and `heldout.jsonl` go.
         console: shows a progress bar with the time left; None is silent.
         parts: folder of the parts, which runs with the same `identity` may share; `folder / "parts"` by default.
@@ -113,8 +114,7 @@ def build_conversations(
     Raises:
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
-    settings = Settings(**{name: getattr(section, name) for name in Settings.__dataclass_fields__})
-    writing = _Writing(target, settings, parts or folder / "parts", getattr(section, "revision", None), console)
+    writing = _Writing(target, settings, parts or folder / "parts", console)
     wanted = {split: int(getattr(settings, name)) for split, name in _COUNTS.items()}
     splits: dict[str, list[Conversation]] = {}
     with _progress(console) as progress:
@@ -149,16 +149,14 @@ class _Writing:
         target: the model.
         settings: of the data.
         folder: of the parts.
-        revision: of a dataset on the hub.
         console: told when memory is short.
     """
 
     def __init__(
         self,
         target: Target,
-        settings: Settings,
+        settings: DataSection,
         folder: Path,
-        revision: str | None = None,
         console: Console | None = None,
     ) -> None:
         self._folder, self._settings = folder, settings
@@ -167,7 +165,7 @@ class _Writing:
         for file in sorted(folder.glob("[0-9]*-*.jsonl")):
             self._add(Part.read(file))
         wanted = sum(int(getattr(settings, name)) for name in _COUNTS.values())
-        self._source = _PromptSource(target, settings, self._stop + wanted + settings.batch_size, revision, console)
+        self._source = _PromptSource(target, settings, self._stop + wanted + settings.batch_size, console)
 
     @property
     def left_out(self) -> LeftOut:
@@ -252,7 +250,6 @@ class _PromptSource:
         target: the model.
         settings: of the data.
         limit: given prompts to read at first.
-        revision: of a dataset on the hub.
         console: told when memory is short.
 
     Attributes:
@@ -262,13 +259,12 @@ class _PromptSource:
     def __init__(
         self,
         target: Target,
-        settings: Settings,
+        settings: DataSection,
         limit: int,
-        revision: str | None = None,
         console: Console | None = None,
     ) -> None:
         self.left_out = LeftOut()
-        self._revision, self._limit = revision, limit
+        self._limit = limit
         self._room = Room(None if console is None else console.print)
         self._target = target
         self._settings = settings
@@ -286,7 +282,7 @@ class _PromptSource:
             limit=limit,
             # Files are often sorted by kind: what is kept apart should be of the same kinds as what is trained on.
             seed=self._settings.seed,
-            revision=self._revision,
+            revision=self._settings.revision,
         )
         self._given, self._limit, self.left_out = found.prompts, limit, found.left_out
 
@@ -329,7 +325,8 @@ class _PromptSource:
         seed = self.seed(split, number)
         asked = self._written(split, number, check)[:size] if self._given is None else self._given[slice(*prompts)]
         # Calibration answers stay at the data's temperature: they stand for decoding as it is judged.
-        settings = self._settings if split == "train" else replace(self._settings, sampled_fraction=0.0)
+        share = self._settings.sampled_fraction if split == "train" else 0.0
+        settings = self._settings.model_copy(update={"sampled_fraction": share})
         return answer_prompts(self._target, asked, settings, seed, split != "heldout", check, self.left_out, self._room)
 
     def _written(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:

@@ -24,8 +24,8 @@ from headstart.heads import DraftHead
 from headstart.heads.io import CONFIG, load_heads
 from headstart.hub import locate, read_heads, target_spec
 from headstart.pipeline.layout import CONVERSATIONS, HEADS, STATES, TARGET, TRAIN
+from headstart.recipe import Recipe, load_recipe, packaged_recipes
 from headstart.target import Target, load_target
-from headstart.train.config import Recipe, load_recipe, packaged_recipes
 
 SPLITS = ("train", "calibration")
 
@@ -85,7 +85,7 @@ class Subject:
             UserError: the heads cannot be read.
         """
         if self.recipe is not None:
-            return self.recipe.heads
+            return self.recipe.heads.to_recipe()
         return self.heads.config.model_dump(mode="json", exclude={"hidden_size", "vocab_size"})
 
     def conversations(self, split: str) -> list[Conversation]:

@@ -9,7 +9,6 @@ from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.drafters.heads import Tree
 from headstart.eval.divergence import Judgement
-from headstart.eval.methods import HEADS, LOOKUP, PLAIN, STOCK
 from headstart.eval.summary import (
     Unit,
     acceptance_by_position,
@@ -21,6 +20,7 @@ from headstart.eval.summary import (
     speedup,
     tokens_per_round,
 )
+from headstart.labels import HEADS, LOOKUP, PLAIN, STOCK
 
 OTHER = "other: "
 """Before the names of compared drafters among a unit's runs, so that none is taken for a method of every report."""

@@ -35,8 +35,9 @@ from headstart.drafters.heads import Tree
 from headstart.errors import UserError
 from headstart.eval.compare import OTHER, Drafters, compare_rows, named, wanted
 from headstart.eval.divergence import Judge, Judgement, as_entry
-from headstart.eval.methods import ASSISTANT, HEADS, LOOKUP, PLAIN, STOCK, Method, Ours, Transformers
+from headstart.eval.methods import ASSISTANT, Method, Ours, Transformers
 from headstart.eval.summary import RESAMPLES, Prompt, Unit, categories, per_prompt, summarise
+from headstart.labels import HEADS, LOOKUP, PLAIN, STOCK
 from headstart.target import Target, load_target
 
 SCHEMA_VERSION = 1

@@ -28,9 +28,6 @@ from headstart.errors import UserError
 from headstart.eval.target_wrappers import WatchedTarget
 from headstart.target import Target
 
-HEADS, PLAIN, STOCK, LOOKUP = "heads", "plain", "transformers", "transformers_prompt_lookup"
-METHODS = (HEADS, PLAIN, STOCK, LOOKUP)
-"""The methods of every report; `HEADS` stands for the drafter that the report is about."""
 ASSISTANT = "transformers_assistant:"
 """Before the name of a model that drafts in transformers' own assisted generation."""
 

@@ -10,16 +10,9 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headstart.eval.methods import HEADS, LOOKUP, METHODS, PLAIN, STOCK
+from headstart.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN
 
-LABELS = {PLAIN: "plain loop", STOCK: "transformers", LOOKUP: "transformers\nprompt lookup"}
-COLOURS = {HEADS: "#0b6e4f", PLAIN: "#8a94a6", STOCK: "#b9c0cc", LOOKUP: "#c98a2b"}
 PARTS = {"draft": "#0b6e4f", "verify": "#5b8def", "host": "#c98a2b"}
-BASELINES = {
-    "speedup_vs_plain": ("vs plain loop", COLOURS[PLAIN]),
-    "speedup_vs_transformers": ("vs transformers", COLOURS[STOCK]),
-    "speedup_vs_prompt_lookup": ("vs prompt lookup", COLOURS[LOOKUP]),
-}
 _STYLE = {
     "font.size": 10,
     "font.family": "sans-serif",
@@ -73,7 +66,7 @@ def _compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
 
 def _colour(name: str, tested: str) -> str:
     """The drafter under test stands out; baselines keep their colours in every plot."""
-    return COLOURS[HEADS] if name == tested else COLOURS.get(name, PARTS["verify"])
+    return LABELS[HEADS].colour if name == tested else LABELS[name].colour if name in LABELS else PARTS["verify"]
 
 
 def _whiskers(speeds: Sequence[Mapping[str, Any]]) -> list[list[float]] | None:
@@ -97,12 +90,12 @@ def _throughput(speeds: Mapping[str, Mapping[str, float] | None], tested: str) -
     figure, axes = _figure()
     means = [speed["mean"] for _, speed in shown]
     bars = axes.bar(
-        [tested if name == HEADS else LABELS.get(name, name) for name, _ in shown],
+        [tested if name == HEADS else LABELS[name].short for name, _ in shown],
         means,
         width=0.62,
         yerr=_whiskers([speed for _, speed in shown]),
         capsize=4,
-        color=[COLOURS.get(name, "#8a94a6") for name, _ in shown],
+        color=[LABELS[name].colour for name, _ in shown],
     )
     axes.bar_label(bars, fmt="%.1f", padding=3)
     axes.set_ylabel("tokens per second")
@@ -116,7 +109,9 @@ def _acceptance(shares: Sequence[float]) -> dict[str, str] | None:
     if not shares:
         return None
     figure, axes = _figure()
-    bars = axes.bar(range(1, len(shares) + 1), [100 * share for share in shares], width=0.62, color=COLOURS[HEADS])
+    bars = axes.bar(
+        range(1, len(shares) + 1), [100 * share for share in shares], width=0.62, color=LABELS[HEADS].colour
+    )
     axes.bar_label(bars, fmt="%.0f", padding=3)
     axes.set_xlabel("position (tokens drafted ahead)")
     axes.set_ylabel("accepted, % of rounds that got there")
@@ -133,7 +128,7 @@ def _histogram(counts: Sequence[int], mean: float | None) -> dict[str, str] | No
         return None
     figure, axes = _figure()
     shares = [100 * count / total for count in counts[1:]]
-    bars = axes.bar(range(1, len(counts)), shares, width=0.8, color=COLOURS[HEADS])
+    bars = axes.bar(range(1, len(counts)), shares, width=0.8, color=LABELS[HEADS].colour)
     axes.bar_label(bars, fmt="%.0f", padding=3)
     if mean is not None:
         axes.axvline(mean, color="#c98a2b", linestyle="--", label=f"mean τ = {mean:.2f}")
@@ -149,7 +144,7 @@ def _histogram(counts: Sequence[int], mean: float | None) -> dict[str, str] | No
 def _round_time(
     drafted: Mapping[str, float] | None, plain: Mapping[str, float] | None, tested: str
 ) -> dict[str, str] | None:
-    shown = [(label, ms) for label, ms in ((tested, drafted), ("plain loop", plain)) if ms]
+    shown = [(label, ms) for label, ms in ((tested, drafted), (LABELS[PLAIN].short, plain)) if ms]
     if not shown:
         return None
     figure, axes = _figure(2.4)
@@ -176,10 +171,10 @@ def _categories(rows: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
     figure, axes = _figure(1.2 + 0.14 * len(rows) * (len(keys) + 0.6))
     height = 0.8 / len(keys)
     for number, key in enumerate(keys):
-        label, colour = BASELINES[key]
+        label = BASELINES[key]
         places = [place + (number - (len(keys) - 1) / 2) * height for place, row in enumerate(rows) if row.get(key)]
         means = [row[key]["mean"] for row in rows if row.get(key)]
-        axes.barh(places, means, height=height * 0.9, color=colour, label=label)
+        axes.barh(places, means, height=height * 0.9, color=label.colour, label=f"over {label.short}")
     axes.axvline(1.0, color="#333", linewidth=1)
     axes.set_yticks(range(len(rows)), [str(row["category"]) or "(none)" for row in rows])
     axes.invert_yaxis()

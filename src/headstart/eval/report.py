@@ -11,20 +11,10 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
-from headstart.eval.methods import HEADS, LOOKUP, METHODS, PLAIN, STOCK
-from headstart.eval.plots import BASELINES, plots
+from headstart.eval.plots import plots
 from headstart.files import write_json, write_text
+from headstart.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN, STOCK
 
-NAMES = {
-    PLAIN: "our plain loop",
-    STOCK: "transformers generate",
-    LOOKUP: "transformers prompt lookup",
-}
-AGAINST = {
-    "speedup_vs_plain": NAMES[PLAIN],
-    "speedup_vs_transformers": NAMES[STOCK],
-    "speedup_vs_prompt_lookup": NAMES[LOOKUP],
-}
 LOSSY = "LOSSY: this verifier accepts drafts that the target would not have chosen. The words are not the target's own."
 DEFINITIONS = {
     "Tokens per round (τ)": "The mean number of tokens that one forward of the target yields: accepted drafts plus the "
@@ -73,7 +63,7 @@ def _compared(results: Mapping[str, Any], narrow: bool) -> Table:
     table.add_column("drafter", overflow="fold")
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "tokens/s": lambda row: number(row["tokens_per_second"], 1),
-        "over plain": lambda row: times(row["speedup_vs_plain"]),
+        f"over {LABELS[PLAIN].short}": lambda row: times(row["speedup_vs_plain"]),
         "τ": lambda row: number(row["tokens_per_round"]),
     }
     if narrow:
@@ -112,13 +102,12 @@ def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]
         divergence=divergence_sentence(results),
         diverged=[row for row in results.get("per_prompt") or [] if row.get("divergence")],
         methods=METHODS,
-        names={HEADS: f"our loop with {tested(results)}", **NAMES},
+        names={name: tested(results) if name == HEADS else label.name for name, label in LABELS.items()},
         tested=tested(results),
         compare=compare if len(compare) > len(METHODS) else [],
         lossy=LOSSY if summary["lossless"] is False else None,
         failed=[(row["name"], row["drafter_error"]) for row in compare if row.get("drafter_error")],
-        against=AGAINST,
-        short={key: label for key, (label, _) in BASELINES.items()},
+        baselines=BASELINES,
         definitions=DEFINITIONS,
         plots=[{**plot, "svg": Markup(plot["svg"])} for plot in drawn or []],
     )
@@ -132,14 +121,14 @@ def tested(results: Mapping[str, Any]) -> str:
     """
     drafter = results["summary"].get("drafter") or HEADS
     mark = " (LOSSY)" if results["summary"].get("lossless") is False else ""
-    return ("the heads" if drafter == HEADS else str(drafter)) + mark
+    return (LABELS[HEADS].name if drafter == HEADS else str(drafter)) + mark
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
     """One sentence per baseline: faster, slower, or not to be told apart."""
     sentences = []
-    for key, name in AGAINST.items():
-        ratio = results["summary"].get(key)
+    for key, label in BASELINES.items():
+        ratio, name = results["summary"].get(key), label.name
         if not ratio:
             continue
         if ratio["low"] is None:
@@ -166,14 +155,14 @@ def divergence_sentence(results: Mapping[str, Any]) -> str:
     if not found["count"]:
         return (
             f"The words are the same: {found['tokens_compared']} tokens of {found['prompts']} prompts compared with "
-            "our plain loop, none differs."
+            f"{LABELS[PLAIN].name}, none differs."
         )
     differ = f"{found['count']} of {found['prompts']} prompts leave the plain loop's output at some token"
     limit, largest = found.get("margin_limit"), found.get("largest_margin")
     margins = "" if limit is None or largest is None else f" (largest margin {largest:.3g}, limit {limit:.3g})"
     if not found["unexplained"]:
         stock = summary.get("transformers_divergences")
-        scale = f" For scale, {NAMES[STOCK]} leaves it on {stock['count']}." if stock else ""
+        scale = f" For scale, {LABELS[STOCK].name} leaves it on {stock['count']}." if stock else ""
         return f"{differ}. Rounding explains every one of them{margins}.{scale}"
     return f"{differ}. Rounding does not explain {found['unexplained']} of them{margins}: look for a fault."
 

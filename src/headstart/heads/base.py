@@ -14,11 +14,11 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,23 +26,17 @@ from headstart.errors import UserError, nearest
 from headstart.heads.growing import grow
 from headstart.heads.int8_weights import unpack
 from headstart.proposal import Committed, Proposal, Request, Root
-from headstart.renamed import hint, tensors_now, value_hint
+from headstart.recipe import FromTarget, HeadSettings, parse_heads
+from headstart.renamed import tensors_now
 from headstart.target import FINAL, Finish, Target, TreeShape
 
 
-class HeadConfig(BaseModel):
-    """What every family's config has in common. Unknown keys are refused."""
+class HeadConfig(HeadSettings):
+    """What every family's config has in common: what a recipe sets, and the sizes of the target. Families add fields;
+    one that is the target's own where a recipe leaves it out is marked with `FromTarget`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    family: str = Field(description="Registered name of the head family.")
-    hidden_size: int = Field(0, description="Hidden size of the target; filled in from the target.")
-    vocab_size: int = Field(0, description="Vocabulary of the target; filled in from the target.")
-    draft_vocab_size: int = Field(
-        0,
-        ge=0,
-        description="Tokens the heads can draft, the most frequent of the training data; 0 means the whole vocabulary.",
-    )
+    hidden_size: Annotated[int, FromTarget(settable=False)] = Field(0, description="Hidden size of the target.")
+    vocab_size: Annotated[int, FromTarget(settable=False)] = Field(0, description="Vocabulary of the target.")
 
     @property
     def draft_width(self) -> int:
@@ -51,24 +45,16 @@ class HeadConfig(BaseModel):
 
     @classmethod
     def of_target(cls, target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings that follow from the target where a recipe does not set them, for families that need any.
+        """The settings marked with `FromTarget`, for families that have any.
 
         Args:
             target: the frozen model.
-            settings: what the recipe does set.
+            settings: those of the recipe.
 
         Raises:
             UserError: when the family cannot serve this target.
         """
         return {}
-
-    def check(self) -> None:
-        """Refuse settings that do not go together; what is still to be filled in from the target is passed over.
-
-        Raises:
-            UserError: when they do not.
-        """
-        return None
 
 
 @dataclass
@@ -411,44 +397,21 @@ def family(name: str) -> type[DraftHead]:
     return known[name]
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse recipe settings of heads that cannot work on any target.
-
-    Raises:
-        UserError: unknown family or key, a value out of range, or settings that do not go together.
-    """
-    _parsed(settings, {}).check()
-
-
-def make_config(settings: dict[str, Any], target: Target) -> HeadConfig:
-    """A family's config from recipe settings, with the target's sizes filled in.
+def make_config(settings: HeadSettings | Mapping[str, Any], target: Target) -> HeadConfig:
+    """A family's config from recipe settings, with what follows from the target filled in.
 
     Raises:
         UserError: unknown family or key, a value out of range, or a draft vocabulary larger than the target's.
     """
-    config = _parsed(settings, {})
+    given = settings if isinstance(settings, HeadSettings) else parse_heads(settings)
+    assert isinstance(given, HeadConfig), "a family's settings are its config"
+    own = given.to_recipe()
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    config = _parsed(settings, {**type(config).of_target(target, settings), **settings, **sizes})
+    config = parse_heads({**given.of_target(target, own), **own, **sizes})
+    assert isinstance(config, HeadConfig)
     if config.draft_vocab_size > target.vocab_size:
         raise UserError(
             f"A draft vocabulary of {config.draft_vocab_size} is larger than the target's {target.vocab_size}.",
             "Lower heads.draft_vocab_size, or set it to 0 for the whole vocabulary.",
         )
     return config
-
-
-def _parsed(settings: Mapping[str, Any], filled: Mapping[str, Any]) -> HeadConfig:
-    """The config of `settings`, or of what they became when `filled` in from a target."""
-    cls = family(str(settings.get("family", "")))
-    unknown = set(settings) - set(cls.Config.model_fields)
-    if unknown:
-        name = sorted(unknown)[0]
-        remedy = hint(f"heads.{name}") or nearest(name, cls.Config.model_fields)
-        raise UserError(f"{cls.family} heads have no setting {name!r}.", remedy)
-    try:
-        return cls.Config(**(filled or settings))
-    except ValidationError as error:
-        first = error.errors()[0]
-        reason, key = first["msg"].removeprefix("Value error, ").lower(), f"heads.{'.'.join(map(str, first['loc']))}"
-        remedy = f"See what {cls.family} heads can be set to: headstart recipes show quickstart."
-        raise UserError(f"{key} is {first['input']!r}: {reason}.", value_hint(key, first["input"]) or remedy) from None

@@ -8,7 +8,7 @@ Shape suffixes: E hidden size, D draft vocabulary, X = taps * E.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -18,6 +18,7 @@ from headstart.errors import UserError
 from headstart.heads.int8_weights import Linear
 from headstart.heads.layer import DraftLayer, LayerConfig, norm_scale, normed
 from headstart.heads.recurrent import RecurrentHead
+from headstart.recipe import FromTarget
 from headstart.target import FINAL, Target
 
 
@@ -26,7 +27,7 @@ class FusedConfig(LayerConfig):
 
     steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
     num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
-    tap_layers: tuple[int, ...] = Field(
+    tap_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
         description="Target layers whose outputs are read, as transformers' hidden_states; (2, L // 2, L - 3) for "
         "eagle3, (2, L // 2, -1) for transition.",

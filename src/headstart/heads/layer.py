@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
 from headstart.heads.int8_weights import Linear
+from headstart.recipe import FromTarget
 from headstart.target import Target
 
 _ROTARY: dict[str, set[str]] = {
@@ -45,17 +46,17 @@ _QUERIES = 512
 class LayerConfig(HeadConfig):
     """Settings of families with decoder layers of their own; what a recipe leaves out is taken from the target."""
 
-    intermediate_size: int = Field(0, ge=1, description="Width of a layer's MLP; the target's own by default.")
-    num_attention_heads: int = Field(0, ge=1, description="Query heads; as the target by default.")
-    num_key_value_heads: int = Field(0, ge=1, description="Key and value heads; as the target by default.")
-    head_dim: int = Field(0, ge=1, description="Size of an attention head; as the target by default.")
-    hidden_act: str = Field("silu", description="Activation of the MLP; as the target by default.")
-    rms_norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the norms; as the target by default.")
-    rope_parameters: dict[str, Any] = Field(
+    intermediate_size: Annotated[int, FromTarget()] = Field(0, ge=1, description="Width of a layer's MLP.")
+    num_attention_heads: Annotated[int, FromTarget()] = Field(0, ge=1, description="Query heads.")
+    num_key_value_heads: Annotated[int, FromTarget()] = Field(0, ge=1, description="Key and value heads.")
+    head_dim: Annotated[int, FromTarget()] = Field(0, ge=1, description="Size of an attention head.")
+    hidden_act: Annotated[str, FromTarget()] = Field("silu", description="Activation of the MLP.")
+    rms_norm_eps: Annotated[float, FromTarget()] = Field(1e-5, gt=0, description="Epsilon of the norms.")
+    rope_parameters: Annotated[dict[str, Any], FromTarget()] = Field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0},
-        description="Rotary positions as transformers writes them; as the target by default.",
+        description="Rotary positions as transformers writes them.",
     )
-    max_position_embeddings: int = Field(2048, ge=1, description="Longest context; as the target by default.")
+    max_position_embeddings: Annotated[int, FromTarget()] = Field(2048, ge=1, description="Longest context.")
 
     @classmethod
     def of_target(cls, target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,24 +12,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headstart.errors import nearest
 from headstart.files import format_bytes, read_json, write_text
+from headstart.labels import BASELINES, LABELS
 from headstart.target import TreeShape
 from headstart.target.loading import PACKAGED
 
 FACTS = ("measurements", "training", "license", "limits")
 LICENSES = {"smollm2-135m": "apache-2.0"}
 """Licences of the packaged targets. Heads that start from a target's LM head are derived from it."""
-
-METHODS = {
-    "heads": "with these heads",
-    "plain": "the same loop without drafts",
-    "transformers": "transformers generate",
-    "transformers_prompt_lookup": "transformers prompt lookup",
-}
-SPEEDUPS = {
-    "speedup_vs_plain": "the same loop without drafts",
-    "speedup_vs_transformers": "transformers generate",
-    "speedup_vs_prompt_lookup": "transformers prompt lookup",
-}
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -132,13 +121,13 @@ def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for method, speed in (summary.get("tokens_per_second") or {}).items():
         if speed is not None:
-            rows.append((f"tokens/s, {METHODS.get(method, method)}", f"{speed:.1f}"))
-    for key, other in SPEEDUPS.items():
+            rows.append((f"tokens/s, {LABELS[method].name if method in LABELS else method}", f"{speed:.1f}"))
+    for key, other in BASELINES.items():
         if (ratio := summary.get(key)) is not None:
             value = f"{ratio['mean']:.2f}x"
             if ratio["low"] is not None:  # one prompt has no interval
                 value += f" (95 % interval {ratio['low']:.2f} to {ratio['high']:.2f})"
-            rows.append((f"speed-up over {other}", value))
+            rows.append((f"speed-up over {other.name}", value))
     if summary.get("tokens_per_round") is not None:
         rows.append(("tokens per forward of the target (τ)", f"{summary['tokens_per_round']:.2f}"))
     for position, share in enumerate(summary.get("acceptance_by_position") or (), start=1):

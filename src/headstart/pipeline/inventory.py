@@ -21,7 +21,7 @@ from headstart.files import PARTIAL, format_bytes, read_json
 from headstart.lock import Busy, locked
 from headstart.pipeline.layout import LAYOUT, REPORT, STATES, TRAIN
 from headstart.pipeline.stages import STAGES
-from headstart.train.config import load_recipe
+from headstart.recipe import read_values
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def _state(folder: Path) -> RunState:
     summary = _json(folder / REPORT / "results.json").get("summary") or {}
     trained = (_json(folder / TRAIN / "result.json").get("best") or {}).get("tau")
     try:
-        family = str(load_recipe(str(folder / "recipe.yaml")).heads.get("family", ""))
-    except UserError:
+        family = str(read_values(str(folder / "recipe.yaml"))["heads"]["family"])
+    except (UserError, KeyError, TypeError):
         family = "?"
     places = {folder, *(place for stage in references(folder) if (place := referred(folder, stage)) is not None)}
     stamps = [file.stat().st_mtime for file in (folder / "stages").glob("*.json")]

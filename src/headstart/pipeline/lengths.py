@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headstart.data.prompts import Prompt
+    from headstart.recipe import DataSection
     from headstart.target import Target
-    from headstart.train.config import DataSection
 
 PROMPT_TOKENS = 70
 """Tokens of a self-written prompt with its template, on average."""

@@ -28,8 +28,8 @@ from headstart.files import read_json, write_json, write_text
 from headstart.lock import locked
 from headstart.pipeline.layout import HEADS, LAYOUT
 from headstart.provenance import note_provenance
+from headstart.recipe import Recipe, recipe_text
 from headstart.renamed import settings_now
-from headstart.train.config import Recipe, recipe_text
 
 if TYPE_CHECKING:
     from headstart.target import Target

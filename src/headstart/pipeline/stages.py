@@ -21,7 +21,7 @@ from headstart.files import format_bytes, need_disk, read_json, write_atomic, wr
 from headstart.pipeline.actions import describe_tuning, refuse_other_files, refuse_others, report
 from headstart.pipeline.layout import CONVERSATIONS, HEADS, QUESTIONS, REPORT, STATES, TARGET, TRAIN, TUNE
 from headstart.pipeline.run import Outcome, Run, Stage, target_identity
-from headstart.train.config import Recipe, Section
+from headstart.recipe import Recipe, Section
 
 if TYPE_CHECKING:
     from headstart.data.conversations import Conversation
@@ -50,10 +50,9 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     from headstart.drafters.catalog import check_drafter
     from headstart.eval.compare import TREES, wanted
     from headstart.eval.methods import ASSISTANT
-    from headstart.train.setup import check_heads, check_training
+    from headstart.train.setup import check_training
 
     names = {stage.name for stage in stages}
-    check_heads(recipe)
     if "train" in names:
         check_training(recipe)
 
@@ -144,7 +143,7 @@ def taps(run: Run) -> list[int]:
     """
     file = run.folder / "data" / "taps.json"
     record = run.record("target")
-    key = {"heads": run.recipe.heads, "target": record.identity if record and record.whole else ""}
+    key = {"heads": run.recipe.heads.to_recipe(), "target": record.identity if record and record.whole else ""}
     if file.is_file():
         known = read_json(file)
         if {name: known.get(name) for name in key} == key:
@@ -280,10 +279,10 @@ def both_stores(run: Run) -> dict[str, StateStore]:
 
 
 def _train_settings(run: Run) -> dict[str, Any]:
-    from headstart.train.config import FREE_TO_CHANGE
+    from headstart.recipe import FREE_TO_CHANGE
     from headstart.train.place import AMOUNT, weights_hash
 
-    heads = {f"heads.{key}": value for key, value in run.recipe.heads.items()}
+    heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
     settings = _flat("train", run.recipe.train, leave_out=FREE_TO_CHANGE - set(AMOUNT))
     return {**settings, "train.start_from": weights_hash(run.recipe.train.start_from), **heads}
 
@@ -333,7 +332,7 @@ def _tune(run: Run) -> Outcome:
         **_tune_settings(run),
         "conditions": _conditions(run),
     }
-    made = artifact(run.folder, "tuning", run.recipe.heads["family"], identity)
+    made = artifact(run.folder, "tuning", run.recipe.heads.family, identity)
     with held(made, run.console):
         run.refer("tune", made, TUNE)
         if "tune" in run.again or not file.is_file():
@@ -381,7 +380,7 @@ def _exported(run: Run) -> Artifact:
         "tuning": _before(run, "tune"),
         "target": run.recipe.target.spec,  # where the heads say that their target is
     }
-    return artifact(run.folder, "exports", run.recipe.heads["family"], identity)
+    return artifact(run.folder, "exports", run.recipe.heads.family, identity)
 
 
 def _give(source: Path, place: Path) -> None:
@@ -432,7 +431,7 @@ def _eval(run: Run) -> Outcome:
         "questions": _content(str(file)),
         "conditions": _conditions(run),
     }
-    made = artifact(run.folder, "reports", run.recipe.heads["family"], identity)
+    made = artifact(run.folder, "reports", run.recipe.heads.family, identity)
     with held(made, run.console) as folder, held(exported, run.console):
         run.refer("eval", made)
         if not (folder / REPORT / "results.json").is_file():

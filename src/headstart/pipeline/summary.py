@@ -9,13 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.drafters.catalog import DEFAULT
-
-ROWS = (
-    ("with the heads", "heads", None),
-    ("plain loop", "plain", "speedup_vs_plain"),
-    ("transformers generate", "transformers", "speedup_vs_transformers"),
-    ("transformers prompt lookup", "transformers_prompt_lookup", "speedup_vs_prompt_lookup"),
-)
+from headstart.labels import LABELS, PLAIN
 
 
 def show_summary(results: Mapping[str, Any], title: str, console: Console) -> None:
@@ -32,18 +26,18 @@ def show_summary(results: Mapping[str, Any], title: str, console: Console) -> No
     table.add_column("tokens/s", justify="right")
     table.add_column("heads over it", justify="right")
     table.add_column("95 % interval", justify="right")
-    for label, method, ratio in ROWS:
+    for method, label in LABELS.items():
         speed = (summary.get("tokens_per_second") or {}).get(method)
-        gain = summary.get(ratio) if ratio else None
+        gain = summary.get(label.speedup)
         table.add_row(
-            label,
+            label.name,
             f"{speed:.1f}" if speed is not None else "–",
             f"{gain['mean']:.2f}x" if gain else "",
             _span(gain),
         )
     console.print(table)
     predicted = summary.get("predicted_speedup")
-    expected = f"; tuning predicted {predicted:.2f}x over the plain loop" if predicted else ""
+    expected = f"; tuning predicted {predicted:.2f}x over {LABELS[PLAIN].name}" if predicted else ""
     console.print(
         f"τ {summary['tokens_per_round']:.2f} tokens per forward of the target{expected}",
         highlight=False,
@@ -54,7 +48,7 @@ def show_summary(results: Mapping[str, Any], title: str, console: Console) -> No
         if row["name"] == DEFAULT and gain:
             console.print(
                 f"{DEFAULT}, what decoding uses when nothing else is said: {row['tokens_per_second']:.1f} tokens/s, "
-                f"{gain['mean']:.2f}x{f' ({span})' if (span := _span(gain)) else ''} over the plain loop",
+                f"{gain['mean']:.2f}x{f' ({span})' if (span := _span(gain)) else ''} over {LABELS[PLAIN].name}",
                 highlight=False,
                 soft_wrap=True,
             )

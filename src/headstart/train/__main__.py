@@ -20,8 +20,8 @@ from headstart.files import write_text
 from headstart.heads import make_config
 from headstart.lock import locked
 from headstart.provenance import note_provenance
+from headstart.recipe import load_recipe, recipe_text
 from headstart.target import load_target
-from headstart.train.config import load_recipe, recipe_text
 from headstart.train.loop import train
 from headstart.train.place import finished, go_on_from_shorter, training
 from headstart.train.processes import (
@@ -33,7 +33,7 @@ from headstart.train.processes import (
     speak_once,
     together,
 )
-from headstart.train.setup import check_heads, check_training
+from headstart.train.setup import check_training
 
 app = typer.Typer(add_completion=False)
 
@@ -78,7 +78,6 @@ def main(
 
 def _train(name: str, overrides: list[str], run_dir: Path | None, console: Console) -> None:
     recipe = load_recipe(name, overrides)
-    check_heads(recipe)
     check_training(recipe)
     run = run_dir or Path("runs") / recipe.name
     state, device = join_processes(recipe.target.device)

@@ -29,19 +29,19 @@ from headstart.errors import UserError
 from headstart.files import need_disk, read_jsonl, write_json, write_jsonl
 from headstart.heads import DraftHead, HeadBatch, StepPrediction
 from headstart.heads.io import save_heads
+from headstart.recipe import FREE_TO_CHANGE, Recipe
 from headstart.target import FINAL, Target
 from headstart.train import checkpoint
 from headstart.train.allocator import keep_freed_memory
 from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, noisy, predictions, share, thinned
 from headstart.train.checkpoint import Standing
-from headstart.train.config import FREE_TO_CHANGE, Recipe
 from headstart.train.display import Display, format_seconds
 from headstart.train.interrupt import Interrupt
 from headstart.train.losses import Teacher, find_loss, weighted
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
 from headstart.train.optimizers import make_optimizers
 from headstart.train.processes import describe_processes, make_accelerator, on_device, together, whole_state
-from headstart.train.setup import build_heads, check_heads, check_store, check_training, learning_rate
+from headstart.train.setup import build_heads, check_store, check_training, learning_rate
 from headstart.train.tracking import finish_trackers, start_tracker
 
 if TYPE_CHECKING:
@@ -126,7 +126,6 @@ def train(
             settings.
         KeyboardInterrupt: after a checkpoint was written.
     """
-    check_heads(recipe)
     check_training(recipe, target)
     with on_device(target.device):
         accelerator = make_accelerator(recipe, target, folder)

@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from headstart.errors import UserError, nearest
 from headstart.heads import HeadBatch, StepPrediction
+from headstart.recipe import PositionWeight
 from headstart.target import FINAL, Finish, Target
-from headstart.train.config import PositionWeight
 from headstart.train.position_weights import dpace, exponential, until_failure, where_drafting_starts
 
 Loss = Callable[[Tensor, Tensor], Tensor]

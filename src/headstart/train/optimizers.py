@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads import DraftHead
-from headstart.train.config import TrainSection
+from headstart.recipe import TrainSection
 
 _STEPS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

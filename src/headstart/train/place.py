@@ -17,8 +17,8 @@ from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json
 from headstart.heads import HeadConfig
 from headstart.heads.io import WEIGHTS, heads_folder
+from headstart.recipe import FREE_TO_CHANGE, Recipe
 from headstart.train import checkpoint
-from headstart.train.config import FREE_TO_CHANGE, Recipe
 
 if TYPE_CHECKING:
     from headstart.data.store import StateStore

@@ -11,11 +11,11 @@ import torch
 
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch, family, make_config
-from headstart.heads.base import check_settings, positions
+from headstart.heads.base import positions
 from headstart.heads.io import load_heads
+from headstart.recipe import Recipe, TrainSection
 from headstart.target import FINAL, Target
 from headstart.train.batches import collate
-from headstart.train.config import Recipe, TrainSection
 from headstart.train.losses import find_loss
 from headstart.train.metrics import pick_vocabulary
 from headstart.train.tracking import check_tracker
@@ -45,15 +45,6 @@ def learning_rate(section: TrainSection, fraction: float) -> float:
     return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share_of_peak)
 
 
-def check_heads(recipe: Recipe) -> None:
-    """Refuse settings of heads that cannot work, as far as the recipe alone tells: nothing is read or computed.
-
-    Raises:
-        UserError: unknown family or setting, a value out of range, or settings that do not go together.
-    """
-    check_settings(recipe.heads)
-
-
 def check_training(recipe: Recipe, target: Target | None = None) -> None:
     """Refuse settings of training that cannot work, before any work is done for them.
 
@@ -69,8 +60,8 @@ def check_training(recipe: Recipe, target: Target | None = None) -> None:
     find_loss(section.loss)
     if not all(0 <= beta < 1 for beta in section.betas):
         raise UserError(f"train.betas is {list(section.betas)}.", "Both are at least 0 and below 1: [0.9, 0.95].")
-    if section.feature_weight and not family(str(recipe.heads.get("family", ""))).drafts_features:
-        raise UserError(f"{recipe.heads['family']} heads draft no features to compare.", "Set train.feature_weight=0.")
+    if section.feature_weight and not family(recipe.heads.family).drafts_features:
+        raise UserError(f"{recipe.heads.family} heads draft no features to compare.", "Set train.feature_weight=0.")
     if section.mixed_precision == "fp16" and section.optimizer == "muon":
         raise UserError(
             "muon works beside AdamW, and fp16 scales gradients for one optimiser.",

@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from headstart.errors import UserError
-from headstart.train.config import TrainSection
+from headstart.recipe import TrainSection
 
 _PACKAGES = {"wandb": ("wandb",), "trackio": ("trackio",), "tensorboard": ("tensorboard", "tensorboardX")}
 """What each tracker needs, any one of them."""

@@ -1,16 +1,22 @@
-"""Recipes: strict typed YAML, `extends:` for variants, `key.sub=value` overrides. The one way to configure a run."""
+"""Recipes: strict typed YAML, `extends:` for variants, `key.sub=value` overrides. The one way to configure a run.
+
+Every room may import this module, so it imports none. The settings of a head family stand in the family's own file;
+reading a recipe looks them up by the family's name, which loads the families, and torch with them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from importlib import resources
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
+from pydantic.fields import FieldInfo
 
-from headstart.errors import UserError, nearest
+from headstart.errors import UserError, close, nearest
 from headstart.renamed import hint, recipe_now, value_hint
 
 PositionWeight = Literal["exponential", "sampled", "dpace", "auf"]
@@ -26,6 +32,46 @@ class Section(BaseModel):
     """A part of a recipe. Unknown keys are refused with the nearest known one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True)
+class FromTarget:
+    """Marks a setting of heads that is the target's own where a recipe leaves it out: `Annotated[int, FromTarget()]`.
+
+    Attributes:
+        settable: whether a recipe may say otherwise.
+    """
+
+    settable: bool = True
+
+
+def from_target(field: FieldInfo) -> FromTarget | None:
+    """The mark of a field of heads; None where it does not follow from the target."""
+    return next((mark for mark in field.metadata if isinstance(mark, FromTarget)), None)
+
+
+class HeadSettings(Section):
+    """What heads of every family can be set to; each family adds its own."""
+
+    family: str = Field(description="Head family; a recipe that changes it drops the settings of the one before.")
+    draft_vocab_size: int = Field(
+        0,
+        ge=0,
+        description="Tokens the heads can draft, the most frequent of the training data; 0 means the whole vocabulary.",
+    )
+
+    def check(self) -> None:
+        """Refuse settings that do not go together; what is still to be filled in from the target is passed over.
+
+        Raises:
+            UserError: when they do not.
+        """
+        return None
+
+    def to_recipe(self) -> dict[str, Any]:
+        """The settings as a recipe says them: every one with its value, but for what the target is to fill in."""
+        left_to_target = {name for name, field in type(self).model_fields.items() if from_target(field)}
+        return self.model_dump(mode="json", exclude=left_to_target - self.model_fields_set)
 
 
 class TargetSection(Section):
@@ -139,7 +185,7 @@ class Recipe(Section):
     description: str = Field("", description="One sentence for `headstart recipes`.")
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()
-    heads: dict[str, Any] = Field(description="Family and its settings.")
+    heads: HeadSettings = Field(description="Family and its settings.")
     train: TrainSection = TrainSection()
     tune: TuneSection = TuneSection()
     eval: EvalSection = EvalSection()
@@ -149,10 +195,25 @@ class Recipe(Section):
     def _short_target(cls, value: Any) -> Any:
         return {"spec": value} if isinstance(value, str) else value
 
+    @field_validator("heads", mode="before")
+    @classmethod
+    def _of_its_family(cls, value: Any) -> HeadSettings:
+        return value if isinstance(value, HeadSettings) else parse_heads(value)
+
+    @field_serializer("heads")
+    def _with_all_of_its_family(self, heads: HeadSettings) -> dict[str, Any]:
+        return heads.to_recipe()
+
 
 def recipe_text(recipe: Recipe) -> str:
     """A recipe with every setting filled in, as YAML that `load_recipe` reads back."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def head_settings() -> dict[str, type[HeadSettings]]:
+    """The settings of every head family, by its name. The first call loads the families, and torch with them."""
+    # By name: whoever imports recipes must not import a room by it.
+    return {name: head.Config for name, head in import_module("headstart.heads").families().items()}
 
 
 def packaged_recipes() -> dict[str, Path]:
@@ -165,24 +226,55 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
     """A packaged recipe by name or a YAML file by path, with `key.sub=value` overrides.
 
     Raises:
-        UserError: unknown recipe, unreadable YAML, unknown key (the nearest is named) or a value out of range.
+        UserError: as `parse_recipe`, and for an unknown recipe or unreadable YAML.
+    """
+    return parse_recipe(read_values(name, overrides))
+
+
+def read_values(name: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """What a recipe says, with those that it extends and the overrides, not checked: loads no family of heads.
+
+    Raises:
+        UserError: unknown recipe, unreadable YAML, or an override that is none.
     """
     values = _read(name, Path(), [])
     for override in sorted(overrides, key=lambda one: not one.startswith("heads.family=")):  # it drops the others
         _override(values, override)
-    return parse_recipe(values)
+    return values
 
 
-def parse_recipe(values: dict[str, Any]) -> Recipe:
+def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     """Check a recipe's values.
 
     Raises:
-        UserError: unknown key (the nearest is named) or a value out of range.
+        UserError: unknown or missing key (the nearest is named), a value out of range, or settings of heads that do
+            not go together.
     """
     try:
-        return Recipe.model_validate(values)
+        recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, Recipe) from None
+    recipe.heads.check()
+    return recipe
+
+
+def parse_heads(settings: Any) -> HeadSettings:
+    """Check the settings of heads, each by itself; `HeadSettings.check` checks them together.
+
+    Raises:
+        UserError: unknown family or setting (the nearest is named), or a value out of range.
+    """
+    if not isinstance(settings, Mapping):
+        raise UserError(f"The recipe's 'heads' are {settings!r}.", "Write a family and its settings.")
+    known = head_settings()
+    name = str(settings.get("family", ""))
+    if name not in known:
+        remedy = value_hint("heads.family", name) or nearest(name, known)
+        raise UserError(f"Unknown head family {name!r}.", remedy)
+    try:
+        return known[name].model_validate(settings)
+    except ValidationError as error:
+        raise _explain(error, known[name], ("heads",)) from None
 
 
 def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
@@ -220,9 +312,7 @@ def _of_family(heads: dict[str, Any], family: Any) -> dict[str, Any]:
     """Settings of heads that still mean something when the family becomes this one."""
     if heads.get("family") in (None, family):
         return dict(heads)
-    from headstart.heads import HeadConfig  # here: reading recipes needs neither torch nor transformers otherwise
-
-    return {key: value for key, value in heads.items() if key in HeadConfig.model_fields}
+    return {key: value for key, value in heads.items() if key in HeadSettings.model_fields}
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -254,16 +344,74 @@ def _override(values: dict[str, Any], override: str) -> None:
     place[leaf] = value
 
 
-def _explain(error: ValidationError) -> UserError:
+def section_fields(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None]]:
+    """Names and fields of a section that can be set, each with the section inside it, if it is one."""
+    for name, field in section.model_fields.items():
+        mark = from_target(field)
+        if mark is None or mark.settable:
+            inner = field.annotation
+            yield name, field, inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+
+
+def _explain(error: ValidationError, section: type[BaseModel], at: tuple[str, ...] = ()) -> UserError:
+    """The first of the mistakes, in a sentence.
+
+    Args:
+        error: of checking a section's values.
+        section: whose.
+        at: where it stands in the recipe.
+    """
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
+    if isinstance(told := first.get("ctx", {}).get("error"), UserError):
+        return told
+    place, name = (*at, *map(str, first["loc"])), str(first["loc"][-1])
+    where, given = ".".join(place), first.get("input")
+    if now := value_hint(where, given):
+        return UserError(f"Recipe key {where!r} is {given!r}.", now)
+    if first["type"] == "extra_forbidden" and at:
+        return _not_of_this_family(name, section)
     if first["type"] == "extra_forbidden":
-        section: Any = Recipe
         for part in first["loc"][:-1]:
-            section = section.model_fields[str(part)].annotation
-        known = list(section.model_fields)
-        return UserError(f"Unknown recipe key {where!r}.", hint(where) or nearest(str(first["loc"][-1]), known))
+            section = {key: inner for key, _, inner in section_fields(section) if inner}[str(part)]
+        return UserError(f"Unknown recipe key {where!r}.", hint(where) or _nearest_key(name, section))
     if first["type"] == "missing":
         return UserError(f"The recipe has no {where!r}.", "Add it, or start from another recipe (extends: quickstart).")
-    remedy = value_hint(where, first.get("input")) or "Correct the value."
-    return UserError(f"Recipe key {where!r}: {first['msg']} (got {first.get('input')!r}).", remedy)
+    reason = first["msg"].removeprefix("Value error, ")
+    return UserError(
+        f"Recipe key {where!r} is {given!r}: {reason[0].lower()}{reason[1:]}.",
+        f"What it can be: headstart recipes show {_family_of(section) or 'quickstart'} --all.",
+    )
+
+
+def _nearest_key(name: str, section: type[BaseModel]) -> str:
+    """The key that was meant: of this section, or of another that has one of this very name."""
+    own = {key for key, _, _ in section_fields(section)}
+    others = (f"{key}.{name}" for key, _, inner in section_fields(Recipe) if inner and name in inner.model_fields)
+    if not close(name, own) and (other := next(others, None)):
+        return f"Did you mean {other!r}?"
+    return nearest(name, own)
+
+
+def _not_of_this_family(name: str, section: type[BaseModel]) -> UserError:
+    """What to say of a setting that a family of heads does not have: another family may."""
+    names = {family: {key for key, _, _ in section_fields(one)} for family, one in head_settings().items()}
+    family = _family_of(section) or ""
+    problem = f"{family} heads have no setting {name!r}."
+    if now := hint(f"heads.{name}"):
+        return UserError(problem, now)
+
+    def has(setting: str) -> str:
+        return " and ".join(other for other in sorted(names) if setting in names[other])
+
+    if owners := has(name):
+        return UserError(problem, f"It is a setting of {owners}; of {family}: {', '.join(sorted(names[family]))}.")
+    if close(name, names[family]) is None and (meant := close(name, set().union(*names.values()))):
+        return UserError(problem, f"Did you mean {meant!r}? It is a setting of {has(meant)}.")
+    return UserError(problem, nearest(name, names[family]))
+
+
+def _family_of(section: type[BaseModel]) -> str | None:
+    """The family whose settings these are; None for those of another section."""
+    if not issubclass(section, HeadSettings):
+        return None
+    return next((family for family, one in head_settings().items() if one is section), None)

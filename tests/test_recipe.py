@@ -1,0 +1,182 @@
+"""Recipes: overrides, variants, and mistakes answered with what to write instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headstart.errors import UserError
+from headstart.heads import make_config
+from headstart.recipe import head_settings, load_recipe, packaged_recipes, parse_recipe, recipe_text
+from headstart.renamed import KEYS
+from headstart.target import Target
+from tests.tiny import tiny_model
+
+
+@pytest.mark.parametrize("name", packaged_recipes())
+def test_packaged_recipes_are_valid(name: str) -> None:
+    assert load_recipe(name).name
+
+
+def test_overrides_reach_every_section_and_keep_their_type() -> None:
+    overrides = ["train.lr=1e-4", "heads.num_heads=2", "target.dtype=float32", "train.minutes=null", "name=mine"]
+    recipe = load_recipe("medusa", overrides)
+    assert (recipe.train.lr, recipe.heads.to_recipe()["num_heads"], recipe.target.dtype) == (1e-4, 2, "float32")
+    assert (recipe.train.minutes, recipe.name, recipe.target.spec) == (None, "mine", "smollm2-135m")
+
+
+def test_a_variant_extends_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: quickstart\ntrain: {lr: 0.5}\n")
+    recipe, base = load_recipe(str(file)), load_recipe("quickstart")
+    assert recipe.name == "mine"
+    assert recipe.train.lr == 0.5
+    assert recipe.train.model_copy(update={"lr": base.train.lr}) == base.train
+    assert recipe.heads == base.heads
+
+
+def test_another_family_leaves_the_settings_of_the_first_behind(tmp_path: Path) -> None:
+    wanted = {"family": "eagle", "steps": 2, "start": "target", "draft_vocab_size": 8192}  # the last is common to all
+    assert load_recipe("medusa", ["heads.steps=2", "heads.family=eagle"]).heads.to_recipe() == wanted
+    file = tmp_path / "other.yaml"
+    file.write_text("extends: medusa\nheads: {family: eagle, steps: 2}\n")
+    assert load_recipe(str(file)).heads.to_recipe() == wanted
+    assert load_recipe("medusa", ["heads.family=medusa"]).heads.to_recipe()["num_heads"] == 4, (
+        "the same family keeps them"
+    )
+
+
+def test_a_path_in_extends_starts_at_the_file_it_stands_in(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("extends: quickstart\ntrain: {lr: 0.5}\n")
+    (tmp_path / "variant.yaml").write_text("extends: base.yaml\ntrain: {clip: 0.25}\n")
+    train = load_recipe(str(tmp_path / "variant.yaml")).train
+    assert (train.lr, train.clip) == (0.5, 0.25)
+    (tmp_path / "lost.yaml").write_text("extends: bse.yaml\n")
+    with pytest.raises(UserError, match=r"No recipe 'bse\.yaml' \(extended by .*lost\.yaml\)"):
+        load_recipe(str(tmp_path / "lost.yaml"))
+
+
+def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "bare.yaml").write_text("train: {lr: 0.5}\n")
+    with pytest.raises(UserError, match=r"The recipe has no 'heads'\..*extends: quickstart"):
+        load_recipe(str(tmp_path / "bare.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.lrr=1", r"Unknown recipe key 'train\.lrr'\. Did you mean 'lr'"),
+        ("trian.lr=1", r"Unknown recipe key 'trian'\. Did you mean 'train'"),
+        ("lr=1", r"Unknown recipe key 'lr'\. Did you mean 'train\.lr'"),
+        ("train.conversations=9", r"Unknown recipe key 'train\.conversations'\. Did you mean 'data\.conversations'"),
+        ("train.lr=-1", r"Recipe key 'train\.lr' is -1: .*greater than 0"),
+        ("train.lr", r"'train\.lr' is not an override"),
+        ("name.sub=1", "has no settings inside"),
+        ("heads.family=medsua", r"Unknown head family 'medsua'\. Did you mean 'medusa'"),
+        ("heads.num_layer=2", r"medusa heads have no setting 'num_layer'\. Did you mean 'num_layers'"),
+        (
+            "heads.tap_norms=true",
+            r"medusa heads have no setting 'tap_norms'\. It is a setting of eagle3 and transition; of medusa: draft",
+        ),
+        ("heads.prefix_atention=true", r"Did you mean 'prefix_attention'\? It is a setting of hydra\."),
+        ("heads.hidden_size=7.5", r"Recipe key 'heads\.hidden_size'"),
+        ("heads.num_heads=40", r"'heads\.num_heads' is 40: input should be less .*headstart recipes show medusa --all"),
+        ("heads=medusa", "The recipe's 'heads' are 'medusa'"),
+    ],
+)
+def test_mistakes_are_answered(override: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_recipe("medusa", [override])
+
+
+@pytest.mark.parametrize(
+    ("heads", "problem"),
+    [
+        ({"family": "hydra", "num_headss": 3}, r"hydra heads have no setting 'num_headss'. Did you mean 'num_heads'\?"),
+        ({"family": "eagle", "start": "hot"}, r"'heads.start' is 'hot'"),
+        ({"family": "eagle3", "join": True}, r"no setting 'join'.*heads.family=transition"),
+        ({"family": "transition", "tap_layers": [-1, 2]}, r"Transition heads go from final state to final state"),
+        ({"family": "eagle3", "tap_layers": [2, 2]}, r"layers \[2, 2\] of the target, which must be different"),
+    ],
+)
+def test_settings_of_heads_are_checked_before_any_target_is_loaded(heads: dict[str, object], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        parse_recipe({"name": "mine", "heads": heads})
+
+
+def test_what_follows_from_the_target_is_left_to_it_until_a_recipe_sets_it() -> None:
+    recipe = load_recipe("eagle", ["heads.hidden_act=silu", "heads.draft_vocab_size=0"])
+    written = yaml.safe_load(recipe_text(recipe))
+    assert written["heads"]["hidden_act"] == "silu", "said, though it is the default of targets that have none"
+    assert not {"head_dim", "tap_layers", "hidden_size"} & written["heads"].keys()
+    assert parse_recipe(written) == recipe
+    assert make_config(recipe.heads, Target(tiny_model("gemma2", vocab_size=61))).model_dump()["hidden_act"] == "silu"
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "override", "said"),
+    [
+        ({"train.pace": "train.lr"}, {}, "train.pace=3", r"'train\.pace'.*It is called train\.lr now\."),
+        ({"heads.depth": "heads.num_heads"}, {}, "heads.depth=3", r"'depth'.*It is called heads\.num_heads now\."),
+        (
+            {},
+            {"data.openers": {"many": "broad"}},
+            "data.openers=many",
+            r"'data\.openers' is 'many'.*called broad",
+        ),
+    ],
+)
+def test_old_names_are_answered_with_the_new_ones(
+    keys: dict[str, str], values: dict[str, dict[str, str]], override: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.renamed.KEYS", keys)
+    monkeypatch.setattr("headstart.renamed.VALUES", values)
+    with pytest.raises(UserError, match=said):
+        load_recipe("medusa", [override])
+
+
+def test_every_renamed_setting_leads_to_one_that_there_is() -> None:
+    known = {key for name in head_settings() for key in keys_of(load_recipe(name).model_dump())}
+    for old, new in KEYS.items():
+        assert old not in known
+        assert new in known
+
+
+def keys_of(values: dict[str, Any], prefix: str = "") -> set[str]:
+    """Dotted keys of nested settings."""
+    inner = {
+        key for name, value in values.items() if isinstance(value, dict) for key in keys_of(value, f"{prefix}{name}.")
+    }
+    return inner | {prefix + name for name in values}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("a: [1", "not valid YAML"), ("- 1", "holds no settings"), ("extends: SELF", "extends itself")],
+)
+def test_files_that_are_no_recipes_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text.replace("SELF", str(file)))
+    with pytest.raises(UserError, match=said):
+        load_recipe(str(file))
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"No recipe 'quickstrat'\. Did you mean 'quickstart'"):
+        load_recipe("quickstrat")
+
+
+def test_reading_recipes_loads_no_model_library() -> None:
+    """`headstart recipes` answers at once; the families are asked when settings are checked."""
+    code = (
+        "import sys; from headstart.recipe import read_values; read_values('eagle3', ['heads.family=hydra']);"
+        "print(*sys.modules)"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "headstart.recipe" in loaded
+    assert not {"torch", "transformers"} & set(loaded)
