@@ -16,10 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headstart.eval.measure import environment
 from headstart.files import read_json, write_json
 from headstart.provenance import git_state
-from headstart.target import Target
 
 OF_A_REPORT = (
     *("name", "tokens_per_second", "speedup_vs_plain", "speedup_vs_transformers", "speedup_vs_prompt_lookup"),
@@ -37,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--what", required=True, help="what was measured, in one or two sentences")
     parser.add_argument("--command", help="that made the report")
-    parser.add_argument("--commit", help="that the report was made with; by default this one")
+    parser.add_argument("--commit", help="that the report was made with; by default the present one")
     options = parser.parse_args(arguments)
     found = read_json(options.report)
     rows = [
@@ -60,7 +58,7 @@ def record(
     file: Path,
     what: str,
     rows: Sequence[Mapping[str, Any]],
-    target: Target,
+    machine: Mapping[str, Any],
     script: str,
     arguments: Sequence[str] | None,
     settings: Mapping[str, Any] | None = None,
@@ -72,7 +70,7 @@ def record(
         file: to write.
         what: was measured, in one or two sentences; stands below the table.
         rows: of the table, each a key for a column; the first key names the row.
-        target: whose dtype and device it was.
+        machine: `environment` of the target.
         script: `__file__` of the benchmark.
         arguments: that it was given; None for those of the process.
         settings: what a reader has to know to compare: lengths, batch sizes, seeds.
@@ -84,7 +82,7 @@ def record(
     return _write(
         file,
         what=what,
-        machine=environment(target),
+        machine=machine,
         commit=commit(),
         command=command(script, sys.argv[1:] if arguments is None else arguments),
         settings=dict(settings or {}),
