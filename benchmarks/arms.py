@@ -182,7 +182,8 @@ def tuned(one: Arm, target: Target, data: Lessons, folder: Path, console: Consol
         export_heads(folder / "heads", heads, target, found.to_json(), {})
 
     once(folder / "tune", section.model_dump(mode="json"), work)
-    return headstart.load(folder / "heads", target)
+    decoder: Decoder = headstart.load(folder / "heads", target)
+    return decoder
 
 
 def facts(folder: Path) -> dict[str, Any]:
@@ -291,33 +292,3 @@ def row_of(units: Sequence[Unit], method: str, over: Mapping[str, str], seed: in
     if PLAIN in units[0].runs:
         row["same_as_plain"] = sum(unit.runs[method].tokens == unit.runs[PLAIN].tokens for unit in units)
     return row | {key: speedup(units, base, seed, method) for key, base in over.items()}
-
-
-# -- tables ----------------------------------------------------------------------------------------------------------
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def times(interval: Mapping[str, float | None] | None) -> str:
-    """A speed-up with its interval; one prompt has none.
-
-    >>> times({"mean": 1.4, "low": 1.31, "high": 1.5})
-    '1.40x (1.31-1.50)'
-    """
-    if interval is None:
-        return ""
-    span = "" if interval["low"] is None else f" ({interval['low']:.2f}-{interval['high']:.2f})"
-    return f"{interval['mean']:.2f}x{span}"
-
-
-def shares(values: Iterable[float]) -> str:
-    """Shares of one, as people write them.
-
-    >>> shares([0.613, 0.5])
-    '.61 / .50'
-    """
-    return " / ".join(f"{value:.2f}".removeprefix("0") for value in values)

@@ -1,6 +1,6 @@
 """Token identity in float32 over whole question files: trained heads, random heads, heads that always guess wrong.
 
-    python benchmarks/audit_fp32.py runs/quickstart/heads QUESTIONS.jsonl [MORE.jsonl ...] [--out audit.json]
+    python benchmarks/audit_fp32.py runs/quickstart/heads QUESTIONS.jsonl [MORE.jsonl ...]
 
 Plain greedy answers are written in batches through the same engine; every drafter must then give the same tokens.
 Exits with 1 when a token differs.
@@ -11,7 +11,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from record import record
 
 import headstart
 from headstart.data.conversations import prompt_tokens
@@ -19,20 +22,21 @@ from headstart.data.questions import read_questions
 from headstart.decode.drafting import Drafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
-from headstart.files import write_json
+from headstart.eval.measure import environment
 from headstart.target import TreeShape
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("heads")
     parser.add_argument("questions", nargs="+", type=Path)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=80)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--target", help="where it is, when it is not where the heads say")
+    parser.add_argument("--out", type=Path, default=Path("out/audit_fp32.json"))
+    options = parser.parse_args(arguments)
 
-    decoder = headstart.load(options.heads, dtype="float32")
+    decoder = headstart.load(options.heads, options.target, dtype="float32")
     target = decoder.target
     questions = [question for path in options.questions for question in read_questions(path)]
     prompts = [prompt_tokens([{"role": "user", "content": item.turns[0]}], target.tokenizer) for item in questions]
@@ -45,22 +49,28 @@ def main() -> None:
         "random heads": HeadDrafter(random_weights(decoder.heads), narrow),
         "always wrong": AlwaysWrongDrafter(narrow, unused_tokens(answers, target.vocab_size, narrow.width)),
     }
-    rows = {}
+    rows = []
     for name, drafter in drafters.items():
         started = time.perf_counter()
         found = audit(target, {name: drafter}, prompts, options.max_new_tokens, options.batch_size, answers)[name]
-        rows[name] = {
-            "prompts": found.prompts,
-            "tokens": found.tokens,
-            "different_tokens": found.different_tokens,
-            "accepted_drafts": found.accepted,
-            "rounds": found.rounds,
-            "seconds": round(time.perf_counter() - started),
-        }
-        print(name, rows[name], flush=True)
-    if options.out is not None:
-        write_json(options.out, rows)
-    sys.exit(any(row["different_tokens"] for row in rows.values()))
+        rows.append(
+            {
+                "drafter": name,
+                "different_tokens": found.different_tokens,
+                "tokens": found.tokens,
+                "accepted_drafts": found.accepted,
+                "rounds": found.rounds,
+                "seconds": round(time.perf_counter() - started),
+            }
+        )
+        print(rows[-1], flush=True)
+    what = (
+        f"Tokens that differ from plain greedy decoding in float32: {len(prompts)} questions, "
+        f"at most {options.max_new_tokens} tokens each, batches of {options.batch_size}."
+    )
+    settings = {"prompts": len(prompts), "max_new_tokens": options.max_new_tokens, "batch_size": options.batch_size}
+    record(options.out, what, rows, environment(target), __file__, arguments, settings)
+    sys.exit(any(row["different_tokens"] for row in rows))
 
 
 if __name__ == "__main__":

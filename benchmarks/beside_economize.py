@@ -2,7 +2,7 @@
 
     python -m venv ENV && ENV/bin/pip install -c constraints.txt economize
     python benchmarks/beside_economize.py QUESTIONS.jsonl --their-python ENV/bin/python --run runs/quickstart \\
-        --minutes 13 --out out/beside
+        --minutes 13
 
 economize lives in an environment of its own and is trained first, through beside_economize_theirs.py, for about the
 minutes asked for. Ours then gets the seconds that theirs took, less those of computing its hidden states (theirs
@@ -22,22 +22,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from arms import (
-    Arm,
-    alternate,
-    arm,
-    budget,
-    facts,
-    lessons,
-    once,
-    options_of,
-    row_of,
-    shares,
-    table,
-    times,
-    trained,
-    tuned,
-)
+from arms import Arm, alternate, arm, budget, facts, lessons, once, options_of, row_of, trained, tuned
+from record import record
+from tables import shares, table, times
 
 from headstart.data.conversations import read_conversations
 from headstart.data.questions import read_questions
@@ -115,7 +102,7 @@ class TheirMethod:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = options_of(__doc__, Path("out/beside"), "bfloat16")
+    parser = options_of(__doc__, Path("out/beside_economize"), "bfloat16")
     parser.add_argument("questions", type=Path)
     parser.add_argument("--their-python", required=True, help="interpreter of the environment with economize")
     parser.add_argument("--recipe", default="transition", help="ours")
@@ -167,15 +154,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for process in processes:
         process.close()
     results = {
-        "environment": environment(target),
         "states_seconds": read_json(clock),
         "trainings": trainings,
         "methods": {
             name: row_of(units, name, {"over_plain": PLAIN, "over_their_plain": THEIR_PLAIN}) for name in methods
         },
     }
-    write_json(options.out / "beside.json", results)
-    write_text(options.out / "beside.md", report(results))
+    what = "Ours and economize on the same target, data, draft vocabulary and time, both answering in turns."
+    rows = [{"name": name, **row} for name, row in results["methods"].items()]
+    record(options.out / "beside_economize.json", what, rows, environment(target), __file__, arguments, None, results)
+    write_text(options.out / "beside_economize.md", report(results))
     print(report(results))
 
 

@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arms import alternate, arm, budget, facts, lessons, options_of, row_of, shares, table, times, tuned
+from arms import alternate, arm, budget, facts, lessons, options_of, row_of, tuned
+from record import record
+from tables import shares, table, times
 
 from headstart.api import Decoder
 from headstart.data.questions import read_questions
@@ -24,7 +26,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.measure import environment
 from headstart.eval.methods import Method, Ours, Transformers
-from headstart.files import write_json, write_text
+from headstart.files import write_text
 from headstart.labels import LOOKUP, PLAIN, STOCK
 from headstart.target import Target, TreeShape, load_target
 
@@ -48,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = lessons(options.run, options.out, target, arms, options.gigabytes)
     decoders = {one.name: tuned(one, target, data, options.out / one.name) for one in arms}
     results: dict[str, Any] = {
-        "environment": environment(target),
         "training_tokens": data.train.tokens,
         "minutes": None if options.steps else options.minutes,
         "chain": options.chain,
@@ -74,7 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             settings = {name: read["steps"] for name, read in results["families"].items()}
             units = alternate(target, methods, questions, folder, settings, options.max_new_tokens)
             of_file[f"{temperature:g}"] = {name: row_of(units, name, OVER) for name in methods}
-            write_json(options.out / "families.json", results)
+            spent_on = f"{options.steps} steps" if options.steps else f"{options.minutes:g} minutes"
+            what = f"Each family on the same {data.train.tokens} training tokens for {spent_on}, with its own recipe."
+            lengths = {key: results[key] for key in ("chain", "max_new_tokens")}
+            file, machine = options.out / "families.json", environment(target)
+            record(file, what, rows_of(results), machine, __file__, arguments, lengths, results)
             write_text(options.out / "families.md", report(results))
     print(report(results))
 
@@ -93,6 +98,28 @@ def methods_of(target: Target, decoders: Mapping[str, Decoder], chain: int, temp
         methods[f"{name} chain"] = Ours(target, fixed, always)
         methods[f"{name} tree"] = Ours(target, decoder.drafter("heads"), decoding, decoder.costs)
     return methods
+
+
+def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each family: its training, and for each question file and temperature its chain and its tree."""
+    return [
+        {
+            "family": name,
+            **{key: of[key] for key in ("parameters", "steps", "seconds", "validation_tau", "draft_ms")},
+            "megaflop_per_draft": of["flops_per_draft"] / 1e6,
+            **{
+                f"{file}, temperature {temperature}": {
+                    "chain_tau": rows[f"{name} chain"]["tau"],
+                    "acceptance_by_position": rows[f"{name} chain"]["acceptance_by_position"],
+                    "tree_tau": rows[f"{name} tree"]["tau"],
+                    "over_plain": rows[f"{name} tree"]["over_plain"],
+                }
+                for file, by_temperature in results["questions"].items()
+                for temperature, rows in by_temperature.items()
+            },
+        }
+        for name, of in results["families"].items()
+    ]
 
 
 def report(results: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Is anything lost, or made twice, when runs that share their data are killed at random moments?
 
-    python benchmarks/kills.py --out out/kills --kills 30
+    python benchmarks/kills.py --kills 30
 
 Runs of a tiny random target, on the commands that people give after a first run: longer training, more conversations,
 another batch size, two other families. Each is killed (SIGKILL) at random moments and given again, until it ends. After
@@ -25,17 +25,16 @@ from typing import Any
 
 import torch
 import yaml
+from record import record
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.files import write_json
+from headstart.eval.measure import environment
+from headstart.target import load_target
 
-CHAT = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' tiny target
+from tests.tiny import save_tiny_target
+
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("run", "RECIPE"),
     ("run", "RECIPE", "train.steps=60"),
@@ -44,6 +43,8 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("run", "RECIPE", "name=hydra", "heads.family=hydra", "heads.num_heads=2"),
     ("run", "RECIPE", "name=eagle3", "heads.family=eagle3", "heads.steps=2", "heads.tap_layers=[1,2,3]"),
 )
+RUNS = ("tiny", "hydra", "eagle3")
+"""Those that the commands make."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out.exists() and any(options.out.iterdir()):
         parser.error(f"{options.out} is not empty")
     recipe = prepare(options.out)
-    chance = random.Random(options.seed)
+    moments = random.Random(options.seed)
     longest = [undisturbed(options.out / "calm", recipe, command) for command in COMMANDS]
     kills: list[dict[str, Any]] = []
     before: dict[str, int] = {}
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = options.kills * (number + 1) // len(COMMANDS) - options.kills * number // len(COMMANDS)
         while hits < wanted and tries < 4 * wanted:
             # Within the time that the whole command takes undisturbed; what is done already goes faster.
-            moment = chance.uniform(0, longest[number])
+            moment = moments.uniform(0, longest[number])
             kills.append({"command": command, "moment": round(moment, 2)})
             kills[-1]["killed"] = disturbed(options.out / "killed", recipe, command, moment)
             kills[-1]["lost"], before = missing(before, made(options.out / "killed"))
@@ -73,14 +74,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         undisturbed(options.out / "killed", recipe, command)
         lost, before = missing(before, made(options.out / "killed"))
         kills.append({"command": command, "moment": None, "killed": False, "lost": lost})
-    results = {"kills": kills, **compare(options.out / "calm", options.out / "killed")}
-    write_json(options.out / "kills.json", results)
+    found = compare(options.out / "calm", options.out / "killed")
     losses = sum(len(kill["lost"]) for kill in kills)
-    print(
+    what = (
         f"{sum(kill['killed'] for kill in kills)} kills of a running command; {losses} files lost, "
-        f"{results['twice']} things made twice, {results['reports']} reports, {results['different']} heads that differ"
+        f"{found['twice']} things made twice, {found['reports']} reports, {found['different']} heads that differ."
     )
-    if losses or results["twice"] or results["different"] or results["reports"] < 3:
+    rows = [
+        {
+            "command": " ".join(command),
+            "kills": sum(kill["killed"] for kill in kills if kill["command"] == command),
+            "files_lost": sum(len(kill["lost"]) for kill in kills if kill["command"] == command),
+        }
+        for command in COMMANDS
+    ]
+    machine = environment(load_target(str(options.out / "target"), "float32", "cpu"))
+    record(options.out / "kills.json", what, rows, machine, __file__, arguments, {"seed": options.seed}, found)
+    print(what)
+    if losses or found["twice"] or found["different"] or found["reports"] < len(RUNS):
         raise SystemExit(1)
 
 
@@ -92,27 +103,7 @@ def missing(before: dict[str, int], after: dict[str, int]) -> tuple[list[str], d
 def prepare(out: Path) -> Path:
     """A tiny random target, its prompts and a recipe; returns the recipe's file."""
     out.mkdir(parents=True, exist_ok=True)
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    plain.train_from_iterator([], trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet))
-    plain.add_special_tokens([AddedToken(token, special=True) for token in special])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=special[2], pad_token=special[0])
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(out / "target")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(out / "target")
+    save_tiny_target(out / "target")
     prompts = out / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"Tell me about number {i}."]}) + "\n" for i in range(200)))
     recipe = out / "tiny.yaml"
@@ -189,10 +180,10 @@ def compare(calm: Path, killed: Path) -> dict[str, int]:
         held.update((str(tap), key) for tap in json.loads(about["taps"]) for key in json.loads(about["keys"]))
     twice += sum(count > 1 for count in held.values())
     different = 0
-    for run in ("tiny", "hydra", "eagle3"):
+    for run in RUNS:
         ours, theirs = (load_file(place / "runs" / run / "heads" / "heads.safetensors") for place in (killed, calm))
         different += any(not torch.equal(ours[name], theirs[name]) for name in theirs)
-    reports = sum((killed / "runs" / run / "report" / "report.html").is_file() for run in ("tiny", "hydra", "eagle3"))
+    reports = sum((killed / "runs" / run / "report" / "report.html").is_file() for run in RUNS)
     return {"twice": twice, "different": different, "reports": reports}
 
 

@@ -1,6 +1,6 @@
 """What more data and more passes over it buy: supervised tokens x epochs -> τ of a greedy chain, for one recipe.
 
-    python benchmarks/learning_curve.py eagle3 --run runs/quickstart --questions QUESTIONS.jsonl --out out/curve
+    python benchmarks/learning_curve.py eagle3 --run runs/quickstart --questions QUESTIONS.jsonl
 
 For each share of a run's conversations and each number of epochs the recipe is trained anew, with a learning rate that
 ends with that budget. τ is read from metrics.jsonl (the run's own calibration conversations) and, with --questions,
@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import answered, arm, budget, chain_tau, facts, lessons, options_of, table, trained
+from arms import answered, arm, budget, chain_tau, facts, lessons, options_of, trained
 from matplotlib.figure import Figure
+from record import record
+from tables import table
 from torch import Tensor
 
 from headstart.data.questions import read_questions
 from headstart.data.store import StateStore
 from headstart.eval.measure import environment
-from headstart.files import read_jsonl, write_atomic, write_json, write_text
+from headstart.files import read_jsonl, write_atomic, write_text
 from headstart.target import load_target
 
 
@@ -49,7 +51,7 @@ class Part(StateStore):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = options_of(__doc__, Path("out/curve"))
+    parser = options_of(__doc__, Path("out/learning_curve"))
     parser.add_argument("recipe")
     parser.add_argument("--parts", nargs="+", type=float, default=[0.125, 0.25, 0.5, 1.0], help="shares of the data")
     parser.add_argument("--epochs", nargs="+", type=int, default=[1, 4, 16])
@@ -63,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         questions = read_questions(options.questions)[: options.limit]
         texts = answered(target, questions, options.out / "answers.json", options.max_new_tokens)
     cells: list[dict[str, Any]] = []
-    results = {"environment": environment(target), "recipe": options.recipe, "set": options.set, "cells": cells}
+    results = {"cells": cells}
+    settings = {"recipe": options.recipe, "set": options.set, "chain": options.chain}
     for epochs in sorted(options.epochs):  # the cheap cells first
         for part in sorted(options.parts):
             lesson = replace(data, train=Part(data.train.folder, max(1, round(part * len(data.train)))))
@@ -72,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             heads = trained(one, target, lesson, folder)
             cells.append(
                 {
-                    **facts(folder),
                     "part": part,
+                    **facts(folder),
                     "epochs": epochs,
                     "conversations": len(lesson.train),
                     "supervised_tokens": int(lesson.train.supervised_counts(target.vocab_size).sum()),
@@ -84,9 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     "questions": chain_tau(target, heads, texts, options.chain) if texts else None,
                 }
             )
-            write_json(options.out / "curve.json", results)
-            write_text(options.out / "curve.md", report(results))
-            write_atomic(options.out / "curve.png", lambda partial: draw(results, partial))
+            rows = [{key: value for key, value in cell.items() if key != "curve"} for cell in cells]
+            what = "One recipe trained on parts of a run's conversations for so many epochs; τ of a greedy chain."
+            file = options.out / "learning_curve.json"
+            record(file, what, rows, environment(target), __file__, arguments, settings, results)
+            write_text(options.out / "learning_curve.md", report(results))
+            write_atomic(options.out / "learning_curve.png", lambda partial: draw(results, partial))
     print(report(results))
 
 

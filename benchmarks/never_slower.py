@@ -1,6 +1,6 @@
 """Is drafting ever slower than plain decoding? Every condition, batch size and answer length in one table.
 
-    python benchmarks/never_slower.py runs/quickstart/heads --out out/never_slower.json
+    python benchmarks/never_slower.py runs/quickstart/heads
     python benchmarks/never_slower.py runs/quickstart/heads --quick
 
 Each cell decodes the same prompts plainly, with the heads, with the default drafter and plainly once more, in turns,
@@ -31,7 +31,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from arms import table
+from record import record
+from tables import table
 
 import headstart
 from headstart.api import Decoder
@@ -42,7 +43,6 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT
 from headstart.eval.measure import environment
-from headstart.files import write_json
 from headstart.heads import DraftHead
 from headstart.target import Target, load_target
 
@@ -64,6 +64,10 @@ PROMPTS = (
     "What are the causes of inflation?",
     "Describe the taste of an orange.",
     "How does a refrigerator work?",
+)
+WHAT = (
+    "Heads in every condition, the methods in turns. Machine, dtype and threads are those of the first condition; "
+    '"plain again" is a second plain run over the first: the noise of the hour.'
 )
 DRAFTERS = ("heads", DEFAULT)
 NOISE = "plain again"
@@ -125,7 +129,7 @@ CONDITIONS = (
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("heads", help="a folder of heads")
-    parser.add_argument("--out", type=Path, help="a JSON file for all figures")
+    parser.add_argument("--out", type=Path, default=Path("out/never_slower.json"), help="for all figures")
     parser.add_argument("--questions", type=Path, help="JSONL, as of `headstart eval`; by default a few of our own")
     parser.add_argument(
         "--limit", type=int, default=len(PROMPTS), help="prompts of each cell; more than a batch's rows"
@@ -143,7 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = [one for one in CONDITIONS if options.conditions is None or one.name in options.conditions]
     rows: list[dict[str, Any]] = []
     threads, targets = torch.get_num_threads(), dict[str, Target]()
-    results: dict[str, Any] = {"bar": BAR, "max_new_tokens": options.max_new_tokens, "rows": rows}
+    machine: dict[str, Any] = {}
+    settings = {"bar": BAR, "max_new_tokens": options.max_new_tokens, "prompts": options.limit}
     with tempfile.TemporaryDirectory() as cache:
         for condition in chosen:
             torch.set_num_threads(condition.threads or threads)
@@ -151,14 +156,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if dtype not in targets:
                 targets = {dtype: options_target(options, dtype)}
             decoder = decoder_of(condition, options.heads, targets[dtype], Path(cache))
-            results.setdefault("environment", environment(decoder.target))
+            machine = machine or environment(decoder.target)
             prompts = prompts_of(decoder.target, options.questions, options.limit)
             tokens = min(condition.tokens or options.max_new_tokens, options.max_new_tokens)
             for batch in options.batches:
                 rows.append({"condition": condition.name, "batch": batch, **cell(decoder, prompts, batch, tokens)})
                 print(line(rows[-1]), flush=True)
-                if options.out:
-                    write_json(options.out, results)
+                record(options.out, WHAT, rows, machine, __file__, arguments, settings)
     torch.set_num_threads(threads)
     print(report(rows))
 

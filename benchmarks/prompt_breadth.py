@@ -1,6 +1,6 @@
 """What wider self-prompts buy: the same minutes of data and the same training steps, broad openers against none.
 
-    python benchmarks/prompt_breadth.py QUESTIONS.jsonl [--data-minutes 2] [--steps 300] [--out runs/breadth]
+    python benchmarks/prompt_breadth.py QUESTIONS.jsonl [--data-minutes 2] [--steps 300]
 
 Both arms write conversations for the same wall-clock time, train the same heads for the same steps, and are judged on
 the plain greedy answers to the question file: τ of a greedy chain, and τ of the best tree of 16 nodes chosen on the
@@ -13,13 +13,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from arms import MAX_RANK, answered, arm, budget, chain_tau, facts, lessons, options_of, trained
+from record import record
 from rich.console import Console
 
 from headstart.data.generate import build_conversations
 from headstart.data.questions import read_questions
-from headstart.files import read_jsonl, write_json
+from headstart.eval.measure import environment
+from headstart.files import read_jsonl
 from headstart.pipeline.layout import CONVERSATIONS
 from headstart.target import load_target
 from headstart.tuning.measure import measure_ranks
@@ -29,7 +30,7 @@ NODES = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = options_of(__doc__, Path("runs/breadth"), runs=False)
+    parser = options_of(__doc__, Path("out/prompt_breadth"), runs=False)
     parser.add_argument("questions", type=Path)
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--data-minutes", type=float, default=2.0)
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target = load_target(options.target, options.dtype)
     questions = read_questions(options.questions)[: options.limit]
     texts = answered(target, questions, options.out / "answers.json", options.max_new_tokens)
-    results = {}
+    rows = []
     for openers in ("none", "broad"):
         folder = options.out / openers
         data_settings = [f"data.openers={openers}", f"data.minutes={options.data_minutes}", "data.heldout=1"]
@@ -51,16 +52,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tree = sorted(own, key=lambda path: (-own[path], len(path), path))[: NODES - 1]
         values = path_values(measure_ranks(target, heads, texts, MAX_RANK), MAX_RANK)
         written = [row["supervised"] for _, row in read_jsonl(folder / CONVERSATIONS / "train.jsonl")]
-        results[openers] = {
-            "conversations": len(written),
-            "answer_tokens": sum(stop - start for spans in written for start, stop in spans),
-            **facts(folder / "train"),
-            "questions_chain": chain_tau(target, heads, texts, options.chain),
-            "questions_tree_tau": round(1 + sum(values.get(path, 0.0) for path in tree), 3),
-            "threads": torch.get_num_threads(),
-        }
-        print(json.dumps({openers: results[openers]}, indent=2), flush=True)
-    write_json(options.out / "breadth.json", results)
+        rows.append(
+            {
+                "openers": openers,
+                "conversations": len(written),
+                "answer_tokens": sum(stop - start for spans in written for start, stop in spans),
+                **facts(folder / "train"),
+                "chain": chain_tau(target, heads, texts, options.chain),
+                "tree_tau": round(1 + sum(values.get(path, 0.0) for path in tree), 3),
+            }
+        )
+        print(json.dumps(rows[-1], indent=2), flush=True)
+    what = (
+        f"{options.data_minutes:g} minutes of writing and {options.steps} training steps for each arm; "
+        f"τ on {len(texts)} questions."
+    )
+    settings = {"recipe": options.recipe, "set": options.set, "chain": options.chain, "tree_nodes": NODES}
+    record(options.out / "prompt_breadth.json", what, rows, environment(target), __file__, arguments, settings)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Our transition heads beside the published recipe of EAGLE-3, at equal data and steps: mean accepted drafts.
 
-    python benchmarks/published_recipe.py QUESTIONS.jsonl --run runs/quickstart --steps 300 --out out/published
+    python benchmarks/published_recipe.py QUESTIONS.jsonl --run runs/quickstart --steps 300
 
 The published recipe (Li et al., arXiv 2503.01840): random weights but for the target's embeddings, cross-entropy with
-the target's distribution over the draft vocabulary weighted by .8 to the power of the step, training-time test, AdamW
-with betas .9 and .95 and gradients clipped to .5, no linear start. Its learning rate, 5e-5, is meant for hundreds of
+the target's distribution over the draft vocabulary weighted by 0.8 to the power of the step, training-time test, AdamW
+with betas 0.9 and 0.95 and gradients clipped to 0.5, no linear start. Its learning rate, 5e-5, is meant for hundreds of
 times more steps, so it is given every rate of --lrs and its best result counts; ours uses its recipe's rate. Accepted
 drafts are those of a greedy chain, replayed on the target's plain greedy answers to the questions and on held-out
 conversations of the run: no clock.
@@ -17,12 +17,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from arms import answered, arm, budget, chain_tau, facts, lessons, options_of, shares, table, trained
+from arms import answered, arm, budget, chain_tau, facts, lessons, options_of, trained
+from record import record
+from tables import shares, table
 
+from headstart.data.conversations import Conversation
 from headstart.data.questions import read_questions
 from headstart.eval.measure import environment
-from headstart.files import write_json, write_text
+from headstart.files import write_text
 from headstart.target import load_target
+from headstart.tuning.measure import Text
 
 PUBLISHED = (
     "heads.family=eagle3",
@@ -43,7 +47,7 @@ PUBLISHED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = options_of(__doc__, Path("out/published"))
+    parser = options_of(__doc__, Path("out/published_recipe"))
     parser.add_argument("questions", type=Path)
     parser.add_argument("--recipe", default="transition", help="ours")
     parser.add_argument("--steps", type=int, default=300)
@@ -61,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     data = lessons(options.run, options.out, target, [one for ones in arms.values() for one in ones], options.gigabytes)
     questions = read_questions(options.questions)[: options.limit]
-    texts = {
+    texts: dict[str, Sequence[Text | Conversation]] = {
         options.questions.stem: answered(target, questions, options.out / "answers.json", options.max_new_tokens),
-        "held-out conversations": data.texts,
+        "calibration": data.texts,
     }
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, ones in arms.items():
@@ -73,10 +77,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
             heads = trained(one, target, data, folder)
             judged = {where: chain_tau(target, heads, own, options.chain) for where, own in texts.items()}
             rows[name].append({"seed": one.recipe.train.seed, **facts(folder), "judged": judged})
-            results = {"environment": environment(target), "steps": options.steps, "arms": rows}
-            write_json(options.out / "published.json", results)
-    write_text(options.out / "published.md", report(results))
+            results = {"arms": rows}
+            what = f"Our recipe and the published one on the same data, {options.steps} steps each."
+            settings_of_all = {"recipe": options.recipe, "seeds": options.seeds, "chain": options.chain}
+            file = options.out / "published_recipe.json"
+            record(file, what, rows_of(results), environment(target), __file__, arguments, settings_of_all, results)
+    write_text(options.out / "published_recipe.md", report(results))
     print(report(results))
+
+
+def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each recipe; accepted drafts and top-1 by step are means over its seeds."""
+    return [
+        {
+            "recipe": name,
+            **{key: ones[0][key] for key in ("parameters", "steps")},
+            **{
+                where: {
+                    "accepted_per_round": mean(one["judged"][where]["accepted"] for one in ones),
+                    "top1": [mean(v) for v in zip(*(one["judged"][where]["top1"] for one in ones), strict=True)],
+                }
+                for where in ones[0]["judged"]
+            },
+        }
+        for name, ones in results["arms"].items()
+    ]
 
 
 def report(results: Mapping[str, Any]) -> str:

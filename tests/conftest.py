@@ -96,12 +96,10 @@ def tiny_target() -> Target:
 @pytest.fixture(scope="session")
 def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and tokenizer of `tiny_target`, saved so that `load_target(str(folder))` reads them."""
-    from tests.tiny import tiny_model, tiny_tokenizer
+    from tests.tiny import save_tiny_target
 
     folder = tmp_path_factory.mktemp("tiny") / "target"
-    tokenizer = tiny_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer), max_length=1024).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tiny_target(folder)
     return folder
 
 

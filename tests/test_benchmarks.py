@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from headstart.data.conversations import Conversation, write_conversations
+from headstart.data.questions import read_questions
 from headstart.errors import UserError
 from headstart.pipeline.layout import CONVERSATIONS
+from headstart.recipe import load_recipe
 from headstart.target import Target
 from tests.hub.helpers import export
 
@@ -29,7 +35,7 @@ RECIPES = {
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A benchmark script as `python benchmarks/NAME.py` would find it."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    for known in ("arms", name):
+    for known in ("arms", "record", "tables", name):
         monkeypatch.delitem(sys.modules, known, raising=False)
     return __import__(name)
 
@@ -69,6 +75,15 @@ def test_a_script_finds_what_it_imports_and_says_what_it_does(
     assert "usage:" in capsys.readouterr().out
 
 
+def written_by(name: str, folder: Path) -> dict[str, Any]:
+    """What a benchmark wrote: the figures, and all that says where they come from."""
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    assert found["what"] and found["rows"] and found["machine"]["threads"] and found["date"]
+    assert found["command"].startswith(f"python benchmarks/{name}.py ")
+    assert found["commit"] or found["unknown"]["commit"]
+    return found
+
+
 def common(place: Path, target: Path) -> list[str]:
     return ["--run", str(place / "run"), "--out", str(place / "out"), "--target", str(target), "--dtype", "float32"]
 
@@ -78,7 +93,10 @@ def test_families(place: Path, tiny_target_folder: Path, monkeypatch: pytest.Mon
     asked = [str(place / "asked.jsonl"), *common(place, tiny_target_folder), "--max-new-tokens", "6", "--limit"]
     recipes = ["--families", *(str(place / f"{name}.yaml") for name in RECIPES)]
     families.main([*asked, "2", *recipes, "--steps", "3"])
-    found = json.loads((place / "out" / "families.json").read_text())
+    written = written_by("families", place / "out")
+    assert [row["family"] for row in written["rows"]] == list(RECIPES)
+    assert all(row["asked, temperature 1"]["over_plain"]["mean"] > 0 for row in written["rows"])
+    found = written["details"]
     for family, read in found["families"].items():
         assert family in RECIPES and read["steps"] == 3 and read["parameters"] > 0
         for temperature in ("0", "1"):
@@ -101,26 +119,31 @@ def test_learning_curve(place: Path, tiny_target_folder: Path, monkeypatch: pyte
     arguments = ["--parts", "0.5", "1", "--epochs", "1", "2", "--questions", str(place / "asked.jsonl")]
     arguments += ["--max-new-tokens", "12", "--chain", "2", *common(place, tiny_target_folder)]
     script("learning_curve", monkeypatch).main([str(place / "eagle3.yaml"), *arguments])
-    cells = json.loads((place / "out" / "curve.json").read_text())["cells"]
+    written = written_by("learning_curve", place / "out")
+    cells = written["details"]["cells"]
+    assert [row["part"] for row in written["rows"]] == [cell["part"] for cell in cells]
     assert [(cell["part"], cell["epochs"]) for cell in cells] == [(0.5, 1), (1.0, 1), (0.5, 2), (1.0, 2)]
     assert [cell["conversations"] for cell in cells] == [8, 16, 8, 16]
     assert [cell["epochs"] for cell in cells] == [1, 1, 2, 2]
     assert cells[1]["supervised_tokens"] == 2 * cells[0]["supervised_tokens"] == 16 * 21
     assert all(1 <= cell["questions"]["tau"] <= 3 for cell in cells)
-    assert (place / "out" / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "| 336 |" in (place / "out" / "curve.md").read_text()
+    assert (place / "out" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "| 336 |" in (place / "out" / "learning_curve.md").read_text()
 
 
 def test_published_recipe(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [str(place / "asked.jsonl"), "--recipe", str(place / "eagle3.yaml"), "--steps", "2", "--lrs", "1e-3"]
     arguments += ["--max-new-tokens", "12", "--chain", "2", *common(place, tiny_target_folder)]
     script("published_recipe", monkeypatch).main(arguments)
-    arms = json.loads((place / "out" / "published.json").read_text())["arms"]
+    written = written_by("published_recipe", place / "out")
+    arms = written["details"]["arms"]
+    assert [row["recipe"] for row in written["rows"]] == list(arms)
+    assert all(0 <= row["asked"]["accepted_per_round"] <= 2 for row in written["rows"])
     assert list(arms) == ["ours", "published, lr 0.001"]
     (ours,), (published,) = arms.values()
     assert ours["parameters"] == published["parameters"] and ours["steps"] == published["steps"] == 2
-    assert set(ours["judged"]) == {"asked", "held-out conversations"}
-    assert "ours accepts" in (place / "out" / "published.md").read_text()
+    assert set(ours["judged"]) == {"asked", "calibration"}
+    assert "ours accepts" in (place / "out" / "published_recipe.md").read_text()
 
 
 def test_prompt_breadth(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,29 +155,161 @@ def test_prompt_breadth(place: Path, tiny_target_folder: Path, monkeypatch: pyte
     arguments += ["--target", str(tiny_target_folder), "--data-minutes", "5", "--set"]
     arguments += ["data.conversations=6", "data.calibration=4", "data.batch_size=8", "data.max_new_tokens=16"]
     script("prompt_breadth", monkeypatch).main(arguments)
-    arms = json.loads((place / "out" / "breadth.json").read_text())
-    assert list(arms) == ["none", "broad"]
-    for found in arms.values():
+    arms = written_by("prompt_breadth", place / "out")["rows"]
+    assert [found["openers"] for found in arms] == ["none", "broad"]
+    for found in arms:
         assert found["conversations"] == 6 and 6 <= found["answer_tokens"] <= 6 * 16 and found["steps"] == 2
-        assert 1 <= found["questions_chain"]["tau"] <= 3
-        assert 1 <= found["questions_tree_tau"] <= 3
+        assert 1 <= found["chain"]["tau"] <= 3
+        assert 1 <= found["tree_tau"] <= 3
     asked = {
         arm: (place / "out" / arm / CONVERSATIONS / "train.jsonl").read_text().splitlines() for arm in ("none", "broad")
     }
     assert asked["none"] != asked["broad"]
     monkeypatch.setattr(sys.modules["arms"], "train", None)  # whoever trains again fails
     sys.modules["prompt_breadth"].main(arguments)
-    assert json.loads((place / "out" / "breadth.json").read_text()) == arms
+    assert written_by("prompt_breadth", place / "out")["rows"] == arms
 
 
 def test_never_slower(place: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     never_slower = script("never_slower", monkeypatch)
     export(place / "heads", Target(tiny_target.model, tiny_target.tokenizer, "tiny"))
     monkeypatch.setattr(never_slower, "options_target", lambda *_: tiny_target)
-    never_slower.main([str(place / "heads"), "--quick", "--out", str(place / "slower.json")])
-    rows = json.loads((place / "slower.json").read_text())["rows"]
+    never_slower.main([str(place / "heads"), "--quick", "--out", str(place / "never_slower.json")])
+    rows = written_by("never_slower", place)["rows"]
     assert len(rows) == 2 * len(never_slower.CONDITIONS)
     assert {row["tokens"] for row in rows} == {8} and not any(row["drafter_errors"] for row in rows)
     known = [dict(row, over_plain={"heads": 0.9, "heads+ngram": 1.2, "plain again": 1.01}) for row in rows[:1]]
     assert "1 of 2 cells are at 0.97 or above" in never_slower.report(known)
     assert "Below: as tuned, batch 1, heads: 0.900." in never_slower.report(known)
+
+
+def test_audit_fp32(
+    place: Path, tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audit_fp32 = script("audit_fp32", monkeypatch)
+    export(place / "heads", Target(tiny_target.model, tiny_target.tokenizer, "tiny"))
+    arguments = [str(place / "heads"), str(place / "asked.jsonl"), "--target", str(tiny_target_folder)]
+    arguments += ["--max-new-tokens", "6", "--batch-size", "2", "--out", str(place / "audit_fp32.json")]
+    with pytest.raises(SystemExit) as ended:
+        audit_fp32.main(arguments)
+    assert not ended.value.code
+    rows = written_by("audit_fp32", place)["rows"]
+    assert [row["drafter"] for row in rows] == ["trained heads", "random heads", "always wrong"]
+    assert all(row["different_tokens"] == 0 and row["tokens"] > 3 for row in rows)
+    assert rows[2]["accepted_drafts"] == 0
+
+    counts = {"prompts": 3, "tokens": 18, "different_tokens": 1, "accepted": 0, "rounds": 18}
+    found = dict.fromkeys([row["drafter"] for row in rows], SimpleNamespace(**counts))
+    monkeypatch.setattr(audit_fp32, "audit", lambda *_: found)
+    with pytest.raises(SystemExit) as ended:
+        audit_fp32.main(arguments)
+    assert ended.value.code == 1
+
+
+def test_make_questions(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place / "asked"
+    (run / "target").mkdir(parents=True)
+    (run / "target" / "tokenizer").symlink_to(tiny_target_folder)
+    said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "A long answer. " * 30}]
+    write_conversations(run / CONVERSATIONS / "calibration.jsonl", [Conversation("c", [3, 4], [False, True], said)])
+    script("make_questions", monkeypatch).main([str(run), str(place / "out"), "--count", "3"])
+    counts = {name: len(read_questions(place / "out" / f"{name}.jsonl")) for name in ("random", "languages", "quotes")}
+    assert counts == {"random": 3, "languages": 16, "quotes": 1}
+    assert "A long answer." in read_questions(place / "out" / "quotes.jsonl")[0].turns[0]
+
+
+RUN_OF_KILLS = """
+import pathlib
+import numpy
+from safetensors.numpy import save_file
+for run in ("tiny", "hydra", "eagle3"):
+    (heads := pathlib.Path("runs", run, "heads")).mkdir(parents=True, exist_ok=True)
+    save_file({"weight": numpy.ones(2)}, heads / "heads.safetensors")
+    (report := pathlib.Path("runs", run, "report")).mkdir(exist_ok=True)
+    (report / "report.html").write_text("")
+root = pathlib.Path("runs/artifacts")
+(parts := root / "conversations" / "a" / "parts").mkdir(parents=True, exist_ok=True)
+(part := parts / "00000-train.jsonl").exists() or part.write_text('{}\\n{"id": "0"}\\n')
+(states := root / "states" / "a").mkdir(parents=True, exist_ok=True)
+shard = states / "shard-0.safetensors"
+shard.exists() or save_file({"0": numpy.ones(1)}, shard, metadata={"taps": "[1]", "keys": '["0"]'})
+"""
+"""What the commands leave behind, in no time."""
+
+
+def test_kills(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = script("kills", monkeypatch)
+    monkeypatch.setattr(kills, "COMMANDS", kills.COMMANDS[:1])
+
+    def start(folder: Path, recipe: Path, command: tuple[str, ...], code: str = RUN_OF_KILLS) -> Any:
+        folder.mkdir(parents=True, exist_ok=True)
+        return subprocess.Popen([sys.executable, "-c", code], cwd=folder)
+
+    monkeypatch.setattr(kills, "start", start)
+    kills.main(["--out", str(place / "out"), "--kills", "0"])
+    written = written_by("kills", place / "out")
+    assert written["rows"] == [{"command": "run RECIPE", "kills": 0, "files_lost": 0}]
+    assert written["details"] == {"twice": 0, "different": 0, "reports": 3}
+    assert load_recipe(str(place / "out" / "tiny.yaml")).heads.family == "medusa"
+
+    endless = partial(start, code="import threading; threading.Event().wait()")
+    monkeypatch.setattr(kills, "start", endless)
+    assert kills.disturbed(place / "out" / "killed", place, ("run",), 0.0), "it was running, and is killed"
+    before = kills.made(place / "out" / "killed")
+    assert len(before) == 2
+    (part,) = (place / "out" / "killed").rglob("*.jsonl")
+    shutil.copy(part, part.with_name("00000-heldout.jsonl"))
+    assert kills.missing(before, kills.made(place / "out" / "killed"))[0] == []
+    assert kills.compare(place / "out" / "calm", place / "out" / "killed")["twice"] == 2, "a number and a conversation"
+    part.unlink()
+    assert kills.missing(before, kills.made(place / "out" / "killed"))[0] == [str(part.relative_to(part.parents[3]))]
+
+
+ECONOMIZE = """
+import json, pathlib, sys
+action, folder = sys.argv[2], pathlib.Path(sys.argv[3])
+if action == "train":
+    out = folder / "theirs" / sys.argv[sys.argv.index("--name") + 1]
+    out.mkdir(parents=True, exist_ok=True)
+    seconds = {"seconds": 1000.0, "steps": 2, "parameters": 1000, "tokens_a_step": 64.0}
+    (out / "result.json").write_text(json.dumps(seconds))
+else:
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps({"tokens": [5, 6, 7], "seconds": 0.5, "rounds": [[2, 1], [2, 0]]}), flush=True)
+"""
+"""The other half, which needs another library, as far as this one can tell."""
+
+
+def test_beside_economize(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = script("beside_economize", monkeypatch)
+    monkeypatch.setattr(beside, "budget", lambda minutes=None, steps=None: ["train.steps=2", "train.minutes=null"])
+    (python := place / "python").write_text(f"#!{sys.executable}\n{ECONOMIZE}")
+    python.chmod(0o755)
+    arguments = [str(place / "asked.jsonl"), "--their-python", str(python), "--recipe", str(place / "eagle3.yaml")]
+    arguments += ["--vocabulary", "40", "--max-new-tokens", "6", "--limit", "2", "--chain", "2", "--theirs", "tuned"]
+    beside.main([*arguments, *common(place, tiny_target_folder)])
+    rows = {row["name"]: row for row in written_by("beside_economize", place / "out")["rows"]}
+    assert rows["economize tuned, 3 drafts"]["accepted_per_round"] == 0.5
+    assert rows["ours, same steps, chain"]["over_their_plain"]["mean"] > 0
+    assert (place / "out" / "conversations.jsonl").read_text().count("\n") == 16
+    assert "their tokens/s" in (place / "out" / "beside_economize.md").read_text()
+    monkeypatch.setattr(sys.modules["arms"], "train", None)  # whoever trains again fails
+    python.write_text("")
+    with pytest.raises(OSError, match="Exec format"):
+        beside.main([*arguments, *common(place, tiny_target_folder)])  # its training is kept; it is asked again
+
+
+def test_a_report_becomes_a_results_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, tables = script("record", monkeypatch), script("tables", monkeypatch)
+    judged = {"prompts": 3, "count": 1, "unexplained": 0}
+    row = dict.fromkeys(record.OF_A_REPORT) | {"name": "heads", "tokens_per_second": 20.0, "divergences": judged}
+    machine = {"cpu": "A", "threads": 1, "date": "2026-01-02T00:00:00+00:00"}
+    report = {"compare": [row], "environment": machine, "settings": dict.fromkeys(record.SETTINGS, 1)}
+    (place / "results.json").write_text(json.dumps(report))
+    record.main([str(place / "results.json"), str(place / "quickstart.json"), "--what", "Three prompts."])
+    found = json.loads((place / "quickstart.json").read_text())
+    assert found["machine"] == {"cpu": "A", "threads": 1} and found["date"].startswith("2026-01-02")
+    assert found["unknown"]["command"] == "not given to record.py"
+    columns = ["name", "tokens_per_second", "outputs_different"]
+    assert tables.figures(found["rows"], columns).endswith("| heads | 20.0 | 1 |")

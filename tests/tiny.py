@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,6 +160,13 @@ def tiny_tokenizer(chat_template: str | None = CHATML, special: tuple[str, ...] 
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
+
+
+def save_tiny_target(folder: Path) -> None:
+    """Save a tiny Llama and its tokenizer so that `load_target(str(folder))` reads them."""
+    tokenizer = tiny_tokenizer()
+    tiny_model("llama", vocab_size=len(tokenizer), max_length=1024).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _prefixes(word: str) -> list[str]:

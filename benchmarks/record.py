@@ -1,0 +1,122 @@
+"""How a benchmark keeps what it measured, so that `render.py` can show it.
+
+    python benchmarks/record.py runs/quickstart/report/results.json out/quickstart.json --what "16 held-out prompts."
+
+Scripts call `record`, which writes into the folder of --out; the command above makes the same file from a report of
+`headstart eval` or `headstart run`. To publish a figure, copy the file to `benchmarks/results/`, name it in a page and
+run `render.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headstart.files import read_json, write_json
+from headstart.provenance import git_state
+
+OF_A_REPORT = (
+    *("name", "tokens_per_second", "speedup_vs_plain", "speedup_vs_transformers", "speedup_vs_prompt_lookup"),
+    *("tokens_per_round", "acceptance_by_position", "nodes_per_round", "round_ms"),
+)
+"""What a row keeps of a method in a report."""
+SETTINGS = ("target", "max_new_tokens", "temperature", "batch_size")
+OUTPUTS = {"compared": "prompts", "different": "count", "unexplained": "unexplained"}
+"""And of its outputs beside the plain loop's: our name for each count, and the report's."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, help="results.json of a report")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--what", required=True, help="what was measured, in one or two sentences")
+    parser.add_argument("--command", help="that made the report")
+    parser.add_argument("--commit", help="that the report was made with; by default the present one")
+    options = parser.parse_args(arguments)
+    found = read_json(options.report)
+    rows = [
+        {key: row[key] for key in OF_A_REPORT}
+        | {f"outputs_{name}": row["divergences"][key] for name, key in OUTPUTS.items()}
+        for row in found["compare"]
+    ]
+    _write(
+        options.out,
+        what=options.what,
+        machine=found["environment"],
+        commit=options.commit or commit(),
+        command=options.command,
+        settings={key: found["settings"][key] for key in SETTINGS},
+        rows=rows,
+    )
+
+
+def record(
+    file: Path,
+    what: str,
+    rows: Sequence[Mapping[str, Any]],
+    machine: Mapping[str, Any],
+    script: str,
+    arguments: Sequence[str] | None,
+    settings: Mapping[str, Any] | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write what a benchmark measured.
+
+    Args:
+        file: to write.
+        what: was measured, in one or two sentences; stands below the table.
+        rows: of the table, each a key for a column; the first key names the row.
+        machine: `environment` of the target.
+        script: `__file__` of the benchmark.
+        arguments: that it was given; None for those of the process.
+        settings: what a reader has to know to compare: lengths, batch sizes, seeds.
+        details: whatever else is worth keeping; no table shows it.
+
+    Returns:
+        What was written.
+    """
+    return _write(
+        file,
+        what=what,
+        machine=machine,
+        commit=commit(),
+        command=command(script, sys.argv[1:] if arguments is None else arguments),
+        settings=dict(settings or {}),
+        rows=[dict(row) for row in rows],
+        **({"details": dict(details)} if details else {}),
+    )
+
+
+def commit() -> str | None:
+    """That the code runs from, with a plus when something was changed since; None outside of git."""
+    sha, clean = git_state()
+    return sha and sha + ("" if clean else "+")
+
+
+def command(script: str, arguments: Sequence[str]) -> str:
+    """What to type to measure again; of files beyond this folder only the names, since others keep them elsewhere.
+
+    >>> command("/somewhere/benchmarks/kills.py", ["--out", "out/kills", "/data/asked.jsonl"])
+    'python benchmarks/kills.py --out out/kills asked.jsonl'
+    """
+    words = [Path(word).name if Path(word).is_absolute() else word for word in arguments]
+    return shlex.join(["python", f"benchmarks/{Path(script).name}", *words])
+
+
+def _write(file: Path, what: str, machine: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """Write a results file; what is not known has its reason."""
+    computer = {key: value for key, value in machine.items() if key != "date"}
+    found = {"what": what, "date": machine["date"], "machine": computer, **values}
+    reasons = {"commit": "the code does not run from a git checkout", "command": "not given to record.py"}
+    unknown = {key: reason for key, reason in reasons.items() if found[key] is None}
+    found |= {"unknown": unknown} if unknown else {}
+    write_json(file, found)
+    return found
+
+
+if __name__ == "__main__":
+    main()

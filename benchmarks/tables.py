@@ -1,0 +1,164 @@
+"""How figures are written in tables: one format for each kind of figure, wherever it stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+HEADINGS = {
+    "name": "",
+    "tokens_per_second": "tokens/s",
+    "speedup_vs_plain": "over plain",
+    "speedup_vs_transformers": "over `transformers.generate`",
+    "speedup_vs_prompt_lookup": "over prompt lookup",
+    "over_plain": "over plain",
+    "tokens_per_round": "τ",
+    "tau": "τ",
+    "nodes_per_round": "nodes a round",
+    "acceptance_by_position": "acceptance by position",
+    "outputs_different": "outputs that differ from plain",
+    "outputs_compared": "of",
+    "top1": "top-1 by step",
+    "round_ms.draft": "draft, ms",
+    "round_ms.verify": "verify, ms",
+    "round_ms.host": "host, ms",
+    "plain_step_ms": "a plain step, ms",
+}
+"""Headings of columns whose key is no good heading once its underscores are spaces."""
+NAMES = {
+    "heads+ngram": "heads + n-gram (default)",
+    "plain": "plain loop",
+    "transformers": "`transformers.generate`",
+    "transformers_prompt_lookup": "`transformers` prompt lookup",
+}
+"""What tables call the methods of a report."""
+
+FORMATS = (
+    (r"(speedup|over)_\w+", "{:.2f}x"),
+    (r"tokens_per_second|nodes_per_round|\w*_ms|megaflop\w*", "{:.1f}"),
+    (r"tokens_per_round|\w*tau|acceptance_by_position|top1", "{:.2f}"),
+    (r"epochs", "{:g}"),
+    (r"accepted_per_round", "{:.3f}"),
+    (r"\w*seconds", "{:.0f}"),
+)
+"""For each kind of key how its numbers are written; any other number has three significant digits."""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def times(interval: Mapping[str, float | None] | None) -> str:
+    """A speed-up with its interval; one prompt has none.
+
+    >>> times({"mean": 1.4, "low": 1.31, "high": 1.5})
+    '1.40x (1.31-1.50)'
+    """
+    return written(interval, "speedup_vs_plain")
+
+
+def shares(values: Iterable[float]) -> str:
+    """Shares of one.
+
+    >>> shares([0.613, 0.5])
+    '0.61 / 0.50'
+    """
+    return written(list(values), "acceptance_by_position")
+
+
+def heading(key: str) -> str:
+    """The heading of a column.
+
+    >>> heading("speedup_vs_plain"), heading("waits_per_round"), heading("over_plain.heads"), heading("step_ms")
+    ('over plain', 'waits per round', 'heads, over plain', 'step, ms')
+    """
+    if key in HEADINGS:
+        return HEADINGS[key]
+    first, _, rest = key.partition(".")
+    if rest:
+        return f"{heading(rest)}, {heading(first)}"
+    return re.sub(r" ms$", ", ms", key.replace("_", " "))
+
+
+def written(value: Any, key: str = "") -> str:
+    """A value as it stands in a table; `key`, a dotted path, says what kind of figure it is.
+
+    >>> written(1.7, "over_plain.heads"), written(38.84, "tokens_per_second"), written(0.12345)
+    ('1.70x', '38.8', '0.123')
+    >>> written({"mean": 1.5, "low": None, "high": None}, "speedup_vs_plain"), written(None), written(True)
+    ('1.50x', '', 'yes')
+    >>> written({"draft": 6.2, "verify": 47.5}, "round_ms"), written(10_500_000, "parameters")
+    ('draft 6.2, verify 47.5', '10.5 M')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return NAMES.get(value, value) if key == "name" else value
+    if isinstance(value, list):
+        return " / ".join(written(one, key) for one in value)
+    if isinstance(value, Mapping):
+        if "mean" not in value:
+            return ", ".join(f"{name} {written(one, key)}" for name, one in value.items())
+        low, high = (written(value.get(end), key).removesuffix("x") for end in ("low", "high"))
+        return written(value["mean"], key) + (f" ({low}-{high})" if low and high else "")
+    return _number(value, key)
+
+
+def _number(value: float, key: str) -> str:
+    if "parameters" in key:
+        return f"{value / 1e6:.{1 if value < 1e8 else 0}f} M"
+    for pattern, form in FORMATS:
+        if any(re.fullmatch(pattern, part) for part in key.split(".")):
+            return form.format(value)
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def at(row: Row, path: str) -> Any:
+    """The value at a dotted path; None where there is none.
+
+    >>> at({"over_plain": {"heads": 1.2}}, "over_plain.heads"), at({"a": None}, "a.b")
+    (1.2, None)
+    """
+    value: Any = row
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def paths(rows: Iterable[Row]) -> list[str]:
+    """The columns of all rows, in order: each key, and each key of those that hold other keys; intervals are one.
+
+    >>> paths([{"name": "a", "ms": {"draft": 1, "verify": 2}}, {"name": "b", "over": {"mean": 1.0}}])
+    ['name', 'ms.draft', 'ms.verify', 'over']
+    """
+    found: dict[str, None] = {}
+    for row in rows:
+        for key, value in row.items():
+            inner = isinstance(value, Mapping) and "mean" not in value
+            found |= dict.fromkeys([f"{key}.{one}" for one in paths([value])] if inner else [key])
+    return list(found)
+
+
+def figures(rows: Sequence[Row], columns: Sequence[str | tuple[str, str]] = ()) -> str:
+    """Rows of a results file as a Markdown table; one with nothing but its name in these columns is left out.
+
+    Args:
+        rows: of the file.
+        columns: dotted paths, or (path, heading); without any, all that the rows hold.
+
+    Raises:
+        KeyError: no row has a column.
+    """
+    chosen = [(one, heading(one)) if isinstance(one, str) else one for one in columns or paths(rows)]
+    for path, _ in chosen:
+        if all(at(row, path) is None for row in rows):
+            raise KeyError(path)
+    lines = [[written(at(row, path), path) for path, _ in chosen] for row in rows]
+    return table([head for _, head in chosen], [line for line in lines if any(line[1:]) or len(line) == 1])
