@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     questions = read_questions(options.questions)[: options.limit]
     texts: dict[str, Sequence[Text | Conversation]] = {
         options.questions.stem: answered(target, questions, options.out / "answers.json", options.max_new_tokens),
-        "calibration": data.texts,
+        "validation": data.texts,
     }
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, ones in arms.items():

@@ -24,7 +24,7 @@ OF_A_REPORT = (
     *("tokens_per_round", "acceptance_by_position", "nodes_per_round", "round_ms"),
 )
 """What a row keeps of a method in a report."""
-SETTINGS = ("target", "max_new_tokens", "temperature", "batch_size")
+SETTINGS = ("target", "max_new_tokens", "temperature", "batch_size", "prompt_lookup_tokens")
 OUTPUTS = {"compared": "prompts", "different": "count", "unexplained": "unexplained"}
 """And of its outputs beside the plain loop's: our name for each count, and the report's."""
 

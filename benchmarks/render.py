@@ -7,7 +7,8 @@ A page says what it wants between markers; what stands between them is written h
 
     <!-- table: mt_bench -->                                          every row and column of results/mt_bench.json
     <!-- table: mt_bench | name, tokens_per_round, round_ms.draft: drafting -->   some columns, one with its own heading
-    <!-- value: mt_bench | heads | speedup_vs_plain -->               one figure: the row is named by its first key
+    <!-- value: mt_bench | heads | speedup_vs_plain -->               one figure: the row, named by its first key
+    <!-- value: never_slower | float32, 64, 4 | over_plain.heads -->  or by its first keys, and the column
 
 each followed by `<!-- end -->`. Below the first table of a file stands what was measured, on what and when. How figures
 are written is in `tables.py`.
@@ -20,6 +21,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +99,10 @@ def read(name: str, results: Path = RESULTS) -> dict[str, Any]:
     if not file.is_file():
         raise PageError(f"no {file.name} in benchmarks/results.")
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if not found.get("rows"):
+    if "rows" not in found:  # whatever else the only table is called
+        lists = [value for value in found.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+        found["rows"] = lists[0] if len(lists) == 1 else []
+    if not found["rows"]:
         raise PageError(f"{file.name} has no rows.")
     return found
 
@@ -122,7 +127,7 @@ def _value(spec: str, results: Path) -> str:
     if len(parts) != 3:
         raise PageError("a value needs FILE | ROW | COLUMN.")
     name, label, path = parts
-    rows = [row for row in read(name, results)["rows"] if str(next(iter(row.values()))) == label]
+    rows = [row for row in read(name, results)["rows"] if label in accumulate(map(str, row.values()), "{}, {}".format)]
     if len(rows) != 1:
         raise PageError(f"{len(rows)} rows are called {label!r}.")
     value = at(rows[0], path)
@@ -146,11 +151,13 @@ def caption_of(found: Mapping[str, Any], link: str) -> str:
         parts.append(about["gpu"])
     elif about.get("cpu"):
         parts.append(f"{about['cores']} cores of {about['cpu']}" if about.get("cores") else about["cpu"])
+    elif about.get("device"):
+        parts.append(about["device"])
     parts += [str(about["dtype"])] if about.get("dtype") else []
     parts += [f"{about['threads']} thread{'s' * (about['threads'] != 1)}"] if about.get("threads") else []
     parts += [str(date)[:10]] if (date := found.get("date") or machine.get("date")) else []
-    words = [found.get("what", ""), f"{', '.join(parts)} ([figures]({link}))."]
-    return f"*{' '.join(word for word in words if word).strip()}*"
+    words = [found.get("what"), ", ".join(parts), f"([figures]({link}))."]
+    return f"*{' '.join(word for word in words if word)}*"
 
 
 if __name__ == "__main__":

@@ -94,6 +94,8 @@ def written(value: Any, key: str = "") -> str:
     ('1.50x', '', 'yes')
     >>> written({"draft": 6.2, "verify": 47.5}, "round_ms"), written(10_500_000, "parameters")
     ('draft 6.2, verify 47.5', '10.5 M')
+    >>> written({"mean": 6.6, "max": 7}), written({"mean": 1133.4, "max": 1191}), written({"mean": 3.0, "max": 3})
+    ('6.6 (max 7)', '1133 (max 1191)', '3')
     """
     if value is None:
         return ""
@@ -106,8 +108,11 @@ def written(value: Any, key: str = "") -> str:
     if isinstance(value, Mapping):
         if "mean" not in value:
             return ", ".join(f"{name} {written(one, key)}" for name, one in value.items())
-        low, high = (written(value.get(end), key).removesuffix("x") for end in ("low", "high"))
-        return written(value["mean"], key) + (f" ({low}-{high})" if low and high else "")
+        mean = written(value["mean"], key)
+        low, high, most = (written(value.get(end), key) for end in ("low", "high", "max"))
+        if low and high:
+            return f"{mean} ({low.removesuffix('x')}-{high.removesuffix('x')})"
+        return f"{mean} (max {most})" if most and most != mean else mean
     return _number(value, key)
 
 
@@ -117,7 +122,7 @@ def _number(value: float, key: str) -> str:
     for pattern, form in FORMATS:
         if any(re.fullmatch(pattern, part) for part in key.split(".")):
             return form.format(value)
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
+    return f"{value:.0f}" if isinstance(value, int) or abs(value) >= 100 else f"{value:.3g}"
 
 
 def at(row: Row, path: str) -> Any:

@@ -142,7 +142,7 @@ def test_published_recipe(place: Path, tiny_target_folder: Path, monkeypatch: py
     assert list(arms) == ["ours", "published, lr 0.001"]
     (ours,), (published,) = arms.values()
     assert ours["parameters"] == published["parameters"] and ours["steps"] == published["steps"] == 2
-    assert set(ours["judged"]) == {"asked", "calibration"}
+    assert set(ours["judged"]) == {"asked", "validation"}
     assert "ours accepts" in (place / "out" / "published_recipe.md").read_text()
 
 

@@ -26,9 +26,10 @@ def render(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """A folder with one results file that has nothing but rows."""
+    """A folder with results files that have nothing but rows."""
     rows = [{"name": "heads", "waits": 2, "over_plain": {"heads": 1.2}}, {"name": "plain", "waits": 1}]
     (tmp_path / "waits.json").write_text(json.dumps({"rows": rows}))
+    (tmp_path / "same.json").write_text(json.dumps({"rows": [{"name": "ngram", "waits": 1}] * 2}))
     return tmp_path
 
 
@@ -75,6 +76,17 @@ def test_a_file_and_a_marker_make_a_table(render: ModuleType, results: Path) -> 
     assert "2" not in render.rendered("<!-- value: waits | plain | waits -->2<!-- end -->", page, results)
 
 
+def test_the_only_table_may_have_another_name(render: ModuleType, results: Path) -> None:
+    rows = [{"drafter": "ngram", "batch": batch, "waits": {"mean": 2.5, "max": batch}} for batch in (4, 16)]
+    (results / "counts.json").write_text(json.dumps({"device": "stand-in", "rounds": rows}))
+    page = results / "PAGE.md"
+    text = render.rendered("<!-- table: counts --><!-- end -->", page, results)
+    assert "| ngram | 16 | 2.5 (max 16) |" in text and "*stand-in ([figures](counts.json)).*" in text
+    assert "-->2.5 (max 16)<!--" in render.rendered(
+        "<!-- value: counts | ngram, 16 | waits --><!-- end -->", page, results
+    )
+
+
 def test_a_caption_stands_once(render: ModuleType, results: Path) -> None:
     twice = "<!-- table: waits --><!-- end -->\n<!-- table: waits | name, waits --><!-- end -->"
     assert render.rendered(twice, results / "PAGE.md", results).count("[figures]") == 1
@@ -88,6 +100,7 @@ def test_a_caption_stands_once(render: ModuleType, results: Path) -> None:
         ("<!-- value: waits | heads | speed --><!-- end -->", "'heads' has no speed"),
         ("<!-- value: waits | eagle | waits --><!-- end -->", "0 rows are called 'eagle'"),
         ("<!-- value: waits | heads --><!-- end -->", "a value needs"),
+        ("<!-- value: same | ngram | waits --><!-- end -->", "2 rows are called 'ngram'"),
         ("<!-- table: waits -->| a |", "a marker has no"),
         ("<!-- table: waits --><!-- value: waits | heads | waits -->2<!-- end -->", "lies in another one"),
     ],
