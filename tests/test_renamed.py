@@ -16,7 +16,7 @@ from headstart import renamed
 from headstart.artifacts import artifact, held, relatives
 from headstart.errors import UserError
 from headstart.files import read_json, write_json
-from headstart.heads import family, make_config
+from headstart.heads import families, family, make_config
 from headstart.heads.io import CONFIG, load_heads, save_heads
 from headstart.pipeline.run import Record, Run, Stage, left_to_do
 from headstart.recipe import Recipe, load_recipe, parse_heads
@@ -118,17 +118,28 @@ def test_a_checkpoint_of_an_earlier_run_is_gone_on_from(tmp_path: Path) -> None:
 
 
 def test_renamed_keys_and_values_are_read_and_hinted_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renamed, "KEYS", {"train.clip": "train.max_norm", "data.openers": "data.seeds"})
-    monkeypatch.setattr(renamed, "VALUES", {"data.seeds": {"broad": "wide"}})
+    monkeypatch.setattr(renamed, "KEYS", {"train.one": "train.two", "data.three": "data.four"})
+    monkeypatch.setattr(renamed, "VALUES", {"data.four": {"narrow": "wide"}})
     monkeypatch.setattr(renamed, "TENSORS", {"old_norms.": "norms."})
     assert renamed.tensors_now({"old_norms.0.weight": 1, "fc.weight": 2}) == {"norms.0.weight": 1, "fc.weight": 2}
-    recipe = {"name": "old", "train": {"clip": 1.0, "lr": 2.0}, "data": {"openers": "broad"}}
-    now = {"name": "old", "train": {"max_norm": 1.0, "lr": 2.0}, "data": {"seeds": "wide"}}
+    recipe = {"name": "old", "train": {"one": 1.0, "lr": 2.0}, "data": {"three": "narrow"}}
+    now = {"name": "old", "train": {"two": 1.0, "lr": 2.0}, "data": {"four": "wide"}}
     assert renamed.recipe_now(recipe) == now
     assert renamed.recipe_now(now) == now
-    assert renamed.settings_now({"train.clip": 1.0, "other": 3}) == {"train.max_norm": 1.0, "other": 3}
-    assert renamed.identity_now("conversations", {"openers": "broad"}) == {"seeds": "wide"}
-    assert renamed.identity_now("heads", {"train": {"clip": 1.0}}) == {"train": {"max_norm": 1.0}}
-    assert renamed.hint("train.clip") == "It is called train.max_norm now."
-    assert renamed.value_hint("data.seeds", "broad") == "broad is called wide now."
-    assert renamed.hint("train.lr") is None and renamed.value_hint("data.seeds", "wide") is None
+    assert renamed.settings_now({"train.one": 1.0, "other": 3}) == {"train.two": 1.0, "other": 3}
+    assert renamed.identity_now("conversations", {"three": "narrow"}) == {"four": "wide"}
+    assert renamed.identity_now("heads", {"train": {"one": 1.0}}) == {"train": {"two": 1.0}}
+    assert renamed.hint("train.one") == "It is called train.two now."
+    assert renamed.value_hint("data.four", "narrow") == "narrow is called wide now."
+    assert renamed.hint("train.lr") is None and renamed.value_hint("data.four", "wide") is None
+
+
+def test_every_new_name_is_one_of_this_version() -> None:
+    known = {f"{name}.{key}" for name, part in Recipe.model_fields.items() for key in fields_of(part.annotation)}
+    known |= {f"heads.{key}" for head in families().values() for key in fields_of(head.Config)}
+    assert set(renamed.KEYS.values()) | set(renamed.VALUES) <= known
+    assert not set(renamed.KEYS) & known
+
+
+def fields_of(section: Any) -> set[str]:
+    return set(getattr(section, "model_fields", ()))
