@@ -47,20 +47,21 @@ LONG = ("phi3_long", "llama_long")
 _WORDS = ("the", "user", "assistant", "system", "ing", "er", "on", "re", "Ġa", "Ġto", "Ġof", "Ġthe", "Ġis", "Ġin")
 
 
-def tiny_model(kind: str, seed: int = 0, vocab_size: int = 101, max_length: int = 256) -> Any:
-    """A random float32 model of 3 layers and hidden size 64; the same seed gives the same weights.
+def tiny_model(kind: str, seed: int = 0, vocab_size: int = 101, max_length: int = 256, layers: int = 3) -> Any:
+    """A random float32 model of hidden size 64; the same seed gives the same weights.
 
     Args:
         kind: one of `KINDS` or `LONG`.
         seed: of the weights.
         vocab_size: rows of the embedding.
         max_length: longest context, in tokens.
+        layers: of the model; 3 where they differ in kind.
     """
     base: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "max_position_embeddings": max_length,
     }
@@ -69,7 +70,7 @@ def tiny_model(kind: str, seed: int = 0, vocab_size: int = 101, max_length: int 
         "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
         "short_factor": [1.0] * 8, "long_factor": [1.5 + 0.5 * pair for pair in range(8)],
     }  # fmt: skip
-    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         match kind:
@@ -79,7 +80,7 @@ def tiny_model(kind: str, seed: int = 0, vocab_size: int = 101, max_length: int 
                 model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **grouped))
             case "gemma3":
                 gemma3 = Gemma3TextConfig(
-                    head_dim=16, sliding_window=8, layer_types=layers, query_pre_attn_scalar=16, **grouped
+                    head_dim=16, sliding_window=8, layer_types=kinds, query_pre_attn_scalar=16, **grouped
                 )
                 model = Gemma3ForCausalLM(gemma3)
             case "gemma2":

@@ -1,0 +1,121 @@
+"""How often a decode round makes the host wait for the device, sends it something and launches an operation.
+
+    python benchmarks/device_waits.py [--families medusa eagle3] [--rows 1 16] [--out FILE.json] [--where]
+
+Counted under the stand-in device of the tests, on a tiny random Llama: the counts are those of the code, not of a
+machine. Heads are untrained, so that what is accepted are mostly n-grams. A round goes from the forward that verifies
+its drafts to just before the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.combine import CombinedDrafter
+from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.ngram import NgramDrafter
+from headstart.files import write_json
+from headstart.heads import family, make_config
+from headstart.provenance import git_state
+from headstart.target import Target, TreeShape
+from tests.standin import CUDA, Round, StandIn, rounds_of
+from tests.tiny import tiny_model
+
+VOCAB = 61
+COLUMNS = ("waits", "uploads", "slow_uploads", "launches")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="*", default=["medusa", "eagle3"], help="of heads, in their defaults")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16], help="prompts of a batch")
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--out", type=Path, help="where the counts go, as JSON")
+    parser.add_argument("--where", action="store_true", help="print the lines that wait and upload, too")
+    options = parser.parse_args(arguments)
+
+    results = []
+    with StandIn() as device:
+        target = Target(tiny_model("llama", vocab_size=VOCAB, layers=8).to(CUDA))
+        for name, drafter in drafters(target, options.families).items():
+            for temperature in (0.0, 1.0):
+                for rows in options.rows:
+                    found = counted(device, target, drafter, rows, temperature, options.tokens)
+                    results.append({"drafter": name, "temperature": temperature, "rows": rows, **summary(found)})
+                    if options.where:
+                        print(f"{name}, temperature {temperature:g}, {rows} rows:", *where(found), sep="\n  ")
+    print(table(results))
+    if options.out:
+        commit, _ = git_state()
+        conditions = {"commit": commit, "torch": torch.__version__, "tokens": options.tokens}
+        write_json(options.out, {"command": "python benchmarks/device_waits.py", **conditions, "rounds": results})
+
+
+def drafters(target: Target, families: Sequence[str]) -> dict[str, Drafter | None]:
+    """What drafts in each row of the table, by name."""
+    made: dict[str, Drafter | None] = {"none": None, "ngram": NgramDrafter()}
+    for name in families:
+        heads = family(name)(make_config({"family": name}, target))
+        torch.manual_seed(0)
+        heads.warm_start(target)
+        drafter = HeadDrafter(heads.to(CUDA), TreeShape.chain(heads.steps), "dynamic", max_nodes=16)
+        made[name] = drafter
+        made[f"{name}+ngram"] = CombinedDrafter(drafter, NgramDrafter())
+    return made
+
+
+def counted(
+    device: StandIn, target: Target, drafter: Drafter | None, rows: int, temperature: float, tokens: int
+) -> list[Round]:
+    """The rounds of one batch. Rows have prompts of different lengths, which repeat themselves."""
+    chance = random.Random(0)
+    prompts = []
+    for row in range(rows):
+        phrase = [chance.randrange(1, VOCAB) for _ in range(5)]
+        prompts.append([*phrase, *phrase, *phrase][: 11 + row % 5])
+    options = DecodeOptions(max_new_tokens=tokens, temperature=temperature, ignore_end=True)
+    return rounds_of(device, target, lambda: Engine(target, drafter).generate(prompts, options))
+
+
+def summary(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Mean and largest counts of a round."""
+    found: dict[str, Any] = {"rounds": len(rounds)}
+    for column in COLUMNS:
+        counts = [getattr(one.counts, column) for one in rounds]
+        found[column] = {"mean": round(sum(counts) / len(counts), 1), "max": max(counts)}
+    return found
+
+
+def where(rounds: Sequence[Round]) -> list[str]:
+    """The lines that wait or upload, with how often a round comes by them on average."""
+    seen = Counter((event.kind, event.where, event.operation) for one in rounds for event in one.events)
+    return [
+        f"{count / len(rounds):6.2f} {kind} {place} ({operation})"
+        for (kind, place, operation), count in sorted(seen.items(), key=lambda item: (-item[1], item[0]))
+    ]
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """The counts as a table: mean of a round, largest of a round in brackets."""
+    lines = ["| drafter | temperature | rows | " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---|" * len(COLUMNS)]
+    for row in results:
+        cells = [f"{row[column]['mean']:g} ({row[column]['max']})" for column in COLUMNS]
+        lines.append(f"| {row['drafter']} | {row['temperature']:g} | {row['rows']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Everything that decodes or trains, on a stand-in for a CUDA device: no tensors of two devices meet, and the greedy
+texts are those of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.decode.rules import RULES
+from headstart.drafters.catalog import make_drafter
+from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.ngram import NgramDrafter
+from headstart.heads import DraftHead, HeadBatch
+from headstart.target import Target, TreeShape
+from headstart.train.batches import noisy, predictions, thinned
+from headstart.train.config import TrainSection
+from headstart.train.losses import LOSSES, Teacher, find_loss, weighted
+from headstart.train.optimizers import make_optimizers
+from tests.heads.test_contract import CASES, batch_of, build, shake
+from tests.standin import CUDA, StandIn
+from tests.tiny import tiny_model
+
+TEXTS = [[3, 9, 14, 3, 9, 14, 3, 9], [8, 40, 12, 5, 51, 22]]
+GREEDY = DecodeOptions(max_new_tokens=6, ignore_end=True)
+SHAPE = TreeShape.from_paths([(0, 0), (1, 0), (2,)])
+
+
+@pytest.fixture
+def device() -> Iterator[StandIn]:
+    with StandIn() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def host() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    with StandIn():
+        return Target(tiny_model("llama", vocab_size=61).to(CUDA))
+
+
+def texts_of(target: Target, drafter: Drafter | None = None, options: DecodeOptions = GREEDY) -> list[list[int]]:
+    outputs = Engine(target, drafter).generate(TEXTS, options)
+    assert [output.drafter_error for output in outputs] == [None] * len(TEXTS)
+    return [output.tokens for output in outputs]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mixtral", "gpt2", "phi3_long"])
+def test_plain_decoding_of_every_architecture(kind: str, device: StandIn) -> None:
+    expected = texts_of(Target(tiny_model(kind, vocab_size=61)))
+    target = Target(tiny_model(kind, vocab_size=61).to(CUDA))
+    assert target.device == CUDA
+    before = device.counts
+    assert texts_of(target) == expected
+    assert (device.counts - before).launches > 100, "it ran there"
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"), [*((name, "dynamic") for name in CASES), ("medusa", "static"), ("eagle3", "chain")]
+)
+def test_every_family(name: str, tree: Any, host: Target, target: Target, device: StandIn) -> None:
+    heads = shake(build(name, host)).to(CUDA)
+    heads.bind(target)
+    drafter = HeadDrafter(heads, SHAPE, tree, max_nodes=8)
+    assert texts_of(target, drafter) == texts_of(host)
+
+
+@pytest.mark.parametrize("name", ["ngram", "lookahead", "early-exit:1", "heads", "heads+ngram", "lookahead+ngram"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_drafter(name: str, temperature: float, host: Target, target: Target, device: StandIn) -> None:
+    trained = build("eagle3", host).to(CUDA)
+    trained.bind(target)
+    heads = HeadDrafter(trained, SHAPE, "dynamic")
+    options = DecodeOptions(max_new_tokens=6, ignore_end=True, temperature=temperature)
+    texts = texts_of(target, make_drafter(name, target, heads), options)
+    assert texts == texts_of(host) if not temperature else list(map(len, texts)) == [6, 6]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model(temperature: float, host: Target, target: Target, device: StandIn) -> None:
+    small = Target(tiny_model("llama", seed=1, vocab_size=61).to(CUDA))
+    options = DecodeOptions(max_new_tokens=6, ignore_end=True, temperature=temperature)
+    texts = texts_of(target, DraftModelDrafter(small, target), options)
+    assert texts == texts_of(host) if not temperature else list(map(len, texts)) == [6, 6]
+
+
+def no_repeats(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores.scatter(1, input_ids[:, -1:], float("-inf"))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.0},
+    "cuts": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "processors": {"temperature": 1.0, "repetition_penalty": 1.3, "processors": (no_repeats,)},
+    "greedy with processors": {"repetition_penalty": 1.3, "processors": (no_repeats,)},
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings"), [*((rule, "temperature") for rule in RULES), *(("auto", settings) for settings in SETTINGS)]
+)
+def test_every_rule(rule: str, settings: str, host: Target, target: Target, device: StandIn) -> None:
+    heads = HeadDrafter(build("medusa", host).to(CUDA), SHAPE)
+    options = DecodeOptions(max_new_tokens=6, ignore_end=True, verifier=rule, **SETTINGS[settings])
+    for drafter in (None, heads, NgramDrafter()):
+        assert list(map(len, texts_of(target, drafter, options))) == [6, 6]
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+LESSONS = [list(range(1, 25)), list(range(20, 36))]
+
+
+def loss_of(heads: DraftHead, target: Target, batch: HeadBatch, section: TrainSection) -> float:
+    """One optimiser step, as the training loop does it; returns the loss."""
+    optimizers = make_optimizers(heads, section)
+    loss = weighted(
+        heads.train().unroll(batch),
+        find_loss(section.loss),
+        Teacher(target, heads.draft_to_target_D).read(batch),
+        section.step_weight,
+        section.position_weight,
+        0.1 if heads.drafts_features else 0.0,
+        section.finish == 1,
+    )
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(heads.parameters(), section.clip)
+    before = [parameter.detach().clone() for parameter in heads.parameters()]
+    for optimizer in optimizers:
+        optimizer.step()
+    assert any(not torch.equal(old, new) for old, new in zip(before, heads.parameters(), strict=True)), "it learns"
+    return float(loss.detach())
+
+
+def lesson(host: Target, heads: DraftHead, device: str) -> HeadBatch:
+    batch = batch_of(host, heads, LESSONS, prompt=3)
+    final = batch_of(host, build("medusa", host), LESSONS, prompt=3).states
+    states = {tap: state.to(device) for tap, state in (final | batch.states).items()}
+    return HeadBatch(batch.tokens_BT.to(device), batch.supervised_BT.to(device), states)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_training_step_of_every_family(name: str, host: Target, target: Target, device: StandIn) -> None:
+    section = TrainSection()
+    heads = shake(build(name, host))
+    moved = build(name, host).to(CUDA)
+    moved.load_state_dict(heads.state_dict())
+    moved.bind(target)
+    expected = loss_of(heads, host, lesson(host, heads, "cpu"), section)
+    batch = lesson(host, heads, "cuda")
+    assert loss_of(moved, target, batch, section) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"loss": loss} for loss in LOSSES),
+        {"position_weight": "sampled"},
+        {"position_weight": "dpace"},
+        {"position_weight": "auf"},
+        {"finish": 1.0},
+        {"optimizer": "muon"},
+        {"noise": 0.1},
+    ],
+    ids=str,
+)
+def test_a_training_step_of_every_kind(settings: dict[str, Any], host: Target, target: Target, device: StandIn) -> None:
+    section = TrainSection(**settings)
+    heads = build("hydra", host).to(CUDA)
+    batch = lesson(host, heads, "cuda")
+    if section.noise:
+        batch = noisy(batch, section.noise, [0])
+    if section.position_weight == "sampled":
+        batch = thinned(batch, section.step_weight, [0])
+    assert predictions(batch) > 5
+    assert loss_of(heads, target, batch, section) > 0

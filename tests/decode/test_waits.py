@@ -1,0 +1,54 @@
+"""How often a round makes the host wait for the device, at most: a limit that may go down, and not up."""
+
+from __future__ import annotations
+
+import pytest
+
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.combine import CombinedDrafter
+from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.ngram import NgramDrafter
+from headstart.target import Target, TreeShape
+from tests.heads.test_contract import build
+from tests.standin import CUDA, StandIn, rounds_of
+from tests.tiny import tiny_model
+
+ONE_FORWARD, BY_LEVELS = "medusa", "eagle3"
+"""Rows of `tests.heads.test_contract` that draft all depths from one state, and level by level; both 3 deep."""
+
+WAITS = {"none": 1, "ngram": 3, ONE_FORWARD: 5, BY_LEVELS: 5, f"{ONE_FORWARD}+ngram": 9, f"{BY_LEVELS}+ngram": 9}
+"""Greedy, for any number of rows."""
+
+
+def make_drafter(name: str, target: Target, host: Target) -> Drafter | None:
+    first, _, second = name.partition("+")
+    if second:
+        both = make_drafter(first, target, host), make_drafter(second, target, host)
+        assert both[0] is not None and both[1] is not None
+        return CombinedDrafter(both[0], both[1])
+    if first == "none":
+        return None
+    if first == "ngram":
+        return NgramDrafter()
+    heads = build(first, host).to(CUDA)
+    heads.bind(target)
+    return HeadDrafter(heads, TreeShape.chain(3), "dynamic", max_nodes=8)
+
+
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_waits_of_a_round(name: str, rows: int) -> None:
+    options = DecodeOptions(max_new_tokens=16, ignore_end=True)
+    prompts = [[5 + row, 9, 14, 5 + row, 9, 14, 5 + row, 9][: 8 - row] for row in range(rows)]
+    host = Target(tiny_model("llama", vocab_size=61))
+    with StandIn() as device:
+        target = Target(tiny_model("llama", vocab_size=61).to(CUDA))
+        engine = Engine(target, make_drafter(name, target, host))
+        rounds = rounds_of(device, target, lambda: engine.generate(prompts, options))
+    assert rounds
+    for one in rounds:
+        waits = [event for event in one.events if event.kind == "wait"]
+        assert len(waits) == one.counts.waits
+        assert len(waits) <= WAITS[name], "\n".join(f"{event.where} {event.operation}" for event in waits)

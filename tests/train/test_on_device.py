@@ -1,0 +1,41 @@
+"""Training on a stand-in for a CUDA device, as accelerate would find one: the same losses, and no tensors of two
+devices in one operation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+
+from headstart.data.store import StateStore
+from headstart.files import read_jsonl
+from headstart.target import Target
+from headstart.train.config import Recipe
+from headstart.train.loop import train
+from tests.standin import CUDA, StandIn
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.train.test_golden import GOLDEN, HEADS
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_training_of_every_family(
+    name: str,
+    recipe: Callable[..., Recipe],
+    train_store: StateStore,
+    valid_store: StateStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps, validations and checkpoints of the golden run."""
+    monkeypatch.setattr(Accelerator, "device", property(lambda _: CUDA))
+    settings = recipe(heads={"family": name, **HEADS[name]}, steps=6, eval_every=1, lr=1e-3)
+    with StandIn() as device:
+        tokenizer = tiny_tokenizer()
+        model = tiny_model("llama", vocab_size=len(tokenizer), max_length=1024).to(CUDA)
+        train(settings, Target(model, tokenizer, "tiny"), train_store, valid_store, tmp_path, None)
+    assert device.launched["aten::_fused_adamw_"], "the heads learned there"
+    losses = [row["loss"] for _, row in read_jsonl(tmp_path / "metrics.jsonl")][1:]
+    assert losses == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-3)
