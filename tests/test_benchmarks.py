@@ -15,7 +15,7 @@ import torch
 from headstart.data.conversations import Conversation, write_conversations
 from headstart.errors import UserError
 from headstart.pipeline.layout import CONVERSATIONS
-from headstart.target import Target
+from headstart.target import Target, load_target
 from tests.hub.helpers import export
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -158,3 +158,16 @@ def test_never_slower(place: Path, tiny_target: Target, monkeypatch: pytest.Monk
     known = [dict(row, over_plain={"heads": 0.9, "heads+ngram": 1.2, "plain again": 1.01}) for row in rows[:1]]
     assert "1 of 2 cells are at 0.97 or above" in never_slower.report(known)
     assert "Below: as tuned, batch 1, heads: 0.900." in never_slower.report(known)
+
+
+def test_same_bits(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_bits = script("same_bits", monkeypatch)
+    export(place / "heads", load_target(str(tiny_target_folder), dtype="float32", device="cpu"))
+    same_bits.main([str(place / "heads"), "--quick", "--draft", "on", "--out", str(place / "bits.json")])
+    rows = json.loads((place / "bits.json").read_text())["rows"]
+    assert len(rows) == 2 * 2 * (1 + len(same_bits.METHODS)) and not any(row["drafter_errors"] for row in rows)
+    for row in rows:
+        assert row["exact"] == "tokens" or row["outputs_that_differ"] == row["logit_rows"]["differ"] == 0
+    assert any(row["logit_rows"]["differ"] for row in rows), "without the bits rounding differs"
+    broken = [dict(rows[0], outputs_that_differ=1)]
+    assert "Not the plain loop's words: plain, batch 1." in same_bits.report(broken)
