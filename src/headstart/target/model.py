@@ -371,8 +371,8 @@ class Target:
             taps: hidden states to return.
             depth: of the deepest node, for targets that ask.
             wanted: as of `_read_causal`; None for the logits of all nodes.
-            ends: as of `_read_causal`, for chains that are texts to read; None for trees, where each path stands for tokens
-                that are read one at a time.
+            ends: as of `_read_causal`, for chains that are texts to read; None for trees, where each path stands for
+                tokens that are read one at a time.
         """
         if self._reads_again:
             self._read_again(cache, ends or [length + 1 for length in cache.lengths])
