@@ -19,7 +19,7 @@ from headstart.decode.loop import Engine, Generation, Round
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.hub import export_heads
-from headstart.target import Target, TreeShape
+from headstart.target import Target, TreeShape, load_target
 from tests.hub.helpers import TUNING, export, make_heads
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -338,6 +338,30 @@ def test_streams_of_one_decoder_do_not_disturb_each_other(decoder: Decoder) -> N
             assert answer is not None
             assert (answer.tokens, answer.drafter_error) == (expected.tokens, None)
     assert len(answers[0]) == len(answers[1]) == 6
+
+
+def test_two_threads_stream_a_hundred_times_as_alone(tiny_target_folder: Path, tmp_path: Path) -> None:
+    """In bfloat16, where a state that one thread takes from the other changes the text at once."""
+    target = load_target(str(tiny_target_folder), dtype="bfloat16", device="cpu", exact="bits")
+    export(tmp_path / "heads", target)
+    shared = headstart.load(tmp_path / "heads", target)
+    options: dict[str, Any] = {"drafter": "heads", "draft": "on", "max_new_tokens": 6}
+    alone = [shared.generate(prompt, **options).tokens for prompt in PROMPTS[:2]]
+    read: list[list[list[int]]] = [[], []]
+
+    def stream(number: int) -> None:
+        for _ in range(50):
+            answer = shared.stream(PROMPTS[number], **options)
+            list(answer)
+            assert answer.answer is not None
+            read[number].append(answer.answer.tokens)
+
+    threads = [threading.Thread(target=stream, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read == [[tokens] * 50 for tokens in alone]
 
 
 def test_a_failure_while_streaming_reaches_the_reader(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

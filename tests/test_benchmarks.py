@@ -21,7 +21,7 @@ from headstart.data.questions import read_questions
 from headstart.errors import UserError
 from headstart.pipeline.layout import CONVERSATIONS
 from headstart.recipe import load_recipe
-from headstart.target import Target
+from headstart.target import Target, load_target
 from tests.hub.helpers import export
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -313,3 +313,16 @@ def test_a_report_becomes_a_results_file(place: Path, monkeypatch: pytest.Monkey
     assert found["unknown"]["command"] == "not given to record.py"
     columns = ["name", "tokens_per_second", "outputs_different"]
     assert tables.figures(found["rows"], columns).endswith("| heads | 20.0 | 1 |")
+
+
+def test_same_bits(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_bits = script("same_bits", monkeypatch)
+    export(place / "heads", load_target(str(tiny_target_folder), dtype="float32", device="cpu"))
+    same_bits.main([str(place / "heads"), "--quick", "--draft", "on", "--out", str(place / "bits.json")])
+    rows = json.loads((place / "bits.json").read_text())["rows"]
+    assert len(rows) == 2 * 2 * (1 + len(same_bits.METHODS)) and not any(row["drafter_errors"] for row in rows)
+    for row in rows:
+        assert row["exact"] == "tokens" or row["outputs_that_differ"] == row["logit_rows"]["differ"] == 0
+    assert any(row["logit_rows"]["differ"] for row in rows), "without the bits rounding differs"
+    broken = [dict(rows[0], outputs_that_differ=1)]
+    assert "Not the plain loop's words: plain, batch 1." in same_bits.report(broken)

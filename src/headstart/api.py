@@ -23,7 +23,7 @@ from headstart.drafters.heads import HeadDrafter, Tree
 from headstart.errors import UserError, nearest
 from headstart.heads import DraftHead
 from headstart.hub import check_folder, locate, read_heads, target_spec
-from headstart.target import Target, TreeShape, load_target
+from headstart.target import Exact, Target, TreeShape, load_target
 from headstart.tuning.here import tuned_here
 from headstart.tuning.tune import Tuning
 
@@ -101,6 +101,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     any_target: bool = False,
+    exact: Exact = "auto",
 ) -> Decoder:
     """Load heads and the model they belong to.
 
@@ -113,6 +114,9 @@ def load(
         device: likewise.
         any_target: take a target that does not look like the one the heads were trained on, if its sizes fit; the
             text stays the target's own, and fewer drafts may be accepted.
+        exact: "bits" keeps every bit of what the target says without drafts, "tokens" its tokens but for near-ties in
+            short dtypes, see `Target.exact`; "auto" keeps the bits where that is cheap. A model that is loaded already
+            keeps its own setting unless this is given.
 
     Raises:
         UserError: no such heads, files that are cut short, a target that cannot be loaded, or one that the heads were
@@ -126,7 +130,9 @@ def load(
     folder = locate(heads, revision)
     check_folder(folder)
     if not isinstance(target, Target):
-        target = load_target(target or _named_target(folder), dtype, device)
+        target = load_target(target or _named_target(folder), dtype, device, exact=exact)
+    elif exact != "auto":
+        target.exact = exact
     return Decoder(target, *read_heads(folder, target, any_target))
 
 

@@ -19,6 +19,8 @@ from headstart.cli_options import (
     DrafterName,
     Dtype,
     DtypeOption,
+    ExactChoice,
+    ExactOption,
     Heads,
     Limit,
     MaxNewTokens,
@@ -76,6 +78,7 @@ def evaluate(
     seed: Seed = 0,
     target: TargetOption = None,
     any_target: AnyTarget = False,
+    exact: ExactOption = ExactChoice.auto,
     revision: Revision = None,
 ) -> None:
     """Measure heads on a question file against plain decoding, transformers, and other drafters.
@@ -109,7 +112,7 @@ def evaluate(
         verifier=verifier,
         draft=draft.mode,
     )
-    results = report(load_decoder(heads, target, revision, dtype, any_target), asked, options, out, console)
+    results = report(load_decoder(heads, target, revision, dtype, any_target, exact), asked, options, out, console)
     show_summary(results, f"{heads} on {questions.name}", console)
     show_compare(results, console)
     say(console, ("Report", out / "report.html"))
@@ -128,11 +131,15 @@ def audit(
     drafters: AuditDrafters = None,
     verifier: Verifiers = None,
     seed: Seed = 0,
+    dtype: DtypeOption = Dtype.float32,
     target: TargetOption = None,
     any_target: AnyTarget = False,
+    exact: ExactOption = ExactChoice.auto,
     revision: Revision = None,
 ) -> None:
-    """Prove that drafts change nothing, on your own target and heads, in float32; exits with 1 if they do.
+    """Prove that drafts change nothing, on your own target and heads; exits with 1 if they do.
+
+    In float32, or in any dtype with --exact bits.
 
     Greedy: every drafter's tokens are those of plain decoding. Sampling: under every verifier the tokens come with the
     frequencies that transformers gives them.
@@ -158,7 +165,7 @@ def audit(
         seed=seed,
         heads_name=heads,
     )
-    decoder = load_decoder(heads, target, revision, Dtype.float32, any_target)
+    decoder = load_decoder(heads, target, revision, dtype, any_target, exact)
     prompts = [decoder.tokens(text) for text in (asked or PROMPTS)[:limit]]
     results = run_audit(decoder, prompts, options, console)
     if out is not None:
@@ -189,6 +196,7 @@ def generate(
     dtype: DtypeOption = Dtype.auto,
     target: TargetOption = None,
     any_target: AnyTarget = False,
+    exact: ExactOption = ExactChoice.auto,
     revision: Revision = None,
 ) -> None:
     """Answer one prompt; the text goes to stdout, the figures to stderr.
@@ -197,7 +205,7 @@ def generate(
     """
     if not (prompt if raw else prompt.strip()):
         raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
-    decoder = load_decoder(heads, target, revision, dtype, any_target)
+    decoder = load_decoder(heads, target, revision, dtype, any_target, exact)
     stream = decoder.stream(
         prompt,
         max_new_tokens=max_new_tokens,
@@ -235,13 +243,14 @@ def chat(
     dtype: DtypeOption = Dtype.auto,
     target: TargetOption = None,
     any_target: AnyTarget = False,
+    exact: ExactOption = ExactChoice.auto,
     revision: Revision = None,
 ) -> None:
     """Talk with the target; after each answer its tokens/s and accepted length (τ).
 
     Example: headstart chat runs/quickstart
     """
-    decoder = load_decoder(heads, target, revision, dtype, any_target)
+    decoder = load_decoder(heads, target, revision, dtype, any_target, exact)
     console = Console()
     console.print(f"{decoder.target.name}. Empty line or Ctrl-D ends, /new forgets what was said.", style="dim")
     opening = [{"role": "system", "content": system}] if system else []
@@ -278,14 +287,19 @@ def chat(
 
 
 def load_decoder(
-    heads: str, target: str | None, revision: str | None, dtype: Dtype, any_target: bool = False
+    heads: str,
+    target: str | None,
+    revision: str | None,
+    dtype: Dtype,
+    any_target: bool = False,
+    exact: ExactChoice = ExactChoice.auto,
 ) -> Decoder:
     """Heads and their target, ready to generate; a spinner says that it takes a while."""
     console = Console(stderr=True)
     with console.status("loading"):
         from headstart.api import load
 
-        return load(heads, target, revision, dtype.value, any_target=any_target)
+        return load(heads, target, revision, dtype.value, any_target=any_target, exact=exact.kind)
 
 
 def _check_out(out: Path, files: Sequence[str], overwrite: bool) -> None:

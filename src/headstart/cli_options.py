@@ -19,6 +19,24 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class ExactChoice(StrEnum):
+    """What `--exact` takes."""
+
+    auto = "auto"
+    bits = "bits"
+    tokens = "tokens"
+
+    @property
+    def kind(self) -> Literal["auto", "bits", "tokens"]:
+        """The same, as `headstart.load` takes it."""
+        match self:
+            case ExactChoice.bits:
+                return "bits"
+            case ExactChoice.tokens:
+                return "tokens"
+        return "auto"
+
+
 class TreeChoice(StrEnum):
     """What `--tree` takes."""
 
@@ -75,6 +93,12 @@ Heads = Annotated[
 ]
 TargetOption = Annotated[
     str | None, typer.Option("--target", help="Where the target is, when it is not where the heads say.")
+]
+ExactOption = Annotated[
+    ExactChoice,
+    typer.Option(
+        "--exact", help="What drafts leave as it is: every bit, or the tokens; auto keeps the bits where that is cheap."
+    ),
 ]
 AnyTarget = Annotated[
     bool, typer.Option("--any-target", help="Take a target that the heads were not trained on, if its sizes fit.")

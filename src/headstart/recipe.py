@@ -83,6 +83,10 @@ class TargetSection(Section):
     )
     device: str = Field("auto", description="auto is CUDA when there is one.")
     revision: str | None = Field(None, description="Revision of a hub id.")
+    exact: Literal["auto", "bits", "tokens"] = Field(
+        "auto",
+        description="What drafts leave as it is: every bit, or the tokens; auto keeps the bits where that is cheap.",
+    )
 
 
 class DataSection(Section):

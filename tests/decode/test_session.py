@@ -86,13 +86,15 @@ def test_no_drafter_is_asked_where_there_is_room_for_the_root_only(monkeypatch: 
 
 def test_memory_lowers_the_budget_and_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
+    text, slots = 4 + 24, 4 + 24 + 32
+    beside, per_node = target.forward_bytes(2, slots)
     per_token = 2 * target.kv_bytes_per_token
-    text = 4 + 24
-    free = int((text + 5) * per_token / 0.9) + 1
+    assert per_node >= 2 * 4 * (61 + slots), "logits and a mask"
+    free = int((text * per_token + beside + 5 * (per_token + per_node)) / 0.9) + 1
     assert reserve(target, TEXTS, 24, 32, free) == 5
-    assert reserve(target, TEXTS, 24, 3, free) == 3
-    with pytest.raises(UserError, match=r"The KV cache of 2 prompts of up to 28 tokens takes .* are free on cpu"):
+    with pytest.raises(UserError, match=r"Decoding 2 prompts of up to 28 tokens takes .* are free on cpu"):
         reserve(target, TEXTS, 24, 32, text * per_token)
+    assert reserve(target, TEXTS, 24, 3, free) == 3
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=123_456, total=10**9, free=7))
     assert free_bytes(torch.device("cpu")) == 123_456
 

@@ -10,13 +10,15 @@ from headstart.target import Target
 from headstart.target.memory import free_bytes
 
 _SHARE = 0.9
-"""Of the free memory that a KV cache may take; activations need the rest."""
+"""Of the free memory that may be taken; the activations of MLPs need the rest."""
 
 
 def reserve(
     target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, max_nodes: int, free: int | None = None
 ) -> int:
-    """The widest tree (root included, at most `max_nodes`) whose KV cache fits beside the text.
+    """The widest tree (root included, at most `max_nodes`) that fits beside the text.
+
+    Counted are the KV cache, and of one forward the masks, the logits, and what attention keeps of a layer.
 
     Args:
         target: whose cache it is.
@@ -28,16 +30,18 @@ def reserve(
     Raises:
         UserError: when the text alone does not fit.
     """
-    row_tokens = max(map(len, prompts)) + max_new_tokens
+    rows, row_tokens = len(prompts), max(map(len, prompts)) + max_new_tokens
     nodes = max_nodes
     for device, token_bytes in target.kv_bytes_by_device.items():
-        per_token = len(prompts) * token_bytes
+        per_token = rows * token_bytes
         left = int(_SHARE * (free_bytes(device) if free is None else free))
-        if per_token * (row_tokens + 1) > left:
+        beside, per_node = target.forward_bytes(rows, row_tokens + max_nodes) if device == target.device else (0, 0)
+        needed = per_token * (row_tokens + 1) + beside + per_node
+        if needed > left:
             raise UserError(
-                f"The KV cache of {len(prompts)} prompts of up to {row_tokens} tokens takes "
-                f"{format_bytes(per_token * (row_tokens + 1))}, and {format_bytes(left)} are free on {device}.",
+                f"Decoding {rows} prompts of up to {row_tokens} tokens takes {format_bytes(needed)} for keys, values, "
+                f"masks and logits, and {format_bytes(left)} are free on {device}.",
                 "Decode fewer prompts at a time, or lower --max-new-tokens.",
             )
-        nodes = min(nodes, left // per_token - row_tokens)
+        nodes = min(nodes, (left - beside - per_token * row_tokens) // (per_token + per_node))
     return max(1, nodes)

@@ -98,7 +98,7 @@ def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
             return DraftModelDrafter(early_exit(target, layers), target, name="early-exit")
         case "draft-model":
             dtype = {kind: name for name, kind in DTYPES.items()}.get(target.dtype, "auto")
-            return DraftModelDrafter(load_target(argument, dtype, str(target.device)), target)
+            return DraftModelDrafter(load_target(argument, dtype, str(target.device), exact="tokens"), target)
     if heads is None:
         raise UserError(f"The drafter {name!r} needs trained heads, and none are given.", "Name a heads folder.")
     return heads

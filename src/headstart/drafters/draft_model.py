@@ -255,7 +255,7 @@ def early_exit(target: Target, layers: int) -> Target:
     path = next(name for name, module in target.model.named_modules() if module is target.layers)
     kept = nn.ModuleList(list(target.layers)[:layers])
     model = _replaced(target.model, path.split("."), kept, configs)
-    return Target(model, target.tokenizer, f"{target.name} ({layers} of {target.num_layers} layers)")
+    return Target(model, target.tokenizer, f"{target.name} ({layers} of {target.num_layers} layers)", "tokens")
 
 
 def _replaced(module: nn.Module, path: Sequence[str], leaf: nn.Module, configs: dict[int, Any]) -> nn.Module:

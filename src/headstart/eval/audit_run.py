@@ -1,8 +1,9 @@
 """The run of an audit on a user's own target and heads: two proofs, and the figures they leave.
 
-Two proofs, both in float32. Greedy: every drafter's tokens are those of plain decoding, at every batch size. Sampling:
-under every verifier, the first tokens after a prompt come with the frequencies that transformers' own model and logits
-warpers give them. The first token comes from the prefill; those after it were decided by drafting and verifying.
+Two proofs, in float32 or where the bits are kept (`Target.exact`). Greedy: every drafter's tokens are those of plain
+decoding, at every batch size. Sampling: under every verifier, the first tokens after a prompt come with the frequencies
+that transformers' own model and logits warpers give them. The first token comes from the prefill; those after it were
+decided by drafting and verifying.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from headstart.decode.sampling import Sampling
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit import AlwaysWrongDrafter, AuditResult, audit, plain_answers, random_weights, unused_tokens
+from headstart.eval.bits import count_bits
 from headstart.eval.compare import Drafters, named
 from headstart.eval.distribution import LEAST_EXPECTED, Exact, Text, compare, enumerate_texts
 from headstart.eval.divergence import Judge
@@ -125,14 +127,14 @@ def run_audit(
     """Run both proofs.
 
     Args:
-        source: target and heads, in float32.
+        source: target and heads, in float32 or with exact="bits".
         prompts: token ids of what is asked, at least two tokens each.
         options: what to audit.
         progress: where to draw progress bars; None for none.
 
     Returns:
         The content of audit.json: schema_version, clean, problems (a sentence each), prompts (as read by the target),
-        greedy, sampling, settings, environment.
+        greedy, sampling, bits (rows of logits compared, and how many differ in any bit), settings, environment.
 
     Raises:
         UserError: no prompts, an option out of range, or an unknown drafter or verifier; all before anything runs.
@@ -145,11 +147,14 @@ def run_audit(
     with _bars(progress) as bars:
         total = len(prompts) * (1 + len(options.drafters) * len(options.batch_sizes))
         with bars("greedy", total) as advance:
-            greedy = _greedy(source, drafters, prompts, options, advance)
+            greedy, answers = _greedy(source, drafters, prompts, options, advance)
         drawn = options.texts * options.samples * len(warm) * len(options.verifiers)
         with bars("sampling", drawn) as advance:
             sampling = _sampling(source, prompts, options, warm, advance) if warm else []
+    bits = count_bits(source.target, list(zip(prompts, answers, strict=True)))
     problems = [problem for row in [*greedy, *sampling] if (problem := row["problem"])]
+    if source.target.exact == "bits" and bits.differ:
+        problems.append(f"{bits.differ} of {bits.rows} rows of logits differ from single steps in some bit.")
     return {
         "schema_version": SCHEMA_VERSION,
         "clean": not problems,
@@ -157,6 +162,7 @@ def run_audit(
         "problems": problems,
         "greedy": greedy,
         "sampling": sampling,
+        "bits": asdict(bits),
         "settings": {
             **asdict(options),
             "target": source.target.name,
@@ -179,25 +185,36 @@ def _greedy(
     prompts: Sequence[Sequence[int]],
     options: AuditOptions,
     advance: Advance,
-) -> list[dict[str, Any]]:
-    """Every drafter at every batch size against plain decoding one prompt at a time."""
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Every drafter at every batch size against plain decoding one prompt at a time, and what that said.
+
+    Where bits are promised, in a short dtype, against plain decoding of the same batch: a prompt that is read beside
+    others rounds otherwise.
+    """
 
     def done(name: str, count: int) -> None:
         advance(f"greedy, {name}", count)
 
     target, length = source.target, options.max_new_tokens
     answers = plain_answers(target, prompts, length, 1, done)
+    by_batch = dict.fromkeys(options.batch_sizes, answers)
+    if target.dtype not in (torch.float32, torch.float64):
+        for batch in options.batch_sizes:
+            if batch > 1:
+                by_batch[batch] = plain_answers(target, prompts, length, batch)
     judge, rows = Judge(target), []
     for name in options.drafters:
         if name == WRONG:
             narrow = _narrow(source.heads)
-            drafters[name] = AlwaysWrongDrafter(narrow, unused_tokens(answers, target.vocab_size, narrow.width))
+            said = [answer for answers in by_batch.values() for answer in answers]
+            drafters[name] = AlwaysWrongDrafter(narrow, unused_tokens(said, target.vocab_size, narrow.width))
         for batch in options.batch_sizes:
-            found = audit(target, {name: drafters[name]}, prompts, length, batch, answers, done, source.costs)[name]
-            rows.append({"drafter": name, "batch_size": batch, **_identity(found, judge, prompts, answers)})
+            plain = by_batch[batch]
+            found = audit(target, {name: drafters[name]}, prompts, length, batch, plain, done, source.costs)[name]
+            rows.append({"drafter": name, "batch_size": batch, **_identity(found, judge, prompts, plain)})
             if rows[-1]["problem"]:
                 rows[-1]["problem"] = f"{name}, batch {batch}: {rows[-1]['problem']}"
-    return rows
+    return rows, answers
 
 
 def _identity(
@@ -358,9 +375,10 @@ def _check(target: Target, prompts: Sequence[Sequence[int]], options: AuditOptio
             raise UserError(f"{name} is {getattr(options, name)}.", "Give a number of at least 1.")
     if options.depth < 2:
         raise UserError(f"depth is {options.depth}.", "Sample 2 tokens or more: the first one is never drafted.")
-    if target.dtype not in (torch.float32, torch.float64):
+    if target.dtype not in (torch.float32, torch.float64) and target.exact != "bits":
         raise UserError(
-            f"The target is in {target.dtype}, where trees and single tokens round differently.", "Load it in float32."
+            f"The target is in {target.dtype}, where trees and single tokens round differently.",
+            'Load it in float32, or with exact="bits".',
         )
     longest = max(options.max_new_tokens, options.depth)
     for temperature in options.temperatures or (0.0,):

@@ -33,6 +33,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.decode.rules import RULES
 from headstart.drafters.heads import Tree
 from headstart.errors import UserError
+from headstart.eval.bits import count_bits
 from headstart.eval.compare import OTHER, Drafters, compare_rows, named, wanted
 from headstart.eval.divergence import Judge, Judgement, as_entry
 from headstart.eval.methods import ASSISTANT, Method, Ours, Transformers
@@ -172,6 +173,10 @@ def evaluate(
             rows[verdict.prompt]["divergence"] = as_entry(verdict)
     compared = options.temperature == 0
     summary["divergences"] = judged[HEADS].to_json()
+    answers = [
+        (prompt.tokens, run) for one in units for prompt, run in zip(one.prompts, one.runs[PLAIN].tokens, strict=True)
+    ]
+    summary["bits"] = asdict(count_bits(target, answers))
     for name, key in ((STOCK, "transformers_divergences"), (LOOKUP, "prompt_lookup_divergences")):
         summary[key] = judged[name].to_json() if compared and name in methods else None
     summary["predicted_speedup"] = options.predicted_speedup
@@ -230,6 +235,7 @@ def environment(target: Target) -> dict[str, Any]:
         "device": str(device),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "dtype": _dtype(target),
+        "exact": target.exact,
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

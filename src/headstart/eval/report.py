@@ -152,12 +152,18 @@ def divergence_sentence(results: Mapping[str, Any]) -> str:
     found = summary.get("divergences") or {"prompts": 0}
     if not found["prompts"]:
         return "Outputs were not compared token by token: sampled outputs differ from run to run."
+    bits, exact = summary.get("bits"), (results.get("environment") or {}).get("exact") == "bits"
     if not found["count"]:
-        return (
+        same = (
             f"The words are the same: {found['tokens_compared']} tokens of {found['prompts']} prompts compared with "
             f"{LABELS[PLAIN].name}, none differs."
         )
+        return f"{same} {_bits(bits)}" if exact and bits else same
     differ = f"{found['count']} of {found['prompts']} prompts leave the plain loop's output at some token"
+    if exact:
+        return (
+            f"{differ}, although all bits should be the same: look for a fault. {_bits(bits) if bits else ''}".strip()
+        )
     limit, largest = found.get("margin_limit"), found.get("largest_margin")
     margins = "" if limit is None or largest is None else f" (largest margin {largest:.3g}, limit {limit:.3g})"
     if not found["unexplained"]:
@@ -165,6 +171,15 @@ def divergence_sentence(results: Mapping[str, Any]) -> str:
         scale = f" For scale, {LABELS[STOCK].name} leaves it on {stock['count']}." if stock else ""
         return f"{differ}. Rounding explains every one of them{margins}.{scale}"
     return f"{differ}. Rounding does not explain {found['unexplained']} of them{margins}: look for a fault."
+
+
+def _bits(bits: Mapping[str, int]) -> str:
+    """Whether trees had the bits of single steps.
+
+    >>> _bits({"rows": 64, "differ": 0})
+    'In 0 of 64 rows of logits a tree differs from single steps in any bit.'
+    """
+    return f"In {bits['differ']} of {bits['rows']} rows of logits a tree differs from single steps in any bit."
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -254,6 +269,7 @@ _KEYS = (
     "speedup_vs_prompt_lookup",
     "plain_vs_transformers",
     "divergences",
+    "bits",
     "transformers_divergences",
     "prompt_lookup_divergences",
     "predicted_speedup",

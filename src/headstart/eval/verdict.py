@@ -61,6 +61,10 @@ def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             found,
             _mark(row["problem"] is None),
         )
+    bits = results["bits"]
+    exact = results["environment"]["exact"] == "bits"
+    verdict = _mark(not bits["differ"]) if exact else "[dim]not promised[/]"
+    yield "bits of logits, trees and single steps", f"{bits['rows']} rows", f"{bits['differ']} differ", verdict
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
     for row in results["sampling"]:
         groups.setdefault((row["verifier"], row["temperature"]), []).append(row)

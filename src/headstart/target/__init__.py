@@ -5,12 +5,13 @@ from headstart.target.fitting import FINAL
 from headstart.target.identity import Identity
 from headstart.target.lm_head import Finish
 from headstart.target.loading import load_target
-from headstart.target.model import Target, TargetOutput
+from headstart.target.model import Exact, Target, TargetOutput
 from headstart.target.tree import DraftTree, TreeShape
 
 __all__ = [
     "FINAL",
     "DraftTree",
+    "Exact",
     "Finish",
     "Identity",
     "Target",

@@ -7,6 +7,8 @@ another, do not see each other, and outside of our forwards the model does what 
 - Configs are replaced by a `Config` that names our attention to forwards of ours.
 - Hooks on tapped layers give the states to the forward that asks for them.
 - Rotary embeddings whose frequencies depend on the length of the text choose them for each token, see `_turn`.
+- Linear layers run so many rows at a time that each row has the bits it has alone, in forwards that ask for it.
+- The LM head reads the tokens alone whose logits are wanted.
 
 Shape suffixes: B rows, T tokens of one forward, d components of a head.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.target.attention import NAME, running
+from headstart.target.rows import SameBits, in_pieces, is_matrix, same_bits
 
 FINAL = -1
 """Tap of the last hidden state, after the final norm: what the LM head reads."""
@@ -64,23 +67,30 @@ class Fitting:
     Args:
         decoder: the model's decoder.
         layers: of the decoder.
+        lm_head: of the model.
 
     Attributes:
         limit: tokens of a text beyond which rotary embeddings take other frequencies; None when they never do.
     """
 
-    def __init__(self, decoder: nn.Module, layers: nn.ModuleList) -> None:
-        self._decoder, self._layers = decoder, layers
+    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, lm_head: nn.Module) -> None:
+        self._decoder, self._layers, self._lm_head = decoder, layers, lm_head
         self._lock = threading.Lock()
         self._hooks: dict[int, Any] = {}
         self._configs: list[tuple[nn.Module, Any]] = []
         self._rotary: list[nn.Module] = []
+        self._matrices: dict[nn.Module, Any] = {}  # and the forward that each had of its own
+        self._chooser: Any = None
         self._fit()
         limits = [_limit(module, kind) for module in decoder.modules() for kind in _long_types(module)]
         self.limit = min(limits, default=None)
 
     def ensure(self, taps: Iterable[int]) -> None:
         """Have everything in place for a forward with these taps."""
+        if self._chooser is None:
+            with self._lock:
+                if self._chooser is None:
+                    self._chooser = self._lm_head.register_forward_pre_hook(_choose)
         if type(vars(self._decoder).get("config")) is not Config:
             self._fit()
         missing = set(taps) - self._hooks.keys()
@@ -99,14 +109,44 @@ class Fitting:
             for module in self._rotary:
                 vars(module).pop("forward", None)
                 vars(module).pop("_headstart_twins", None)
-            self._hooks, self._configs, self._rotary = {}, [], []
+            for module, own in self._matrices.items():
+                if own is None:
+                    vars(module).pop("forward", None)
+                else:
+                    vars(module)["forward"] = own
+            self._hooks, self._configs, self._rotary, self._matrices = {}, [], [], {}
+            self._remove_chooser()
 
     def forget(self) -> None:
-        """Take the hooks off; configs and rotary embeddings may serve other targets with the same model."""
+        """Take the hooks off; configs, rotary embeddings and layers may serve other targets with the same model."""
         with self._lock:
             for hook in self._hooks.values():
                 hook.remove()
             self._hooks = {}
+            self._remove_chooser()
+
+    def _remove_chooser(self) -> None:
+        if self._chooser is not None:
+            self._chooser.remove()
+        self._chooser = None
+
+    @cached_property
+    def matrices(self) -> list[nn.Module]:
+        """Every module that multiplies rows by weights, the LM head first."""
+        modules = [*self._lm_head.modules(), *self._decoder.modules()]
+        return [module for module in dict.fromkeys(modules) if is_matrix(module)]
+
+    def ensure_bits(self) -> None:
+        """Have linear layers in place for a forward whose rows must have the bits they have alone."""
+        matrices = self.matrices
+        if all(type(vars(module).get("forward")) is _Pieces for module in (matrices[0], matrices[-1])):
+            return  # another target of the same model may have fewer of its layers
+        with self._lock:
+            for module in matrices:
+                own = vars(module).get("forward")
+                if type(own) is not _Pieces:
+                    self._matrices[module] = own
+                    vars(module)["forward"] = _Pieces(module, own)
 
     def _fit(self) -> None:
         with self._lock:
@@ -125,6 +165,37 @@ class Fitting:
         if tap == 0:
             return self._layers[0].register_forward_pre_hook(_keep_input, with_kwargs=True)
         return self._layers[tap - 1].register_forward_hook(partial(_keep_output, tap))
+
+
+class _Pieces:
+    """A linear layer's forward, see `in_pieces`."""
+
+    def __init__(self, module: nn.Module, own: Any) -> None:
+        self._module, self._own = module, own or partial(type(module).forward, module)
+        self._known: tuple[int, SameBits] | None = None  # and with how many threads
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = running()
+        if forward is None or not forward.bits or not args:
+            return self._own(*args, **kwargs)
+        threads, rows = torch.get_num_threads(), args[0].numel() // args[0].shape[-1]
+        known = self._known
+        if known is None or known[0] != threads or rows > known[1].most:
+            known = self._known = threads, same_bits(self._module, rows)
+        same = known[1]
+        if same.fewest <= rows <= same.most:
+            return self._own(*args, **kwargs)
+        return in_pieces(self._own, same, args, kwargs)
+
+
+def _choose(_module: nn.Module, args: tuple[Any, ...]) -> Any:
+    """The states of the tokens whose logits are wanted, [R, 1, E], in place of all, [B, T, E]."""
+    forward = running()
+    if forward is None or forward.wanted is None:
+        return None
+    rows, places = (index.to(args[0].device) for index in forward.wanted)
+    forward.wanted = None  # two targets may have the same model
+    return (args[0][rows, places][:, None], *args[1:])
 
 
 def _keep_output(tap: int, _module: nn.Module, _args: Any, output: Any) -> None:

