@@ -345,13 +345,20 @@ def test_beside_economize_theirs(
 def test_a_report_becomes_a_results_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, tables = script("record", monkeypatch), script("tables", monkeypatch)
     judged = {"prompts": 3, "count": 1, "unexplained": 0}
-    row = dict.fromkeys(record.OF_A_REPORT) | {"name": "heads", "tokens_per_second": 20.0, "divergences": judged}
+    row = dict.fromkeys(record.OF_A_REPORT) | {"tokens_per_second": 20.0, "divergences": judged}
+    row |= {"speedup_vs_plain": {"mean": 1.0, "low": 1.0, "high": 1.0}, "round_ms": {"verify": 2.0, "host": 0.5}}
+    rows = [row | {"name": name} for name in ("heads", "plain", "ngram")]
     machine = {"cpu": "A", "threads": 1, "date": "2026-01-02T00:00:00+00:00"}
-    report = {"compare": [row], "environment": machine, "settings": dict.fromkeys(record.SETTINGS, 1)}
+    report = {"compare": rows, "environment": machine, "settings": dict.fromkeys(record.SETTINGS, 1)}
     (place / "results.json").write_text(json.dumps(report))
     record.main([str(place / "results.json"), str(place / "quickstart.json"), "--what", "Three prompts."])
     found = json.loads((place / "quickstart.json").read_text())
     assert found["machine"] == {"cpu": "A", "threads": 1} and found["date"].startswith("2026-01-02")
     assert found["unknown"]["command"] == "not given to record.py"
-    columns = ["name", "tokens_per_second", "outputs_different"]
-    assert tables.figures(found["rows"], columns).endswith("| heads | 20.0 | 1 |")
+    columns = ["name", "tokens_per_second", "speedup_vs_plain", "round_total_ms", "outputs_different"]
+    text = tables.figures(found["rows"], columns)
+    assert text.endswith(
+        "| heads | 20.0 | 1.00x (1.00-1.00) | 2.5 | 1 |\n"
+        "| ngram | 20.0 | 1.00x (1.00-1.00) | 2.5 | 1 |\n"
+        "| plain loop | 20.0 |  | 2.5 |  |"
+    )
