@@ -142,7 +142,7 @@ def caption_of(found: Mapping[str, Any], link: str) -> str:
     >>> print(caption_of({"what": "Two prompts.", "machine": {"cpu": "A", "cores": 2, "threads": 1}}, "a.json"))
     *Two prompts. 2 cores of A, 1 thread ([figures](a.json)).*
     """
-    machine = found.get("machine") or {}
+    machine = found.get("machine") or found.get("environment") or {}
     if isinstance(machine, str):
         machine = {"cpu": machine}
     about: dict[str, Any] = {**found, **(found.get("settings") or {}), **machine}
