@@ -24,6 +24,12 @@ OF_A_REPORT = (
     *("tokens_per_round", "acceptance_by_position", "nodes_per_round", "round_ms"),
 )
 """What a row keeps of a method in a report."""
+BASELINES = {
+    "plain": "speedup_vs_plain",
+    "transformers": "speedup_vs_transformers",
+    "transformers_prompt_lookup": "speedup_vs_prompt_lookup",
+}
+"""Methods that drafters are compared with, and what compares each with others."""
 SETTINGS = ("target", "max_new_tokens", "temperature", "batch_size", "prompt_lookup_tokens")
 OUTPUTS = {"compared": "prompts", "different": "count", "unexplained": "unexplained"}
 """And of its outputs beside the plain loop's: our name for each count, and the report's."""
@@ -38,11 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--commit", help="that the report was made with; by default the present one")
     options = parser.parse_args(arguments)
     found = read_json(options.report)
-    rows = [
-        {key: row[key] for key in OF_A_REPORT}
-        | {f"outputs_{name}": row["divergences"][key] for name, key in OUTPUTS.items()}
-        for row in found["compare"]
-    ]
     _write(
         options.out,
         what=options.what,
@@ -50,8 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         commit=options.commit or commit(),
         command=options.command,
         settings={key: found["settings"][key] for key in SETTINGS},
-        rows=rows,
+        rows=rows_of(found["compare"]),
     )
+
+
+def rows_of(compare: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The `compare` of a report as rows: drafters first, and no method beside itself."""
+    rows = []
+    for one in sorted(compare, key=lambda one: one["name"] in BASELINES):
+        row = {key: None if key == BASELINES.get(one["name"]) else one[key] for key in OF_A_REPORT}
+        row["round_total_ms"] = sum(one["round_ms"].values()) if one["round_ms"] else None
+        if one["name"] != "plain":
+            row |= {f"outputs_{name}": one["divergences"][key] for name, key in OUTPUTS.items()}
+        rows.append(row)
+    return rows
 
 
 def record(

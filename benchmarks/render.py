@@ -8,7 +8,7 @@ A page says what it wants between markers; what stands between them is written h
     <!-- table: mt_bench -->                                          every row and column of results/mt_bench.json
     <!-- table: mt_bench | name, tokens_per_round, round_ms.draft: drafting -->   some columns, one with its own heading
     <!-- value: mt_bench | heads | speedup_vs_plain -->               one figure: the row, named by its first key
-    <!-- value: never_slower | float32, 64, 4 | over_plain.heads -->  or by its first keys, and the column
+    <!-- value: never_slower | float32, 4 | over_plain.heads -->      or by its first keys, and the column
 
 each followed by `<!-- end -->`. Below the first table of a file stands what was measured, on what and when. How figures
 are written is in `tables.py`.
@@ -142,7 +142,7 @@ def caption_of(found: Mapping[str, Any], link: str) -> str:
     >>> print(caption_of({"what": "Two prompts.", "machine": {"cpu": "A", "cores": 2, "threads": 1}}, "a.json"))
     *Two prompts. 2 cores of A, 1 thread ([figures](a.json)).*
     """
-    machine = found.get("machine") or {}
+    machine = found.get("machine") or found.get("environment") or {}
     if isinstance(machine, str):
         machine = {"cpu": machine}
     about: dict[str, Any] = {**found, **(found.get("settings") or {}), **machine}

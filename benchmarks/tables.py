@@ -25,6 +25,7 @@ HEADINGS = {
     "round_ms.draft": "draft, ms",
     "round_ms.verify": "verify, ms",
     "round_ms.host": "host, ms",
+    "round_total_ms": "a round, ms",
     "plain_step_ms": "a plain step, ms",
 }
 """Headings of columns whose key is no good heading once its underscores are spaces."""

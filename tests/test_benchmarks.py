@@ -300,19 +300,68 @@ def test_beside_economize(place: Path, tiny_target_folder: Path, monkeypatch: py
         beside.main([*arguments, *common(place, tiny_target_folder)])  # its training is kept; it is asked again
 
 
+def test_beside_economize_theirs(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def example(tokens: torch.Tensor, mask: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=tokens, mask=mask)
+
+    def fit(model: Any, data: list[Any], steps: int, **_: Any) -> SimpleNamespace:
+        assert [one.mask.tolist() for one in data] == [[0, 1, 1, 0]], "of the token before the one to predict"
+        history = [{"time": 2.0 * step, "accuracy": 0.5} for step in range(steps)]
+        return SimpleNamespace(history=history, steps=steps, losses=[1.0] * steps)
+
+    model = MagicMock(technique_parameters=lambda: [torch.ones(3)])
+    model.decode = lambda *_, **__: SimpleNamespace(tokens=torch.tensor([5, 6]), acceptance=[[2, 1]])
+    library = MagicMock(__version__="0", apply=lambda *_: model, load=lambda *_: model)
+    modules = {
+        "economize": library,
+        "economize.techniques": MagicMock(),
+        "economize.techniques.eagle3": MagicMock(),
+        "economize.train": SimpleNamespace(Example=example, fit=fit),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    theirs = script("beside_economize_theirs", monkeypatch)
+    monkeypatch.setattr(theirs, "load", lambda *_: model)
+    (place / "vocabulary.json").write_text("[1, 2, 3]")
+    (place / "conversations.jsonl").write_text('{"tokens": [1, 2, 3, 4], "supervised": [false, false, true, true]}\n')
+    (place / "theirs" / "defaults").mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", ["theirs", "train", str(place), "--minutes", "1", "--warmup", "0.1"])
+    theirs.main()
+    result = json.loads((place / "theirs" / "defaults" / "result.json").read_text())
+    assert result["steps"] == 30, "a minute of steps of two seconds"
+    assert result["settings"]["warmup_steps"] == 3 and result["parameters"] == 3 and result["tokens_a_step"] == 32
+
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["theirs", "serve", str(place)])
+    monkeypatch.setattr(sys, "stdin", ['{"tokens": [1], "max_new_tokens": 2, "cycle_length": 3, "ends": [2]}'])
+    theirs.main()
+    ready, answer = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert ready == {"ready": True}
+    assert answer["tokens"] == [5, 6] and answer["rounds"] == [[2, 1]] and answer["seconds"] >= 0
+
+
 def test_a_report_becomes_a_results_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, tables = script("record", monkeypatch), script("tables", monkeypatch)
     judged = {"prompts": 3, "count": 1, "unexplained": 0}
-    row = dict.fromkeys(record.OF_A_REPORT) | {"name": "heads", "tokens_per_second": 20.0, "divergences": judged}
+    row = dict.fromkeys(record.OF_A_REPORT) | {"tokens_per_second": 20.0, "divergences": judged}
+    row |= {"speedup_vs_plain": {"mean": 1.0, "low": 1.0, "high": 1.0}, "round_ms": {"verify": 2.0, "host": 0.5}}
+    rows = [row | {"name": name} for name in ("heads", "plain", "ngram")]
     machine = {"cpu": "A", "threads": 1, "date": "2026-01-02T00:00:00+00:00"}
-    report = {"compare": [row], "environment": machine, "settings": dict.fromkeys(record.SETTINGS, 1)}
+    report = {"compare": rows, "environment": machine, "settings": dict.fromkeys(record.SETTINGS, 1)}
     (place / "results.json").write_text(json.dumps(report))
     record.main([str(place / "results.json"), str(place / "quickstart.json"), "--what", "Three prompts."])
     found = json.loads((place / "quickstart.json").read_text())
     assert found["machine"] == {"cpu": "A", "threads": 1} and found["date"].startswith("2026-01-02")
     assert found["unknown"]["command"] == "not given to record.py"
-    columns = ["name", "tokens_per_second", "outputs_different"]
-    assert tables.figures(found["rows"], columns).endswith("| heads | 20.0 | 1 |")
+    columns = ["name", "tokens_per_second", "speedup_vs_plain", "round_total_ms", "outputs_different"]
+    text = tables.figures(found["rows"], columns)
+    assert text.endswith(
+        "| heads | 20.0 | 1.00x (1.00-1.00) | 2.5 | 1 |\n"
+        "| ngram | 20.0 | 1.00x (1.00-1.00) | 2.5 | 1 |\n"
+        "| plain loop | 20.0 |  | 2.5 |  |"
+    )
 
 
 def test_same_bits(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
