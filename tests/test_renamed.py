@@ -24,9 +24,9 @@ from headstart.target import FINAL, Target
 from headstart.train import checkpoint
 from tests.tiny import tiny_model
 
-JOINED = {"family": "eagle3", "steps": 2, "feedback": "post_norm", "join": True}
+JOINED = {"family": "eagle3", "num_layers": 2, "feedback": "post_norm", "join": True}
 """Heads as recipes of earlier versions named them."""
-NOW = {"family": "transition", "steps": 2}
+NOW = {"family": "transition", "num_layers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def earlier(folder: Path, **heads: Any) -> Path:
 
 def test_the_recipe_of_an_earlier_run_is_understood(tmp_path: Path) -> None:
     assert load_recipe(str(earlier(tmp_path / "old", **JOINED))).heads == parse_heads(NOW)
-    published = {"family": "eagle3", "steps": 2, "feedback": "post_norm"}
+    published = {"family": "eagle3", "num_layers": 2, "feedback": "post_norm"}
     assert load_recipe(str(earlier(tmp_path / "other", **published, join=False))).heads == parse_heads(published)
 
 
@@ -102,8 +102,8 @@ def test_a_stage_of_an_earlier_run_stays_done(tmp_path: Path) -> None:
     record = Record("of other words", 1, {f"heads.{key}": value for key, value in JOINED.items()}, {}, whole=True)
     write_json(run.record_file("train"), asdict(record))
     assert left_to_do(run, [stage]) == {}
-    deeper = Run(Recipe(name="old", heads=parse_heads({**NOW, "steps": 3})), tmp_path, run.console)
-    assert left_to_do(deeper, [stage]) == {"train": "heads.steps changed from 2 to 3"}
+    deeper = Run(Recipe(name="old", heads=parse_heads({**NOW, "num_layers": 3})), tmp_path, run.console)
+    assert left_to_do(deeper, [stage]) == {"train": "heads.num_layers changed from 2 to 3"}
 
 
 def test_a_checkpoint_of_an_earlier_run_is_gone_on_from(tmp_path: Path) -> None:

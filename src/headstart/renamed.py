@@ -49,10 +49,10 @@ def recipe_now(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def section_now(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """One section of a recipe, or the config of heads, as this version writes it.
 
-    >>> section_now("heads", {"family": "eagle3", "steps": 4, "join": True, "feedback": "post_norm"})
-    {'family': 'transition', 'steps': 4}
-    >>> section_now("heads", {"family": "eagle3", "steps": 4, "join": False, "feedback": "post_norm"})
-    {'family': 'eagle3', 'steps': 4, 'feedback': 'post_norm'}
+    >>> section_now("heads", {"family": "eagle3", "num_layers": 4, "join": True, "feedback": "post_norm"})
+    {'family': 'transition', 'num_layers': 4}
+    >>> section_now("heads", {"family": "eagle3", "num_layers": 4, "join": False, "feedback": "post_norm"})
+    {'family': 'eagle3', 'num_layers': 4, 'feedback': 'post_norm'}
     """
     kept = dict(values)
     if section == "heads" and kept.get("family") == "eagle3" and kept.pop("join", False):

@@ -15,8 +15,8 @@ from torch import Tensor
 from headstart.data.conversations import Conversation
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
-from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
-from headstart.doctor.subject import Subject
+from headstart.doctor.findings import Finding, bad, check, good, unknown
+from headstart.doctor.subject import Absent, Subject
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.files import read_jsonl

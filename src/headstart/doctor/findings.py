@@ -11,13 +11,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
+from headstart.doctor.subject import Absent, Subject
 from headstart.errors import UserError
-
-if TYPE_CHECKING:
-    from headstart.doctor.subject import Subject
-
 
 Stage = Literal["run", "data", "states", "heads", "decoding", "training"]
 """Where something can go wrong, in the order in which data flow: what an early stage does wrong explains later ones."""
@@ -44,14 +41,10 @@ class Finding:
     stage: str = ""
 
 
-Check = Callable[["Subject"], Finding]
+Check = Callable[[Subject], Finding]
 
 CHECKS: dict[str, tuple[Stage, Check]] = {}
 """Every check by its name."""
-
-
-class Absent(Exception):
-    """What a check looks at is not there, and need not be; the text says what."""
 
 
 def check(stage: Stage) -> Callable[[Check], Check]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from headstart.data.conversations import Conversation
 from headstart.data.store import build_store
 from headstart.doctor.decoding import decode_chain
-from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
-from headstart.doctor.subject import Subject
+from headstart.doctor.findings import Finding, bad, check, good, unknown
+from headstart.doctor.subject import Absent, Subject
 from headstart.heads import DraftHead, family, make_config
 from headstart.heads.io import load_heads
 from headstart.recipe import TrainSection, parse_recipe

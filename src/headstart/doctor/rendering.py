@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.data.conversations import Conversation, added_tokens, alike, encode, prompt_tokens, render
-from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
-from headstart.doctor.subject import SPLITS, Subject, spread
+from headstart.doctor.findings import Finding, bad, check, good, unknown
+from headstart.doctor.subject import SPLITS, Absent, Subject, spread
 from headstart.errors import UserError
 
 _LOOKED_AT = 64

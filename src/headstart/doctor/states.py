@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headstart.data.conversations import Conversation
 from headstart.data.store import StateStore
-from headstart.doctor.findings import Absent, Finding, bad, check, good, unknown
-from headstart.doctor.subject import SPLITS, Subject, spread
+from headstart.doctor.findings import Finding, bad, check, good, unknown
+from headstart.doctor.subject import SPLITS, Absent, Subject, spread
 from headstart.target import FINAL, Target
 
 _TOLERANCE = {torch.float32: 1e-3}

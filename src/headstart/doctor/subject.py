@@ -17,7 +17,6 @@ from headstart.data.questions import Question, read_questions
 from headstart.data.store import StateStore
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
-from headstart.doctor.findings import Absent
 from headstart.errors import UserError
 from headstart.files import read_json
 from headstart.heads import DraftHead
@@ -38,6 +37,10 @@ _QUESTIONS = (
     "Plan a day in a small town for a family of four.",
 )
 """Asked when there is neither a run nor a file of questions."""
+
+
+class Absent(Exception):
+    """What a check looks at is not there, and need not be; the text says what."""
 
 
 @dataclass

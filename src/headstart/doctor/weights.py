@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from headstart.data.conversations import Conversation
-from headstart.doctor.findings import Absent, Finding, bad, check, good
-from headstart.doctor.subject import Subject, spread
+from headstart.doctor.findings import Finding, bad, check, good
+from headstart.doctor.subject import Absent, Subject, spread
 from headstart.files import read_json
 from headstart.heads import DraftHead, family
 from headstart.pipeline.layout import TRAIN
