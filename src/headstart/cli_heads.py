@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +45,7 @@ from headstart.cli_options import (
 )
 from headstart.errors import UserError
 from headstart.files import check_writable
-from headstart.terminal import ask, complain, pour, say
+from headstart.terminal import ask, complain, say
 
 if TYPE_CHECKING:
     from headstart.api import Decoder, Stream
@@ -214,7 +215,7 @@ def generate(
         draft=draft.mode,
         verifier=verifier,
     )
-    pour(stream)
+    _pour(stream)
     _remark(stream, verifier)
 
 
@@ -266,7 +267,7 @@ def chat(
                 draft=draft.mode,
                 verifier=verifier,
             )
-            answer = pour(stream)
+            answer = _pour(stream)
             _remark(stream, verifier)
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new begins anew.")
@@ -286,6 +287,28 @@ def load_decoder(
         from headstart.api import load
 
         return load(heads, target, revision, dtype.value, any_target=any_target)
+
+
+def _pour(stream: Stream) -> str:
+    """Write a stream's text to stdout as it comes, then its figures to stderr; returns the text."""
+    try:
+        for piece in stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    finally:
+        stream.close()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    answer = stream.answer
+    assert answer is not None, "a stream that ran to its end has an answer"
+    Console(stderr=True).print(
+        f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}, "
+        f"first token after {answer.first_token_ms:.0f} ms",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return answer.text
 
 
 def _check_out(out: Path, files: Sequence[str], overwrite: bool) -> None:

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import headstart
 from headstart.data.conversations import check_template, prompt_tokens
@@ -39,6 +38,7 @@ from headstart.eval.methods import ASSISTANT, Method, Ours, Transformers
 from headstart.eval.summary import RESAMPLES, Prompt, Unit, categories, per_prompt, summarise
 from headstart.labels import HEADS, LOOKUP, PLAIN, STOCK
 from headstart.target import Target, load_target
+from headstart.terminal import progress_bar
 
 SCHEMA_VERSION = 1
 """Of results.json; raised when a key changes its meaning or goes."""
@@ -282,9 +282,8 @@ def _measure(
     units: list[Unit] = []
     ordered = list(methods)
     total = sum(_turns(question, options) for question in questions)
-    with _bar(console) as bar, warnings.catch_warnings():
+    with progress_bar(console, "warming up", total) as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        task = bar.add_task("warming up", total=total, speed="")
         for group, first in enumerate(range(0, len(questions), options.batch_size)):
             for prompts in _conversations(target, questions[first : first + options.batch_size], options, units):
                 tokens = [prompt.tokens for prompt in prompts]
@@ -295,10 +294,10 @@ def _measure(
                 start = len(units) % len(ordered)
                 runs = {}
                 for name in ordered[start:] + ordered[:start]:
-                    bar.update(task, description=f"{prompts[0].id}: {name.removeprefix(OTHER)}")
+                    bar.update(title=f"{prompts[0].id}: {name.removeprefix(OTHER)}")
                     runs[name] = methods[name].run(tokens, options.max_new_tokens, seed)
                 units.append(Unit(group, prompts, runs))
-                bar.update(task, advance=len(prompts), speed=_speeds(units))
+                bar.advance(len(prompts), note=_speeds(units))
     return units
 
 
@@ -323,18 +322,6 @@ def _conversations(
 
 def _turns(question: Question, options: EvalOptions) -> int:
     return len(question.turns) if options.multi_turn else 1
-
-
-def _bar(console: Console | None) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[speed]}", markup=False),
-        console=console,
-        disable=console is None,
-    )
 
 
 def _speeds(units: Sequence[Unit]) -> str:

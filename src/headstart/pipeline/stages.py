@@ -7,13 +7,9 @@ store that it uses of them, links to its training and tuning, and its heads and 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headstart.artifacts import Artifact, artifact, give, held, read_note, referred
 from headstart.errors import UserError
@@ -22,6 +18,7 @@ from headstart.pipeline.actions import describe_tuning, refuse_other_files, refu
 from headstart.pipeline.layout import CONVERSATIONS, HEADS, QUESTIONS, REPORT, STATES, TARGET, TRAIN, TUNE
 from headstart.pipeline.run import Outcome, Run, Stage, target_identity
 from headstart.recipe import Recipe, Section
+from headstart.terminal import progress_bar
 
 if TYPE_CHECKING:
     from headstart.data.conversations import Conversation
@@ -261,7 +258,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     with held(shared, run.console) as shards:
         run.refer("states", shared)
         for split in reversed(_SPLITS):
-            with progress(run.console, f"hidden states ({split})", "tokens") as advance:
+            with progress_bar(run.console, f"hidden states ({split})", unit="tokens") as bar:
                 stores[split] = build_store(
                     run.folder / STATES / split,
                     conversations(run, split),
@@ -269,7 +266,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
                     taps(run),
                     budget_bytes=budget,
                     shards=shards,
-                    advance=advance,
+                    advance=bar.update,
                 )
             budget -= estimate_bytes(stores[split].tokens, len(taps(run)), target.hidden_size, target.dtype)
     return stores
@@ -543,18 +540,3 @@ def _content(source: str) -> str | None:
     """Hash of a file's content; None when `source` is not a file."""
     path = Path(source).expanduser()
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
-
-
-@contextmanager
-def progress(console: Console, title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar with the time left, moved by calling what it gives with (done, in all)."""
-    columns = (
-        TextColumn("    {task.description}"),
-        BarColumn(),
-        TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {unit}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        bar = bars.add_task(title, total=None, visible=False)
-        yield lambda done, total: bars.update(bar, completed=done, total=total, visible=True)
