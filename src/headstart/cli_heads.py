@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -15,36 +15,26 @@ from headstart.cli_options import (
     AuditDrafters,
     BatchSize,
     Compare,
-    Draft,
-    DraftChoice,
-    DrafterName,
     Dtype,
     DtypeOption,
     Heads,
     Limit,
-    MaxNewTokens,
-    MinP,
     MultiTurn,
     Overwrite,
-    Penalty,
     Questions,
     Revision,
     Samples,
     Seed,
-    Stops,
     TargetOption,
-    Temperature,
     Temperatures,
-    TopK,
     TopP,
-    Tree,
-    TreeChoice,
-    VerifierName,
     Verifiers,
     listed,
+    with_options,
 )
 from headstart.errors import UserError
 from headstart.files import check_writable
+from headstart.options import DraftingOptions, GenerateKeywords, GenerateOptions
 from headstart.terminal import ask, complain, say
 
 if TYPE_CHECKING:
@@ -54,6 +44,7 @@ REPORT_FILES = ("results.json", "report.md", "report.html")
 AUDIT_FILES = ("audit.json", "audit.md")
 
 
+@with_options(DraftingOptions, drafter="heads")
 def evaluate(
     heads: Heads,
     questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
@@ -61,20 +52,10 @@ def evaluate(
     compare: Compare = None,
     overwrite: Overwrite = False,
     limit: Limit = None,
-    max_new_tokens: MaxNewTokens = 128,
     dtype: DtypeOption = Dtype.auto,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    drafter: DrafterName = "heads",
-    tree: Tree = TreeChoice.tuned,
-    draft: Draft = DraftChoice.auto,
-    verifier: VerifierName = "auto",
+    options: DraftingOptions = DraftingOptions(),
     batch_size: BatchSize = 1,
     multi_turn: MultiTurn = False,
-    seed: Seed = 0,
     target: TargetOption = None,
     any_target: AnyTarget = False,
     revision: Revision = None,
@@ -92,25 +73,15 @@ def evaluate(
     from headstart.pipeline.summary import show_summary
 
     console = Console()
-    options = EvalOptions(
+    how = EvalOptions(
+        **vars(options),
         limit=limit,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
         batch_size=batch_size,
         multi_turn=multi_turn,
         heads_name=heads,
-        drafter=drafter,
-        tree=tree.kind,
         compare=tuple(compare or ()),
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        verifier=verifier,
-        draft=draft.mode,
     )
-    results = report(load_decoder(heads, target, revision, dtype, any_target), asked, options, out, console)
+    results = report(load_decoder(heads, target, revision, dtype, any_target), asked, how, out, console)
     show_summary(results, f"{heads} on {questions.name}", console)
     show_compare(results, console)
     say(console, ("Report", out / "report.html"))
@@ -171,22 +142,11 @@ def audit(
         raise typer.Exit(1)
 
 
+@with_options(GenerateOptions)
 def generate(
     heads: Heads,
     prompt: Annotated[str, typer.Option(help="What the user says.")],
-    drafter: DrafterName = "heads+ngram",
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = 0,
-    stop: Stops = None,
-    raw: Annotated[bool, typer.Option(help="Continue the prompt as it is, without the chat template.")] = False,
-    tree: Tree = TreeChoice.tuned,
-    draft: Draft = DraftChoice.auto,
-    verifier: VerifierName = "auto",
+    options: GenerateOptions = GenerateOptions(),
     dtype: DtypeOption = Dtype.auto,
     target: TargetOption = None,
     any_target: AnyTarget = False,
@@ -196,43 +156,18 @@ def generate(
 
     Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
     """
-    if not (prompt if raw else prompt.strip()):
+    if not (prompt if options.raw else prompt.strip()):
         raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
-    decoder = load_decoder(heads, target, revision, dtype, any_target)
-    stream = decoder.stream(
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop or (),
-        raw=raw,
-        drafter=drafter,
-        tree=tree.kind,
-        draft=draft.mode,
-        verifier=verifier,
-    )
+    stream = load_decoder(heads, target, revision, dtype, any_target).stream(prompt, **_keywords(options))
     _pour(stream)
-    _remark(stream, verifier)
+    _remark(stream, options.verifier)
 
 
+@with_options(DraftingOptions, max_new_tokens=512)
 def chat(
     heads: Heads,
-    drafter: DrafterName = "heads+ngram",
-    max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = 0,
+    options: DraftingOptions = DraftingOptions(),
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    tree: Tree = TreeChoice.tuned,
-    draft: Draft = DraftChoice.auto,
-    verifier: VerifierName = "auto",
     dtype: DtypeOption = Dtype.auto,
     target: TargetOption = None,
     any_target: AnyTarget = False,
@@ -253,22 +188,9 @@ def chat(
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
-            stream = decoder.stream(
-                asked,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                seed=seed,
-                drafter=drafter,
-                tree=tree.kind,
-                draft=draft.mode,
-                verifier=verifier,
-            )
+            stream = decoder.stream(asked, **_keywords(options))
             answer = _pour(stream)
-            _remark(stream, verifier)
+            _remark(stream, options.verifier)
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new begins anew.")
             continue
@@ -276,6 +198,11 @@ def chat(
             console.print("\nStopped this answer.", style="dim")
             continue
         messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _keywords(options: DraftingOptions) -> GenerateKeywords:
+    """The options as keyword arguments of `Decoder.stream`."""
+    return cast(GenerateKeywords, vars(options))
 
 
 def load_decoder(

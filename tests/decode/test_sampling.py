@@ -17,9 +17,10 @@ from transformers import (
 
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
-from headstart.decode.sampling import Processor, Sampling
+from headstart.decode.sampling import Sampling
 from headstart.decode.verify import draw, streams
 from headstart.errors import UserError
+from headstart.options import Processor
 from headstart.target import Target
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import tiny_model

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -15,9 +15,8 @@ from headstart.decode.drafting import Request
 from headstart.drafters.calibration import Calibration
 from headstart.drafters.grow import grow
 from headstart.heads import DraftHead
+from headstart.options import Tree
 from headstart.target import DraftTree, TreeShape
-
-Tree = Literal["dynamic", "static", "chain"]
 
 
 class HeadDrafter:
