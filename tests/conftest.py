@@ -114,4 +114,4 @@ def real_target() -> Target:
 @pytest.fixture(autouse=True)
 def tuned_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs of heads hold on every machine, so that no test depends on its speed; a module may override this."""
-    monkeypatch.setattr("headstart.api.tuned_here", lambda tuning, *_: tuning)
+    monkeypatch.setattr("headstart.decoder.tuned_here", lambda tuning, *_: tuning)

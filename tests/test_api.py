@@ -14,11 +14,12 @@ import torch
 from transformers import MinNewTokensLengthLogitsProcessor
 
 import headstart
-from headstart.api import Decoder, TextPieces
+from headstart.api import Decoder
 from headstart.decode.loop import Engine, Generation, Round
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.hub import export_heads
+from headstart.streaming import TextPieces
 from headstart.target import Target, TreeShape, load_target
 from tests.hub.helpers import TUNING, export, make_heads
 from tests.tiny import tiny_model, tiny_tokenizer

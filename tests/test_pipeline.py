@@ -109,7 +109,7 @@ def once(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
 
 PLACES = (
-    ("target", "headstart.pipeline.stages.target_identity", 1),
+    ("target", "headstart.pipeline.data_stages.target_identity", 1),
     ("conversations", "headstart.data.generate.write_conversations", 2),
     ("states", "headstart.data.store._write_shard", 1),
     ("train", "headstart.train.checkpoint.save", 1),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from headstart.errors import UserError
 from headstart.heads import make_config
-from headstart.recipe import head_settings, load_recipe, packaged_recipes, parse_recipe, recipe_text
+from headstart.recipe import Recipe, head_settings, load_recipe, packaged_recipes, parse_recipe, recipe_text
+from headstart.recipe_docs import settings_of
 from headstart.renamed import KEYS
 from headstart.target import Target
 from tests.tiny import tiny_model
@@ -141,18 +141,11 @@ def test_old_names_are_answered_with_the_new_ones(
 
 
 def test_every_renamed_setting_leads_to_one_that_there_is() -> None:
-    known = {key for name in head_settings() for key in keys_of(load_recipe(name).model_dump())}
+    of_heads = (one for family in head_settings().values() for one in settings_of(family, "heads."))
+    known = {one.key for one in [*settings_of(Recipe), *of_heads]}
     for old, new in KEYS.items():
         assert old not in known
         assert new in known
-
-
-def keys_of(values: dict[str, Any], prefix: str = "") -> set[str]:
-    """Dotted keys of nested settings."""
-    inner = {
-        key for name, value in values.items() if isinstance(value, dict) for key in keys_of(value, f"{prefix}{name}.")
-    }
-    return inner | {prefix + name for name in values}
 
 
 @pytest.mark.parametrize(

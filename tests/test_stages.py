@@ -20,7 +20,7 @@ from headstart import provenance as provenance_module
 from headstart.artifacts import artifact, held, refer
 from headstart.errors import UserError
 from headstart.lock import locked
-from headstart.pipeline.run import Outcome, Run, Stage, execute, format_seconds, left_to_do
+from headstart.pipeline.run import Outcome, Run, Stage, execute, left_to_do
 from headstart.provenance import provenance
 from headstart.recipe import load_recipe, parse_recipe, recipe_text
 
@@ -282,4 +282,3 @@ def test_provenance_names_the_commit_only_of_its_own_source_tree(
 def test_recipes_survive_being_written() -> None:
     recipe = load_recipe("quickstart")
     assert "smollm2-135m" in recipe_text(recipe)
-    assert format_seconds(125.2) == "2 min 5 s"

@@ -13,7 +13,7 @@ from headstart.cli_doctor import doctor
 from headstart.cli_heads import audit, chat, evaluate, generate, load_decoder
 from headstart.cli_options import Dtype, DtypeOption, Overrides, RecipeName, RunDir, TargetOption
 from headstart.errors import UserError
-from headstart.terminal import Commands, DataCommands, program, say
+from headstart.terminal import Commands, DataCommands, format_seconds, program, say
 
 if TYPE_CHECKING:
     from headstart.pipeline.run import Run, Stage
@@ -53,7 +53,6 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     """
     from headstart.files import read_json
     from headstart.pipeline.layout import HEADS, REPORT
-    from headstart.pipeline.run import format_seconds
     from headstart.pipeline.stages import STAGES
     from headstart.pipeline.summary import show_summary
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -14,39 +15,29 @@ from headstart.cli_options import (
     AuditDrafters,
     BatchSize,
     Compare,
-    Draft,
-    DraftChoice,
-    DrafterName,
     Dtype,
     DtypeOption,
     ExactChoice,
     ExactOption,
     Heads,
     Limit,
-    MaxNewTokens,
-    MinP,
     MultiTurn,
     Overwrite,
-    Penalty,
     Questions,
     Revision,
     Samples,
     Seed,
-    Stops,
     TargetOption,
-    Temperature,
     Temperatures,
-    TopK,
     TopP,
-    Tree,
-    TreeChoice,
-    VerifierName,
     Verifiers,
     listed,
+    with_options,
 )
 from headstart.errors import UserError
 from headstart.files import check_writable
-from headstart.terminal import ask, complain, pour, say
+from headstart.options import DraftingOptions, GenerateKeywords, GenerateOptions
+from headstart.terminal import ask, complain, say
 
 if TYPE_CHECKING:
     from headstart.api import Decoder, Stream
@@ -55,6 +46,7 @@ REPORT_FILES = ("results.json", "report.md", "report.html")
 AUDIT_FILES = ("audit.json", "audit.md")
 
 
+@with_options(DraftingOptions, drafter="heads")
 def evaluate(
     heads: Heads,
     questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
@@ -62,20 +54,10 @@ def evaluate(
     compare: Compare = None,
     overwrite: Overwrite = False,
     limit: Limit = None,
-    max_new_tokens: MaxNewTokens = 128,
     dtype: DtypeOption = Dtype.auto,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    drafter: DrafterName = "heads",
-    tree: Tree = TreeChoice.tuned,
-    draft: Draft = DraftChoice.auto,
-    verifier: VerifierName = "auto",
+    options: DraftingOptions = DraftingOptions(),
     batch_size: BatchSize = 1,
     multi_turn: MultiTurn = False,
-    seed: Seed = 0,
     target: TargetOption = None,
     any_target: AnyTarget = False,
     exact: ExactOption = ExactChoice.auto,
@@ -94,25 +76,16 @@ def evaluate(
     from headstart.pipeline.summary import show_summary
 
     console = Console()
-    options = EvalOptions(
+    how = EvalOptions(
+        **vars(options),
         limit=limit,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
         batch_size=batch_size,
         multi_turn=multi_turn,
         heads_name=heads,
-        drafter=drafter,
-        tree=tree.kind,
         compare=tuple(compare or ()),
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        verifier=verifier,
-        draft=draft.mode,
     )
-    results = report(load_decoder(heads, target, revision, dtype, any_target, exact), asked, options, out, console)
+    decoder = load_decoder(heads, target, revision, dtype, any_target, exact)
+    results = report(decoder, asked, how, out, console)
     show_summary(results, f"{heads} on {questions.name}", console)
     show_compare(results, console)
     say(console, ("Report", out / "report.html"))
@@ -177,22 +150,11 @@ def audit(
         raise typer.Exit(1)
 
 
+@with_options(GenerateOptions)
 def generate(
     heads: Heads,
     prompt: Annotated[str, typer.Option(help="What the user says.")],
-    drafter: DrafterName = "heads+ngram",
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = 0,
-    stop: Stops = None,
-    raw: Annotated[bool, typer.Option(help="Continue the prompt as it is, without the chat template.")] = False,
-    tree: Tree = TreeChoice.tuned,
-    draft: Draft = DraftChoice.auto,
-    verifier: VerifierName = "auto",
+    options: GenerateOptions = GenerateOptions(),
     dtype: DtypeOption = Dtype.auto,
     target: TargetOption = None,
     any_target: AnyTarget = False,
@@ -203,43 +165,19 @@ def generate(
 
     Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
     """
-    if not (prompt if raw else prompt.strip()):
+    if not (prompt if options.raw else prompt.strip()):
         raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
     decoder = load_decoder(heads, target, revision, dtype, any_target, exact)
-    stream = decoder.stream(
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop or (),
-        raw=raw,
-        drafter=drafter,
-        tree=tree.kind,
-        draft=draft.mode,
-        verifier=verifier,
-    )
-    pour(stream)
-    _remark(stream, verifier)
+    stream = decoder.stream(prompt, **_keywords(options))
+    _pour(stream)
+    _remark(stream, options.verifier)
 
 
+@with_options(DraftingOptions, max_new_tokens=512)
 def chat(
     heads: Heads,
-    drafter: DrafterName = "heads+ngram",
-    max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = 0,
+    options: DraftingOptions = DraftingOptions(),
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    tree: Tree = TreeChoice.tuned,
-    draft: Draft = DraftChoice.auto,
-    verifier: VerifierName = "auto",
     dtype: DtypeOption = Dtype.auto,
     target: TargetOption = None,
     any_target: AnyTarget = False,
@@ -261,22 +199,9 @@ def chat(
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
-            stream = decoder.stream(
-                asked,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                seed=seed,
-                drafter=drafter,
-                tree=tree.kind,
-                draft=draft.mode,
-                verifier=verifier,
-            )
-            answer = pour(stream)
-            _remark(stream, verifier)
+            stream = decoder.stream(asked, **_keywords(options))
+            answer = _pour(stream)
+            _remark(stream, options.verifier)
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new begins anew.")
             continue
@@ -284,6 +209,11 @@ def chat(
             console.print("\nStopped this answer.", style="dim")
             continue
         messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _keywords(options: DraftingOptions) -> GenerateKeywords:
+    """The options as keyword arguments of `Decoder.stream`."""
+    return cast(GenerateKeywords, vars(options))
 
 
 def load_decoder(
@@ -300,6 +230,28 @@ def load_decoder(
         from headstart.api import load
 
         return load(heads, target, revision, dtype.value, any_target=any_target, exact=exact.kind)
+
+
+def _pour(stream: Stream) -> str:
+    """Write a stream's text to stdout as it comes, then its figures to stderr; returns the text."""
+    try:
+        for piece in stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    finally:
+        stream.close()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    answer = stream.answer
+    assert answer is not None, "a stream that ran to its end has an answer"
+    Console(stderr=True).print(
+        f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}, "
+        f"first token after {answer.first_token_ms:.0f} ms",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return answer.text
 
 
 def _check_out(out: Path, files: Sequence[str], overwrite: bool) -> None:

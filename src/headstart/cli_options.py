@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import Field, fields
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+
+from headstart.options import LoopOptions, Meaning, meaning
+
+Command = Callable[..., None]
+T = TypeVar("T")
 
 
 class Dtype(StrEnum):
@@ -34,45 +42,6 @@ class ExactChoice(StrEnum):
                 return "bits"
             case ExactChoice.tokens:
                 return "tokens"
-        return "auto"
-
-
-class TreeChoice(StrEnum):
-    """What `--tree` takes."""
-
-    tuned = "tuned"
-    dynamic = "dynamic"
-    static = "static"
-    chain = "chain"
-
-    @property
-    def kind(self) -> Literal["dynamic", "static", "chain"] | None:
-        """The kind of tree; None leaves it to tuning."""
-        match self:
-            case TreeChoice.dynamic:
-                return "dynamic"
-            case TreeChoice.static:
-                return "static"
-            case TreeChoice.chain:
-                return "chain"
-        return None
-
-
-class DraftChoice(StrEnum):
-    """What `--draft` takes."""
-
-    auto = "auto"
-    on = "on"
-    off = "off"
-
-    @property
-    def mode(self) -> Literal["auto", "on", "off"]:
-        """The same, as the decode loop takes it."""
-        match self:
-            case DraftChoice.on:
-                return "on"
-            case DraftChoice.off:
-                return "off"
         return "auto"
 
 
@@ -106,42 +75,6 @@ AnyTarget = Annotated[
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of heads on the Hub.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="auto is bfloat16 where the machine is fast at it.")]
 
-# -- the text --------------------------------------------------------------------------------------------------------
-
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 the target's distribution is sampled.")]
-TopP = Annotated[float, typer.Option(help="Sample from the fewest tokens that hold this share of the probability.")]
-TopK = Annotated[int, typer.Option(min=0, help="Sample from this many of the most likely tokens; 0 for all.")]
-MinP = Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the most likely one.")]
-Penalty = Annotated[
-    float, typer.Option("--repetition-penalty", help="Above 1 makes tokens of the text so far less likely.")
-]
-Seed = Annotated[int, typer.Option(help="Of sampling.")]
-Stops = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends the answer; may be repeated.")]
-
-# -- drafting --------------------------------------------------------------------------------------------------------
-
-DrafterName = Annotated[
-    str,
-    typer.Option(
-        "--drafter",
-        metavar="NAME",
-        help="heads, none (plain decoding), ngram, lookahead, early-exit[:LAYERS], draft-model:SPEC, or several joined "
-        "with +, such as heads+ngram.",
-    ),
-]
-Tree = Annotated[TreeChoice, typer.Option(help="How the heads draft; tuned takes what tuning found best.")]
-Draft = Annotated[DraftChoice, typer.Option(help="auto pauses drafting where it does not pay.")]
-VerifierName = Annotated[
-    str,
-    typer.Option(
-        "--verifier",
-        metavar="NAME",
-        help="How drafts are accepted when sampling: auto, top_k, greedy_draft, rrs, block, traversal, or typical "
-        "(LOSSY).",
-    ),
-]
-
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 Limit = Annotated[int | None, typer.Option(min=1, help="Questions at most.")]
@@ -168,6 +101,8 @@ Temperatures = Annotated[
     typer.Option(min=0.0, help="Of sampling; may be repeated.", show_default="0.7 and 1"),
 ]
 Samples = Annotated[int, typer.Option(min=1, help="Drawn for each prompt, verifier and temperature.")]
+TopP = Annotated[float, typer.Option(help=meaning(LoopOptions, "top_p").text)]
+Seed = Annotated[int, typer.Option(help=meaning(LoopOptions, "seed").text)]
 AuditDrafters = Annotated[
     list[str] | None,
     typer.Option(
@@ -191,3 +126,64 @@ def listed(values: Sequence[str] | None) -> tuple[str, ...]:
     (('a', 'b', 'c'), ())
     """
     return tuple(name.strip() for value in values or () for name in value.split(",") if name.strip())
+
+
+# -- what decoding can be asked ----------------------------------------------------------------------------------------
+
+
+def with_options(options: type[T], **defaults: Any) -> Callable[[Command], Command]:
+    """Decorator of a command: its parameter `options` becomes one option of the command line for each field of a class,
+    described as there, and the command gets an instance of the class.
+
+    Args:
+        options: a class of `headstart.options`.
+        defaults: where this command has others than the class.
+    """
+    every: tuple[Field[Any], ...] = fields(options)  # type: ignore[arg-type]  # a dataclass
+    asked = [one for one in every if one.metadata["meaning"].typed]
+    types = get_type_hints(options)
+
+    def decorated(command: Command) -> Command:
+        @wraps(command)
+        def call(**given: Any) -> None:
+            chosen = {one.name: _chosen(one, given.pop(one.name)) for one in asked}
+            command(options=options(**chosen), **given)
+
+        hints, parameters = get_type_hints(command, include_extras=True), list[inspect.Parameter]()
+        for parameter in inspect.signature(command).parameters.values():
+            if parameter.name == "options":
+                parameters += [_parameter(one, types[one.name], defaults.get(one.name, one.default)) for one in asked]
+            else:
+                named = parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+                parameters.append(named)
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return call
+
+    return decorated
+
+
+def _parameter(one: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
+    """An option of the command line for a field: words to choose from for literals, a list for what may be many."""
+    known: Meaning = one.metadata["meaning"]
+    words = [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
+    flag = f"--{one.name.replace('_', '-')}"
+    typed: Any = kind
+    if words:
+        words = [known.unset, *words] if known.unset else words
+        choice: Any = StrEnum
+        typed = choice(one.name, {word: word for word in words})
+        default = typed(known.unset if default is None else default)
+    elif default == ():
+        typed, default = list[str] | None, None
+    shown = typer.Option(flag, help=known.text, min=known.least, metavar=known.metavar)
+    return inspect.Parameter(
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[typed, shown]
+    )
+
+
+def _chosen(one: Field[Any], value: Any) -> Any:
+    """A field's value from what was typed."""
+    if isinstance(value, StrEnum):
+        return None if value == one.metadata["meaning"].unset else value.value
+    return one.default if value is None else value

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serial
 from pydantic.fields import FieldInfo
 
 from headstart.errors import UserError, close, nearest
+from headstart.options import LengthOptions, SamplingOptions, meaning
 from headstart.renamed import hint, recipe_now, value_hint
 
 PositionWeight = Literal["exponential", "sampled", "dpace", "auf"]
@@ -175,8 +176,8 @@ class EvalSection(Section):
 
     questions: str = Field("heldout", description="'heldout' (the run's own held-out prompts) or a question file.")
     limit: int | None = Field(16, ge=1, description="Prompts measured at most.")
-    max_new_tokens: int = Field(128, ge=1, description="Tokens of an answer.")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    max_new_tokens: int = Field(128, ge=1, description=meaning(LengthOptions, "max_new_tokens").text)
+    temperature: float = Field(0.0, ge=0, description=meaning(SamplingOptions, "temperature").text)
     compare: tuple[str, ...] = Field(
         ("heads+ngram",), description="Other drafters in the same report; see `headstart eval --compare`."
     )

@@ -163,7 +163,7 @@ def _kind(annotation: Any) -> str:
     """What a type is called in a recipe.
 
     >>> _kind(int | None), _kind(tuple[int, ...]), _kind(Literal["auto", "no"]), _kind(dict[str, int])
-    ('int or null', 'list of int', 'auto, no', 'mapping')
+    ('int or null', 'list of int', "auto, 'no'", 'mapping')
     """
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):

@@ -1,4 +1,4 @@
-"""How the command line speaks: errors as sentences, and text that appears as it is decided."""
+"""How headstart speaks on a terminal: errors as sentences, bars that move, durations as people say them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,25 @@ import re
 import shlex
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from typer.core import TyperGroup
 
 from headstart.errors import UserError
 
-if TYPE_CHECKING:
-    from headstart.api import Stream
+T = TypeVar("T")
 
 RESUMABLE = {"run", "train", "data", "tune"}
 """Commands that go on where they were when they are given again."""
@@ -101,28 +111,6 @@ def say(console: Console, *pairs: tuple[str, object]) -> None:
         console.print(f"{label + ':':<14} {value}", highlight=False, markup=False, soft_wrap=True)
 
 
-def pour(stream: Stream) -> str:
-    """Write a stream's text to stdout as it comes, then its figures to stderr; returns the text."""
-    try:
-        for piece in stream:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-    finally:
-        stream.close()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-    answer = stream.answer
-    assert answer is not None, "a stream that ran to its end has an answer"
-    Console(stderr=True).print(
-        f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}, "
-        f"first token after {answer.first_token_ms:.0f} ms",
-        style="dim",
-        highlight=False,
-        soft_wrap=True,
-    )
-    return answer.text
-
-
 def ask(console: Console) -> str:
     """A line from the user; empty at the end of the input."""
     try:
@@ -130,3 +118,78 @@ def ask(console: Console) -> str:
     except (EOFError, KeyboardInterrupt):
         console.print()
         return ""
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration as people say it.
+
+    >>> format_seconds(0.42), format_seconds(42), format_seconds(75), format_seconds(3700)
+    ('0.4 s', '42 s', '1 min 15 s', '1 h 1 min')
+    """
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Bar:
+    """A line that moves while some work lasts, see `progress_bar`."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, by: float = 1, note: str | None = None, title: str | None = None) -> None:
+        """So much more is done; see `update`."""
+        self.update(self._progress.tasks[self._task].completed + by, note=note, title=title)
+
+    def update(
+        self, done: float | None = None, total: float | None = None, note: str | None = None, title: str | None = None
+    ) -> None:
+        """Move the bar; what is None stays as it is.
+
+        Args:
+            done: how much is done.
+            total: how much there is to do.
+            note: stands after the bar.
+            title: stands before it.
+        """
+        fields: dict[str, Any] = {} if note is None else {"note": note}
+        self._progress.update(self._task, completed=done, total=total, description=title, **fields)
+        self._progress.update(self._task, visible=self._progress.tasks[self._task].total is not None)
+
+
+@contextmanager
+def progress_bar(
+    console: Console | None, title: str, total: float | None = None, unit: str = "", times: bool = True
+) -> Iterator[Bar]:
+    """A bar with what is done, what there is to do, the time spent and the time left. A terminal shows it, as
+    long as the work lasts: what came of the work is somebody else's to say.
+
+    Args:
+        console: where to; None shows nothing.
+        title: stands before the bar.
+        total: how much there is to do; nothing is shown before it is known.
+        unit: of both.
+        times: show the time spent and the time left.
+    """
+    columns: list[ProgressColumn] = [
+        TextColumn("    {task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {unit}".rstrip()),
+        TextColumn("{task.fields[note]}", markup=False),
+    ]
+    if times:
+        columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    silent = console is None or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=silent) as progress:
+        yield Bar(progress, progress.add_task(title, total=total, visible=total is not None, note=""))
+
+
+def tracked(items: Iterable[T], title: str, total: int, console: Console | None) -> Iterator[T]:
+    """The items, with a bar that moves from each to the next."""
+    with progress_bar(console, title, total) as bar:
+        for item in items:
+            yield item
+            bar.advance()

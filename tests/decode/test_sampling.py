@@ -17,9 +17,10 @@ from transformers import (
 
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
-from headstart.decode.sampling import Processor, Sampling
+from headstart.decode.sampling import Sampling
 from headstart.decode.verify import streams
 from headstart.errors import UserError
+from headstart.options import Processor
 from headstart.rng import draw
 from headstart.target import Target
 from tests.decode.drafters import ReplayDrafter

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headstart.data.answers import answer_prompts
 from headstart.data.conversations import (
@@ -38,6 +37,7 @@ from headstart.data.sources import find_origin
 from headstart.errors import UserError
 from headstart.recipe import DataSection
 from headstart.target import Target
+from headstart.terminal import progress_bar
 
 _COUNTS = {"heldout": "heldout", "calibration": "calibration", "train": "conversations"}
 SPLITS = tuple(_COUNTS)
@@ -117,8 +117,7 @@ def build_conversations(
     writing = _Writing(target, settings, parts or folder / "parts", console)
     wanted = {split: int(getattr(settings, name)) for split, name in _COUNTS.items()}
     splits: dict[str, list[Conversation]] = {}
-    with _progress(console) as progress:
-        bar = progress.add_task("conversations", total=sum(wanted.values()), tokens="")
+    with progress_bar(console, "conversations", total=sum(wanted.values())) as bar:
         written, started = 0, time.perf_counter()
         for split, count in wanted.items():
             kept = splits[split] = list[Conversation]()
@@ -128,8 +127,7 @@ def build_conversations(
                 kept.extend(fresh)
                 written += sum(sum(item.supervised) for item in part.conversations) if new else 0
                 rate = written / max(1e-9, time.perf_counter() - started)
-                progress.update(bar, advance=len(fresh), tokens=f"{rate:.0f} answer tokens/s" if rate else "")
-        progress.update(bar, total=progress.tasks[bar].completed)
+                bar.advance(len(fresh), note=f"{rate:.0f} answer tokens/s" if rate else "")
     if not splits["train"]:
         raise UserError(
             f"No training conversation could be written. {writing.left_out.notice}".strip(),
@@ -356,16 +354,3 @@ class _PromptSource:
 
 def _asked(conversation: Conversation) -> str:
     return next(turn["content"] for turn in conversation.messages if turn["role"] == "user")
-
-
-def _progress(console: Console | None) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        TextColumn("{task.fields[tokens]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=console is None,
-    )

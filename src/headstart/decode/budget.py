@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import ceil, exp
-from typing import Literal, Protocol
+from typing import Protocol
 
 from headstart.decode.costs import Costs as Costs
 from headstart.decode.learned import Experience, Rounds, size_of
+from headstart.options import Draft
 from headstart.proposal import Proposal
-
-Mode = Literal["auto", "on", "off"]
 
 _PATIENCE = 1.0
 """Tokens that drafting may fall behind plain decoding before it was judged over so many rounds; more once it won."""
@@ -139,7 +138,7 @@ class Pace:
     def __init__(
         self,
         costs: Costs | None,
-        mode: Mode,
+        mode: Draft,
         rows: int,
         limit: int = 128,
         draft_ms: float | None = None,

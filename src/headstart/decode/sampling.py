@@ -8,7 +8,7 @@ Shape suffixes: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from headstart.errors import UserError
-
-Processor = Callable[[Tensor, Tensor], Tensor]
-"""A transformers LogitsProcessor: (input_ids [1, T], scores [1, V]) to scores [1, V]."""
+from headstart.options import Processor, SamplingOptions
 
 _COLDEST = 1e-6
 """Lowest temperature above 0; logits divided by less leave the range of float32."""
@@ -28,30 +26,15 @@ _HEAD = 512
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. The names and their order of application are those of transformers.
+class Sampling(SamplingOptions):
+    """How the next token is chosen: `SamplingOptions`, and logits processors.
 
     Attributes:
-        temperature: 0 is greedy: all probability on the largest logit; else at least 1e-6.
-        top_k: keep this many of the most likely tokens; 0 keeps all.
-        top_p: keep the fewest tokens that hold this share of the probability.
-        min_p: drop tokens less likely than this share of the most likely one.
-        repetition_penalty: above 1 makes every token that the prompt or the answer holds already less likely.
         processors: transformers LogitsProcessors; each must depend on the tokens before and the scores alone. They are
             applied at every node of a tree, with that node's own prefix.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     processors: tuple[Processor, ...] = ()
-
-    @property
-    def greedy(self) -> bool:
-        """Whether no randomness is involved."""
-        return self.temperature == 0
 
     @property
     def _temperature_fits(self) -> bool:

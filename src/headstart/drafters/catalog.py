@@ -11,6 +11,7 @@ from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError, nearest
+from headstart.options import DraftingOptions
 from headstart.target import Target, load_target
 from headstart.target.loading import DTYPES
 
@@ -25,7 +26,7 @@ DRAFTERS = {
 """What each name drafts with. Two or more joined with + draft together, as in heads+ngram."""
 
 
-DEFAULT = "heads+ngram"
+DEFAULT = DraftingOptions.drafter
 """What generation drafts with when nothing else is said: n-grams cost next to nothing and see what heads miss."""
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from headstart.calibration import Calibration
 from headstart.heads import DraftHead
+from headstart.options import Tree
 from headstart.proposal import Committed, Proposal, Request, Root
 from headstart.target import TreeShape
-
-Tree = Literal["dynamic", "static", "chain"]
 
 
 class HeadDrafter:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -19,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
@@ -38,6 +36,7 @@ from headstart.eval.measure import environment
 from headstart.eval.target_wrappers import RememberingTarget
 from headstart.heads import DraftHead
 from headstart.target import Target, TreeShape
+from headstart.terminal import Bar, progress_bar
 
 SCHEMA_VERSION = 1
 """Of audit.json."""
@@ -105,17 +104,13 @@ class AuditOptions:
 
 
 class Source(Drafters, Protocol):
-    """What is audited: `headstart.api.Decoder`."""
+    """What is audited: `headstart.decoder.Decoder`."""
 
     @property
     def target(self) -> Target: ...
 
     @property
     def heads(self) -> DraftHead: ...
-
-
-Advance = Callable[[str, float], None]
-"""Told (what runs, how much of it was done just now, in prompts or samples)."""
 
 
 def run_audit(
@@ -144,13 +139,12 @@ def run_audit(
     warm = [temperature for temperature in options.temperatures if temperature != 0]
     _check(source.target, prompts, options)
     drafters = {name: _drafter(source, name) for name in options.drafters if name != WRONG}
-    with _bars(progress) as bars:
-        total = len(prompts) * (1 + len(options.drafters) * len(options.batch_sizes))
-        with bars("greedy", total) as advance:
-            greedy, answers = _greedy(source, drafters, prompts, options, advance)
-        drawn = options.texts * options.samples * len(warm) * len(options.verifiers)
-        with bars("sampling", drawn) as advance:
-            sampling = _sampling(source, prompts, options, warm, advance) if warm else []
+    total = len(prompts) * (1 + len(options.drafters) * len(options.batch_sizes))
+    with progress_bar(progress, "greedy", total) as bar:
+        greedy, answers = _greedy(source, drafters, prompts, options, bar)
+    drawn = options.texts * options.samples * len(warm) * len(options.verifiers)
+    with progress_bar(progress, "sampling", drawn) as bar:
+        sampling = _sampling(source, prompts, options, warm, bar) if warm else []
     bits = count_bits(source.target, list(zip(prompts, answers, strict=True)))
     problems = [problem for row in [*greedy, *sampling] if (problem := row["problem"])]
     if source.target.exact == "bits" and bits.differ:
@@ -184,7 +178,7 @@ def _greedy(
     drafters: dict[str, Drafter],
     prompts: Sequence[Sequence[int]],
     options: AuditOptions,
-    advance: Advance,
+    bar: Bar,
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Every drafter at every batch size against plain decoding one prompt at a time, and what that said.
 
@@ -193,7 +187,7 @@ def _greedy(
     """
 
     def done(name: str, count: int) -> None:
-        advance(f"greedy, {name}", count)
+        bar.advance(count, title=f"greedy, {name}")
 
     target, length = source.target, options.max_new_tokens
     answers = plain_answers(target, prompts, length, 1, done)
@@ -260,12 +254,12 @@ def _narrow(heads: DraftHead) -> TreeShape:
 
 
 def _sampling(
-    source: Source, prompts: Sequence[Sequence[int]], options: AuditOptions, warm: Sequence[float], advance: Advance
+    source: Source, prompts: Sequence[Sequence[int]], options: AuditOptions, warm: Sequence[float], bar: Bar
 ) -> list[dict[str, Any]]:
     """Every verifier at every temperature, on the prompts that test it most sharply."""
     target = source.target
     hottest = Sampling(max(warm), top_p=options.top_p)
-    advance("sampling, choosing prompts", 0)
+    bar.update(title="sampling, choosing prompts")
     at_hand = enumerate(prompts[:_CANDIDATES])
     known = {number: enumerate_texts(target, prompt, hottest, options.depth) for number, prompt in at_hand}
     chosen = sorted(known, key=lambda number: (-_sharpness(known[number], options.samples), number))[: options.texts]
@@ -278,7 +272,7 @@ def _sampling(
             sampling = Sampling(temperature, top_p=options.top_p)
             exact = enumerate_texts(target, prompts[number], sampling, options.depth)
             for verifier in options.verifiers:
-                done = partial(advance, f"sampling, {verifier} at {temperature:g}")
+                done = partial(bar.advance, title=f"sampling, {verifier} at {temperature:g}")
                 counts, accepted, rounds, error = draw_texts(
                     source, remembering, prompts[number], sampling, verifier, options, done
                 )
@@ -316,7 +310,7 @@ def draw_texts(
     sampling: Sampling,
     verifier: str,
     options: AuditOptions,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Callable[[float], None] = lambda _: None,
 ) -> tuple[Counter[Text], int, int, str | None]:
     """How often each text of `options.depth` tokens is decoded after a prompt, with drafts in every round.
 
@@ -386,17 +380,3 @@ def _check(target: Target, prompts: Sequence[Sequence[int]], options: AuditOptio
             check(target, prompts, DecodeOptions(longest, temperature, top_p=options.top_p, verifier=verifier))
     if min(map(len, prompts)) < 2:
         raise UserError("A prompt has a single token.", "Give each prompt at least two tokens.")
-
-
-@contextmanager
-def _bars(console: Console | None) -> Iterator[Callable[[str, float], Any]]:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=console is None) as progress:
-
-        @contextmanager
-        def bar(name: str, total: float) -> Iterator[Advance]:
-            task = progress.add_task(name, total=total)
-            yield lambda label, count: progress.update(task, description=label, advance=count)
-            progress.update(task, description=name, completed=total)
-
-        yield bar

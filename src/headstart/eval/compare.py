@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
-from headstart.drafters.heads import Tree
 from headstart.eval.divergence import Judgement
 from headstart.eval.summary import (
     Unit,
@@ -21,6 +20,7 @@ from headstart.eval.summary import (
     tokens_per_round,
 )
 from headstart.labels import HEADS, LOOKUP, PLAIN, STOCK
+from headstart.options import Tree
 
 OTHER = "other: "
 """Before the names of compared drafters among a unit's runs, so that none is taken for a method of every report."""
@@ -31,7 +31,7 @@ ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")
 
 
 class Drafters(Protocol):
-    """Where drafters come from: `headstart.api.Decoder`."""
+    """Where drafters come from: `headstart.decoder.Decoder`."""
 
     @property
     def costs(self) -> Costs | None: ...

@@ -20,18 +20,16 @@ from typing import Any, Protocol
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import headstart
 from headstart.data.conversations import check_template, prompt_tokens
 from headstart.data.questions import Question
-from headstart.decode.budget import Costs, Mode
+from headstart.decode.budget import Costs
 from headstart.decode.costs import cpu_model
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import check
 from headstart.decode.options import DecodeOptions
 from headstart.decode.rules import RULES
-from headstart.drafters.heads import Tree
 from headstart.errors import UserError
 from headstart.eval.bits import count_bits
 from headstart.eval.compare import OTHER, Drafters, compare_rows, named, wanted
@@ -39,7 +37,9 @@ from headstart.eval.divergence import Judge, Judgement, as_entry
 from headstart.eval.methods import ASSISTANT, Method, Ours, Transformers
 from headstart.eval.summary import RESAMPLES, Prompt, Unit, categories, per_prompt, summarise
 from headstart.labels import HEADS, LOOKUP, PLAIN, STOCK
+from headstart.options import DraftingOptions
 from headstart.target import Target, load_target
+from headstart.terminal import progress_bar
 
 SCHEMA_VERSION = 1
 """Of results.json; raised when a key changes its meaning or goes."""
@@ -48,64 +48,36 @@ WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class EvalOptions:
-    """How to measure.
+class EvalOptions(DraftingOptions):
+    """How to measure: `DraftingOptions` for every method as far as they apply to it, and what else there is to say.
 
     Attributes:
+        drafter: the one under test.
         limit: questions at most; None for all.
-        max_new_tokens: longest answer in tokens, for every method.
-        temperature: 0 is greedy; above 0 every method samples the target's distribution.
-        seed: of sampling and of the bootstrap.
         batch_size: prompts decoded together. transformers' prompt lookup takes one only and is left out above 1.
         multi_turn: ask every turn, behind the plain loop's answers to the earlier ones; without it the first only.
         prompt_lookup_tokens: drafts per round of transformers' prompt lookup.
         baselines: measure transformers too; without it those entries are null.
         predicted_speedup: what tuning promised over the plain loop, to stand beside what was measured.
         heads_name: what the report calls the heads.
-        drafter: what the drafter under test is called.
-        tree: how the heads under test draft; None as tuned.
         compare: other drafters to measure in the same turns, by name; `transformers_assistant:SPEC` is transformers'
             own assisted generation with the model SPEC.
-        top_k: of every method's sampling, like the next three; see `headstart.decode.sampling.Sampling`.
-        top_p: see there.
-        min_p: see there.
-        repetition_penalty: see there.
-        verifier: rule of our loop; a lossy one makes the whole report say so.
-        draft: whether our loop may pause drafting; see `DecodeOptions`.
     """
 
+    drafter: str = "heads"
     limit: int | None = None
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
     batch_size: int = 1
     multi_turn: bool = False
     prompt_lookup_tokens: int = 4
     baselines: bool = True
     predicted_speedup: float | None = None
     heads_name: str = "heads"
-    drafter: str = "heads"
-    tree: Tree | None = None
     compare: tuple[str, ...] = ()
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    verifier: str = "auto"
-    draft: Mode = "auto"
 
     @property
     def decoding(self) -> DecodeOptions:
         """The same for our loop; length and seed change from prompt to prompt."""
-        return DecodeOptions(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            verifier=self.verifier,
-            draft=self.draft,
-        )
+        return DecodeOptions.of(self)
 
     @property
     def lossless(self) -> bool:
@@ -114,7 +86,7 @@ class EvalOptions:
 
 
 class Source(Drafters, Protocol):
-    """What is measured: `headstart.api.Decoder`."""
+    """What is measured: `headstart.decoder.Decoder`."""
 
     @property
     def target(self) -> Target: ...
@@ -288,9 +260,8 @@ def _measure(
     units: list[Unit] = []
     ordered = list(methods)
     total = sum(_turns(question, options) for question in questions)
-    with _bar(console) as bar, warnings.catch_warnings():
+    with progress_bar(console, "warming up", total) as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        task = bar.add_task("warming up", total=total, speed="")
         for group, first in enumerate(range(0, len(questions), options.batch_size)):
             for prompts in _conversations(target, questions[first : first + options.batch_size], options, units):
                 tokens = [prompt.tokens for prompt in prompts]
@@ -301,10 +272,10 @@ def _measure(
                 start = len(units) % len(ordered)
                 runs = {}
                 for name in ordered[start:] + ordered[:start]:
-                    bar.update(task, description=f"{prompts[0].id}: {name.removeprefix(OTHER)}")
+                    bar.update(title=f"{prompts[0].id}: {name.removeprefix(OTHER)}")
                     runs[name] = methods[name].run(tokens, options.max_new_tokens, seed)
                 units.append(Unit(group, prompts, runs))
-                bar.update(task, advance=len(prompts), speed=_speeds(units))
+                bar.advance(len(prompts), note=_speeds(units))
     return units
 
 
@@ -329,18 +300,6 @@ def _conversations(
 
 def _turns(question: Question, options: EvalOptions) -> int:
     return len(question.turns) if options.multi_turn else 1
-
-
-def _bar(console: Console | None) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[speed]}", markup=False),
-        console=console,
-        disable=console is None,
-    )
 
 
 def _speeds(units: Sequence[Unit]) -> str:

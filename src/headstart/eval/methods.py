@@ -136,15 +136,10 @@ class Transformers:
         self._target = target
         self._assistant = assistant
         self._ends = target.end_tokens
-        warping = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k} | {
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p or None,
-        }
         self._settings: dict[str, Any] = {
             "eos_token_id": sorted(self._ends) or None,
             "pad_token_id": _pad_token(target, self._ends),
-            "repetition_penalty": sampling.repetition_penalty,
-            **({"do_sample": False} if sampling.greedy else warping),
+            **sampling.for_transformers(),
             **({"prompt_lookup_num_tokens": lookup_tokens} if lookup_tokens else {}),
         }
 

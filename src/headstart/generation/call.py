@@ -20,14 +20,12 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from headstart.decode.budget import Mode
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.catalog import DEFAULT
-from headstart.drafters.heads import Tree
 from headstart.errors import UserError
 from headstart.generation.lend import lent
 from headstart.generation.request import Chain, Ending, Prompts, check_mode
+from headstart.options import Draft, GenerateOptions, Tree
 
 
 def custom_generate(heads: str | Path, *, revision: str | None = None, tokenizer: Any = None) -> CustomGenerate:
@@ -118,10 +116,10 @@ class CustomGenerate:
         generation_config: Any,
         *,
         stop_strings: str | Sequence[str] | None = None,
-        drafter: str = DEFAULT,
-        tree: Tree | None = None,
-        draft: Mode = "auto",
-        verifier: str = "auto",
+        drafter: str = GenerateOptions.drafter,
+        tree: Tree | None = GenerateOptions.tree,
+        draft: Draft = GenerateOptions.draft,
+        verifier: str = GenerateOptions.verifier,
         **model_kwargs: Any,
     ) -> Any:
         """Decode a batch that transformers has prepared.
@@ -133,7 +131,7 @@ class CustomGenerate:
             stopping_criteria: likewise.
             generation_config: with every default filled in.
             stop_strings: end a row with the token that completes one of them.
-            drafter: see `headstart.api.GenerateOptions`; can be given to `model.generate`, like the next three.
+            drafter: see `headstart.options.GenerateOptions`; can be given to `model.generate`, like the next three.
             tree: see there.
             draft: see there.
             verifier: see there.

@@ -26,11 +26,13 @@ from headstart.data.sampling import CACHE_PEAK
 from headstart.errors import UserError
 from headstart.files import format_bytes
 from headstart.heads import DraftHead, HeadBatch, family, make_config
+from headstart.pipeline.data_stages import state_bytes, taps
 from headstart.pipeline.lengths import ANSWER_SHARE, SAMPLE, Lengths, expected_lengths, prompts_of
-from headstart.pipeline.run import Run, format_seconds, left_to_do
-from headstart.pipeline.stages import STAGES, state_bytes, taps
+from headstart.pipeline.run import Run, left_to_do
+from headstart.pipeline.stages import STAGES
 from headstart.target import DraftTree, Target, TreeShape
 from headstart.target.memory import free_bytes
+from headstart.terminal import format_seconds
 from headstart.train.losses import Teacher, soft_ce, weighted
 
 EVAL_METHODS = 4

@@ -30,6 +30,7 @@ from headstart.pipeline.layout import HEADS, LAYOUT
 from headstart.provenance import note_provenance
 from headstart.recipe import Recipe, recipe_text
 from headstart.renamed import settings_now
+from headstart.terminal import format_seconds
 
 if TYPE_CHECKING:
     from headstart.target import Target
@@ -318,17 +319,3 @@ def _hash(value: Any) -> str:
 def target_identity(target: Target) -> str:
     """What stages depend on when they depend on the target: its weights, its settings and the dtype they run in."""
     return f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration as people say it.
-
-    >>> format_seconds(0.42), format_seconds(75), format_seconds(3700)
-    ('0.4 s', '1 min 15 s', '1 h 1 min')
-    """
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    if seconds < 59.5:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

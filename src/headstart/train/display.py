@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from headstart.terminal import Bar, format_seconds, progress_bar
 from headstart.train.metrics import Validation
 
 
@@ -22,23 +23,19 @@ class Display:
         self._console = console
         self._first = fraction
         self._heads = ""
-        self._bar: Progress | None = None
-        if console is not None and console.is_terminal:
-            columns = (BarColumn(bar_width=16), TaskProgressColumn(), TextColumn("{task.fields[text]}"))
-            self._bar = Progress(TextColumn("training"), *columns, console=console)
-            self._task = self._bar.add_task("", total=1.0, text="")
-            self._bar.update(self._task, completed=fraction)
+        self._open = ExitStack()
+        self._bar: Bar | None = None
 
     def __enter__(self) -> Display:
-        if self._bar is not None:
-            self._bar.start()
+        line = progress_bar(self._console, "training", total=100, unit="%", times=False)
+        self._bar = self._open.enter_context(line)
+        self._bar.update(100 * self._first)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._open.close()
 
     def say(self, text: str) -> None:
         """Print one line above the live one."""
@@ -61,7 +58,7 @@ class Display:
         gained = fraction - self._first
         left = format_seconds(seconds * (1 - fraction) / gained) if gained > 0 else "?"
         text = f"step {step} · loss {loss:.3f} · lr {lr:.1e} · {speed:,.0f} tok/s{self._heads} · {left} left"
-        self._bar.update(self._task, completed=min(1.0, fraction), text=text)
+        self._bar.update(100 * min(1.0, fraction), note=text)
 
     def validated(self, step: int, elapsed: float, loss: float | None, validation: Validation) -> None:
         """Print a validation, and show it in the live line from now on."""
@@ -69,17 +66,3 @@ class Display:
         self._heads = f" · top-1 {top1} · tau {validation.tau:.2f}"
         learnt = f" · loss {loss:.3f}" if loss is not None else ""
         self.say(f"step {step} · {format_seconds(elapsed)}{learnt}{self._heads}")
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration as people write it.
-
-    >>> format_seconds(7), format_seconds(425), format_seconds(7300)
-    ('7 s', '7 min 05 s', '2 h 01 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

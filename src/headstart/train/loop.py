@@ -31,11 +31,12 @@ from headstart.heads import DraftHead, HeadBatch, StepPrediction
 from headstart.heads.io import save_heads
 from headstart.recipe import FREE_TO_CHANGE, Recipe
 from headstart.target import FINAL, Target
+from headstart.terminal import format_seconds
 from headstart.train import checkpoint
 from headstart.train.allocator import keep_freed_memory
 from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, noisy, predictions, share, thinned
 from headstart.train.checkpoint import Standing
-from headstart.train.display import Display, format_seconds
+from headstart.train.display import Display
 from headstart.train.interrupt import Interrupt
 from headstart.train.losses import Teacher, find_loss, weighted
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage

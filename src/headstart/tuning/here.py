@@ -21,6 +21,7 @@ from headstart.errors import UserError
 from headstart.files import read_json, write_json
 from headstart.heads import DraftHead
 from headstart.target import Target
+from headstart.terminal import format_seconds
 from headstart.tuning.stopwatch import measure_costs
 from headstart.tuning.tune import Tuning
 
@@ -65,7 +66,7 @@ def _measured(tuning: Tuning, heads: DraftHead, target: Target, conditions: Cond
         _say(f"failed ({type(error).__name__}).\n")
         return None
     busy = "" if measured.steady else "; the machine is busy, so they are measured again the next time"
-    _say(f"{perf_counter() - started:.0f} s{busy}\n")
+    _say(f"{format_seconds(perf_counter() - started)}{busy}\n")
     return measured
 
 

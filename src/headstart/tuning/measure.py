@@ -15,7 +15,6 @@ from typing import Protocol
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from headstart.decode.loop import Engine
@@ -23,6 +22,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch
 from headstart.target import FINAL, Target
+from headstart.terminal import tracked
 
 _TEXTS, _LONGEST = 24, 64
 """Prompts answered again at temperature 1, and tokens of these answers at most."""
@@ -143,9 +143,7 @@ def _measure(
     to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
     found: list[list[Tensor]] = []
-    for conversation in track(
-        conversations, "measuring acceptance", console=console, disable=console is None, transient=True
-    ):
+    for conversation in tracked(conversations, "measuring acceptance", len(conversations), console):
         states = target.hidden_states([conversation.tokens], sorted({*heads.taps, FINAL}))[0]
         tokens_BT = torch.tensor([conversation.tokens], device=target.device)
         batch = HeadBatch(

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from headstart.calibration import Calibration
 from headstart.decode.costs import Conditions, Costs, Measured
-from headstart.drafters.heads import HeadDrafter, Tree
+from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads import DraftHead
 from headstart.heads.int8_weights import pack, unpack
+from headstart.options import Tree
 from headstart.target import Target, TreeShape
 from headstart.target.tree import RankPath
 from headstart.tuning.calibrate import fit_calibration, replay_dynamic

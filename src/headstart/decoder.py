@@ -1,0 +1,259 @@
+"""Generating text with a target and its heads: prompts in, answers out."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, Unpack, get_args
+
+from headstart.data.conversations import Message, prompt_tokens
+from headstart.decode.costs import Conditions, Costs
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import Engine, Generation, check
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.catalog import DEFAULT, DRAFTERS, make_drafter, parts_of
+from headstart.drafters.heads import HeadDrafter
+from headstart.errors import UserError, nearest
+from headstart.heads import DraftHead
+from headstart.options import GenerateKeywords, GenerateOptions, Tree
+from headstart.streaming import Answer, Stream, TextPieces, decode_text
+from headstart.target import Target, TreeShape
+from headstart.tuning.here import tuned_here
+from headstart.tuning.tune import Tuning
+
+TREES = get_args(Tree)
+Prompt = str | Sequence[Message] | Sequence[int]
+"""A user's text, a conversation of {"role", "content"} messages, or token ids."""
+
+
+class Decoder:
+    """Generates with a target and its heads; lossless, so the words are the target's own.
+
+    Args:
+        target: the frozen model.
+        heads: bound to it, in its dtype and on its device.
+        shape: the static tree to draft; without nodes but the root, decoding with heads is plain.
+        calibration: what tuning measured, see `Tuning.to_json`; without it the heads draft the static tree always.
+
+    Raises:
+        UserError: a calibration that lacks something.
+    """
+
+    def __init__(
+        self, target: Target, heads: DraftHead, shape: TreeShape, calibration: dict[str, Any] | None = None
+    ) -> None:
+        self.target = target
+        self.heads = heads
+        self.shape = shape
+        self.calibration = calibration or {}
+        self.tuning = _tuning(self.calibration)
+        self._engines: dict[tuple[str, Tree | None, bool], Engine] = {}
+        self._conditions: Conditions | None = None
+        self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
+        self._lock = threading.RLock()
+        self._told = False  # what older heads lack
+
+    @property
+    def costs(self) -> Costs | None:
+        """What drafting and verifying cost here, which the number of drafts follows; None without a calibration.
+
+        Heads that were tuned under other conditions are measured the first time that this is asked for.
+        """
+        here = self._tuned_here()
+        return here.costs if here else None
+
+    def drafter(self, name: str = "heads", tree: Tree | None = None) -> Drafter | None:
+        """A drafter by its name, see `GenerateOptions`; None decodes plainly.
+
+        Raises:
+            UserError: no such drafter, one that cannot draft for this target, or heads not tuned for such trees.
+        """
+        return self._drafter(name, tree, self._tuned_here() if _drafts(name, tree) else self.tuning)
+
+    def engine(self, drafter: str = DEFAULT, tree: Tree | None = None, drafts: bool = True) -> Engine:
+        """The decode loop with a drafter, see `drafter`; made once, so that a draft model is loaded once.
+
+        Costs are measured here where they have to be, before the clock of an answer starts.
+
+        Args:
+            drafter: its name.
+            tree: how heads draft.
+            drafts: whether it will ever draft. Plain decoding needs no costs.
+        """
+        drafts = drafts and _drafts(drafter, tree)
+        with self._lock:
+            tuning = self._tuned_here() if drafts else self._here or self.tuning
+            key = (drafter, tree, drafts)
+            if key not in self._engines:
+                costs = tuning.costs if tuning and drafts else None
+                self._engines[key] = Engine(self.target, self._drafter(drafter, tree, tuning), costs)
+                if drafts and tuning and tuning.lacks and not self._told:
+                    print(f"{tuning.lacks} Better: headstart tune HEADS.", file=sys.stderr)
+                    self._told = True
+            return self._engines[key]
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateKeywords]) -> Answer:
+        """Answer one prompt.
+
+        Args:
+            prompt: a text becomes one user message; messages are rendered by the target's chat template; token ids
+                are read as they are.
+            **options: see `GenerateOptions`.
+
+        Raises:
+            UserError: a prompt that is empty, too long or of another kind, a target without a chat template, or an
+                option that is unknown or out of range; all before anything is decoded.
+        """
+        return self.generate_batch([prompt], **options)[0]
+
+    def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[GenerateKeywords]) -> list[Answer]:
+        """Answer several prompts at once; prompt b samples with seed + b.
+
+        Raises:
+            UserError: as `generate`.
+        """
+        asked, decoding = _asked(options)
+        tokens = [self.tokens(prompt, asked.raw) for prompt in prompts]
+        check(self.target, tokens, decoding)
+        engine = self.engine(asked.drafter, asked.tree, asked.draft != "off")
+        return [self._answer(generation) for generation in engine.generate(tokens, decoding)]
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateKeywords]) -> Stream:
+        """Answer one prompt, piece by piece.
+
+        Returns:
+            An iterator over pieces of text. They never break a character, and joined they are the answer's text; its
+            `answer` is there at the end. Decoding starts with the first piece asked for, and leaving the loop ends it.
+
+        Raises:
+            UserError: as `generate`.
+        """
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
+            raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
+        asked, decoding = _asked(options)
+        tokens = self.tokens(prompt, asked.raw)
+        check(self.target, [tokens], decoding)
+        engine = self.engine(asked.drafter, asked.tree, asked.draft != "off")
+        pieces = TextPieces(tokenizer, self.target.end_tokens)
+        return Stream(lambda on_tokens: self._answer(engine.generate([tokens], decoding, on_tokens)[0]), pieces)
+
+    def tokens(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """Token ids that the target reads for a prompt, see `generate`.
+
+        Raises:
+            UserError: as `generate`.
+        """
+        tokenizer = self.target.tokenizer
+        said = prompt if isinstance(prompt, str) else _last_words(prompt)
+        if said is not None and not (said if raw else said.strip()):
+            raise UserError("The prompt is empty.", "Write what the target is to answer.")
+        if isinstance(prompt, str) and raw:
+            if tokenizer is None:
+                raise UserError("A text prompt needs a tokenizer.", "Pass token ids.")
+            return list(tokenizer.encode(prompt))
+        if isinstance(prompt, str):
+            return self.tokens([{"role": "user", "content": prompt}])
+        if prompt and all(isinstance(turn, dict) for turn in prompt):
+            if not getattr(tokenizer, "chat_template", None):
+                raise UserError(
+                    f"{self.target.name} has no chat template to render messages with.",
+                    "Pass token ids, or a text with raw=True to have it continued as it is.",
+                )
+            for number, turn in enumerate(prompt):
+                if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
+                    raise UserError(
+                        f"Message {number} lacks a role or a content.", 'Write {"role": .., "content": ..}.'
+                    )
+            return prompt_tokens([turn for turn in prompt if isinstance(turn, dict)], tokenizer)
+        ids = [token for token in prompt if isinstance(token, int)]
+        if len(ids) != len(prompt):
+            raise UserError(
+                "A prompt of this kind is not understood.",
+                "Pass a text, a list of messages with role and content, or a list of token ids.",
+            )
+        if ids and not 0 <= min(ids) <= max(ids) < self.target.vocab_size:
+            raise UserError(
+                f"Token ids run from {min(ids)} to {max(ids)}, and {self.target.name} knows 0 to "
+                f"{self.target.vocab_size - 1}.",
+                "Use the target's own tokenizer.",
+            )
+        return ids
+
+    def _tuned_here(self) -> Tuning | None:
+        """The tuning with costs that hold here and now, measured once for each set of conditions."""
+        if self.tuning is None:
+            return None
+        with self._lock:
+            conditions = Conditions.of(self.target)
+            if conditions != self._conditions:
+                self._here = tuned_here(self.tuning, self.heads, self.target, conditions)
+                self._conditions = conditions
+                self._engines.clear()
+            return self._here
+
+    def _drafter(self, name: str, tree: Tree | None, tuning: Tuning | None) -> Drafter | None:
+        if tree not in (None, *TREES):
+            raise UserError(f"Unknown tree {tree!r}.", nearest(str(tree), TREES))
+        parts = name.split("+")
+        heads = self._heads(tree, tuning) if "heads" in parts else None
+        if "heads" in parts and heads is None:  # no tree pays: whatever else was asked for drafts alone
+            name = "+".join(part for part in parts if part != "heads") or "none"
+        return make_drafter(name, self.target, heads)
+
+    def _heads(self, tree: Tree | None, tuning: Tuning | None) -> HeadDrafter | None:
+        if tuning is not None:
+            return tuning.drafter(self.heads, tree)
+        return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
+
+    def _answer(self, generation: Generation) -> Answer:
+        tokenizer, ends = self.target.tokenizer, self.target.end_tokens
+        words = [token for token in generation.tokens if token not in ends]
+        return Answer(
+            text=decode_text(tokenizer, words) if tokenizer is not None else "",
+            tokens=generation.tokens,
+            finish=generation.finish,
+            tokens_per_round=generation.tokens_per_round,
+            tokens_per_second=1e3 * len(generation.tokens) / generation.token_ms[-1],
+            first_token_ms=generation.first_token_ms,
+            drafter_error=generation.drafter_error,
+        )
+
+
+def _last_words(prompt: Sequence[Any]) -> str | None:
+    """What the last of a list of messages says, when it is the user's; None for any other prompt."""
+    last = prompt[-1] if prompt else None
+    said = last.get("content") if isinstance(last, dict) and last.get("role") == "user" else None
+    return said if isinstance(said, str) else None
+
+
+def _drafts(name: str, tree: Tree | None) -> bool:
+    """Whether a drafter of this name needs costs: not plain decoding, nor one that is refused."""
+    known = all(part.partition(":")[0] in DRAFTERS for part in parts_of(name))
+    return known and name != "none" and tree in (None, *TREES)
+
+
+def _asked(keywords: GenerateKeywords) -> tuple[GenerateOptions, DecodeOptions]:
+    """The options of a call, and those of them that are the decode loop's."""
+    known = [one.name for one in fields(GenerateOptions)]
+    if unknown := sorted(set(keywords) - set(known)):
+        raise UserError(f"Unknown option {unknown[0]!r}.", nearest(unknown[0], known))
+    asked = GenerateOptions(**keywords)
+    stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop)
+    if not all(stops):
+        raise UserError("A stop string is empty.", "Leave it out.")
+    return asked, DecodeOptions.of(asked, stop_strings=stops, processors=tuple(asked.processors))
+
+
+def _tuning(calibration: dict[str, Any]) -> Tuning | None:
+    if not calibration:
+        return None
+    try:
+        return Tuning.from_json(calibration)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"The heads' calibration is not whole ({type(error).__name__}: {error}).",
+            "Export or fetch the heads again, or tune them again.",
+        ) from None

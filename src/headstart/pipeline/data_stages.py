@@ -1,0 +1,245 @@
+"""The stages before any training: loading the target, its conversations, its hidden states on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.artifacts import Artifact, artifact, held, read_note, referred
+from headstart.errors import UserError
+from headstart.files import format_bytes, need_disk, read_json, write_json, write_jsonl
+from headstart.pipeline.dependencies import content, flat
+from headstart.pipeline.layout import CONVERSATIONS, QUESTIONS, STATES, TARGET
+from headstart.pipeline.run import Outcome, Run, Stage, target_identity
+from headstart.terminal import progress_bar
+
+if TYPE_CHECKING:
+    from headstart.data.conversations import Conversation
+    from headstart.data.store import StateStore
+
+_TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
+"""Files of the target's tokenizer, as the target's stage keeps them."""
+_SPLITS = ("train", "calibration")
+_STATES_VERSION = 1
+"""Raised when the same settings come to mean other states; that of conversations is in their room."""
+
+
+def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> int:
+    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow.
+
+    Args:
+        run: recipe and target.
+        conversations: how many.
+        tokens: of one, on average (`headstart.pipeline.lengths`); None reads some of the recipe's prompts.
+    """
+    from headstart.data.store import estimate_bytes
+    from headstart.pipeline.lengths import expected_tokens, prompts_of
+
+    data, target = run.recipe.data, run.target
+    if tokens is None:
+        tokens = expected_tokens(data, target, prompts_of(data, target.tokenizer))
+    size = estimate_bytes(int(conversations * tokens), len(taps(run)), target.hidden_size, target.dtype)
+    return min(size, int(1e9 * data.cache_gigabytes))
+
+
+def states_artifact(run: Run) -> Artifact:
+    """The artifact of all hidden states of the run's target."""
+    target = run.target
+    identity = {
+        "version": _STATES_VERSION,
+        "target": target.identity().fingerprint,
+        "settings": target.settings,
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+    return artifact(run.folder, "states", Path(target.name).name, identity)
+
+
+def kept_state_bytes(run: Run) -> int:
+    """Bytes of hidden states of the run's target that are on the disk already, whoever uses them."""
+    return sum(file.stat().st_size for file in states_artifact(run).folder.glob("shard-*.safetensors"))
+
+
+def _target_settings(run: Run) -> dict[str, Any]:
+    place = Path(run.recipe.target.spec).expanduser()
+    files = sorted(place.iterdir()) if place.is_dir() else [place] if place.is_file() else []
+    stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
+    return {**flat("target", run.recipe.target), "the target's files": stamps}
+
+
+def _target(run: Run) -> Outcome:
+    from headstart.data.conversations import check_template
+
+    target = run.target
+    check_template(target.tokenizer)
+    taps(run)  # a mistake in the heads' settings shows now, not after the data
+    if run.recipe.data.minutes is None:
+        count = run.recipe.data.conversations + run.recipe.data.calibration
+        need_disk(run.folder, state_bytes(run, count) - kept_state_bytes(run), "Keeping hidden states")
+    target.tokenizer.save_pretrained(run.folder / TARGET / "tokenizer")
+    kind = str(target.dtype).removeprefix("torch.")
+    return Outcome(
+        f"{target.name}, {target.parameters / 1e6:.1f} M parameters, {kind} on {target.device}",
+        identity=target_identity(target),
+    )
+
+
+def taps(run: Run) -> list[int]:
+    """Hidden states that the recipe's heads need, FINAL among them. Remembered, so that asking again loads no model.
+
+    Raises:
+        UserError: unknown family, or a setting that the family does not have.
+    """
+    file = run.folder / "data" / "taps.json"
+    record = run.record("target")
+    key = {"heads": run.recipe.heads.to_recipe(), "target": record.identity if record and record.whole else ""}
+    if file.is_file():
+        known = read_json(file)
+        if {name: known.get(name) for name in key} == key:
+            return [int(tap) for tap in known["taps"]]
+    import torch
+
+    from headstart.heads import family, make_config
+    from headstart.target import FINAL
+
+    config = make_config(run.recipe.heads, run.target)
+    with torch.device("meta"):
+        needed = sorted({*family(config.family)(config).taps, FINAL})
+    write_json(file, {**key, "target": target_identity(run.target), "taps": needed})
+    return needed
+
+
+def _conversation_settings(run: Run) -> dict[str, Any]:
+    return {
+        **flat("data", run.recipe.data),
+        "the prompts' content": _prompts_content(run.recipe.data.prompts),
+        "states of a token": len(taps(run)),
+        **{name: content(str(run.folder / TARGET / "tokenizer" / name)) for name in _TOKENIZER},
+    }
+
+
+def _prompts_content(source: str) -> str | None:
+    """Hash of a file or folder of prompts on this machine; None for everything else."""
+    from headstart.data.sources import find_origin
+
+    return find_origin(source).content if Path(source.partition(":")[0]).expanduser().exists() else None
+
+
+def _conversations(run: Run) -> Outcome:
+    from headstart.data.generate import build_conversations, identity
+    from headstart.data.store import estimate_bytes
+
+    data, target = run.recipe.data, run.target
+    slug = "self" if data.prompts == "self" else Path(data.prompts).stem
+    settings = data.model_dump(mode="json")
+    if data.revision is None and (known := referred(run.folder, "conversations")) is not None:
+        begun = read_note(known)
+        if begun.get("revision") and begun.get("prompts") == f"{data.prompts} at {begun['revision']}":
+            settings["revision"] = begun["revision"]  # what the run began with, whatever is newer
+    made = artifact(run.folder, "conversations", slug, identity(target, settings))
+    # More text than there is room for states of would be written for nothing.
+    most = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(taps(run)), target.hidden_size, target.dtype)
+    folder = run.folder / CONVERSATIONS
+    with held(made, run.console) as place:
+        run.refer("conversations", made)
+        pinned = data.model_copy(update={"revision": made.identity["revision"]})
+        splits = build_conversations(target, pinned, folder, run.console, place / "parts", most)
+    questions = [
+        {
+            "question_id": item.id,
+            "category": item.category,
+            "turns": [turn["content"] for turn in item.messages if turn["role"] == "user"],
+        }
+        for item in splits.heldout
+    ]
+    write_jsonl(run.folder / QUESTIONS, questions)
+    answers = sum(sum(item.supervised) for item in splits.train)
+    held_out = content(str(folder / "heldout.jsonl"))
+    used = [content(str(folder / f"{split}.jsonl")) for split in _SPLITS]
+    return Outcome(
+        f"{len(splits.train)} conversations with {answers} answer tokens; {len(splits.calibration)} for calibration, "
+        f"{len(splits.heldout)} held out",
+        identity=" ".join(map(str, [made.name, *used, held_out])),
+    )
+
+
+def conversations(run: Run, split: str) -> list[Conversation]:
+    """What the conversation stage wrote."""
+    from headstart.data.conversations import read_conversations
+
+    return read_conversations(run.folder / CONVERSATIONS / f"{split}.jsonl")
+
+
+def _state_settings(run: Run) -> dict[str, Any]:
+    return {"data.cache_gigabytes": run.recipe.data.cache_gigabytes, "taps of the heads": taps(run)}
+
+
+def _states(run: Run) -> Outcome:
+    stores = both_stores(run)
+    notice = f"; {stores['train'].notice}" if stores["train"].notice else ""
+    size = format_bytes(sum(part.bytes for part in stores.values()))
+    return Outcome(
+        f"hidden states of {sum(part.tokens for part in stores.values())} tokens, {size}{notice}",
+        identity=" ".join([*(part.fingerprint for part in stores.values()), *map(str, taps(run))]),
+    )
+
+
+def _broken_states(run: Run) -> str | None:
+    from headstart.data.store import StateStore
+
+    try:
+        for split in _SPLITS:
+            StateStore(run.folder / STATES / split)
+    except (UserError, KeyError, TypeError) as error:
+        return error.problem if isinstance(error, UserError) else "a manifest is damaged"
+    return None
+
+
+def both_stores(run: Run) -> dict[str, StateStore]:
+    """The hidden states of both splits: what is there is kept, what is missing or cut short is computed.
+
+    Those for calibration come first: the byte budget, which holds for both together, leaves out training text.
+    """
+    from headstart.data.store import build_store, estimate_bytes
+
+    target, stores, shared = run.target, dict[str, "StateStore"](), states_artifact(run)
+    budget = int(run.recipe.data.cache_gigabytes * 1e9)
+    with held(shared, run.console) as shards:
+        run.refer("states", shared)
+        for split in reversed(_SPLITS):
+            with progress_bar(run.console, f"hidden states ({split})", unit="tokens") as bar:
+                stores[split] = build_store(
+                    run.folder / STATES / split,
+                    conversations(run, split),
+                    target,
+                    taps(run),
+                    budget_bytes=budget,
+                    shards=shards,
+                    advance=bar.update,
+                )
+            budget -= estimate_bytes(stores[split].tokens, len(taps(run)), target.hidden_size, target.dtype)
+    return stores
+
+
+DATA_STAGES = (
+    Stage("target", "loading and checking the target", 1, (TARGET,), (), _target_settings, _target),
+    Stage(
+        "conversations",
+        "the target writes and answers prompts",
+        3,
+        (CONVERSATIONS, QUESTIONS),
+        ("target",),
+        _conversation_settings,
+        _conversations,
+    ),
+    Stage(
+        "states",
+        "computing hidden states",
+        _STATES_VERSION,
+        (STATES,),
+        ("target", "conversations"),
+        _state_settings,
+        _states,
+        _broken_states,
+    ),
+)
+"""In order."""

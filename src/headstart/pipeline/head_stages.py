@@ -1,0 +1,101 @@
+"""The stages that make heads: training them, and choosing their tree on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headstart.artifacts import artifact, held
+from headstart.files import read_json, write_json
+from headstart.pipeline.actions import describe_tuning
+from headstart.pipeline.data_stages import both_stores, conversations
+from headstart.pipeline.dependencies import before, conditions, content, flat, where
+from headstart.pipeline.layout import CONVERSATIONS, TRAIN, TUNE
+from headstart.pipeline.run import Outcome, Run, Stage
+
+if TYPE_CHECKING:
+    from headstart.heads import DraftHead
+
+_TUNE_VERSION = 4
+"""Raised when the same settings come to mean another tuning; that of training is in its room."""
+
+
+def _train_settings(run: Run) -> dict[str, Any]:
+    from headstart.recipe import FREE_TO_CHANGE
+    from headstart.train.place import AMOUNT, weights_hash
+
+    heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
+    settings = flat("train", run.recipe.train, leave_out=FREE_TO_CHANGE - set(AMOUNT))
+    return {**settings, "train.start_from": weights_hash(run.recipe.train.start_from), **heads}
+
+
+def _train(run: Run) -> Outcome:
+    from headstart.heads import make_config
+    from headstart.train.loop import train
+    from headstart.train.place import RESULT, finished, go_on_from_shorter, training
+
+    stores = both_stores(run)
+    lessons, judged = stores["train"], stores["calibration"]
+    made = training(run.folder, run.recipe, make_config(run.recipe.heads, run.target), lessons, judged)
+    with held(made, run.console) as folder:
+        if not finished(folder):  # before the shorter one is referred to no more
+            go_on_from_shorter(made, 1, lambda text: run.console.print(text, highlight=False, soft_wrap=True))
+        run.refer("train", made, TRAIN)
+        if not finished(folder):
+            train(run.recipe, run.target, lessons, judged, folder, run.console)
+    result = read_json(folder / RESULT)
+    return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=made.name)
+
+
+def _tune_settings(run: Run) -> dict[str, Any]:
+    return {**flat("tune", run.recipe.tune), **where(run)}
+
+
+def _tune(run: Run) -> Outcome:
+    from headstart.tuning.tune import Tuning, tune
+
+    section, file = run.recipe.tune, run.folder / TUNE / "tuning.json"
+    identity = {
+        "version": _TUNE_VERSION,
+        "heads": before(run, "train"),
+        "texts": content(str(run.folder / CONVERSATIONS / "calibration.jsonl")),
+        **_tune_settings(run),
+        "conditions": conditions(run),
+    }
+    made = artifact(run.folder, "tuning", run.recipe.heads.family, identity)
+    with held(made, run.console):
+        run.refer("tune", made, TUNE)
+        if "tune" in run.again or not file.is_file():
+            tuning = tune(
+                run.target,
+                trained_heads(run),
+                conversations(run, "calibration"),
+                widths=section.widths,
+                context=section.context,
+                max_nodes=section.max_nodes,
+                max_rank=section.max_rank,
+                console=run.console,
+            )
+            write_json(file, tuning.to_json())
+    return Outcome(describe_tuning(Tuning.from_json(read_json(file))), identity=f"{made.name} {content(str(file))}")
+
+
+def trained_heads(run: Run) -> DraftHead:
+    """The best heads of training, in the target's dtype."""
+    from headstart.heads.io import load_heads
+
+    return load_heads(run.folder / TRAIN / "best", run.target).to(run.target.dtype)
+
+
+HEAD_STAGES = (
+    Stage("train", "training the heads", 1, (TRAIN,), ("target", "states"), _train_settings, _train),
+    Stage(
+        "tune",
+        "measuring costs, choosing the tree",
+        _TUNE_VERSION,
+        (TUNE,),
+        ("conversations", "train"),
+        _tune_settings,
+        _tune,
+    ),
+)
+"""In order."""

@@ -1,0 +1,145 @@
+"""The stages after tuning: the folder of heads to keep and share, and the report about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headstart.artifacts import Artifact, artifact, give, held
+from headstart.files import read_json, write_atomic
+from headstart.pipeline.actions import refuse_other_files, refuse_others, report
+from headstart.pipeline.dependencies import before, conditions, content, flat, where
+from headstart.pipeline.head_stages import trained_heads
+from headstart.pipeline.layout import HEADS, QUESTIONS, REPORT, STATES, TRAIN, TUNE
+from headstart.pipeline.run import Outcome, Run, Stage
+
+_REPORT_FILES = {"report.html", "report.md", "results.json"}
+_EXPORT_VERSION = 1
+_EVAL_VERSION = 1
+"""Raised, as the one above, when the same settings come to mean another result."""
+
+
+def _export(run: Run) -> Outcome:
+    from headstart.hub import export_heads
+
+    made = _exported(run)
+    with held(made, run.console) as folder:
+        run.refer("export", made)
+        if not (folder / HEADS).is_dir():
+            tuning = read_json(run.folder / TUNE / "tuning.json")
+            export_heads(folder / HEADS, trained_heads(run), run.target, tuning, {"training": _training_facts(run)})
+        _give(folder / HEADS, run.folder / HEADS)
+    return Outcome(f"heads, tree and model card in {run.folder / HEADS}", identity=made.name)
+
+
+def _exported(run: Run) -> Artifact:
+    identity = {
+        "version": _EXPORT_VERSION,
+        "heads": before(run, "train"),
+        "tuning": before(run, "tune"),
+        "target": run.recipe.target.spec,  # where the heads say that their target is
+    }
+    return artifact(run.folder, "exports", run.recipe.heads.family, identity)
+
+
+def _give(source: Path, place: Path) -> None:
+    """Let a run have the heads of an artifact; refuses to replace a folder that somebody put other files into."""
+    if place.exists():
+        refuse_other_files(place)
+    give(source, place)
+
+
+def _training_facts(run: Run) -> dict[str, str]:
+    """Rows of the model card about what the heads learned from."""
+    from headstart.data.store import StateStore
+
+    result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
+    source = "written by the target itself" if data.prompts == "self" else data.prompts
+    return {
+        "recipe": run.recipe.name,
+        "prompts": source,
+        "answers": "the target's own" if data.regenerate or data.prompts == "self" else "as given",
+        "training conversations": str(len(StateStore(run.folder / STATES / "train"))),
+        "steps": f"{result['steps']} of at most {training.batch_tokens * training.accumulate} tokens; these are the "
+        f"heads of step {result['best']['step']}",
+        "loss": training.loss,
+        "supervised tokens that the heads can draft": f"{result['coverage']:.1%}",
+    }
+
+
+def _eval_settings(run: Run) -> dict[str, Any]:
+    settings = {**flat("eval", run.recipe.eval), **where(run)}
+    return {**settings, "the questions' file": content(run.recipe.eval.questions)}
+
+
+def _eval(run: Run) -> Outcome:
+    from headstart.api import load
+    from headstart.data.questions import read_questions
+    from headstart.eval import EvalOptions
+    from headstart.hub import write_card
+
+    if (run.folder / REPORT).exists():
+        refuse_others(run.folder / REPORT, _REPORT_FILES)
+    section, asked = run.recipe.eval, run.recipe.eval.questions
+    file = run.folder / QUESTIONS if asked == "heldout" else Path(asked).expanduser()
+    exported = _exported(run)
+    identity = {
+        "version": _EVAL_VERSION,
+        "heads": exported.name,
+        **_eval_settings(run),
+        "questions": content(str(file)),
+        "conditions": conditions(run),
+    }
+    made = artifact(run.folder, "reports", run.recipe.heads.family, identity)
+    with held(made, run.console) as folder, held(exported, run.console):
+        run.refer("eval", made)
+        if not (folder / REPORT / "results.json").is_file():
+            options = EvalOptions(
+                limit=section.limit,
+                max_new_tokens=section.max_new_tokens,
+                temperature=section.temperature,
+                compare=section.compare,
+            )
+            # Read back what was exported: the report is about what people will load.
+            decoder = load(exported.folder / HEADS, run.target)
+            questions = read_questions(file)
+
+            def measure(partial: Path) -> None:
+                report(decoder, questions, options, partial, run.console)
+
+            write_atomic(folder / REPORT, measure)
+        results = read_json(folder / REPORT / "results.json")
+        name = "held-out prompts" if asked == "heldout" else Path(asked).stem
+        facts = {"training": _training_facts(run), "measurements": [{"name": name, "results": results}]}
+        write_card(exported.folder / HEADS, facts)
+        _give(exported.folder / HEADS, run.folder / HEADS)
+        give(folder / REPORT, run.folder / REPORT)
+    speedup = results["summary"]["speedup_vs_plain"]
+    measured = f"{speedup['mean']:.2f}x over plain decoding, measured; " if speedup else ""
+    return Outcome(
+        f"{measured}τ {results['summary']['tokens_per_round']:.2f} on {len(results['per_prompt'])} prompts",
+        identity=made.name,
+    )
+
+
+REPORT_STAGES = (
+    Stage(
+        "export",
+        "writing the folder to keep and share",
+        _EXPORT_VERSION,
+        (HEADS,),
+        ("train", "tune"),
+        lambda _: {},
+        _export,
+    ),
+    Stage(
+        "eval",
+        "measuring against the baselines",
+        _EVAL_VERSION,
+        (REPORT,),
+        ("conversations", "export"),
+        _eval_settings,
+        _eval,
+    ),
+)
+"""In order."""

@@ -1,0 +1,159 @@
+"""Text that appears as it is decided: a stream of pieces, and token ids to text without breaking a character."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.decode.loop import OnTokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was generated for one prompt.
+
+    Attributes:
+        text: as read by people: without the end-of-turn token and other special tokens; a stop string that ended the
+            text is part of it. Empty when the target has no tokenizer.
+        tokens: token ids, the end-of-turn token included.
+        finish: why it ended: "end" (the model ended its turn), "length" or "stop".
+        tokens_per_round: τ, mean tokens per forward of the target after the prompt; 1 without drafts.
+        tokens_per_second: tokens over the wall-clock seconds from the call to the last token, reading the prompt
+            included; in a batch, this row's tokens only.
+        first_token_ms: from the call to the first token.
+        drafter_error: what the drafter raised, when it did; the text is whole all the same, decoded plainly from there.
+    """
+
+    text: str
+    tokens: list[int]
+    finish: str
+    tokens_per_round: float
+    tokens_per_second: float
+    first_token_ms: float
+    drafter_error: str | None = None
+
+
+class Stream(Iterator[str]):
+    """Pieces of a text as they are decided.
+
+    The decoding runs in a thread of its own and hands over token ids once a round; turning them into text happens in
+    the reader's thread, beside the next forward.
+    """
+
+    def __init__(self, run: Callable[[OnTokens], Answer], pieces: TextPieces) -> None:
+        self._answer: list[Answer] = []
+        # Nothing of the decoding refers to this object, so that it ends when nobody else does.
+        self._generator = _decoded(run, pieces, self._answer)
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._generator)
+
+    @property
+    def answer(self) -> Answer | None:
+        """The whole answer once the last piece was read, None before."""
+        return self._answer[0] if self._answer else None
+
+    def close(self) -> None:
+        """End the decoding early; happens by itself when the stream is no longer used."""
+        self._generator.close()
+
+
+def _decoded(run: Callable[[OnTokens], Answer], pieces: TextPieces, answer: list[Answer]) -> Generator[str, None, None]:
+    """The pieces of a stream; its answer is appended at the end."""
+    inbox: queue.SimpleQueue[list[int] | Answer | BaseException] = queue.SimpleQueue()
+    stopped = threading.Event()
+    still_open = _OPEN  # at the end of the interpreter a module's names are gone before its objects
+
+    def on_tokens(_row: int, tokens: list[int]) -> None:
+        if stopped.is_set():
+            raise _Stopped
+        inbox.put(tokens)
+
+    def work() -> None:
+        try:
+            inbox.put(run(on_tokens))
+        except BaseException as error:  # raised again in the reader's thread
+            inbox.put(error)
+
+    thread = threading.Thread(target=work, name="headstart-stream", daemon=True)
+    thread.start()
+    still_open[thread] = stopped
+    try:
+        while not isinstance(message := inbox.get(), Answer):
+            if isinstance(message, BaseException):
+                raise message
+            if piece := pieces.push(message):
+                yield piece
+        if piece := pieces.rest():
+            yield piece
+        answer.append(message)
+    finally:
+        stopped.set()
+        thread.join()
+        still_open.pop(thread, None)
+
+
+_OPEN: dict[threading.Thread, threading.Event] = {}
+"""Threads of streams that were not read to their end, and what ends them."""
+
+
+@atexit.register
+def _end_streams() -> None:
+    """End what still decodes when the interpreter does: torch aborts the process if it is torn down under a thread."""
+    for stopped in list(_OPEN.values()):
+        stopped.set()
+    for thread in list(_OPEN):
+        thread.join()
+
+
+class TextPieces:
+    """Token ids to text, a few at a time, without breaking a character.
+
+    Bytes of a character that is not complete yet decode to U+FFFD; text that ends with it is held back. Only the last
+    piece and the new tokens are decoded again, so that the work does not grow with the text.
+
+    Args:
+        tokenizer: of the target.
+        ends: ids of end-of-turn tokens; they are not text.
+    """
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._tokens: list[int] = []
+        self._start = 0  # the context that decides on spaces starts here
+        self._shown = 0  # tokens whose text has been given out
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        self._tokens.extend(token for token in tokens if token not in self._ends)
+        text = self._pending()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._start, self._shown = self._shown, len(self._tokens)
+        return text
+
+    def rest(self) -> str:
+        """What was held back, at the end of the text."""
+        text = self._pending()
+        self._start = self._shown = len(self._tokens)
+        return text
+
+    def _pending(self) -> str:
+        known = decode_text(self._tokenizer, self._tokens[self._start : self._shown])
+        return decode_text(self._tokenizer, self._tokens[self._start :])[len(known) :]
+
+
+class _Stopped(Exception):
+    """The reader of a stream has gone."""
+
+
+def decode_text(tokenizer: Any, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
