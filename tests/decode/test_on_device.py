@@ -18,9 +18,9 @@ from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.heads import DraftHead, HeadBatch
+from headstart.recipe import TrainSection
 from headstart.target import Target, TreeShape
 from headstart.train.batches import noisy, predictions, thinned
-from headstart.train.config import TrainSection
 from headstart.train.losses import LOSSES, Teacher, find_loss, weighted
 from headstart.train.optimizers import make_optimizers
 from tests.heads.test_contract import CASES, batch_of, build, shake

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 
 from headstart.data.store import StateStore
 from headstart.files import read_jsonl
+from headstart.recipe import Recipe
 from headstart.target import Target
-from headstart.train.config import Recipe
 from headstart.train.loop import train
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer
