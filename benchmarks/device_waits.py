@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from record import record
 
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine
@@ -27,9 +28,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.files import write_json
 from headstart.heads import family, make_config
-from headstart.provenance import git_state
 from headstart.target import Target, TreeShape
 from tests.standin import CUDA, Round, StandIn, rounds_of
 from tests.tiny import tiny_model
@@ -59,9 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         print(f"{name}, temperature {temperature:g}, {rows} rows:", *where(found), sep="\n  ")
     print(table(results))
     if options.out:
-        commit, _ = git_state()
-        conditions = {"commit": commit, "torch": torch.__version__, "tokens": options.tokens}
-        write_json(options.out, {"command": "python benchmarks/device_waits.py", **conditions, "rounds": results})
+        what = (
+            "Waits for the device, uploads and launched operations of a round, counted on a stand-in device: mean (max)"
+        )
+        machine = {"device": "a stand-in, computed on the CPU", "torch": torch.__version__}
+        settings = {"new_tokens": options.tokens, "target": "a random Llama of 8 layers"}
+        record(options.out, what, results, machine, __file__, arguments, settings)
 
 
 def drafters(target: Target, families: Sequence[str]) -> dict[str, Drafter | None]:

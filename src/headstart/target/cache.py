@@ -61,6 +61,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new_tokens = 0
         self._ragged = False
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._lengths: dict[torch.device, tuple[list[int], Tensor]] = {}
 
     @property
     def rows(self) -> int:
@@ -116,8 +117,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the tokens of this forward go: rows [B, 1] and slots [B, T]."""
         if device not in self._slots:
-            lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
-            slots_BT = lengths_B1 + torch.arange(self._new_tokens, device=device)
+            slots_BT = self.lengths_B1(device) + torch.arange(self._new_tokens, device=device)
             self._slots[device] = torch.arange(self.rows, device=device)[:, None], slots_BT
         return self._slots[device]
 
@@ -138,7 +138,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         ]
         if moved and paths_BP is not None and paths_BP.device.type != "cpu":
             # What padding moves lies behind the new length, where everything is garbage.
-            starts_B1 = self._starts(paths_BP.device)
+            starts_B1 = self.lengths_B1(paths_BP.device)
             places_BP = starts_B1 + torch.arange(paths_BP.shape[1], device=paths_BP.device)
             for store in self._stores:
                 sources = (starts_B1 + paths_BP).to(store.device)
@@ -154,11 +154,14 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         for row, path in enumerate(paths):
             self.lengths[row] += len(path)
 
-    def _starts(self, device: torch.device) -> Tensor:
-        """Committed tokens of each row, [B, 1], or [1, 1] where all have the same."""
+    def lengths_B1(self, device: torch.device) -> Tensor:
+        """Committed tokens of each row, int64 [B, 1], or [1, 1] where all have the same; uploaded once a round."""
         if len(set(self.lengths)) == 1:
             return torch.full((1, 1), self.lengths[0], device=device)
-        return torch.tensor(self.lengths, device=device)[:, None]
+        known = self._lengths.get(device)
+        if known is None or known[0] != self.lengths:
+            self._lengths[device] = known = list(self.lengths), torch.tensor(self.lengths, device=device)[:, None]
+        return known[1]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order: rows that have ended stop costing anything."""

@@ -378,10 +378,7 @@ class Target:
             self._read_again(cache, ends or [length + 1 for length in cache.lengths])
         width = tree.size
         seen = max(cache.lengths) + width
-        if len(set(cache.lengths)) == 1:
-            lengths_B1 = torch.full((1, 1), cache.lengths[0], device=self.device)
-        else:
-            lengths_B1 = torch.tensor(cache.lengths, device=self.device)[:, None]
+        lengths_B1 = cache.lengths_B1(self.device)
         # Near the end of the context a tree reaches past it. Those nodes are never emitted, but learned position tables
         # have no row for them, and some rotary scalings change for all tokens of a forward that passes the limit.
         shape = tree.tokens_BN.shape
