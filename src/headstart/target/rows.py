@@ -131,7 +131,7 @@ def agreeing(products: dict[int, Tensor]) -> SameBits:
     SameBits(fewest=2, most=4)
     """
     numbers = list(products)
-    even = {rows: all(torch.equal(out[i], out[i % 4]) for i in range(4, rows)) for rows, out in products.items()}
+    even = {rows: torch.equal(out[4:], out[:-4]) if rows > 4 else True for rows, out in products.items()}
     for most in reversed(numbers):
         if not even[most]:
             continue
