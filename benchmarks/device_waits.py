@@ -14,6 +14,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         what = (
             "Waits for the device, uploads and launched operations of a round, counted on a stand-in device: mean (max)"
         )
-        machine = {"device": "a stand-in, computed on the CPU", "torch": torch.__version__}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        machine = {"device": "a stand-in, computed on the CPU", "torch": torch.__version__, "date": now}
         settings = {"new_tokens": options.tokens, "target": "a random Llama of 8 layers"}
         record(options.out, what, results, machine, __file__, arguments, settings)
 

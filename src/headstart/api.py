@@ -34,8 +34,8 @@ def load(
         any_target: take a target that does not look like the one the heads were trained on, if its sizes fit; the
             text stays the target's own, and fewer drafts may be accepted.
         exact: "bits" keeps every bit of what the target says without drafts, "tokens" its tokens but for near-ties in
-            short dtypes, see `Target.exact`; "auto" keeps the bits where that is cheap. A model that is loaded already
-            keeps its own setting unless this is given.
+            short dtypes, see `Target.exact`; "auto" keeps the tokens. A model that is loaded already keeps its own
+            setting unless this is given.
 
     Raises:
         UserError: no such heads, files that are cut short, a target that cannot be loaded, or one that the heads were

@@ -65,9 +65,7 @@ TargetOption = Annotated[
 ]
 ExactOption = Annotated[
     ExactChoice,
-    typer.Option(
-        "--exact", help="What drafts leave as it is: every bit, or the tokens; auto keeps the bits where that is cheap."
-    ),
+    typer.Option("--exact", help="What drafts leave as it is: every bit, or the tokens (auto); bits are slower."),
 ]
 AnyTarget = Annotated[
     bool, typer.Option("--any-target", help="Take a target that the heads were not trained on, if its sizes fit.")

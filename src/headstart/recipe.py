@@ -86,7 +86,7 @@ class TargetSection(Section):
     revision: str | None = Field(None, description="Revision of a hub id.")
     exact: Literal["auto", "bits", "tokens"] = Field(
         "auto",
-        description="What drafts leave as it is: every bit, or the tokens; auto keeps the bits where that is cheap.",
+        description="What drafts leave as it is: every bit, or the tokens (auto); bits are slower.",
     )
 
 

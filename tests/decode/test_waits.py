@@ -19,7 +19,7 @@ ONE_FORWARD, BY_LEVELS = "medusa", "eagle3"
 """Rows of `tests.heads.test_contract` that draft all depths from one state, and level by level; both 3 deep."""
 
 WAITS = {"none": 1, "ngram": 1, ONE_FORWARD: 2, BY_LEVELS: 4, f"{ONE_FORWARD}+ngram": 2, f"{BY_LEVELS}+ngram": 4}
-"""Greedy, for any number of rows: reading the outcome, and reading drafts, which a level-wise family does level by level."""
+"""Greedy, for any number of rows: reading the outcome, and reading drafts: at once, or level by level."""
 UPLOADS = {"none": 0, "ngram": 1, ONE_FORWARD: 1}
 """Of one row: the proposal."""
 

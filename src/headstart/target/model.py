@@ -24,7 +24,6 @@ from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.identity import Identity, differs, fingerprint, settings_hash, sketch, vocabulary_hash
 from headstart.target.lm_head import Finish, plain_weight, unpacked
-from headstart.target.rows import can_try, same_bits
 from headstart.target.tree import DraftTree, TreeShape
 
 Exact = Literal["auto", "bits", "tokens"]
@@ -36,8 +35,6 @@ _CHECKED, _SMALL_WINDOW = 20, 512
 _CLOSE, _ROUNDED = 0.02, 0.25
 """Differences of logits, as a share of their spread, that rounding explains in float32 and in shorter dtypes: bfloat16
 rounds them by about 1 %, quantised layers by more; a mask that leaks or hides a token moves them by about 100 %."""
-_WIDE = 16
-"""Rows that all layers must take at once before "auto" keeps the bits: in smaller pieces it would cost more."""
 _CAPTURED = 8192
 """Tokens whose states are captured at a time, or one row."""
 
@@ -63,8 +60,7 @@ class Target:
         model: a transformers causal language model; it is put in eval mode and its parameters are frozen.
         tokenizer: its tokenizer; may be None where no text is read or written.
         spec: what to pass to `load_target` to get it again.
-        exact: see the attribute; "auto" keeps the bits where that is cheap (bfloat16 and float16 on a CPU whose
-            matrix products allow it).
+        exact: see the attribute; "auto" keeps the tokens, since the bits cost more than 3 % of a round.
 
     Attributes:
         device: where tokens go in, and logits and tapped states come out.
@@ -118,22 +114,13 @@ class Target:
         that in short dtypes a near-tie may turn out differently. Either way it may be set at any time; keys and values
         that are in a cache stay as they are.
         """
-        if self._exact != "auto":
-            return self._exact
-        short = self.device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float16)
-        found: Literal["bits", "tokens"] = "bits" if short and self._takes_rows(_WIDE) else "tokens"
-        self._exact = found
-        return found
+        return "tokens" if self._exact == "auto" else self._exact
 
     @exact.setter
     def exact(self, exact: Exact) -> None:
         if exact not in get_args(Exact):
             raise UserError(f"exact is {exact!r}.", nearest(exact, get_args(Exact)))
         self._exact = exact
-
-    def _takes_rows(self, rows: int) -> bool:
-        """Whether so many rows can run through every layer at once, each with the bits it has alone."""
-        return all(can_try(module) and same_bits(module).most >= rows for module in self._fitting.matrices)
 
     @property
     def name(self) -> str:
