@@ -51,12 +51,18 @@ _PAUSES = (8, 16, 32, 64)
 """Plain rounds before each try at least; the last one repeats."""
 _STAKE = 2.0
 """Tokens that drafting may lose before it has won any."""
+_DEAREST = 3.0
+"""Tokens that plain rounds earn ahead of a first try, however dear the costs take it to be: they may be wrong."""
+_EASILY = 0.125
+"""Share of what an answer may gain by drafting that its first try may always cost."""
 _MOST = 4.0
 """The same after it has won, at most."""
 _EARNED = 0.015
 """Tokens that each plain round adds to what may be lost, up to the first stake; less after tries that did not pay."""
-_DISCOURAGED = 4
+_DISCOURAGED = 2
 """Tries in a row that did not pay after which plain rounds earn half as much."""
+_LATE = 0.25
+"""Share of what is left of an answer after which another try at drafting comes too late to be worth its drafter."""
 _GUESS = 2.0
 """Tokens a round before anything was drafted."""
 
@@ -161,6 +167,7 @@ class Pace:
         self._pauses = 0
         self._probes_left = 0
         self._saved = self._known.balance if self._known.balance is not None else _STAKE
+        self._limit = _STAKE  # that plain rounds may earn
         self._set_rows(rows)
         if costs is not None and mode == "auto":
             self._start(limit)
@@ -292,17 +299,30 @@ class Pace:
         assert self._now is not None, "without costs nothing is weighed"
         tokens_per_round = max(_GUESS, self._known.tokens_per_round or 0.0)
         round_ms = self._now.verify(_PROBE_NODES * self.rows) + self._now.draft(_PROBE_NODES - 1)
-        gain = (limit - 1) * (1 - round_ms / self._now.verify(self.rows) / tokens_per_round)
+        drafted = round_ms / self._now.verify(self.rows)  # plain rounds in the time of a drafted one
+        gain = (limit - 1) * (1 - drafted / tokens_per_round)
         rounds = self._known.of(self.rows)
         if self._known.losses and self._saved < _PATIENCE + self._reading:
             self._wait(0)
-            if 2 * self._plain_left > limit:  # not worth keeping a drafter for: what is saved is for the next call
+        elif rounds.known or not self._learns:
+            if gain < self._reading:
                 self._plain_left = limit
-        elif gain < self._reading and (rounds.known or not self._learns):
+        elif not self._affords(self._reading + _SEEN * (drafted - 1), gain):
             self._plain_left = limit
-        elif self._learns:
+        else:
             self._plain_left = rounds.wants_plain
             self._paused = not rounds.known  # the first drafts are small, until their costs are known
+
+    def _affords(self, price: float, gain: float) -> bool:
+        """Whether the first try, at this price in tokens, can be afforded: from the stake where the answer would win it
+        back, else from what plain rounds have earned."""
+        if price <= max(min(self._saved, gain), _EASILY * gain):
+            return True
+        self._limit = _STAKE + min(price, _DEAREST)
+        if self._saved < self._limit:
+            return False
+        self._saved = _STAKE
+        return True
 
     def _time(self, nodes: int, drafted: bool, draft_ms: float, verify_ms: float) -> None:
         """Compare a round's times with the costs."""
@@ -315,7 +335,7 @@ class Pace:
     def _note_plain(self) -> None:
         self._plain_left -= 1
         self._unread += 1
-        self._save(max(0.0, min(self._earned, _STAKE - self._saved)))
+        self._save(max(0.0, min(self._earned, self._limit - self._saved)))
         if self._plain_left == 0 and self._paused:
             self._paused, self._probes_left = False, _PROBE_ROUNDS
 
@@ -349,6 +369,8 @@ class Pace:
         assert self._now is not None, "without costs nothing is weighed"
         lost = self._reading + _PROBE_LOSS
         self._plain_left = max(least, ceil((lost - self._saved) / self._earned))
+        if self._plain_left > _LATE * max(self._left):  # what is saved is for the next call
+            self._plain_left = max(self._plain_left, ceil(max(self._left)))
         self._paused = self._plain_left > 0
         self._probes_left = 0 if self._paused else _PROBE_ROUNDS
 
@@ -371,7 +393,7 @@ class Pace:
 
     def _save(self, tokens: float) -> None:
         """Add to what may be lost."""
-        self._saved = self._known.balance = min(_MOST, self._saved + tokens)
+        self._saved = self._known.balance = min(max(_MOST, self._limit), self._saved + tokens)
 
     def _rate(self, tokens: int) -> float:
         """Tokens per millisecond of the whole batch, not below those of plain decoding."""
