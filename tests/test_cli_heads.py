@@ -122,7 +122,7 @@ def test_a_drafter_that_fails_is_said_loudly(
         raise ValueError("no [drafts] today")
 
     monkeypatch.setattr(MedusaHead, "expand", fail)
-    asked = ("--questions", questions, "--limit", 1, "--out", tmp_path / "out")
+    asked = ("--questions", questions, "--limit", 1, "--out", tmp_path / "out", "--draft", "on")
     shown = works("eval", heads, *asked, "--max-new-tokens", 6, "--compare", "static,ngram").stdout
     for name in ("heads", "static"):
         line = f"The drafter {name} failed (ValueError: no [drafts] today): its figures are those of plain decoding."
