@@ -1,16 +1,21 @@
 """Verifiers: from a drafted tree and the target's logits to the tokens that are emitted.
 
-Greedy decoding reads all choices at once. Sampling follows a rule (see `headstart.decode.rules`), which asks for the
-target's distribution only at the nodes that it comes to.
+Greedy decoding reads all choices at once. Sampling follows a rule (see `headstart.decode.rules`) down the tree, all
+rows together, one depth after the other: the target's distribution is computed only at the nodes that rows come to, and
+the host waits for the device once, for what came out.
 
-Shape suffixes: B rows, N tree nodes, W distributions, V vocabulary.
+Each token of a row's text takes one number of each of the row's random streams, whatever was drafted and whatever the
+other rows do.
+
+Shape suffixes: B rows, N tree nodes, K depths, M rows that still go on, W distributions, V vocabulary, G groups of
+tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +25,12 @@ from headstart.decode.sampling import Sampling
 from headstart.target import DraftTree
 from headstart.target.tree import Drawn
 
-if TYPE_CHECKING:
-    from headstart.decode.rules import Rule
+_GROUP = 256
+"""Tokens that are summed together to draw one: the group is found first, then the token in it."""
+_INSIDE = 1 - 1e-12
+"""The largest share of a sum that a draw may fall on: the sum itself lies behind the last token."""
+_AHEAD = 64
+"""Random numbers that are drawn at a time."""
 
 
 @dataclass
@@ -142,8 +151,87 @@ def draw_each(probs_WV: Tensor, stream: torch.Generator) -> Tensor:
     return torch.searchsorted(cumulative_WV, place_W1, right=True)[:, 0]
 
 
+def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens at which uniform numbers fall in distributions that need not sum to 1, and what those sum to.
+
+    Args:
+        weights_MV: not negative.
+        number_M: float64, from [0, 1).
+
+    Returns:
+        int64 [M], never a token of weight 0 unless all are; float64 [M].
+
+    >>> token_M, sum_M = draw_at(torch.tensor([[0.0, 2.0, 6.0]] * 3), torch.tensor([0.0, 0.2, 0.9]).double())
+    >>> token_M.tolist(), sum_M.tolist()
+    ([1, 1, 2], [8.0, 8.0, 8.0])
+    """
+    size = weights_MV.shape[1]
+    whole = size // _GROUP * _GROUP
+    sums_MG = weights_MV[:, :whole].unflatten(1, (-1, _GROUP)).sum(-1).double() if whole else None
+    if whole < size or sums_MG is None:
+        rest_M1 = weights_MV[:, whole:].sum(-1, keepdim=True).double()
+        sums_MG = rest_M1 if sums_MG is None else torch.cat([sums_MG, rest_M1], 1)
+    until_MG = sums_MG.cumsum(1)
+    sum_M = until_MG[:, -1]
+    place_M1 = (number_M.clamp(max=_INSIDE) * sum_M)[:, None]
+    # The first whose cumulative sum passes the place: its own weight is then above 0.
+    group_M1 = torch.searchsorted(until_MG, place_M1, right=True).clamp(max=sums_MG.shape[1] - 1)
+    own_M1 = sums_MG.gather(1, group_M1)
+    token_MG = group_M1 * _GROUP + torch.arange(min(_GROUP, size), device=weights_MV.device)
+    inside_MG = weights_MV.gather(1, token_MG.clamp(max=size - 1)).double().masked_fill(token_MG >= size, 0.0).cumsum(1)
+    share_M1 = ((place_M1 - until_MG.gather(1, group_M1) + own_M1) / own_M1).clamp(0.0, _INSIDE)
+    inside_M1 = torch.searchsorted(inside_MG, share_M1 * inside_MG[:, -1:], right=True)
+    return (group_M1 * _GROUP + inside_M1).clamp(max=size - 1)[:, 0], sum_M
+
+
+class Numbers:
+    """Uniform numbers of one random stream, drawn ahead; they are those that `uniform` would draw.
+
+    Args:
+        stream: used for nothing else.
+
+    >>> numbers = Numbers(torch.Generator().manual_seed(0))
+    >>> numbers.peek(3)[1:] == (numbers.skip(1), numbers.peek(2))[1]
+    True
+    """
+
+    def __init__(self, stream: torch.Generator) -> None:
+        self._stream = stream
+        self._ahead: list[float] = []
+
+    def peek(self, count: int) -> list[float]:
+        """The next numbers, which stay the next ones."""
+        while len(self._ahead) < count:
+            self._ahead += torch.rand(_AHEAD, generator=self._stream, dtype=torch.float64).tolist()
+        return self._ahead[:count]
+
+    def skip(self, count: int) -> None:
+        """So many were used."""
+        self.peek(count)
+        del self._ahead[:count]
+
+
+@dataclass
+class Visited:
+    """The nodes that rows have come to, one of each row, as a rule for many rows reads them.
+
+    Attributes:
+        p_target_MV: the target's distribution after each; the rule may overwrite it.
+        accept_M: numbers for acceptance tests, float64 from [0, 1).
+        residual_M: numbers for drawing tokens.
+        drawn_M: the token of each node's first drawn child, -1 where no child was drawn.
+        q_draft_MV: what that child was drawn from, anything where none was; None where no node has one.
+    """
+
+    p_target_MV: Tensor
+    accept_M: Tensor
+    residual_M: Tensor
+    drawn_M: Tensor | None = None
+    q_draft_MV: Tensor | None = None
+
+
 class Row:
-    """One row of a verified tree, as a rule reads it.
+    """One row of a verified tree, as a rule for single rows reads it.
 
     Args:
         tokens: of each node, the root's first.
@@ -195,6 +283,29 @@ class Row:
         return next((child for child in self.children[node] if self.tokens[child] == token), None)
 
 
+@dataclass(frozen=True)
+class Rule:
+    """A rule for sampling, and what it needs.
+
+    Attributes:
+        name: what users call it.
+        accept_row: decides one round of one row.
+        children: how drafters should choose children for it. Lossless rules are so for every choice; this is the one
+            that they accept most of.
+        next_tokens: the token after each visited node, for rules that decide node by node, from the root down. Where it
+            is there it decides in place of `accept_row`, which is then its reference: the same for one row.
+        lossless: whether the output is distributed as the target's own.
+        chains_only: whether no node may have more than one child.
+    """
+
+    name: str
+    accept_row: Callable[[Row, Streams], Accepted]
+    children: Children
+    next_tokens: Callable[[Visited], Tensor] | None = None
+    lossless: bool = True
+    chains_only: bool = False
+
+
 class RuleVerifier:
     """Follow a rule at every row, with random streams of the row's own.
 
@@ -215,34 +326,144 @@ class RuleVerifier:
         self._sampling = sampling
         self._texts = [list(prompt) for prompt in prompts]
         self._streams = list(streams_B)
+        self._numbers = [(Numbers(own.accept), Numbers(own.residual)) for own in streams_B]
 
     def first(self, logits_BV: Tensor) -> list[int]:
-        tokens = []
-        for logits_V, text, own in zip(logits_BV, self._texts, self._streams, strict=True):
-            tokens.append(draw(self._distribution(logits_V, text), own.residual))
-            text.append(tokens[-1])
+        _, residual_BK = self._peek(1, logits_BV.device)
+        tokens: list[int] = draw_at(self._distributions(logits_BV, self._texts), residual_BK[:, 0])[0].tolist()
+        for number, token in enumerate(tokens):
+            self._emitted(number, [token])
         return tokens
 
     def accept(self, tree: DraftTree, logits_BNV: Tensor) -> list[Accepted]:
-        accepted = []
-        for number, tokens in enumerate(tree.tokens_BN.tolist()):
-            parents, text = tree.parents_of(number), self._texts[number]
-            row = Row(
-                tokens[: len(parents)],
-                parents,
-                tree.drawn[number] if tree.drawn is not None else {},
-                logits_BNV[number],
-                lambda logits_V, path, text=text: self._distribution(logits_V, text + path),  # type: ignore[misc]  # a default's type
-            )
-            accepted.append(self.rule.accept_row(row, self._streams[number]))
-            text.extend(accepted[-1].tokens)
+        if self.rule.next_tokens is None:
+            tokens = tree.tokens_BN.tolist()
+            accepted = [self._alone(tree, logits_BNV, number, tokens[number]) for number in range(len(tokens))]
+        else:
+            accepted = self._together(tree, logits_BNV, self.rule.next_tokens)
+        for number, one in enumerate(accepted):
+            self._emitted(number, one.tokens)
         return accepted
 
     def select(self, rows: Sequence[int]) -> None:
         self._texts = [self._texts[row] for row in rows]
         self._streams = [self._streams[row] for row in rows]
+        self._numbers = [self._numbers[row] for row in rows]
 
-    def _distribution(self, logits_V: Tensor, prefix: list[int]) -> Tensor:
+    def _together(
+        self, tree: DraftTree, logits_BNV: Tensor, next_tokens: Callable[[Visited], Tensor]
+    ) -> list[Accepted]:
+        """All rows go down their trees side by side.
+
+        Where asking the device costs nothing, or processors must see the text, rows that have ended are left out; else
+        they stay, and what they come to is ignored.
+        """
+        device, (rows, _, vocab) = logits_BNV.device, logits_BNV.shape
+        asks = device.type == "cpu" or self._sampling.needs_prefix
+        depths = tree.depth + 1
+        accept_BK, residual_BK = self._peek(depths, device)
+        drawn = _Draws(tree, vocab, device)
+        tokens_BK = torch.full((rows, depths), -1, device=device)
+        path_BK = torch.full((rows, depths), -1, device=device)
+        row_M, node_M = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.long, device=device)
+        going_M = torch.ones(rows, dtype=torch.bool, device=device)
+        for depth in range(depths):
+            logits_MV = logits_BNV[row_M, node_M] if depth else logits_BNV[:, 0]
+            texts = self._texts
+            if depth and self._sampling.needs_prefix:
+                so_far = zip(row_M.tolist(), tokens_BK[row_M, :depth].tolist(), strict=True)
+                texts = [self._texts[row] + tokens for row, tokens in so_far]
+            visited = Visited(self._distributions(logits_MV, texts), accept_BK[row_M, depth], residual_BK[row_M, depth])
+            if drawn:
+                visited.drawn_M, visited.q_draft_MV = drawn.at(row_M, node_M, asks)
+            next_M = next_tokens(visited)
+            holds_MN = (drawn.parents_BN[row_M] == node_M[:, None]) & (tree.tokens_BN[row_M] == next_M[:, None])
+            child_M, goes_M = holds_MN.int().argmax(1), holds_MN.any(1) & going_M
+            tokens_BK[row_M, depth] = next_M.masked_fill(~going_M, -1)
+            path_BK[row_M, depth] = child_M.masked_fill(~goes_M, -1)
+            node_M, going_M = torch.where(goes_M, child_M, node_M), goes_M
+            if asks:
+                row_M, node_M, going_M = row_M[goes_M], node_M[goes_M], going_M[goes_M]
+                if not len(row_M):
+                    break
+        tokens, paths = torch.stack([tokens_BK, path_BK]).tolist()
+        return [
+            Accepted([0, *(node for node in path if node >= 0)], [token for token in own if token >= 0])
+            for path, own in zip(paths, tokens, strict=True)
+        ]
+
+    def _alone(self, tree: DraftTree, logits_BNV: Tensor, number: int, tokens: list[int]) -> Accepted:
+        """One row, by a rule for single rows."""
+        parents, text = tree.parents_of(number), self._texts[number]
+        row = Row(
+            tokens[: len(parents)],
+            parents,
+            tree.drawn[number] if tree.drawn is not None else {},
+            logits_BNV[number],
+            lambda logits_V, path: self._distributions(logits_V[None], [text + path])[0],
+        )
+        return self.rule.accept_row(row, self._streams[number])
+
+    def _peek(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The next numbers of each row for accepting and for drawing, [B, count] each; one upload."""
+        numbers = [[own[kind].peek(count) for own in self._numbers] for kind in (0, 1)]
+        accept_BK, residual_BK = torch.tensor(numbers, dtype=torch.float64, device=device).unbind()
+        return accept_BK, residual_BK
+
+    def _emitted(self, number: int, tokens: Sequence[int]) -> None:
+        self._texts[number].extend(tokens)
+        for numbers in self._numbers[number]:
+            numbers.skip(len(tokens))
+
+    def _distributions(self, logits_MV: Tensor, texts: Sequence[list[int]]) -> Tensor:
+        """What to draw from behind each text, float [M, V]."""
         if self._sampling.needs_prefix:
-            logits_V = self._sampling.process(logits_V, prefix)
-        return self._sampling.warp(logits_V)
+            processed = [
+                self._sampling.process(logits_V, text) for logits_V, text in zip(logits_MV, texts, strict=True)
+            ]
+            logits_MV = torch.stack(processed)
+        return self._sampling.warp(logits_MV)
+
+
+class _Draws:
+    """A tree's shape and its drawn children on the device, in one upload.
+
+    Attributes:
+        parents_BN: parent of each node, -1 for the root and -2 for padding.
+    """
+
+    def __init__(self, tree: DraftTree, vocab: int, device: torch.device) -> None:
+        rows, size = tree.tokens_BN.shape
+        self._vocab, self._tokens_BN = vocab, tree.tokens_BN
+        self._drawn = tree.drawn or []
+        self._all = [drawn for row in self._drawn for drawn in row.values()]
+        parents, firsts, places = [], [], []
+        count = 0
+        for row in range(rows):
+            own = tree.parents_of(row)
+            parents.append([*own, *[-2] * (size - len(own))])
+            firsts.append([-1] * size)
+            places.append([0] * size)
+            for node, drawn in self._drawn[row].items() if self._drawn else ():
+                firsts[row][node], places[row][node] = drawn.children[0], count
+                count += 1
+        whole = torch.tensor([parents, firsts, places] if count else [parents], device=device)
+        self.parents_BN = whole[0]
+        if count:
+            self._first_BN, self._place_BN = whole[1:]
+        self._q_draft_WV: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def at(self, row_M: Tensor, node_M: Tensor, asks: bool) -> tuple[Tensor, Tensor]:
+        """The first drawn child's token of each of these nodes, and what it was drawn from; see `Visited`."""
+        first_M, place_M = self._first_BN[row_M, node_M], self._place_BN[row_M, node_M]
+        token_M = self._tokens_BN[row_M, first_M.clamp(min=0)]
+        if asks:  # only what is needed is put together
+            q_draft_MV = torch.stack([self._all[place].q_draft_V(self._vocab) for place in place_M.tolist()])
+        else:
+            if self._q_draft_WV is None:
+                self._q_draft_WV = torch.stack([drawn.q_draft_V(self._vocab) for drawn in self._all])
+            q_draft_MV = self._q_draft_WV[place_M]
+        return token_M.masked_fill(first_M < 0, -1), q_draft_MV
