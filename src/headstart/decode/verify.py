@@ -29,6 +29,8 @@ _GROUP = 256
 """Tokens that are summed together to draw one: the group is found first, then the token in it."""
 _INSIDE = 1 - 1e-12
 """The largest share of a sum that a draw may fall on: the sum itself lies behind the last token."""
+_CACHED, _TOGETHER = 1 << 18, 1 << 27
+"""Probabilities that are computed at a time, on a CPU and elsewhere."""
 _AHEAD = 64
 """Random numbers that are drawn at a time."""
 
@@ -167,7 +169,7 @@ def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
     """
     size = weights_MV.shape[1]
     whole = size // _GROUP * _GROUP
-    sums_MG = weights_MV[:, :whole].unflatten(1, (-1, _GROUP)).sum(-1).double() if whole else None
+    sums_MG = weights_MV[:, :whole].reshape(len(weights_MV), -1, _GROUP).sum(-1).double() if whole else None
     if whole < size or sums_MG is None:
         rest_M1 = weights_MV[:, whole:].sum(-1, keepdim=True).double()
         sums_MG = rest_M1 if sums_MG is None else torch.cat([sums_MG, rest_M1], 1)
@@ -330,7 +332,11 @@ class RuleVerifier:
 
     def first(self, logits_BV: Tensor) -> list[int]:
         _, residual_BK = self._peek(1, logits_BV.device)
-        tokens: list[int] = draw_at(self._distributions(logits_BV, self._texts), residual_BK[:, 0])[0].tolist()
+        parts = _parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
+        drawn = [
+            draw_at(self._distributions(logits_BV[part], self._texts[part]), residual_BK[part, 0])[0] for part in parts
+        ]
+        tokens: list[int] = torch.cat(drawn).tolist()
         for number, token in enumerate(tokens):
             self._emitted(number, [token])
         return tokens
@@ -373,10 +379,15 @@ class RuleVerifier:
             if depth and self._sampling.needs_prefix:
                 so_far = zip(row_M.tolist(), tokens_BK[row_M, :depth].tolist(), strict=True)
                 texts = [self._texts[row] + tokens for row, tokens in so_far]
-            visited = Visited(self._distributions(logits_MV, texts), accept_BK[row_M, depth], residual_BK[row_M, depth])
-            if drawn:
-                visited.drawn_M, visited.q_draft_MV = drawn.at(row_M, node_M, asks)
-            next_M = next_tokens(visited)
+            found = []
+            for part in _parts(len(row_M), vocab, device):
+                probs_MV = self._distributions(logits_MV[part], texts[part])
+                rows_M, places_M = row_M[part], node_M[part]
+                visited = Visited(probs_MV, accept_BK[rows_M, depth], residual_BK[rows_M, depth])
+                if drawn:
+                    visited.drawn_M, visited.q_draft_MV = drawn.at(rows_M, places_M, asks)
+                found.append(next_tokens(visited))
+            next_M = torch.cat(found)
             holds_MN = (drawn.parents_BN[row_M] == node_M[:, None]) & (tree.tokens_BN[row_M] == next_M[:, None])
             child_M, goes_M = holds_MN.int().argmax(1), holds_MN.any(1) & going_M
             tokens_BK[row_M, depth] = next_M.masked_fill(~going_M, -1)
@@ -423,6 +434,12 @@ class RuleVerifier:
             ]
             logits_MV = torch.stack(processed)
         return self._sampling.warp(logits_MV)
+
+
+def _parts(rows: int, vocab: int, device: torch.device) -> list[slice]:
+    """Rows whose distributions are computed together: on a CPU as many as its caches hold."""
+    size = max(1, (_CACHED if device.type == "cpu" else _TOGETHER) // vocab)
+    return [slice(start, start + size) for start in range(0, rows, size)]
 
 
 class _Draws:
