@@ -10,12 +10,17 @@ run `render.py`.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from headstart.decode.costs import cpu_model
 from headstart.files import read_json, write_json
 from headstart.provenance import git_state
 
@@ -102,6 +107,19 @@ def record(
         rows=[dict(row) for row in rows],
         **({"details": dict(details)} if details else {}),
     )
+
+
+def here() -> dict[str, Any]:
+    """The machine, for benchmarks without a target."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {
+        "cpu": cpu_model(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "date": now,
+    }
 
 
 def commit() -> str | None:

@@ -1,12 +1,19 @@
 """Random draws that can be had again: inverted cumulative sums, with numbers from a row's own stream.
 
-Shape suffixes: W distributions, V tokens.
+Shape suffixes: M, W distributions, V tokens, G groups of tokens.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+_GROUP = 256
+"""Tokens that are summed together to draw one: the group is found first, then the token in it."""
+_INSIDE = 1 - 1e-12
+"""The largest share of a sum that a draw may fall on: the sum itself lies behind the last token."""
+_AHEAD = 64
+"""Random numbers that are drawn at a time."""
 
 
 def draw(probs_V: Tensor, stream: torch.Generator) -> int:
@@ -21,3 +28,63 @@ def draw_each(probs_WV: Tensor, stream: torch.Generator) -> Tensor:
     place_W1 = (cumulative_WV[:, -1] * chance_W)[:, None]
     # The first token whose cumulative sum passes the place: its own probability is then above 0.
     return torch.searchsorted(cumulative_WV, place_W1, right=True)[:, 0]
+
+
+def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens at which uniform numbers fall in distributions that need not sum to 1, and what those sum to.
+
+    Args:
+        weights_MV: not negative.
+        number_M: float64, from [0, 1).
+
+    Returns:
+        int64 [M], never a token of weight 0 unless all are; float64 [M].
+
+    >>> token_M, sum_M = draw_at(torch.tensor([[0.0, 2.0, 6.0]] * 3), torch.tensor([0.0, 0.2, 0.9]).double())
+    >>> token_M.tolist(), sum_M.tolist()
+    ([1, 1, 2], [8.0, 8.0, 8.0])
+    """
+    size = weights_MV.shape[1]
+    whole = size // _GROUP * _GROUP
+    sums_MG = weights_MV[:, :whole].reshape(len(weights_MV), -1, _GROUP).sum(-1).double() if whole else None
+    if whole < size or sums_MG is None:
+        rest_M1 = weights_MV[:, whole:].sum(-1, keepdim=True).double()
+        sums_MG = rest_M1 if sums_MG is None else torch.cat([sums_MG, rest_M1], 1)
+    until_MG = sums_MG.cumsum(1)
+    sum_M = until_MG[:, -1]
+    place_M1 = (number_M.clamp(max=_INSIDE) * sum_M)[:, None]
+    # The first whose cumulative sum passes the place: its own weight is then above 0.
+    group_M1 = torch.searchsorted(until_MG, place_M1, right=True).clamp(max=sums_MG.shape[1] - 1)
+    own_M1 = sums_MG.gather(1, group_M1)
+    token_MG = group_M1 * _GROUP + torch.arange(min(_GROUP, size), device=weights_MV.device)
+    inside_MG = weights_MV.gather(1, token_MG.clamp(max=size - 1)).double().masked_fill(token_MG >= size, 0.0).cumsum(1)
+    share_M1 = ((place_M1 - until_MG.gather(1, group_M1) + own_M1) / own_M1).clamp(0.0, _INSIDE)
+    inside_M1 = torch.searchsorted(inside_MG, share_M1 * inside_MG[:, -1:], right=True)
+    return (group_M1 * _GROUP + inside_M1).clamp(max=size - 1)[:, 0], sum_M
+
+
+class Numbers:
+    """Uniform numbers of one random stream, drawn ahead; they are those that `torch.rand` would draw.
+
+    Args:
+        stream: used for nothing else.
+
+    >>> numbers = Numbers(torch.Generator().manual_seed(0))
+    >>> numbers.peek(3)[1:] == (numbers.skip(1), numbers.peek(2))[1]
+    True
+    """
+
+    def __init__(self, stream: torch.Generator) -> None:
+        self._stream = stream
+        self._ahead: list[float] = []
+
+    def peek(self, count: int) -> list[float]:
+        """The next numbers, which stay the next ones."""
+        while len(self._ahead) < count:
+            self._ahead += torch.rand(_AHEAD, generator=self._stream, dtype=torch.float64).tolist()
+        return self._ahead[:count]
+
+    def skip(self, count: int) -> None:
+        """So many were used."""
+        self.peek(count)
+        del self._ahead[:count]

@@ -20,35 +20,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from headstart.decode.verify import Accepted, Row, Streams, uniform
+from headstart.decode.verify import Accepted, Row, Rule, Streams, Visited, uniform
 from headstart.proposal import Children
-from headstart.rng import draw
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule and what it needs.
-
-    Attributes:
-        name: what users call it.
-        accept_row: decides one round of one row.
-        children: how drafters should choose children for it. Lossless rules are so for every choice; this is the one
-            that they accept most of.
-        lossless: whether the output is distributed as the target's own.
-        chains_only: whether no node may have more than one child.
-    """
-
-    name: str
-    accept_row: Callable[[Row, Streams], Accepted]
-    children: Children
-    lossless: bool = True
-    chains_only: bool = False
+from headstart.rng import draw, draw_at
 
 
 def top_k(row: Row, streams: Streams) -> Accepted:
@@ -185,11 +164,36 @@ def typical(row: Row, streams: Streams, epsilon: float = 0.09, delta: float = 0.
     return _accepted(row, best[0], draw(row.p_target(best[0][-1]), streams.residual))
 
 
+# -- for many rows at once ---------------------------------------------------------------------------------------------
+
+
+def next_of_target(visited: Visited) -> Tensor:
+    """`top_k` for many rows."""
+    return draw_at(visited.p_target_MV, visited.residual_M)[0]
+
+
+def next_by_greedy_draft(visited: Visited) -> Tensor:
+    """`greedy_draft` for many rows."""
+    next_M, _ = draw_at(visited.p_target_MV, visited.residual_M)
+    if visited.drawn_M is None or visited.q_draft_MV is None:
+        return next_M
+    is_drawn_M, drawn_M1 = visited.drawn_M >= 0, visited.drawn_M.clamp(min=0)[:, None]
+    p_drawn_M, q_drawn_M = (
+        probs.gather(1, drawn_M1)[:, 0].double() for probs in (visited.p_target_MV, visited.q_draft_MV)
+    )
+    kept_M = is_drawn_M & (visited.accept_M * q_drawn_M < p_drawn_M)
+    residual_MV = visited.p_target_MV.sub_(visited.q_draft_MV).clamp_(min=0.0)
+    # Without a rest p equals q, and the draft was rejected by a rounding error: p decides, see `_residual`.
+    rest_M, mass_M = draw_at(residual_MV, visited.residual_M)
+    next_M = torch.where(is_drawn_M & (mass_M > 0), rest_M, next_M)
+    return torch.where(kept_M, visited.drawn_M, next_M)
+
+
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("top_k", top_k, Children.TOP),
-        Rule("greedy_draft", greedy_draft, Children.TOP_AND_DRAWN),
+        Rule("top_k", top_k, Children.TOP, next_of_target),
+        Rule("greedy_draft", greedy_draft, Children.TOP_AND_DRAWN, next_by_greedy_draft),
         Rule("rrs", rrs, Children.DRAWN),
         Rule("block", block, Children.DRAWN, chains_only=True),
         Rule("traversal", traversal, Children.DRAWN),

@@ -82,7 +82,9 @@ class Sampling(SamplingOptions):
         if self.greedy:
             best = logits.max(-1, keepdim=True).indices
             return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
-        scores = logits.float() / self.temperature
+        scores = logits.float()
+        if self.temperature != 1:
+            scores = scores / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
             least = scores.topk(self.top_k).values[..., -1:]
             scores = scores.masked_fill(scores < least, float("-inf"))
@@ -102,13 +104,22 @@ def nucleus(probs: Tensor, share: float) -> Tensor:
     [1.0, 0.0, 0.0]
     """
     size = probs.shape[-1]
-    for head in (min(_HEAD, size), size):
-        top, index = probs.topk(head)
-        before = top.cumsum(-1) - top  # held by more likely tokens
-        if head == size or bool((before[..., -1] >= share).all()):
-            break
+    head = min(_HEAD, size)
+    if head == size or probs.device.type != "cpu":  # asking an accelerator costs more than sorting
+        return _nucleus(probs, share, size)[0]
+    kept, short = _nucleus(probs, share, head)
+    if bool(short.any()):
+        kept[short] = _nucleus(probs[short], share, size)[0]
+    return kept
+
+
+def _nucleus(probs: Tensor, share: float, head: int) -> tuple[Tensor, Tensor]:
+    """(`nucleus` among the `head` most likely tokens, bool [...] where those do not hold the share)."""
+    top, index = probs.topk(head)
+    before = top.cumsum(-1) - top  # held by more likely tokens
     top = top.masked_fill(before >= share, 0.0)
-    return torch.zeros_like(probs).scatter_(-1, index, top / top.sum(-1, keepdim=True))
+    kept = torch.zeros_like(probs).scatter_(-1, index, top / top.sum(-1, keepdim=True))
+    return kept, before[..., -1] < share
 
 
 def _check_processor(processor: Any, vocab_size: int, device: torch.device | str) -> None:

@@ -1,26 +1,31 @@
 """Verifiers: from a drafted tree and the target's logits to the tokens that are emitted.
 
-Greedy decoding reads all choices at once. Sampling follows a rule (see `headstart.decode.rules`), which asks for the
-target's distribution only at the nodes that it comes to.
+Greedy decoding reads all choices at once. Sampling follows a rule (see `headstart.decode.rules`) down the tree, all
+rows together, one depth after the other: the target's distribution is computed only at the nodes that rows come to, and
+the host waits for the device once, for what came out.
 
-Shape suffixes: B rows, N tree nodes, W distributions, V vocabulary.
+Each token of a row's text takes one number of each of the row's random streams, whatever was drafted and whatever the
+other rows do.
+
+Shape suffixes: B rows, N tree nodes, K depths, M rows that still go on, W distributions, V vocabulary, G groups of
+tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headstart.decode.sampling import Sampling
 from headstart.proposal import Children, Drawn, ProposedTree, Root
-from headstart.rng import draw
+from headstart.rng import Numbers, draw_at
 
-if TYPE_CHECKING:
-    from headstart.decode.rules import Rule
+_CACHED, _TOGETHER = 1 << 18, 1 << 27
+"""Probabilities that are computed at a time, on a CPU and elsewhere."""
 
 
 @dataclass
@@ -185,8 +190,27 @@ def uniform(stream: torch.Generator) -> float:
     return torch.rand((), generator=stream, dtype=torch.float64).item()
 
 
+@dataclass
+class Visited:
+    """The nodes that rows have come to, one of each row, as a rule for many rows reads them.
+
+    Attributes:
+        p_target_MV: the target's distribution after each; the rule may overwrite it.
+        accept_M: numbers for acceptance tests, float64 from [0, 1).
+        residual_M: numbers for drawing tokens.
+        drawn_M: the token of each node's first drawn child, -1 where no child was drawn.
+        q_draft_MV: what that child was drawn from, anything where none was; None where no node has one.
+    """
+
+    p_target_MV: Tensor
+    accept_M: Tensor
+    residual_M: Tensor
+    drawn_M: Tensor | None = None
+    q_draft_MV: Tensor | None = None
+
+
 class Row:
-    """One row of a verified tree, as a rule reads it.
+    """One row of a verified tree, as a rule for single rows reads it.
 
     Args:
         tokens: of each node, the root's first.
@@ -238,6 +262,29 @@ class Row:
         return next((child for child in self.children[node] if self.tokens[child] == token), None)
 
 
+@dataclass(frozen=True)
+class Rule:
+    """A rule for sampling, and what it needs.
+
+    Attributes:
+        name: what users call it.
+        accept_row: decides one round of one row.
+        children: how drafters should choose children for it. Lossless rules are so for every choice; this is the one
+            that they accept most of.
+        next_tokens: the token after each visited node, for rules that decide node by node, from the root down. Where it
+            is there it decides in place of `accept_row`, which is then its reference: the same for one row.
+        lossless: whether the output is distributed as the target's own.
+        chains_only: whether no node may have more than one child.
+    """
+
+    name: str
+    accept_row: Callable[[Row, Streams], Accepted]
+    children: Children
+    next_tokens: Callable[[Visited], Tensor] | None = None
+    lossless: bool = True
+    chains_only: bool = False
+
+
 class RuleVerifier:
     """Follow a rule at every row, with random streams of the row's own.
 
@@ -258,34 +305,148 @@ class RuleVerifier:
         self._sampling = sampling
         self._texts = [list(prompt) for prompt in prompts]
         self._streams = list(streams_B)
+        self._numbers = [(Numbers(own.accept), Numbers(own.residual)) for own in streams_B]
 
     def first(self, logits_BV: Tensor) -> list[int]:
-        tokens = []
-        for logits_V, text, own in zip(logits_BV, self._texts, self._streams, strict=True):
-            tokens.append(draw(self._distribution(logits_V, text), own.residual))
-            text.append(tokens[-1])
+        _, residual_BK = self._peek(1, logits_BV.device)
+        parts = _parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
+        drawn = [
+            draw_at(self._distributions(logits_BV[part], self._texts[part]), residual_BK[part, 0])[0] for part in parts
+        ]
+        tokens: list[int] = torch.cat(drawn).tolist()
+        for number, token in enumerate(tokens):
+            self._emitted(number, [token])
         return tokens
 
     def accept(self, tree: ProposedTree, logits_BNV: Tensor) -> Outcome:
-        accepted = []
-        for number, tokens in enumerate(tree.tokens):
-            parents, text = tree.parents_of(number), self._texts[number]
-            row = Row(
-                tokens,
-                parents,
-                tree.drawn[number] if tree.drawn is not None else {},
-                logits_BNV[number],
-                lambda logits_V, path, text=text: self._distribution(logits_V, text + path),  # type: ignore[misc]  # a default's type
-            )
-            accepted.append(self.rule.accept_row(row, self._streams[number]))
-            text.extend(accepted[-1].tokens)
+        if self.rule.next_tokens is None:
+            accepted = [self._alone(tree, logits_BNV, number) for number in range(len(tree.tokens))]
+        else:
+            accepted = self._together(tree, logits_BNV, self.rule.next_tokens)
+        for number, one in enumerate(accepted):
+            self._emitted(number, one.tokens)
         return Outcome.of(accepted, logits_BNV.device)
 
     def select(self, rows: Sequence[int]) -> None:
         self._texts = [self._texts[row] for row in rows]
         self._streams = [self._streams[row] for row in rows]
+        self._numbers = [self._numbers[row] for row in rows]
 
-    def _distribution(self, logits_V: Tensor, prefix: list[int]) -> Tensor:
+    def _together(
+        self, tree: ProposedTree, logits_BNV: Tensor, next_tokens: Callable[[Visited], Tensor]
+    ) -> list[Accepted]:
+        """All rows go down their trees side by side.
+
+        Where asking the device costs nothing, or processors must see the text, rows that have ended are left out; else
+        they stay, and what they come to is ignored.
+        """
+        device, (rows, _, vocab) = logits_BNV.device, logits_BNV.shape
+        asks = device.type == "cpu" or self._sampling.needs_prefix
+        depths = tree.depth + 1
+        accept_BK, residual_BK = self._peek(depths, device)
+        drawn, parents_BN = _Draws(tree, vocab, device), tree.parents_BN.expand(rows, -1)
+        tokens_BK = torch.full((rows, depths), -1, device=device)
+        path_BK = torch.full((rows, depths), -1, device=device)
+        row_M, node_M = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.long, device=device)
+        going_M = torch.ones(rows, dtype=torch.bool, device=device)
+        for depth in range(depths):
+            logits_MV = logits_BNV[row_M, node_M] if depth else logits_BNV[:, 0]
+            texts = self._texts
+            if depth and self._sampling.needs_prefix:
+                so_far = zip(row_M.tolist(), tokens_BK[row_M, :depth].tolist(), strict=True)
+                texts = [self._texts[row] + tokens for row, tokens in so_far]
+            found = []
+            for part in _parts(len(row_M), vocab, device):
+                probs_MV = self._distributions(logits_MV[part], texts[part])
+                rows_M, places_M = row_M[part], node_M[part]
+                visited = Visited(probs_MV, accept_BK[rows_M, depth], residual_BK[rows_M, depth])
+                if drawn:
+                    visited.drawn_M, visited.q_draft_MV = drawn.at(rows_M, places_M, asks)
+                found.append(next_tokens(visited))
+            next_M = torch.cat(found)
+            holds_MN = (parents_BN[row_M] == node_M[:, None]) & (tree.tokens_BN[row_M] == next_M[:, None])
+            child_M, goes_M = holds_MN.int().argmax(1), holds_MN.any(1) & going_M
+            tokens_BK[row_M, depth] = next_M.masked_fill(~going_M, -1)
+            path_BK[row_M, depth] = child_M.masked_fill(~goes_M, -1)
+            node_M, going_M = torch.where(goes_M, child_M, node_M), goes_M
+            if asks:
+                row_M, node_M, going_M = row_M[goes_M], node_M[goes_M], going_M[goes_M]
+                if not len(row_M):
+                    break
+        tokens, paths = torch.stack([tokens_BK, path_BK]).tolist()
+        return [
+            Accepted([0, *(node for node in path if node >= 0)], [token for token in own if token >= 0])
+            for path, own in zip(paths, tokens, strict=True)
+        ]
+
+    def _alone(self, tree: ProposedTree, logits_BNV: Tensor, number: int) -> Accepted:
+        """One row, by a rule for single rows."""
+        text = self._texts[number]
+        row = Row(
+            tree.tokens[number],
+            tree.parents_of(number),
+            tree.drawn[number] if tree.drawn is not None else {},
+            logits_BNV[number],
+            lambda logits_V, path: self._distributions(logits_V[None], [text + path])[0],
+        )
+        return self.rule.accept_row(row, self._streams[number])
+
+    def _peek(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The next numbers of each row for accepting and for drawing, [B, count] each; one upload."""
+        numbers = [[own[kind].peek(count) for own in self._numbers] for kind in (0, 1)]
+        accept_BK, residual_BK = torch.tensor(numbers, dtype=torch.float64, device=device).unbind()
+        return accept_BK, residual_BK
+
+    def _emitted(self, number: int, tokens: Sequence[int]) -> None:
+        self._texts[number].extend(tokens)
+        for numbers in self._numbers[number]:
+            numbers.skip(len(tokens))
+
+    def _distributions(self, logits_MV: Tensor, texts: Sequence[list[int]]) -> Tensor:
+        """What to draw from behind each text, float [M, V]."""
         if self._sampling.needs_prefix:
-            logits_V = self._sampling.process(logits_V, prefix)
-        return self._sampling.warp(logits_V)
+            processed = [
+                self._sampling.process(logits_V, text) for logits_V, text in zip(logits_MV, texts, strict=True)
+            ]
+            logits_MV = torch.stack(processed)
+        return self._sampling.warp(logits_MV)
+
+
+def _parts(rows: int, vocab: int, device: torch.device) -> list[slice]:
+    """Rows whose distributions are computed together: on a CPU as many as its caches hold."""
+    size = max(1, (_CACHED if device.type == "cpu" else _TOGETHER) // vocab)
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+class _Draws:
+    """The drawn children of a tree on the device, in one upload."""
+
+    def __init__(self, tree: ProposedTree, vocab: int, device: torch.device) -> None:
+        self._vocab, self._tokens_BN = vocab, tree.tokens_BN
+        drawn = tree.drawn or []
+        self._all = [one for row in drawn for one in row.values()]
+        if self._all:
+            rows, size = tree.tokens_BN.shape
+            firsts, places = ([[value] * size for _ in range(rows)] for value in (-1, 0))
+            count = 0
+            for row, own in enumerate(drawn):
+                for node, one in own.items():
+                    firsts[row][node], places[row][node] = one.children[0], count
+                    count += 1
+            self._first_BN, self._place_BN = torch.tensor([firsts, places], device=device).unbind()
+        self._q_draft_WV: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def at(self, row_M: Tensor, node_M: Tensor, asks: bool) -> tuple[Tensor, Tensor]:
+        """The first drawn child's token of each of these nodes, and what it was drawn from; see `Visited`."""
+        first_M, place_M = self._first_BN[row_M, node_M], self._place_BN[row_M, node_M]
+        token_M = self._tokens_BN[row_M, first_M.clamp(min=0)]
+        if asks:  # only what is needed is put together
+            q_draft_MV = torch.stack([self._all[place].q_draft_V(self._vocab) for place in place_M.tolist()])
+        else:
+            if self._q_draft_WV is None:
+                self._q_draft_WV = torch.stack([drawn.q_draft_V(self._vocab) for drawn in self._all])
+            q_draft_MV = self._q_draft_WV[place_M]
+        return token_M.masked_fill(first_M < 0, -1), q_draft_MV
