@@ -10,7 +10,6 @@ run `render.py`.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from headstart.decode.costs import cpu_model
+from headstart.decode.costs import core_count, cpu_model
 from headstart.files import read_json, write_json
 from headstart.provenance import git_state
 
@@ -111,11 +110,10 @@ def record(
 
 def here() -> dict[str, Any]:
     """The machine, for benchmarks without a target."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {
         "cpu": cpu_model(),
-        "cores": cores,
+        "cores": core_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": now,

@@ -118,21 +118,21 @@ class StandInTensor(Tensor):
         return made
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:  # type: ignore[override]  # an attribute there
         return CUDA
 
     @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
+    def is_cuda(self) -> bool:  # type: ignore[override]  # an attribute there
         return True
 
     @property
-    def is_cpu(self) -> bool:  # type: ignore[override]
+    def is_cpu(self) -> bool:  # type: ignore[override]  # an attribute there
         return False
 
     def get_device(self) -> int:
         return 0
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # an attribute there
         return f"StandInTensor({self.held!r})"
 
     @classmethod
@@ -259,7 +259,7 @@ class _Generator(torch.Generator):
         return made
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:  # type: ignore[override]  # an attribute there
         return self._where
 
 
@@ -268,11 +268,11 @@ def _check_generator(generator: torch.Generator | None, where: torch.device) -> 
         raise MixedDevices(f"Expected a {where.type!r} device type for generator but found {generator.device.type!r}")
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Brings every operation of torch before a stand-in."""
 
     def __init__(self, device: StandIn) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

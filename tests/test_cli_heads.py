@@ -12,6 +12,7 @@ import pytest
 from headstart import cli_heads
 from headstart.heads.medusa import MedusaHead
 from headstart.target import Target
+from tests.decode.drafters import broken_trees
 from tests.hub.helpers import export
 from tests.test_cli import call, refused, works
 
@@ -150,22 +151,14 @@ def test_audit_ends_clean_and_leaves_evidence(heads: Path, questions: Path, tmp_
 
 
 def test_an_audit_that_finds_something_fails(heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Target.forward_tree
-
-    def shifted(self: Target, cache: Any, tree: Any, taps: Any = ()) -> Any:
-        out = honest(self, cache, tree, taps)
-        if tree.size > 1:
-            out.logits_BTV = out.logits_BTV.roll(1, -1)
-        return out
-
     asked = ("audit", heads, "--limit", 1, "--max-new-tokens", 4, "--drafters", "static", "--temperature", 0)
     works(*asked)
     # A target is checked when it is loaded: break it behind that.
-    load = cli_heads.load_decoder
+    load, broken = cli_heads.load_decoder, broken_trees(Target.forward_tree)
 
     def load_then_break(*arguments: Any) -> Any:
         decoder = load(*arguments)
-        monkeypatch.setattr(Target, "forward_tree", shifted)
+        monkeypatch.setattr(Target, "forward_tree", broken)
         return decoder
 
     monkeypatch.setattr(cli_heads, "load_decoder", load_then_break)

@@ -56,7 +56,7 @@ def meaning(options: type[Any], name: str) -> Meaning:
 
 def explained(options: type[T]) -> type[T]:
     """Class decorator: the docstring lists the options with their meanings."""
-    lines = [f"    {one.name}: {one.metadata['meaning'].text}" for one in fields(options)]  # type: ignore[arg-type]
+    lines = [f"    {one.name}: {one.metadata['meaning'].text}" for one in fields(options)]  # type: ignore[arg-type]  # a dataclass
     options.__doc__ = "\n".join([(options.__doc__ or "").rstrip(), "", "Attributes:", *lines])
     return options
 

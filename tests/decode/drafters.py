@@ -1,10 +1,11 @@
-"""Drafters for proofs: one that knows the answer and is wrong at random, in a new random tree each round."""
+"""For proofs: a drafter that knows the answer and is wrong at random, in random trees; a target that is broken."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -62,3 +63,15 @@ class ReplayDrafter:
     def select(self, session: Session, rows: Sequence[int]) -> None:
         session.rows = [session.rows[row] for row in rows]
         session.at = [session.at[row] for row in rows]
+
+
+def broken_trees(honest: Any) -> Any:
+    """`Target.forward_tree` whose logits belong to the token before, wherever there are drafts."""
+
+    def shifted(self: Any, cache: Any, tree: Any, taps: Any = ()) -> Any:
+        out = honest(self, cache, tree, taps)
+        if tree.size > 1:
+            out.logits_BTV = out.logits_BTV.roll(1, -1)
+        return out
+
+    return shifted

@@ -133,7 +133,7 @@ def loss_of(heads: DraftHead, target: Target, batch: HeadBatch, section: TrainSe
         0.1 if heads.drafts_features else 0.0,
         section.finish == 1,
     )
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]  # torch's own
     torch.nn.utils.clip_grad_norm_(heads.parameters(), section.clip)
     before = [parameter.detach().clone() for parameter in heads.parameters()]
     for optimizer in optimizers:

@@ -22,6 +22,7 @@ from headstart.eval.verdict import sentence, show_audit, write_audit
 from headstart.proposal import Proposal
 from headstart.rng import draw
 from headstart.target import Target, TreeShape
+from tests.decode.drafters import broken_trees
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model
 
@@ -138,15 +139,7 @@ def test_a_broken_rule_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_wrong_greedy_token_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    honest = Target.forward_tree
-
-    def shifted(self: Target, cache: Any, tree: Any, taps: Any = ()) -> Any:
-        out = honest(self, cache, tree, taps)
-        if tree.size > 1:
-            out.logits_BTV = out.logits_BTV.roll(1, -1)
-        return out
-
-    monkeypatch.setattr(Target, "forward_tree", shifted)
+    monkeypatch.setattr(Target, "forward_tree", broken_trees(Target.forward_tree))
     found = run_audit(decoder, PROMPTS, AuditOptions(("static",), (1,), 6, temperatures=()))
     assert not found["clean"] and found["sampling"] == []
     (row,) = found["greedy"]

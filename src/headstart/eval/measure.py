@@ -8,7 +8,6 @@ that users have today, and its prompt lookup the strongest one that needs no tra
 
 from __future__ import annotations
 
-import os
 import platform
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ import headstart
 from headstart.data.conversations import check_template, prompt_tokens
 from headstart.data.questions import Question
 from headstart.decode.budget import Costs
-from headstart.decode.costs import cpu_model
+from headstart.decode.costs import core_count, cpu_model
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import check
 from headstart.decode.options import DecodeOptions
@@ -202,7 +201,7 @@ def environment(target: Target) -> dict[str, Any]:
     device = target.device
     return {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": core_count(),
         "threads": torch.get_num_threads(),
         "device": str(device),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,

@@ -118,7 +118,6 @@ class DraftHead(nn.Module, ABC):
         family: registered name.
         Config: its config class.
         drafts_features: whether its predictions hold a `feature_ME`.
-        one_forward: whether it drafts all depths in one forward.
         config: its config, with the target's sizes filled in.
         draft_to_target_D: int64, the target's token id of each draft token (the identity without a draft vocabulary).
         lm_bias_D: bias of the target's LM head, for heads that read logits through it.
@@ -128,7 +127,6 @@ class DraftHead(nn.Module, ABC):
     family: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     drafts_features: ClassVar[bool] = False
-    one_forward: bool = False
     config: HeadConfig
     draft_to_target_D: Tensor
     lm_bias_D: Tensor | None
@@ -226,10 +224,6 @@ class DraftHead(nn.Module, ABC):
             them.
         """
 
-    def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor:
-        """Of heads that draft all depths in one forward: see `OneForwardHead`."""
-        raise NotImplementedError(f"{self.family} drafts level by level")
-
     @abstractmethod
     def observe(self, state: Any, committed: Committed) -> None:
         """Learn what was accepted.
@@ -325,8 +319,6 @@ class OneForwardHead(DraftHead):
     was worth it, so that LM heads of depths that nobody verifies are not computed.
     """
 
-    one_forward = True
-
     @abstractmethod
     def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor:
         """Logits of the tokens at these depths behind each row's root.
@@ -339,6 +331,9 @@ class OneForwardHead(DraftHead):
         Returns:
             [B, len(depths), D] over the draft vocabulary.
         """
+
+    def draft(self, state: Any, root: Root, request: Request) -> Proposal:
+        return grow(self, state, root, request, depth_logits=self.depth_logits)
 
     def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         return self.depth_logits(state, tokens_BW[:, 0], range(depth, depth + 1))

@@ -10,7 +10,7 @@ Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Protocol
@@ -39,7 +39,6 @@ class Sizes(Protocol):
 class Levels(Protocol):
     """Where the logits of a tree's levels come from; see `DraftHead`."""
 
-    one_forward: bool
     draft_to_target_D: Tensor
 
     @property
@@ -50,9 +49,9 @@ class Levels(Protocol):
 
     def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor: ...
 
-    def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor: ...
 
-
+DepthLogits = Callable[[Any, Tensor, range], Tensor]
+"""See `OneForwardHead.depth_logits`."""
 Draft = tuple[int, int, float, float]
 """A candidate child: its place in the draft vocabulary, its token, its chance of acceptance behind its parent, and the
 chance of a child that is drawn instead of it."""
@@ -83,7 +82,14 @@ class _Growing:
 
 
 @torch.no_grad()
-def grow(heads: Levels, state: Any, root: Root, request: Request, max_rank: int = MAX_RANK) -> Proposal:
+def grow(
+    heads: Levels,
+    state: Any,
+    root: Root,
+    request: Request,
+    max_rank: int = MAX_RANK,
+    depth_logits: DepthLogits | None = None,
+) -> Proposal:
     """Draft a tree behind each row's root, level by level.
 
     The host waits for the device once a level; for heads that draft all depths in one forward, once in all.
@@ -94,13 +100,13 @@ def grow(heads: Levels, state: Any, root: Root, request: Request, max_rank: int 
         root: each row's root.
         request: of the decode loop; its `shape` is filled where there is one.
         max_rank: children of a node at most, in a dynamic tree.
+        depth_logits: of heads that draft all depths in one forward; None drafts level by level.
     """
     shape, calibration = request.shape, request.calibration or Calibration()
     rows = [_Growing([token]) for token in root.tokens]
     ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.config.draft_width)
     levels = min(shape.depth if shape else heads.steps, request.max_nodes - 1)
     reading_is_free = root.tokens_B.device.type == "cpu"
-    tokens_BW, parents_BW = root.tokens_B[:, None], None
     table, first, drafted = _Table.empty(), 0, 0
     for depth in range(levels):
         if depth and shape is None:
@@ -108,18 +114,19 @@ def grow(heads: Levels, state: Any, root: Root, request: Request, max_rank: int 
             net = sum(max(0.0, row.gains[node] * reach - request.worth) for row in rows for node, _ in row.level)
             if net < request.level_worth:
                 break
-        if not heads.one_forward:
+        if depth_logits is None:
             if depth:
                 tokens_BW, parents_BW = _next_level(rows, root.tokens_B.device)
-            elif parents_BW is None:
+            else:
+                tokens_BW = root.tokens_B[:, None]
                 parents_BW = torch.zeros_like(tokens_BW)
             table = _Table.read(heads.expand(state, tokens_BW, parents_BW, depth), ranks, heads.draft_to_target_D)
         elif depth >= first + table.width:
             # Where reading is free, the next depth waits until it is known to be worth its LM head.
             depths, first = range(depth, depth + 1 if reading_is_free else levels), depth
-            table = _Table.read(heads.depth_logits(state, root.tokens_B, depths), ranks, heads.draft_to_target_D)
+            table = _Table.read(depth_logits(state, root.tokens_B, depths), ranks, heads.draft_to_target_D)
         drafted += 1
-        only = depth - first if heads.one_forward else 0 if table.width == 1 else None
+        only = depth - first if depth_logits else 0 if table.width == 1 else None
         drafts = table.drafts(depth, only, calibration)
         for number, row in enumerate(rows):
             columns = range(len(row.level)) if only is None else [only] * len(row.level)
