@@ -174,7 +174,7 @@ def _parameter(one: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
         default = typed(known.unset if default is None else default)
     elif default == ():
         typed, default = list[str] | None, None
-    shown = typer.Option(flag, help=known.text, min=known.least, metavar=known.metavar)
+    shown = typer.Option(flag, help=known.text, min=known.minimum, metavar=known.metavar)
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[typed, shown]
     )

@@ -57,29 +57,29 @@ class Index:
         self._single = -1  # where the last token stood before
 
     def append(self, token: int) -> None:
-        """Put a token behind the text."""
-        text, place = self.text, len(self.text)
+        """Put a token after the text."""
+        text, index = self.text, len(self.text)
         pair = text[-1] << 32 | token if text else -1
         self._earlier.append(self._last_pair.get(pair, -1))
-        self._last_pair[pair] = place
+        self._last_pair[pair] = index
         self._single = self._last.get(token, -1)
-        self._last[token] = place
+        self._last[token] = index
         text.append(token)
 
     def longest(self) -> tuple[int, int]:
         """(place of the token that followed, tokens that match); the latest of the longest matches, (-1, 0) if none."""
         text, last = self.text, len(self.text) - 1
         best, best_length = self._single, int(self._single >= 0)
-        place, looks = self._earlier[last], self._looks
-        while place >= 0 and looks and best_length < _LONGEST:
+        index, looks = self._earlier[last], self._looks
+        while index >= 0 and looks and best_length < _LONGEST:
             # Only what matches one token further back than the best can be better.
-            if best_length <= place and text[place - best_length] == text[last - best_length]:
+            if best_length <= index and text[index - best_length] == text[last - best_length]:
                 length = 2
-                while length < _LONGEST and length <= place and text[place - length] == text[last - length]:
+                while length < _LONGEST and length <= index and text[index - length] == text[last - length]:
                     length += 1
                 if length > best_length:
-                    best, best_length = place, length
-            place = self._earlier[place]
+                    best, best_length = index, length
+            index = self._earlier[index]
             looks -= 1
         return (best + 1, best_length) if best_length else (-1, 0)
 
@@ -113,23 +113,25 @@ class _Row:
             self.source, self.length = (self.source + 1, self.length + 1) if hit else (-1, 0)
         self.index.append(token)
 
-    def chain(self, longest: int, least: float) -> tuple[list[int], list[float]]:
+    def chain(self, longest: int, minimum: float) -> tuple[list[int], list[float]]:
         """Tokens that the match predicts, and the probability that each is accepted with all before it."""
         if self.source < 0:
             self.source, self.length = self.index.longest()
         tokens: list[int] = []
-        gains: list[float] = []
+        accept_probs: list[float] = []
         if self.source < 0:
-            return tokens, gains
-        text, end, gain = self.index.text, len(self.index.text), 1.0
+            return tokens, accept_probs
+        text, end, accept_prob = self.index.text, len(self.index.text), 1.0
         for step in range(longest):
-            gain *= self.rates[_CLASS[min(self.length + step, _LONGEST)]]
-            if gain < least:
+            accept_prob *= self.rates[_CLASS[min(self.length + step, _LONGEST)]]
+            if accept_prob < minimum:
                 break
-            place = self.source + step
-            tokens.append(text[place] if place < end else tokens[place - end])  # a text that repeats its own end
-            gains.append(gain)
-        return tokens, gains
+            position = self.source + step
+            tokens.append(
+                text[position] if position < end else tokens[position - end]
+            )  # a text that repeats its own end
+            accept_probs.append(accept_prob)
+        return tokens, accept_probs
 
 
 class NgramDrafter:
@@ -137,18 +139,18 @@ class NgramDrafter:
 
     Args:
         max_nodes: longest chain, root included.
-        least: drafts less likely to be accepted than this are never proposed, whatever the request says.
+        minimum: drafts less likely to be accepted than this are never proposed, whatever the request says.
     """
 
     name = "ngram"
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     draft_share = 0.005
 
-    def __init__(self, max_nodes: int = 32, least: float = 0.03) -> None:
+    def __init__(self, max_nodes: int = 32, minimum: float = 0.03) -> None:
         self.max_nodes = max_nodes
-        self.least = least
+        self.minimum = minimum
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
         rows = []
         for prompt in prompts:
             row = _Row()
@@ -159,22 +161,22 @@ class NgramDrafter:
 
     def propose(self, session: list[_Row], root: Root, request: Request) -> Proposal:
         longest = min(self.max_nodes, request.max_nodes) - 1
-        least = max(self.least, request.worth)
-        tokens, parents, gains = [], [], []
+        minimum = max(self.minimum, request.threshold)
+        tokens, parents, accept_probs = [], [], []
         for row, token in zip(session, root.tokens, strict=True):
             row.append(token)
             row.ahead = True
-            drafts, chances = row.chain(longest, least)
+            drafts, probs = row.chain(longest, minimum)
             tokens.append([token, *drafts])
             parents.append(list(range(-1, len(drafts))))
-            gains.append([1.0, *chances])
-        return Proposal(tokens, parents, gains)
+            accept_probs.append([1.0, *probs])
+        return Proposal(tokens, parents, accept_probs)
 
-    def observe(self, session: list[_Row], committed: Committed) -> None:
+    def commit(self, session: list[_Row], committed: Committed) -> None:
         for row, tokens in zip(session, committed.tokens, strict=True):
             for token in tokens[row.ahead :]:
                 row.append(token)
             row.ahead = False
 
-    def select(self, session: list[_Row], rows: Sequence[int]) -> None:
+    def reorder(self, session: list[_Row], rows: Sequence[int]) -> None:
         session[:] = [session[row] for row in rows]

@@ -114,7 +114,7 @@ def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]
 
 
 def tested(results: Mapping[str, Any]) -> str:
-    """What the report is about, in words; a drafter behind a lossy verifier is called lossy wherever it is named.
+    """What the report is about, in words; a drafter with a lossy verifier is called lossy wherever it is named.
 
     >>> tested({"summary": {"drafter": "ngram", "lossless": False}})
     'ngram (LOSSY)'

@@ -125,14 +125,14 @@ class Prompts:
             mask_BL = torch.ones_like(input_ids_BL)
         mask_BL = mask_BL.to(input_ids_BL.device) != 0
         padding_B = length - mask_BL.sum(-1)
-        places_L = torch.arange(length, device=mask_BL.device)
-        if mask_BL.shape != (rows, length) or not torch.equal(mask_BL, places_L >= padding_B[:, None]):
+        index_L = torch.arange(length, device=mask_BL.device)
+        if mask_BL.shape != (rows, length) or not torch.equal(mask_BL, index_L >= padding_B[:, None]):
             raise UserError(
                 "The attention mask leaves out tokens that are not padding on the left.",
                 "Tokenize with padding_side='left'.",
             )
         positions_BL = model_kwargs.get("position_ids")
-        usual_BL = (places_L - padding_B[:, None]).clamp(min=0)
+        usual_BL = (index_L - padding_B[:, None]).clamp(min=0)
         if positions_BL is not None and not bool((positions_BL.to(usual_BL.device) == usual_BL)[mask_BL].all()):
             raise UserError("position_ids are not those of a text read from its start.", "Leave them out.")
         padding = padding_B.tolist()
@@ -146,7 +146,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Chain:
+class LogitsChain:
     """A list of logits processors, split.
 
     Attributes:
@@ -158,7 +158,7 @@ class Chain:
     rest: list[Any]
 
     @classmethod
-    def read(cls, processors: Sequence[Any], do_sample: bool, prompts: Prompts) -> Chain:
+    def read(cls, processors: Sequence[Any], do_sample: bool, prompts: Prompts) -> LogitsChain:
         """Take what the decode loop does itself off the ends of the list, where its order is the loop's.
 
         Raises:
@@ -179,7 +179,7 @@ class Chain:
         return cls(settings, rest)
 
     def processors(self, padding_ids: list[int]) -> tuple[Processor, ...]:
-        """The rest, for rows that stood behind this padding."""
+        """The rest, for rows that stood after this padding."""
         skip = len(padding_ids)
         chosen = [
             RepetitionPenaltyLogitsProcessor(processor.penalty, skip)

@@ -7,7 +7,7 @@ target's own LM head predicts token t + 1. On tokens a b c d e (positions 0-4), 
 
 >>> import torch
 >>> supervised = torch.tensor([[False, False, True, True, True]])
->>> [positions(supervised, step).tolist() for step in range(2)]
+>>> [supervised_origins(supervised, step).tolist() for step in range(2)]
 [[1, 2], [1]]
 
 Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, F what a head reads, M predictions, K heads,
@@ -24,7 +24,15 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from headstart.heads.base import HeadBatch, HeadConfig, OneForwardHead, StepPrediction, origins, positions, register
+from headstart.heads.base import (
+    HeadBatch,
+    HeadConfig,
+    OneForwardHead,
+    StepPrediction,
+    origins,
+    register,
+    supervised_origins,
+)
 from headstart.heads.int8_weights import linear, unstack
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.proposal import Committed
@@ -83,7 +91,7 @@ class MedusaHead(OneForwardHead):
         self._embedding_VE: Tensor | None = None
 
     @property
-    def steps(self) -> int:
+    def draft_steps(self) -> int:
         return self.config.num_heads
 
     def warm_start(self, target: Target) -> None:
@@ -102,12 +110,12 @@ class MedusaHead(OneForwardHead):
         own, with confidence.
         """
         size, inputs = self.input_KEF.shape[1:]
-        start = LinearStart([inputs] * self.steps, size)
+        start = LinearStart([inputs] * self.draft_steps, size)
         for batch in batches:
             final_XE = batch.states[FINAL].flatten(0, 1)
-            origin_M = positions(batch.supervised_BT, self.steps - 1)
+            origin_M = supervised_origins(batch.supervised_BT, self.draft_steps - 1)
             seen_MF = self.read(final_XE[origin_M], batch.tokens_BT.flatten()[origin_M + 1])
-            start.add(seen_MF, [final_XE[origin_M + step + 1] for step in range(self.steps)])
+            start.add(seen_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)])
         for step, map_EF in enumerate(start.maps()):
             self.input_KEF.data[step] = map_EF
 
@@ -129,7 +137,7 @@ class MedusaHead(OneForwardHead):
         Unbound once rather than indexed head by head: the gradient of an index is a whole table of zeros with one
         head filled in, and adding four of those was a fifth of a training step.
         """
-        lm_heads = [self.lm_head_DE] * self.steps if self.config.shared_lm_head else unstack(self.lm_head_KDE)
+        lm_heads = [self.lm_head_DE] * self.draft_steps if self.config.shared_lm_head else unstack(self.lm_head_KDE)
         blocks = self.block_weight_KLEE.unbind(0), self.block_bias_KLE.unbind(0)
         return list(zip(unstack(self.input_KEF), *blocks, lm_heads, strict=True))
 
@@ -144,7 +152,7 @@ class MedusaHead(OneForwardHead):
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> MedusaState:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> MedusaState:
         counts_B = torch.tensor([len(prompt) for prompt in prompts], device=states[FINAL].device)
         final_BE = last_states(states[FINAL], counts_B)
         return MedusaState(final_BE, final_BE)
@@ -157,8 +165,8 @@ class MedusaHead(OneForwardHead):
             logits.append(linear(head_hidden(state.seen_BF, *body), lm_head_DE, self.lm_bias_D))
         return self.finished(torch.stack(logits, dim=1))
 
-    def observe(self, state: MedusaState, committed: Committed) -> None:
+    def commit(self, state: MedusaState, committed: Committed) -> None:
         state.final_BE = last_states(committed.states[FINAL], committed.counts_B)
 
-    def select(self, state: MedusaState, rows: Sequence[int]) -> None:
+    def reorder(self, state: MedusaState, rows: Sequence[int]) -> None:
         state.final_BE = state.final_BE[list(rows)]

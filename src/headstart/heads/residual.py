@@ -61,7 +61,7 @@ class LinearStart:
         self.cross_KFE = [torch.zeros(width, size, device=device) for width in widths]
         self.rows = 0
 
-    def learn(
+    def solve(
         self, batches: Iterable[HeadBatch], read: Callable[[HeadBatch], tuple[Tensor, Sequence[Tensor]]]
     ) -> list[Tensor]:
         """`add` what `read` makes of the batches until more would hardly change the maps; returns `maps`."""
