@@ -53,7 +53,7 @@ def test_two_workers_write_what_one_writes(
     monkeypatch.setattr(answers, "sample_rows", noted)
     both = build_conversations(tiny_target, section, tmp_path / "two")
     assert len(both.train) == 10
-    assert {"lane_0", "lane_1"} <= set(writers)
+    assert {"worker_0", "worker_1"} <= set(writers)
     writers.clear()
     monkeypatch.setattr("headstart.data.workers._MAX", 1)
     torch.set_num_threads(1)

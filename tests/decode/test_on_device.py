@@ -165,9 +165,9 @@ def test_a_training_step_of_every_family(name: str, host: Target, target: Target
     "settings",
     [
         *({"loss": loss} for loss in LOSSES),
-        {"position_weight": "sampled"},
+        {"position_weight": "subsampled"},
         {"position_weight": "dpace"},
-        {"position_weight": "auf"},
+        {"position_weight": "accept_until_failure"},
         {"round_starts_fraction": 1.0},
         {"optimizer": "muon"},
         {"noise": 0.1},
@@ -180,7 +180,7 @@ def test_a_training_step_of_every_kind(settings: dict[str, Any], host: Target, t
     batch = training_batch(host, heads, "cuda")
     if section.noise:
         batch = noisy(batch, section.noise, [0])
-    if section.position_weight == "sampled":
+    if section.position_weight == "subsampled":
         batch = subsampled(batch, section.step_weight, [0])
     assert predictions(batch) > 5
     assert loss_of(heads, target, batch, section) > 0

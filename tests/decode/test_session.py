@@ -39,11 +39,11 @@ class FailingDrafter(ReplayDrafter):
 
     def fail(self, where: str) -> None:
         self.calls += where == self.where
-        if where == self.where and (self.calls == 3 or where == "open"):
+        if where == self.where and (self.calls == 3 or where == "prefill"):
             raise RuntimeError("out of ideas")
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        self.fail("open")
+        self.fail("prefill")
         return super().prefill(prompts, states)
 
     def propose(self, session: Any, root: Root, request: Request) -> Proposal:
@@ -51,12 +51,12 @@ class FailingDrafter(ReplayDrafter):
         return super().propose(session, root, request)
 
     def commit(self, session: Any, committed: Committed) -> None:
-        self.fail("observe")
+        self.fail("commit")
         super().commit(session, committed)
 
 
 @pytest.mark.drafter_fails
-@pytest.mark.parametrize("where", ["open", "propose", "observe"])
+@pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
 def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     plain = Engine(target).generate(TEXTS, OPTIONS)
@@ -70,7 +70,7 @@ def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> Non
 @pytest.mark.drafter_fails
 def test_a_failure_is_named_even_where_the_first_token_ends_the_text() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    (output,) = Engine(target, FailingDrafter([[1]], "open")).generate(TEXTS[:1], DecodeOptions(max_new_tokens=1))
+    (output,) = Engine(target, FailingDrafter([[1]], "prefill")).generate(TEXTS[:1], DecodeOptions(max_new_tokens=1))
     assert len(output.tokens) == 1 and not output.rounds
     assert output.drafter_error == "RuntimeError: out of ideas"
 

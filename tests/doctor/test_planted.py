@@ -71,7 +71,7 @@ def test_supervised_padding_and_ends_that_are_not_learned(healthy: Path, run: Pa
     rewrite(run, tiny_target, pad)
     first = problems(run)[0]
     assert first.check == "mask"
-    assert "behind the end of the turn" in first.sentence
+    assert "after the end of the turn" in first.sentence
 
 
 def test_nothing_supervised(run: Path, tiny_target: Target) -> None:
