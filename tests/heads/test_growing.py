@@ -27,7 +27,7 @@ class TableHead(DraftHead):
 
     family = "table"
     Config = HeadConfig
-    steps = 3
+    draft_steps = 3
 
     def __init__(self, shared: bool = False, size: int = VOCAB) -> None:
         super().__init__(HeadConfig(family="table", vocab_size=VOCAB, draft_vocab_size=size))

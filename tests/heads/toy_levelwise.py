@@ -68,7 +68,7 @@ class ToyHead(DraftHead):
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, tokens_X = batch.states[FINAL].flatten(0, 1), batch.tokens_BT.flatten()
-        for step in range(self.steps):
+        for step in range(self.draft_steps):
             origin_M = origins(batch, step)
             hidden_ME = self.mix(final_XE[origin_M], tokens_X[origin_M + step + 1], step)
             yield StepPrediction(hidden_ME, self.lm_head_DE, origin_M + step + 1, origin_M)

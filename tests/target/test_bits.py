@@ -69,7 +69,7 @@ def compare(target: Target, texts: Sequence[Sequence[int]], rounds: int = 3, dep
                 found.rows += 1
                 found.logits += not torch.equal(step.logits_BTV[row, 0], out.logits_BTV[row, node])
                 found.states += any(
-                    not torch.equal(step.aux_layers[layer][row, 0], out.aux_hidden_states[layer][row, node])
+                    not torch.equal(step.aux_hidden_states[layer][row, 0], out.aux_hidden_states[layer][row, node])
                     for layer in AUX_LAYERS
                 )
         logits_BV = steps[-1].logits_BTV[:, 0]
@@ -280,7 +280,9 @@ def test_a_long_text_read_in_pieces_equals_one_read_at_once(kind: str, monkeypat
         alone = target.hidden_states([text], AUX_LAYERS)[0]
         for layer in AUX_LAYERS:
             torch.testing.assert_close(
-                pieces.aux_layers[layer][row, : len(text)], whole.aux_layers[layer][row, : len(text)], **close
+                pieces.aux_hidden_states[layer][row, : len(text)],
+                whole.aux_hidden_states[layer][row, : len(text)],
+                **close,
             )
             torch.testing.assert_close(captured[row][layer], alone[layer], **close)
 
