@@ -41,7 +41,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Path:
+def path(tmp_path: Path) -> Path:
     """A folder with two recipes, three questions and the conversations of a run."""
     for name, text in RECIPES.items():
         (tmp_path / f"{name}.yaml").write_text(text)
