@@ -1,14 +1,13 @@
 """How many nodes a round verifies: chosen each round from measured costs and from what drafts are expected to bring.
 
-A round that verifies a tree emits one token and, for each node, one more with the probability `accept_prob` that the
-node's whole path is accepted. Over a long text the best choice of nodes maximises gain minus rate times cost, with the
-rate (tokens per millisecond) that the decoding reaches as a whole: a node pays when it brings more tokens than the time
-of its verification would bring otherwise. Plain decoding, chains and static trees are what this comes to in special
-cases.
+A round that verifies a tree emits one token and, for each node, one more with the probability that the node's whole
+path is accepted. Over a long text the best choice of nodes maximises expected tokens minus rate times cost, where the
+rate (tokens per millisecond) is that of the decoding as a whole: a node pays when it brings more tokens than the time
+of its verification would bring otherwise. Plain decoding, chains and static trees are special cases of this.
 
-A batch is not done before its slowest row is. Of the cost of a round a part is there as long as any row runs; a token
-more saves that part only in the row that runs longest, and in the others no more than their own share of the forward.
-Rows are weighted accordingly.
+A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
+that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
+weighted accordingly.
 
 Sources: costs as in Sequoia (arXiv 2402.12374) and CaDDTree (2606.01813); the rate is Dinkelbach's for ratios.
 
@@ -44,7 +43,7 @@ _PROBE_LOSS = 0.5
 _PROBE_NODES = 4
 """Nodes of a row in such rounds, root included: whether drafts are accepted shows in small trees, too."""
 _PROBE_THRESHOLD = 0.05
-"""Gain from which a node is tried in such rounds, however dear the costs take it to be."""
+"""Acceptance probability from which a node is tried in such rounds, however much the costs say it takes."""
 _LAST_SPREAD = 4.0
 """Rounds by which a row must lag behind another to be e times as likely the last to end."""
 _PAUSES = (8, 16, 32, 64)
@@ -195,7 +194,7 @@ class Controller:
 
     @property
     def opens(self) -> bool:
-        """Whether anything will be drafted before the answer is whole, as far as that is known now."""
+        """Whether anything will be drafted before the answer is complete, as far as is known now."""
         return self._mode != "off" and self._plain_left < max(self._left)
 
     @property
@@ -408,7 +407,7 @@ class Controller:
 
 
 def _keep(tree: Proposal, kept: list[list[int]]) -> Proposal:
-    """Only these nodes of each row, ascending; a node's parent is always among them."""
+    """Only these nodes of each row, in order; a node's parent is always among them."""
     assert tree.accept_probs is not None, "only trees with acceptance probabilities are pruned"
     parents = []
     for before, nodes in zip(tree.parents, kept, strict=True):

@@ -63,7 +63,9 @@ def equality(subject: Subject) -> Finding:
                 worst = max(worst, off)
                 if off <= _TOLERANCE:
                     continue
-                when = f"after {observed} observed rounds" if observed else "right after opening"
+                when = (
+                    f"after {observed} committed round{'s' * (observed > 1)}" if observed else "right after the prefill"
+                )
                 figures = {"step": step, "origin": origin, "observed_rounds": observed, "difference": off}
                 cause = (
                     "`commit` leaves the state of the draft otherwise than reading the text does."

@@ -54,7 +54,8 @@ class _Chain:
 class DraftModelDrafter:
     """Draft a chain with another language model.
 
-    The gain of a draft is the product of the probabilities that the draft model gives to its best token at each step.
+    The acceptance probability of a draft is taken to be the product of the probabilities that the draft model gives to
+    its best token at each step.
     A chain ends where it falls below what the request asks for. That never depends on the token drawn last, only on
     those before it, so drawn chains stay lossless.
 

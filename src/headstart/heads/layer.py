@@ -356,7 +356,7 @@ def chain_attention(
         queries_BNGAd: one query an origin.
         keys_BNTd: of the text.
         values_BNTd: of the text.
-        hidden_BAT: bool, places of the text after the origin.
+        hidden_BAT: bool, positions of the text after the origin, which it must not see.
         chain: keys and values [B, N, A, d] of the origin's own drafted tokens, first to last, this step's included.
 
     Returns:

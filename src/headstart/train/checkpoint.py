@@ -4,7 +4,7 @@ A checkpoint holds what accelerate saves (heads, optimiser, gradient scaler, ran
 `checkpoint.json`, written last: where the run stands, and the size of every file. The two newest are kept.
 
 The best heads so far are in it as well. A run that was killed may have found better ones after its last checkpoint,
-and the run that goes on from there need not come by them again: its schedule may follow the clock, or a new budget.
+and the run that goes on from there may never find them again: its schedule may follow the clock, or a new budget.
 """
 
 from __future__ import annotations

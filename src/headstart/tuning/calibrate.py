@@ -35,8 +35,8 @@ def fit_calibration(
         log_probs_OKR: of the best drafts of each step.
         likely_OKR: how likely each of them is to be accepted when it follows the true text; None: it is the true token
             or not, as in greedy decoding.
-        sampled_OKR: how likely a child drawn in place of each of the first drafts is to be accepted; None where nothing
-            is drawn. R may be smaller here.
+        sampled_OKR: how likely a child sampled instead of each of the first drafts is to be accepted; None where none
+            is. R may be smaller here.
     """
     ranks = log_probs_OKR.shape[2]
     alive_O = np.ones(len(ranks_OK), dtype=bool)
