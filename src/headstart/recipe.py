@@ -293,11 +293,13 @@ def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
         raise UserError(f"No recipe {name!r}{where}.", f"{nearest(name, known)} A path to a YAML file works too.")
     resolved = str(path.resolve())
     if resolved in seen:
-        raise UserError(f"Recipe {name!r} extends itself ({' -> '.join([*seen, resolved])}).", "Break the circle.")
+        raise UserError(
+            f"Recipe {name!r} extends itself ({' -> '.join([*seen, resolved])}).", "Remove one of these extends."
+        )
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Mend the file.") from None
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Correct the file.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings.", "Start from a packaged recipe: headstart recipes show quickstart")
     if (path.parent / "stages").is_dir():  # a run's own, which headstart wrote: perhaps under earlier names

@@ -51,7 +51,7 @@ _PAUSES = (8, 16, 32, 64)
 _STAKE = 2.0
 """Tokens that drafting may lose before it has won any."""
 _DEAREST = 3.0
-"""Tokens that plain rounds earn ahead of a first try, however dear the costs take it to be: they may be wrong."""
+"""Tokens that plain rounds earn ahead of a first try, at most: the costs may take it to be dearer than it is."""
 _EASILY = 0.125
 """Share of what an answer may gain by drafting that its first try may always cost."""
 _MAX = 4.0

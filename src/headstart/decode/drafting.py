@@ -14,7 +14,8 @@ from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
 
 
 class Drafter(Protocol):
-    """What the decode loop asks of a drafter. One object serves many generations; `prefill` starts one.
+    """What the decode loop asks of a drafter. One object serves many generations; `prefill` starts one and returns its
+    state, which the other methods are given as `session`.
 
     Attributes:
         name: what reports call it.

@@ -107,6 +107,6 @@ def _outcome(run: Check, subject: Subject, reported: Sequence[str]) -> Finding:
         return bad(
             f"This check broke off with {reason} ({Path(where.filename).name}, line {where.lineno}, {where.name}).",
             "What it looked at is damaged, or the code of this head family is: mend the findings above first; the "
-            "whole traceback is in the file that --json writes.",
+            "full traceback is in the file that --json writes.",
             traceback="".join(traceback.format_exception(error)),
         )

@@ -94,7 +94,7 @@ class LayerConfig(HeadConfig):
         if missing := sorted(name for name in _ROTARY[kind] if not isinstance(rope.get(name), int | float)):
             raise ValueError(f"{kind} positions need a number as {missing[0]}")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("the layers of the heads turn whole heads: partial_rotary_factor can only be 1")
+            raise ValueError("the layers of the heads rotate all of a head: partial_rotary_factor can only be 1")
         return {"rope_type": kind, **rope}
 
 
@@ -165,7 +165,7 @@ class DraftLayer(nn.Module):
             )
         if config.head_dim % 2:
             raise UserError(
-                f"heads.head_dim is {config.head_dim}, and rotary positions turn pairs of numbers.",
+                f"heads.head_dim is {config.head_dim}, and rotary positions rotate pairs of numbers.",
                 "Give an even number, or leave it out for the target's own.",
             )
         self.input_norm = nn.RMSNorm(inputs, config.rms_norm_eps) if input_norm else None

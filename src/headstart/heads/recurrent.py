@@ -50,11 +50,11 @@ class RecurrentState:
 
     Attributes:
         cache: keys and values of the entries so far.
-        seen_BPX: target states of committed tokens whose entries are not in the cache yet.
+        seen_BPX: target states of committed tokens whose keys and values are not in the cache yet.
         tokens_BP: the token after each of them; that of a row's last one is the root, known when drafting begins.
         counts: how many are real, for each row.
         drafted: whether their entries were computed (with the root) in this round.
-        base: slot of each row's root entry.
+        base: cache slot of each row's root.
         feedback_BWE: what the nodes of the last level feed back.
         visible_BWS: nodes of this round that each node of the last level sees, by order of drafting.
     """
