@@ -70,7 +70,7 @@ def overfit(subject: Subject) -> Finding:
         return bad(
             f"The heads know one text by heart ({known}), and decoding the same prompt accepts "
             f"{sum(depths) / len(depths):.2f} of {heads.draft_steps} drafts a round: drafting is not what was trained.",
-            "Fix the family's prefill, draft_step (depth_logits) or commit; equality names the first step that differs.",
+            "Fix the family's prefill, draft_step (depth_logits) or commit; equality names the step that differs.",
             **figures,
         )
     return good(

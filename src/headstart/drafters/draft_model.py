@@ -78,9 +78,7 @@ class DraftModelDrafter:
         self.draft_steps = draft_steps
         self.max_nodes = draft_steps + 1
         # Chains are cut short about half way.
-        self.draft_share = (
-            (draft_steps + 1) / 2 * draft.parameters / target.parameters
-        )  # chains are cut short about half way
+        self.draft_share = (draft_steps + 1) / 2 * draft.parameters / target.parameters
         # Embeddings are often padded, each model's in its own way: only the tokens that both have can be drafted.
         self._width = min(draft.vocab_size, target.vocab_size)
         same = self._width == target.vocab_size

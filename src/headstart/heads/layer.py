@@ -35,7 +35,7 @@ _ROTARY: dict[str, set[str]] = {
     "yarn": {"rope_theta", "factor"},
 }
 """Rotary kinds whose angles depend on the position alone, and the settings that each needs."""
-_MIN_PLACES = 256
+_MIN_POSITIONS = 256
 """Positions of the first table of angles."""
 _SPARE = 256
 """Cache slots beyond the prompt that a session starts with."""
@@ -136,7 +136,7 @@ class Rotary:
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=config.rope_parameters,
         )
-        indices = min(config.max_position_embeddings, max(_MIN_PLACES, 1 << (needed - 1).bit_length()))
+        indices = min(config.max_position_embeddings, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
         index_1P = torch.arange(indices)[None]
         cos, sin = LlamaRotaryEmbedding(llama)(torch.zeros(1), index_1P)
         return cos[0].to(device, dtype), sin[0].to(device, dtype)
