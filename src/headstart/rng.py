@@ -1,4 +1,4 @@
-"""Random draws that can be had again: inverted cumulative sums, with numbers from a row's own stream.
+"""Reproducible random draws: inverted cumulative sums, with numbers from a row's own stream.
 
 Shape suffixes: M, W distributions, V tokens, G groups of tokens.
 """

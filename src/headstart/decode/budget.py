@@ -119,7 +119,7 @@ class Controller:
 
     Without costs it drafts always, and verifies what is proposed. Decisions follow from costs and from what was
     accepted. With an experience, the costs are corrected by what rounds take, and what was learned is kept for the next
-    call; without one the clock decides nothing, so that a seeded text can be had again.
+    call; without one the clock decides nothing, so that a seeded text is reproducible.
 
     Drafting may lose a stake: a small share of the answer's tokens, more once it has won some. When that is lost,
     nothing is drafted until plain rounds have earned another try.

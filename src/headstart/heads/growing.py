@@ -1,6 +1,6 @@
-"""Growing a token tree from draft heads, level by level: which children each node gets, and what they promise.
+"""Growing a token tree from draft heads, level by level: which children each node gets, and how probable each is.
 
-Static trees take the ranks that their shape names. Dynamic trees take every child whose path is worth its verification,
+Static trees take the ranks that their shape names. Dynamic trees take every child whose path pays for its verification,
 by the heads' own probabilities turned into probabilities of acceptance (EAGLE-2's idea, arXiv 2406.16858, with measured
 calibration and costs). How many children a node has never depends on which tokens were drawn for them, so sampling
 stays lossless.

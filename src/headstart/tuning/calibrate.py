@@ -120,7 +120,7 @@ def _best_tree(
 ) -> tuple[set[tuple[int, ...]], int, int]:
     """The rank paths that pay at this rate, how many nodes that is with the root, and how many levels were drafted.
 
-    Grown as `decode.grow` grows, and pruned as `decode.budget` prunes.
+    Grown as `heads.growing.grow` grows, and pruned as `decode.budget` prunes.
     """
     threshold = node_threshold(costs, rate)
     found: list[tuple[float, tuple[int, ...]]] = []
