@@ -75,7 +75,7 @@ def node_threshold(costs: _Verifying, rate: float, rows: int = 1) -> float:
 
     Args:
         costs: as measured.
-        rate: tokens per millisecond that are to be had otherwise.
+        rate: tokens per millisecond that decoding reaches without the node.
         rows: of the batch.
     """
     few, many = 4 * rows, 16 * rows
@@ -83,7 +83,7 @@ def node_threshold(costs: _Verifying, rate: float, rows: int = 1) -> float:
 
 
 class _Now:
-    """What a batch of so many rows costs: as measured, corrected by what rounds took."""
+    """What rounds with this many rows cost: as measured, corrected by what rounds really took."""
 
     def __init__(self, costs: Costs, rows: int, rounds: Rounds | None, per_row: bool) -> None:
         self._costs, self._rows, self._rounds, self._per_row = costs, rows, rounds, per_row
@@ -193,7 +193,7 @@ class Controller:
         return [self.rows * (own + shared * prob / sum(last)) / together for prob in last]
 
     @property
-    def opens(self) -> bool:
+    def will_draft(self) -> bool:
         """Whether anything will be drafted before the answer is complete, as far as is known now."""
         return self._mode != "off" and self._plain_left < max(self._left)
 
@@ -205,7 +205,7 @@ class Controller:
         return self._plain_left == 0
 
     def room(self, max_nodes: int) -> int:
-        """Nodes of a row that this round may draft, of so many that there is memory for."""
+        """Nodes of a row that this round may draft, at most the `max_nodes` that fit into memory."""
         return min(max_nodes, _PROBE_NODES) if self._probes_left else max_nodes
 
     @property
@@ -257,7 +257,7 @@ class Controller:
         return tree if best == tree.size else _keep(tree, [sorted(order[:best]) for order in ranked])
 
     def note(self, tree: Proposal, emitted: Sequence[int], spent_ms: tuple[float, float] | None = None) -> None:
-        """Learn what a round came to.
+        """Learn from the outcome of a round.
 
         Args:
             tree: as verified.
