@@ -170,7 +170,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "n-grams, bias": {"max_new_tokens": 24, "no_repeat_ngram_size": 2, "sequence_bias": [[[5], 3.0], [[9, 8], -4.0]]},
     "min_new_tokens, suppressed": {"max_new_tokens": 16, "min_new_tokens": 12, "suppress_tokens": [3, 4, 5]},
     "forced end": {"max_new_tokens": 9, "forced_eos_token_id": 6},
-    "penalty behind others": {"max_new_tokens": 16, "repetition_penalty": 1.7, "sequence_bias": [[[5], 3.0]]},
+    "penalty after others": {"max_new_tokens": 16, "repetition_penalty": 1.7, "sequence_bias": [[[5], 3.0]]},
 }
 
 

@@ -91,7 +91,7 @@ def root_of(run_folder: Path) -> Path:
     """Where the artifacts of a run lie.
 
     Raises:
-        UserError: the run's own folder is that place.
+        UserError: the run's own folder is that folder.
     """
     path = run_folder.resolve()
     if path.name == FOLDER:

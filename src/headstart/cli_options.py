@@ -65,7 +65,11 @@ TargetOption = Annotated[
 ]
 ExactOption = Annotated[
     ExactChoice,
-    typer.Option("--exact", help="What drafts leave as it is: every bit, or the tokens (auto); bits are slower."),
+    typer.Option(
+        "--exact",
+        help="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower). "
+        "tokens, which auto takes: equal up to rounding at near-ties.",
+    ),
 ]
 AnyTarget = Annotated[
     bool, typer.Option("--any-target", help="Take a target that the heads were not trained on, if its sizes fit.")

@@ -1,4 +1,4 @@
-"""Writing files so that a half-written one is never taken for a whole one."""
+"""Writing files so that a half-written one is never taken for a complete one."""
 
 from __future__ import annotations
 

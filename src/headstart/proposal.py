@@ -66,13 +66,14 @@ class Request:
 
     Attributes:
         max_nodes: nodes of a row at most, root included.
-        threshold: how much a node must add to the accepted tokens to pay for its verification: the probability that its
-            whole path is accepted, where children are drawn less what its siblings would have come to without it.
-            Drafters that know such probabilities leave out nodes below it. 0 asks for all that add something.
-        level_threshold: how many accepted tokens, over all rows and less the worth of their nodes, another level of
-            drafting must promise to pay for its time; 0 asks for all levels.
+        threshold: how many accepted tokens a node must add to pay for its verification: the probability that its whole
+            path is accepted or, where children are sampled, by how much it raises the probability that one of its
+            siblings or itself is. Drafters that know such probabilities leave out nodes below it. 0 asks for all that
+            add something.
+        level_threshold: how many accepted tokens another level of drafting must promise to pay for its time, over all
+            rows and less what verifying its nodes costs; 0 asks for all levels.
         chain: no node may have more than one child.
-        children: how children may be chosen. Drafters without a distribution of their own always choose TOP.
+        children: how children may be chosen. Drafters without a distribution of their own always choose `TOP_K`.
         warp: draft logits [..., D] to the distribution to draw from, float [..., D], temperature included.
         streams: one random generator per row, for drawing children; used for nothing else.
         temperature: of the decoding, 0 when greedy; drafts are accepted more seldom above.

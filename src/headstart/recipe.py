@@ -21,8 +21,8 @@ from headstart.options import LengthOptions, SamplingOptions, meaning
 from headstart.renamed import hint, recipe_now, value_hint
 
 PositionWeight = Literal["exponential", "subsampled", "dpace", "accept_until_failure"]
-"""What a recipe can ask for: `exponential`, `dpace` or `accept_until_failure` (accept_until_failure) of
-`headstart.train.position_weights`, or `subsampled` (subsampled) of `headstart.train.batches`."""
+"""What a recipe can ask for: `exponential`, `dpace` and `accept_until_failure` are in
+`headstart.train.position_weights`, `subsampled` in `headstart.train.batches`."""
 
 
 FREE_TO_CHANGE = {"steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "tracker", "project"}
@@ -86,7 +86,8 @@ class TargetSection(Section):
     revision: str | None = Field(None, description="Revision of a hub id.")
     exact: Literal["auto", "bits", "tokens"] = Field(
         "auto",
-        description="What drafts leave as it is: every bit, or the tokens (auto); bits are slower.",
+        description="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower); "
+        "tokens, which auto takes: equal up to rounding at near-ties.",
     )
 
 
@@ -290,20 +291,22 @@ def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
     if not path.is_file():
         where = f" (extended by {seen[-1]})" if seen else ""
         raise UserError(f"No recipe {name!r}{where}.", f"{nearest(name, known)} A path to a YAML file works too.")
-    index = str(path.resolve())
-    if index in seen:
-        raise UserError(f"Recipe {name!r} extends itself ({' -> '.join([*seen, index])}).", "Break the circle.")
+    resolved = str(path.resolve())
+    if resolved in seen:
+        raise UserError(
+            f"Recipe {name!r} extends itself ({' -> '.join([*seen, resolved])}).", "Remove one of these extends."
+        )
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Mend the file.") from None
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Correct the file.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings.", "Start from a packaged recipe: headstart recipes show quickstart")
     if (path.parent / "stages").is_dir():  # a run's own, which headstart wrote: perhaps under earlier names
         values = recipe_now(values)
     values.setdefault("name", path.stem)
     parent = values.pop("extends", None)
-    return _merge(_read(str(parent), path.parent, [*seen, index]), values) if parent else values
+    return _merge(_read(str(parent), path.parent, [*seen, resolved]), values) if parent else values
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

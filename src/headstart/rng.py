@@ -1,4 +1,4 @@
-"""Random draws that can be had again: inverted cumulative sums, with numbers from a row's own stream.
+"""Reproducible random draws: inverted cumulative sums, with numbers from a row's own stream.
 
 Shape suffixes: M, W distributions, V tokens, G groups of tokens.
 """
@@ -26,7 +26,7 @@ def draw_each(probs_WV: Tensor, stream: torch.Generator) -> Tensor:
     cumulative_WV = probs_WV.cumsum(-1, dtype=torch.float64)
     prob_W = torch.rand(len(probs_WV), generator=stream, dtype=torch.float64).to(probs_WV.device)
     index_W1 = (cumulative_WV[:, -1] * prob_W)[:, None]
-    # The first token whose cumulative sum passes the place: its own probability is then above 0.
+    # The first token whose cumulative sum passes the number: its own probability is then above 0.
     return torch.searchsorted(cumulative_WV, index_W1, right=True)[:, 0]
 
 
@@ -53,7 +53,7 @@ def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
     until_MG = sums_MG.cumsum(1)
     sum_M = until_MG[:, -1]
     index_M1 = (number_M.clamp(max=_INSIDE) * sum_M)[:, None]
-    # The first whose cumulative sum passes the place: its own weight is then above 0.
+    # The first whose cumulative sum passes the number: its own weight is then above 0.
     group_M1 = torch.searchsorted(until_MG, index_M1, right=True).clamp(max=sums_MG.shape[1] - 1)
     own_M1 = sums_MG.gather(1, group_M1)
     token_MG = group_M1 * _GROUP + torch.arange(min(_GROUP, size), device=weights_MV.device)

@@ -164,7 +164,7 @@ def prove_exactly(accept: Accept, grower: Grower, row_type: type[Row] = Row, tol
     """Assert that a rule is lossless after several prefixes."""
     for prefix in ((), (1,), (2, 3)):
         error = exact_error(accept, grower, prefix, row_type)
-        assert error < tolerance, f"differs from the target: by {error:.2g} behind {prefix}"
+        assert error < tolerance, f"differs from the target: by {error:.2g} after {prefix}"
 
 
 # -- proof by sampling -----------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Engine:
         controller = Controller(self.costs, "auto", rows, tokens, None, prompt, experience)
         self.came_to.plain_ms += (tokens - 1) * self.machine.verify(rows, 1)
         self.came_to.tokens += rows * tokens
-        left, unread, opened = [tokens - 1] * rows, prompt, controller.opens
+        left, unread, opened = [tokens - 1] * rows, prompt, controller.will_draft
         while left:
             drafts = self.fixed is not None or controller.drafts
             draft_ms = 0.0

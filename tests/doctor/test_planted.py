@@ -323,8 +323,8 @@ def examined_as(run: Path, cls: type[DraftHead]) -> dict[str, Any]:
     ("cls", "words", "figures"),
     [
         (WrongHead, "draft 2 of 2 has other logits", {"step": 1, "observed_rounds": 0}),
-        (Forgetful, "after 1 observed rounds, draft 1", {"step": 0, "observed_rounds": 1}),
-        (StateBefore, "right after opening, draft 1", {"step": 0, "observed_rounds": 0}),
+        (Forgetful, "after 1 committed round, draft 1", {"step": 0, "observed_rounds": 1}),
+        (StateBefore, "right after the prefill, draft 1", {"step": 0, "observed_rounds": 0}),
     ],
 )
 def test_drafting_that_is_not_what_was_trained(run: Path, cls: Any, words: str, figures: dict[str, int]) -> None:

@@ -38,7 +38,7 @@ def plain(target: Target) -> list[list[int]]:
 def test_output_is_that_of_plain_decoding(seed: int, right: bool, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.drafters.draft_model._SPARE", spare)
     target = tiny()
-    drafter = DraftModelDrafter(tiny(seed), target, steps=5)
+    drafter = DraftModelDrafter(tiny(seed), target, draft_steps=5)
     expected = plain(target)
     together = Engine(target, drafter).generate(texts(), OPTIONS)
     assert all(row.drafter_error is None for row in together)
@@ -78,7 +78,7 @@ def counts(proposal: Proposal) -> list[int]:
 
 def test_what_was_accepted_is_not_read_again() -> None:
     draft = tiny()
-    drafter = DraftModelDrafter(draft, draft, steps=4)
+    drafter = DraftModelDrafter(draft, draft, draft_steps=4)
     rows = texts()
     session = drafter.prefill(rows, {})
     tree = drafter.propose(session, Root.of([1, 2, 3]), Request(8))
@@ -106,7 +106,7 @@ def test_probabilities_are_the_draft_models_own_and_end_the_chain() -> None:
     draft = tiny()
     with torch.no_grad():
         draft.model.get_output_embeddings().weight.mul_(12.0)
-    drafter = DraftModelDrafter(draft, draft, steps=6)
+    drafter = DraftModelDrafter(draft, draft, draft_steps=6)
     whole = drafted(drafter, texts(), [1, 2, 3])
     assert whole.accept_probs is not None and counts(whole) == [7, 7, 7]
     for number, text in enumerate(texts()):
@@ -126,7 +126,7 @@ def test_probabilities_are_the_draft_models_own_and_end_the_chain() -> None:
 
 def test_sampled_chains_follow_the_warped_distribution() -> None:
     draft = tiny()
-    drafter = DraftModelDrafter(draft, draft, steps=2)
+    drafter = DraftModelDrafter(draft, draft, draft_steps=2)
     warp = Sampling(temperature=1.0, top_k=3).warp
     root, text = 5, texts()[0]
     cache = draft.new_cache(1, 8)

@@ -153,7 +153,7 @@ def test_both_loops_draw_from_the_same_tokens(tiny_target: Target, sampling: Sam
         assert likely <= sampled
 
 
-def test_margins_are_measured_behind_the_repetition_penalty(tiny_target: Target) -> None:
+def test_margins_are_measured_after_the_repetition_penalty(tiny_target: Target) -> None:
     prompt = [5, 9, 7, 30]
     options = DecodeOptions(max_new_tokens=12, repetition_penalty=1.5)
     answer = Engine(tiny_target).generate([prompt], options)[0].tokens

@@ -122,4 +122,4 @@ def test_a_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) ->
     view = RememberingTarget(target)
     for _ in range(3):
         Engine(view).generate([[3, 1, 4]] * 8, DecodeOptions(max_new_tokens=4, ignore_end=True))
-    assert read == [2, 3, 4], "greedy rows are all alike: one new text a round, behind the prompt's last token"
+    assert read == [2, 3, 4], "greedy rows are all alike: one new text a round, after the prompt's last token"

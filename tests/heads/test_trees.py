@@ -67,7 +67,7 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
     rng = random.Random(0)
     texts, lengths = TEXTS[:rows], [2, 4][:rows]
     known = exact.prefill(exact.new_cache(rows, 7), texts, heads.aux_layers).aux_hidden_states
-    behind = {aux_layer: F.pad(state, (0, 0, 0, 2), value=7.0) for aux_layer, state in known.items()}
+    padded = {aux_layer: F.pad(state, (0, 0, 0, 2), value=7.0) for aux_layer, state in known.items()}
     read = [text[:length] for text, length in zip(texts, lengths, strict=True)]
     session = heads.prefill(read, {aux_layer: state[:, : max(lengths)] for aux_layer, state in known.items()})
     for counts in ([3, 1][:rows], [1, 2][:rows]):
@@ -87,7 +87,7 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
         tokens = [text[length : length + count] for text, length, count in zip(texts, lengths, counts, strict=True)]
         states = {
             aux_layer: torch.stack([state[row, index] for row, index in enumerate(indices)])
-            for aux_layer, state in behind.items()
+            for aux_layer, state in padded.items()
         }
         heads.commit(session, Committed.of(tokens, states))
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
@@ -95,7 +95,7 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3-deep-normed", "hydra-prefix"])
 @torch.inference_mode()
-def test_behind_the_last_keys_only_the_last_token_of_a_text_is_computed(
+def test_after_the_last_keys_only_the_last_token_of_a_text_is_computed(
     name: str, exact: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first draft after a long prompt; how many entries each layer's MLP takes."""

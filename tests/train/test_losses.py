@@ -279,7 +279,7 @@ def test_the_sum_over_a_batch_is_that_of_its_drafts_one_by_one(scheme: Any, shar
     assert all(prediction.hidden_MH.grad is not None for prediction in steps)
 
 
-def test_auf_teaches_nothing_behind_the_first_failure() -> None:
+def test_accept_until_failure_teaches_nothing_after_the_first_failure() -> None:
     torch.manual_seed(0)
     steps, teacher_logits = _steps([4, 3], [torch.randn(DRAFTS, WIDTH)] * 2), _teacher_logits(5)
     right_M = agreement(steps[0], teacher_logits)[1]

@@ -34,7 +34,7 @@ def test_dpace_is_the_gradient_of_the_expected_length() -> None:
         torch.testing.assert_close(weight_M.double(), expected_M, rtol=1e-6, atol=0)  # weights are float32
 
 
-def test_auf_keeps_the_first_failure_and_nothing_behind_it() -> None:
+def test_accept_until_failure_keeps_the_first_failure_and_nothing_after_it() -> None:
     right = [torch.tensor([True, False, False]), torch.tensor([False, True]), torch.tensor([True])]
     weights = accept_until_failure(ORIGINS, right, 0.5)
     assert [weight_M.tolist() for weight_M in weights] == [[1, 1, 1], [0.5, 0], [0]]

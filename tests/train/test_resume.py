@@ -154,7 +154,7 @@ def test_the_best_heads_are_never_of_a_lost_future(
     assert_same(start, resumed.heads_folder)
 
 
-def test_ctrl_c_behind_the_last_step_keeps_the_result_and_stops(
+def test_ctrl_c_after_the_last_step_keeps_the_result_and_stops(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete = run(tmp_path / "whole", eval_every=100)

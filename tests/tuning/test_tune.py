@@ -129,7 +129,7 @@ def test_heads_that_cannot_be_int8_are_timed_once(monkeypatch: pytest.MonkeyPatc
     assert not found.packed and found.draft_ms == 2.0
 
 
-def test_sampling_accepts_what_the_target_finds_likely_behind_the_true_text() -> None:
+def test_sampling_accepts_what_the_target_finds_likely_after_the_true_text() -> None:
     """By hand: p of each draft, and of a sampled child the mass that p shares with what the better drafts leave of
     q."""
     target = Target(tiny_model("llama", vocab_size=61))

@@ -258,8 +258,8 @@ def encode(
                 raise _rewritten(turn, len(messages))
             continue
         first = bisect_left(starts, span.start)
-        behind = range(bisect_left(starts, span.text_stop, first), bisect_left(starts, span.turn_stop, first))
-        end_of_turn = next((i for i in behind if tokens[i] in ends), None)
+        following = range(bisect_left(starts, span.text_stop, first), bisect_left(starts, span.turn_stop, first))
+        end_of_turn = next((i for i in following if tokens[i] in ends), None)
         stop = bisect_right(stops, span.text_stop, first) if end_of_turn is None else end_of_turn + 1
         supervised[first:stop] = [True] * (stop - first)
     if max_tokens is not None and any(supervised) and not any(supervised[:max_tokens]):

@@ -22,7 +22,7 @@ _MAX_PROMPT_TOKENS = 128
 
 @dataclass(frozen=True)
 class SelfPrompt:
-    """A request that the target wrote, and the kind of seed prompt it began with."""
+    """A request that the target wrote, and the kind of its seed prompt."""
 
     text: str
     category: str

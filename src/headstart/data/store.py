@@ -4,7 +4,7 @@ States lie in shards, safetensors files that are only ever added: a shard holds 
 named by them and is written atomically. A store is a folder whose manifest says which conversations it holds, in which
 order, and in which shards their states lie. Several stores can share the shards of one folder; whoever asks for more
 conversations or for other layers computes what no shard holds yet. Whatever moment a build is killed at, the next one
-goes on from the shards that are whole.
+goes on from the shards that are complete.
 
     shard-<name>.safetensors   tokens [S] int32, states.<layer> [S, E], sequences end to end
     manifest.json              fingerprint, aux layers, and for every conversation its length, mask and places
@@ -80,7 +80,7 @@ class StateStore:
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
         self.folder = folder
         if not (folder / MANIFEST).is_file():
-            raise UserError(f"{folder} holds no finished store of hidden states.", "Run: headstart data RECIPE")
+            raise UserError(f"{folder} holds no finished store of hidden states.", "Run: headstart data build RECIPE")
         manifest = read_json(folder / MANIFEST)
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
             raise UserError(f"{folder} is a store of another format.", "Build it again, in another folder.")

@@ -1,14 +1,13 @@
 """How many nodes a round verifies: chosen each round from measured costs and from what drafts are expected to bring.
 
-A round that verifies a tree emits one token and, for each node, one more with the probability `accept_prob` that the
-node's whole path is accepted. Over a long text the best choice of nodes maximises gain minus rate times cost, with the
-rate (tokens per millisecond) that the decoding reaches as a whole: a node pays when it brings more tokens than the time
-of its verification would bring otherwise. Plain decoding, chains and static trees are what this comes to in special
-cases.
+A round that verifies a tree emits one token and, for each node, one more with the probability that the node's whole
+path is accepted. Over a long text the best choice of nodes maximises expected tokens minus rate times cost, where the
+rate (tokens per millisecond) is that of the decoding as a whole: a node pays when it brings more tokens than the time
+of its verification would bring otherwise. Plain decoding, chains and static trees are special cases of this.
 
-A batch is not done before its slowest row is. Of the cost of a round a part is there as long as any row runs; a token
-more saves that part only in the row that runs longest, and in the others no more than their own share of the forward.
-Rows are weighted accordingly.
+A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
+that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
+weighted accordingly.
 
 Sources: costs as in Sequoia (arXiv 2402.12374) and CaDDTree (2606.01813); the rate is Dinkelbach's for ratios.
 
@@ -44,7 +43,7 @@ _PROBE_LOSS = 0.5
 _PROBE_NODES = 4
 """Nodes of a row in such rounds, root included: whether drafts are accepted shows in small trees, too."""
 _PROBE_THRESHOLD = 0.05
-"""Gain from which a node is tried in such rounds, however dear the costs take it to be."""
+"""Acceptance probability from which a node is tried in such rounds, however much the costs say it takes."""
 _LAST_SPREAD = 4.0
 """Rounds by which a row must lag behind another to be e times as likely the last to end."""
 _PAUSES = (8, 16, 32, 64)
@@ -52,7 +51,7 @@ _PAUSES = (8, 16, 32, 64)
 _STAKE = 2.0
 """Tokens that drafting may lose before it has won any."""
 _DEAREST = 3.0
-"""Tokens that plain rounds earn ahead of a first try, however dear the costs take it to be: they may be wrong."""
+"""Tokens that plain rounds earn ahead of a first try, at most: the costs may take it to be dearer than it is."""
 _EASILY = 0.125
 """Share of what an answer may gain by drafting that its first try may always cost."""
 _MAX = 4.0
@@ -76,7 +75,7 @@ def node_threshold(costs: _Verifying, rate: float, rows: int = 1) -> float:
 
     Args:
         costs: as measured.
-        rate: tokens per millisecond that are to be had otherwise.
+        rate: tokens per millisecond that decoding reaches without the node.
         rows: of the batch.
     """
     few, many = 4 * rows, 16 * rows
@@ -84,7 +83,7 @@ def node_threshold(costs: _Verifying, rate: float, rows: int = 1) -> float:
 
 
 class _Now:
-    """What a batch of so many rows costs: as measured, corrected by what rounds took."""
+    """What rounds with this many rows cost: as measured, corrected by what rounds really took."""
 
     def __init__(self, costs: Costs, rows: int, rounds: Rounds | None, per_row: bool) -> None:
         self._costs, self._rows, self._rounds, self._per_row = costs, rows, rounds, per_row
@@ -120,7 +119,7 @@ class Controller:
 
     Without costs it drafts always, and verifies what is proposed. Decisions follow from costs and from what was
     accepted. With an experience, the costs are corrected by what rounds take, and what was learned is kept for the next
-    call; without one the clock decides nothing, so that a seeded text can be had again.
+    call; without one the clock decides nothing, so that a seeded text is reproducible.
 
     Drafting may lose a stake: a small share of the answer's tokens, more once it has won some. When that is lost,
     nothing is drafted until plain rounds have earned another try.
@@ -194,8 +193,8 @@ class Controller:
         return [self.rows * (own + shared * prob / sum(last)) / together for prob in last]
 
     @property
-    def opens(self) -> bool:
-        """Whether anything will be drafted before the answer is whole, as far as that is known now."""
+    def will_draft(self) -> bool:
+        """Whether anything will be drafted before the answer is complete, as far as is known now."""
         return self._mode != "off" and self._plain_left < max(self._left)
 
     @property
@@ -206,7 +205,7 @@ class Controller:
         return self._plain_left == 0
 
     def room(self, max_nodes: int) -> int:
-        """Nodes of a row that this round may draft, of so many that there is memory for."""
+        """Nodes of a row that this round may draft, at most the `max_nodes` that fit into memory."""
         return min(max_nodes, _PROBE_NODES) if self._probes_left else max_nodes
 
     @property
@@ -258,7 +257,7 @@ class Controller:
         return tree if best == tree.size else _keep(tree, [sorted(order[:best]) for order in ranked])
 
     def note(self, tree: Proposal, emitted: Sequence[int], spent_ms: tuple[float, float] | None = None) -> None:
-        """Learn what a round came to.
+        """Learn from the outcome of a round.
 
         Args:
             tree: as verified.
@@ -408,7 +407,7 @@ class Controller:
 
 
 def _keep(tree: Proposal, kept: list[list[int]]) -> Proposal:
-    """Only these nodes of each row, ascending; a node's parent is always among them."""
+    """Only these nodes of each row, in order; a node's parent is always among them."""
     assert tree.accept_probs is not None, "only trees with acceptance probabilities are pruned"
     parents = []
     for before, nodes in zip(tree.parents, kept, strict=True):

@@ -14,11 +14,12 @@ from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
 
 
 class Drafter(Protocol):
-    """What the decode loop asks of a drafter. One object serves many generations; `prefill` starts one.
+    """What the decode loop asks of a drafter. One object serves many generations; `prefill` starts one and returns its
+    state, which the other methods are given as `session`.
 
     Attributes:
         name: what reports call it.
-        aux_layers: hidden states of the target that it wants to see.
+        aux_layers: layers of the target whose hidden states it reads.
         max_nodes: the widest tree it proposes, root included; the loop reserves cache for it.
 
     An optional attribute `draft_share` says what a draft costs, as a share of a plain decoding step; drafters without
@@ -30,7 +31,7 @@ class Drafter(Protocol):
     max_nodes: int
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        """Start drafting for a batch; see `DraftHead.open`."""
+        """Start drafting for a batch; see `DraftHead.prefill`."""
         ...
 
     def propose(self, session: Any, root: Root, request: Request) -> Proposal:

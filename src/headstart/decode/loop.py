@@ -29,7 +29,7 @@ from headstart.target import Target
 
 @dataclass
 class Round:
-    """One round of one generation: wall-clock milliseconds, and what came of it.
+    """One round of one generation: its wall-clock milliseconds and its outcome.
 
     Attributes:
         nodes: width of the verified tree, root included.
@@ -106,7 +106,7 @@ class Engine:
         started = perf_counter()
         check(self.target, prompts, options)
         controller = self._controller(prompts, options)
-        target, drafter = self.target, self.drafter if controller.opens else NoDrafter()
+        target, drafter = self.target, self.drafter if controller.will_draft else NoDrafter()
         verifier, draft_streams = make_verifier(options, prompts)
         max_nodes = reserve(target, prompts, options.max_new_tokens, drafter.max_nodes)
         stoppers = [Stopper(target.tokenizer, options, target.end_tokens, row) for row in range(len(prompts))]
@@ -154,15 +154,15 @@ class Engine:
             verified = perf_counter()
             cache.commit([row.path for row in outcome.rows], outcome.paths_BP)
             session.commit(tree, out, outcome)
-            observed = perf_counter()
+            committed = perf_counter()
             root = outcome.root
             going = [
                 _emit(row, step.tokens, outputs, stoppers, started, on_tokens)
                 for row, step in zip(rows, outcome.rows, strict=True)
             ]
-            spent_ms = (1e3 * (drafted - start), 1e3 * (observed - drafted)) if drafts == controller.drafts else None
+            spent_ms = (1e3 * (drafted - start), 1e3 * (committed - drafted)) if drafts == controller.drafts else None
             controller.note(tree.proposal, [len(step.tokens) for step in outcome.rows], spent_ms)
-            if not controller.opens:
+            if not controller.will_draft:
                 session.close()  # nothing more will be drafted: plain rounds cost what they cost without a drafter
             ended = perf_counter()
             ms = [1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (ended - verified)]

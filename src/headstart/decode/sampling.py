@@ -22,7 +22,7 @@ from headstart.options import Processor, SamplingOptions
 _COLDEST = 1e-6
 """Lowest temperature above 0; logits divided by less leave the range of float32."""
 _HEAD = 512
-"""Tokens that top-p looks at before it sorts the whole vocabulary; a share of .9 seldom needs more."""
+"""Tokens that top-p looks at before it sorts the whole vocabulary; a share of 0.9 seldom needs more."""
 
 
 @dataclass(frozen=True)

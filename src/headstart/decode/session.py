@@ -41,7 +41,7 @@ class Session:
         return proposal
 
     def commit(self, tree: ProposedTree, out: TargetOutput, outcome: Outcome) -> None:
-        """Tell the drafter what came of a round."""
+        """Tell the drafter the outcome of a round."""
         if isinstance(self.drafter, NoDrafter):
             return
         with self._guard():
@@ -55,7 +55,7 @@ class Session:
             self.drafter.reorder(self._state, rows)
 
     def close(self) -> None:
-        """Draft no more; what the drafter kept is let go."""
+        """Draft no more, and free what the drafter kept."""
         self.drafter, self._state = NoDrafter(), None
 
     @contextmanager

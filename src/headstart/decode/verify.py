@@ -167,7 +167,7 @@ def walk_on_device(tree: ProposedTree, choice_BN: Tensor) -> Outcome:
 
 @dataclass
 class Streams:
-    """Independent random numbers of one row. Drafting has a third stream, so no noise is ever shared.
+    """A row's random generators. Drafting has a third one, so no noise is ever shared.
 
     Attributes:
         accept: for acceptance tests.
@@ -179,7 +179,7 @@ class Streams:
 
 
 def streams(seed: int) -> tuple[Streams, torch.Generator]:
-    """A row's streams for verifying, and the one for drafting."""
+    """A row's random generators for verifying, and the one for drafting."""
     seeds = torch.randint(1 << 62, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
     accept, residual, draft = (torch.Generator().manual_seed(one) for one in seeds)
     return Streams(accept, residual), draft
@@ -217,7 +217,7 @@ class Row:
         parents: of each node, -1 for the root.
         sampled: how the children of some nodes were drawn.
         logits_NV: the target's, after each node.
-        distribution: (logits [V], tokens from after the root down to the node) to the distribution [V] to draw from.
+        distribution: (logits [V], tokens below the root down to the node) to the distribution [V] to draw from.
 
     Attributes:
         tokens: as given.

@@ -63,7 +63,9 @@ def equality(subject: Subject) -> Finding:
                 worst = max(worst, off)
                 if off <= _TOLERANCE:
                     continue
-                when = f"after {observed} observed rounds" if observed else "right after opening"
+                when = (
+                    f"after {observed} committed round{'s' * (observed > 1)}" if observed else "right after the prefill"
+                )
                 figures = {"step": step, "origin": origin, "observed_rounds": observed, "difference": off}
                 cause = (
                     "`commit` leaves the state of the draft otherwise than reading the text does."
@@ -77,7 +79,7 @@ def equality(subject: Subject) -> Finding:
                     f"Decoding does not draft what training taught: {when}, draft {step + 1} of {heads.draft_steps} "
                     f"has other logits than the training unroll at the same position ({off:.1%} of the largest; token "
                     f"{origin} of {item.id!r}).",
-                    f"{cause} Mend the family in heads/; its test is drafting against unrolling.",
+                    f"{cause} Fix the family in heads/; its test compares drafting with `unroll`.",
                     **figures,
                 )
     if not compared:
@@ -185,7 +187,7 @@ def acceptance(subject: Subject) -> Finding:
     if real.error:
         return bad(
             f"The drafter fails in decoding ({real.error}); decoding then goes on plainly.",
-            "Mend the family's open, expand or observe.", **figures
+            "Fix the family's prefill, draft_step (depth_logits) or commit.", **figures
         )  # fmt: skip
     drafts = f"{heads.draft_steps} drafts a round"
     if real.predicted is not None and real.tau - 1 < 0.75 * (real.predicted - 1) - 0.05:
@@ -197,7 +199,7 @@ def acceptance(subject: Subject) -> Finding:
         )
     if first < _LOW:
         return bad(
-            f"Training accuracy itself is low: on held-out answers the first draft is right in {first:.0%} of places, "
+            f"Training accuracy itself is low: on held-out answers the first draft is right in {first:.0%} of cases, "
             f"{learned - 1:.2f} of {drafts} would be accepted; decoding accepts {real.tau - 1:.2f}, so it does what "
             "training taught.",
             _train_more(subject), **figures

@@ -106,7 +106,7 @@ def _outcome(run: Check, subject: Subject, reported: Sequence[str]) -> Finding:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return bad(
             f"This check broke off with {reason} ({Path(where.filename).name}, line {where.lineno}, {where.name}).",
-            "What it looked at is damaged, or the code of this head family is: mend the findings above first; the "
-            "whole traceback is in the file that --json writes.",
+            "What it looked at is damaged, or the code of this head family is: fix the findings above first; the "
+            "full traceback is in the file that --json writes.",
             traceback="".join(traceback.format_exception(error)),
         )

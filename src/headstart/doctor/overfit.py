@@ -56,9 +56,9 @@ def overfit(subject: Subject) -> Finding:
     if depth is not None:
         return bad(
             f"{heads.family.capitalize()} heads with these settings cannot even learn one text: after {steps} steps on "
-            f"a single conversation draft {depth + 1} of {heads.draft_steps} is right in {shares[depth]:.0%} of places "
+            f"a single conversation draft {depth + 1} of {heads.draft_steps} is right in {shares[depth]:.0%} of cases "
             f"(all: {', '.join(f'{share:.0%}' for share in shares)}).",
-            "An alignment bug in the family's unroll, or heads too small: no data and no time will mend it. Look at "
+            "An alignment bug in the family's unroll, or heads too small: no data and no time will fix it. Look at "
             f"what draft {depth + 1} reads and which token it is compared with.",
             **figures,
         )
@@ -70,7 +70,7 @@ def overfit(subject: Subject) -> Finding:
         return bad(
             f"The heads know one text by heart ({known}), and decoding the same prompt accepts "
             f"{sum(depths) / len(depths):.2f} of {heads.draft_steps} drafts a round: drafting is not what was trained.",
-            "Mend the family's open, expand and observe; equality names the first step that differs.",
+            "Fix the family's prefill, draft_step (depth_logits) or commit; equality names the step that differs.",
             **figures,
         )
     return good(

@@ -157,7 +157,7 @@ def _first_answer(item: Conversation) -> int | None:
 
 @dataclass
 class _Masked:
-    """A conversation's tokens and mask as one place stores them, and the mask they should have (None: not known)."""
+    """A conversation's tokens and mask as one file stores them, and the mask they should have (None: not known)."""
 
     where: str
     id: str
@@ -183,10 +183,10 @@ def mask(subject: Subject) -> Finding:
         )  # fmt: skip
     known = [item for item in found if item.wanted is not None]
     wrong = [item for item in known if item.mask != item.wanted]
-    behind = [item for item in found if _behind_end(item, subject.target.end_tokens)]
+    trailing = [item for item in found if _after_end(item, subject.target.end_tokens)]
     sentence, shift = _describe(wrong) if wrong else ("", 0)
-    if behind and not shift:
-        wrong = behind
+    if trailing and not shift:
+        wrong = trailing
         sentence = "Tokens after the end of the turn are supervised: padding, or the template's own text."
     if wrong:
         where = f"{len(wrong)} of {len(found)} conversations, such as {wrong[0].id!r} in {wrong[0].where}"
@@ -249,11 +249,11 @@ def _describe(wrong: Sequence[_Masked]) -> tuple[str, int]:
 
 
 def _misses(item: _Masked, late: int) -> int:
-    """Tokens whose mask is not that of the token `late` places before them."""
+    """Tokens whose mask is not that of the token `late` tokens before them."""
     assert item.wanted is not None, "only masks that are known to be wrong are compared"
     return sum(a != b for a, b in zip(item.mask[max(late, 0) :], item.wanted[max(-late, 0) :], strict=False))
 
 
-def _behind_end(item: _Masked, ends: frozenset[int]) -> bool:
+def _after_end(item: _Masked, ends: frozenset[int]) -> bool:
     triples = zip(item.tokens, item.mask, item.mask[1:], strict=False)
     return any(token in ends and here and following for token, here, following in triples)

@@ -17,7 +17,7 @@ _MARKS = {True: Text("✓", "green"), False: Text("✗", "bold red"), None: Text
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """A table of all checks, then a paragraph for each problem: what, where, and how to mend it."""
+    """A table of all checks, then a paragraph for each problem: what, where, and how to fix it."""
     table = Table(box=None, pad_edge=False)
     for title in ("", "check", "stage", "finding"):
         table.add_column(title)

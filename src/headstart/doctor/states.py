@@ -226,7 +226,7 @@ def _kind(item: Conversation) -> str:
 
 
 def _drawn(subject: Subject) -> list[tuple[StateStore | None, Conversation, int]]:
-    """Some conversations of the kind that says most (greedy ones first), each with its place in its store."""
+    """Some conversations of the kind that says most (greedy ones first), each with its index in its store."""
     maximum = 4 if subject.quick else 16
     found = list(_all(subject))
     for kind in ("greedy", "given", "sampled"):

@@ -1,6 +1,6 @@
 """Two drafters at once: their trees as one.
 
-Tokens that both propose at the same place become one node, so the second drafter only costs what it adds: an n-gram
+Tokens that both propose after the same path become one node, so the second drafter only costs what it adds: an n-gram
 match beside trained heads is one more branch.
 """
 
@@ -24,7 +24,7 @@ class _Part:
         tokens: of each node, the root's first.
         parents: of each node, -1 for the root.
         accept_probs: of each node, None when unknown.
-        sampled: see `DraftTree.sampled`.
+        sampled: see `Proposal.sampled`.
     """
 
     tokens: list[int]
@@ -43,11 +43,11 @@ class CombinedDrafter:
 
     A node's acceptance probability is the larger of what the two say. When there are more nodes than allowed, those of
     smallest acceptance probability go. Where acceptance probabilities are unknown, or one drafter drew children at
-    random, its tree stays whole and only the other's additions may go: leaving out a sampled child for what it turned
-    out to be would break losslessness.
+    random, its tree stays complete and only the other's additions may go: leaving out a sampled child for what it
+    turned out to be would break losslessness.
 
     Args:
-        first: goes first where gains do not decide.
+        first: goes first where acceptance probabilities do not decide.
         second: the other one.
 
     Attributes:
@@ -104,7 +104,7 @@ class CombinedDrafter:
 
 
 def merge(one: _Part, two: _Part, request: Request) -> _Part:
-    """The union of two trees after the same root.
+    """The union of two trees with the same root.
 
     Args:
         one: keeps its order; when it or `two` has sampled children, that tree comes first.
@@ -148,7 +148,7 @@ def _best(part: _Part, complete: int, count: int) -> _Part:
         [part.tokens[node] for node in kept],
         [index.get(part.parents[node], -1) for node in kept],
         None if part.accept_probs is None else [part.accept_probs[node] for node in kept],
-        part.sampled,  # of nodes that are kept whole, so their numbers hold
+        part.sampled,  # their nodes are all kept, so their numbers hold
     )
 
 

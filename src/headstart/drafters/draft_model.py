@@ -54,14 +54,15 @@ class _Chain:
 class DraftModelDrafter:
     """Draft a chain with another language model.
 
-    The gain of a draft is the product of the probabilities that the draft model gives to its best token at each step.
+    The acceptance probability of a draft is taken to be the product of the probabilities that the draft model gives to
+    its best token at each step.
     A chain ends where it falls below what the request asks for. That never depends on the token drawn last, only on
     those before it, so drawn chains stay lossless.
 
     Args:
         draft: the small model, with the target's vocabulary.
         target: the model that verifies.
-        steps: longest chain.
+        draft_steps: longest chain.
         name: what reports call it.
 
     Raises:
@@ -70,13 +71,14 @@ class DraftModelDrafter:
 
     aux_layers: tuple[int, ...] = ()
 
-    def __init__(self, draft: Target, target: Target, steps: int = 6, name: str = "draft-model") -> None:
+    def __init__(self, draft: Target, target: Target, draft_steps: int = 6, name: str = "draft-model") -> None:
         check_tokenizers(draft, target)
         self.draft = draft
         self.name = name
-        self.steps = steps
-        self.max_nodes = steps + 1
-        self.draft_share = (steps + 1) / 2 * draft.parameters / target.parameters  # chains are cut short about half way
+        self.draft_steps = draft_steps
+        self.max_nodes = draft_steps + 1
+        # Chains are cut short about half way.
+        self.draft_share = (draft_steps + 1) / 2 * draft.parameters / target.parameters
         # Embeddings are often padded, each model's in its own way: only the tokens that both have can be drafted.
         self._width = min(draft.vocab_size, target.vocab_size)
         same = self._width == target.vocab_size
@@ -92,7 +94,7 @@ class DraftModelDrafter:
     def propose(self, session: _Session, root: Root, request: Request) -> Proposal:
         chains = [_Chain([token], [1.0], {}) for token in root.tokens]
         longest = max(map(len, session.texts)) + 1
-        steps = min(self.steps, request.max_nodes - 1, self.draft.max_length - longest + 1)
+        steps = min(self.draft_steps, request.max_nodes - 1, self.draft.max_length - longest + 1)
         if steps < 1:
             return Proposal.roots(root.tokens)
         for step in range(steps):

@@ -30,7 +30,7 @@ from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
 
 
 class Trie:
-    """One row's tree while it is built from token paths after the root.
+    """One row's tree while it is built from token paths below the root.
 
     Args:
         root: the root token.
@@ -58,7 +58,7 @@ class Trie:
         return trie
 
     def add(self, path: Iterable[int]) -> bool:
-        """Put a path after the root, sharing nodes with those there; false when there is no room for all of it."""
+        """Add a path below the root, sharing nodes with those there; false when there is no room for all of it."""
         node = 0
         for token in path:
             child = self._children.get((node, token))
@@ -73,7 +73,7 @@ class Trie:
         return True
 
     def find(self, path: Iterable[int]) -> int | None:
-        """The node at the end of a path after the root."""
+        """The node at the end of a path below the root."""
         node: int | None = 0
         for token in path:
             if node is not None:
@@ -99,7 +99,7 @@ class _Row:
 class LookaheadDrafter:
     """Draft n-grams that the target's own Jacobi iterations came up with.
 
-    Gains are unknown, so its trees are verified whole.
+    Acceptance probabilities are unknown, so its trees are verified as they are.
 
     Args:
         window: W, guesses that are iterated side by side.
@@ -172,7 +172,7 @@ class LookaheadDrafter:
 
 
 def _paths(columns: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The path of each column after the root: the trunk down to its first entry, then the rest of it.
+    """The path of each column below the root: the trunk down to its first entry, then the rest of it.
 
     >>> _paths([[1, 2], [3, 4]])
     [[1, 2], [1, 3, 4]]

@@ -22,13 +22,13 @@ PRIORS = ((1, 0.2), (2, 0.53), (3, 0.62), (4, 0.7), (5, 0.77), (6, 0.79), (8, 0.
 """(match length from which it holds, share of right continuations), before a text has shown its own.
 
 Counted over greedy answers of SmolLM2-135M-Instruct to 399 prompts of its own (34,600 predictions) and to 240 of
-MT-bench, GSM8K and HumanEval, which agree within about .1. The share depends on the match's length, not on how much
+MT-bench, GSM8K and HumanEval, which agree within about 0.1. The share depends on the match's length, not on how much
 of it is accepted drafts. In 2 % of the searches the first continuation was wrong and another of that length at hand;
 that one was right in a quarter of them: not worth a branch.
 """
 
 _LENGTHS = [length for length, _ in PRIORS]
-_CLASS = [bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 1)]  # place in PRIORS of each length
+_CLASS = [bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 1)]  # index into PRIORS of each length
 _LONGEST = _LENGTHS[-1]  # matches are not compared further
 _LOOKS = 64  # occurrences of a pair that a search looks at, latest first
 _PRIOR_WEIGHT = 8.0  # observations that a prior counts for
@@ -57,7 +57,7 @@ class Index:
         self._single = -1  # where the last token stood before
 
     def append(self, token: int) -> None:
-        """Put a token after the text."""
+        """Append a token to the text."""
         text, index = self.text, len(self.text)
         pair = text[-1] << 32 | token if text else -1
         self._earlier.append(self._last_pair.get(pair, -1))
@@ -67,7 +67,7 @@ class Index:
         text.append(token)
 
     def longest(self) -> tuple[int, int]:
-        """(place of the token that followed, tokens that match); the latest of the longest matches, (-1, 0) if none."""
+        """(index of the token that followed, tokens that match); the latest of the longest matches, (-1, 0) if none."""
         text, last = self.text, len(self.text) - 1
         best, best_length = self._single, int(self._single >= 0)
         index, looks = self._earlier[last], self._looks
@@ -89,7 +89,7 @@ class _Row:
     """One row: its text, the match it follows, and how often matches of each class went on rightly.
 
     Attributes:
-        source: place of the token that the match predicts next, -1 without a match.
+        source: index of the token that the match predicts next, -1 without a match.
         length: of the match.
         rates: by class of length; see `PRIORS`.
         seen: observations of each class.

@@ -33,7 +33,7 @@ MEASURED_PROMPTS = 16
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where an output differs from the plain loop's.
+    """The first token at which an output differs from the plain loop's.
 
     Attributes:
         prompt: index among the compared prompts.

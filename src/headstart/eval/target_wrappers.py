@@ -107,7 +107,7 @@ class Texts:
         ]
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """See `TreeCache.select`."""
+        """See `TreeCache.reorder`."""
         self.rows_B = [self.rows_B[row] for row in rows]
 
 

@@ -53,7 +53,7 @@ _WHOLE_BATCH = (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
 )
-"""Processors that tell rows apart by their place in the batch; the decode loop calls them one row at a time."""
+"""Processors that tell rows apart by their index in the batch; the decode loop calls them one row at a time."""
 
 _HARMLESS = {"attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache"}
 """Model arguments that transformers prepares and the decode loop has its own of; the first three are checked."""
@@ -191,7 +191,7 @@ class LogitsChain:
 
 
 class Padded:
-    """A processor that sees the padding which its row came with: some count places from the start of it."""
+    """A processor that sees the padding which its row came with: some count positions from the start of it."""
 
     def __init__(self, processor: Any, padding_ids: list[int]) -> None:
         self.processor = processor
@@ -245,7 +245,7 @@ def _check_processor(processor: Any, prompts: Prompts) -> None:
     if isinstance(processor, _STATEFUL):
         raise UserError(f"{name} keeps a state and cannot be applied to a token tree.", f"Leave it out, or {PLAIN}.")
     if isinstance(processor, _WHOLE_BATCH) and len(prompts.rows) > 1:
-        raise UserError(f"{name} tells rows apart by their place in the batch.", f"Give one prompt a call, or {PLAIN}.")
+        raise UserError(f"{name} tells rows apart by their index in the batch.", f"Give one prompt a call, or {PLAIN}.")
     ignored = _ignored(processor)
     if isinstance(ignored, Tensor) and ignored.tolist() != prompts.padding:
         raise UserError(

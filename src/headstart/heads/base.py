@@ -112,8 +112,8 @@ class DraftHead(nn.Module, ABC):
     """A head family. Training (`unroll`) and drafting (`prefill`, `draft`, `commit`, `reorder`) are separate methods.
 
     A family drafts in one of two ways: level by level (`draft_step`), when what it says after a node depends on the
-    tokens on the way there, or all depths in one forward (`OneForwardHead`). What goes into training steps of its own
-    choice is said by `HeadBatch.subsampled_steps_BT`: an origin with a reach of 0 is no anchor.
+    tokens on the way there, or all depths in one forward (`OneForwardHead`). `HeadBatch.subsampled_steps_BT` says which
+    positions drafts start from in training, and how deep they go: an origin with 0 steps is no anchor.
 
     Attributes:
         family: registered name.
@@ -159,7 +159,7 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that it reads, by layer."""
+        """Layers of the target whose hidden states it reads."""
         return (FINAL,)
 
     @abstractmethod
@@ -217,7 +217,7 @@ class DraftHead(nn.Module, ABC):
             state: from `prefill`.
             tokens_BW: int64, tokens of the nodes at this depth that get children. Level 0 is each row's root alone:
                 decided, not yet read by the target. Rows with fewer nodes are padded.
-            parents_BW: int64, each node's parent as a place in the level before; 0 at level 0.
+            parents_BW: int64, index of each node's parent in the level before; 0 at level 0.
             depth: of these nodes, from 0 to `draft_steps` - 1.
 
         Returns:
@@ -284,8 +284,8 @@ class DraftHead(nn.Module, ABC):
     def frozen_lm_head(self, target: Target, like: Tensor) -> Tensor:
         """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it.
 
-        Sets `lm_bias_D` and `finish`, which belong to such logits. In dtype and place of `like`; no copy where that is
-        the target's own and the draft vocabulary is whole.
+        Sets `lm_bias_D` and `finish`, which belong to such logits. In the dtype and on the device of `like`; no copy
+        where those are the target's own and there is no draft vocabulary.
         """
         bias_V = target.lm_head_bias
         self.lm_bias_D = None if bias_V is None else self._drafted(bias_V.detach()).to(like)

@@ -4,7 +4,7 @@ The state of token t and the embedding of token t + 1 are joined by a linear map
 turns them into a guess of the final state of token t + 1, which the target's own frozen LM head reads. The guess is fed
 back. With dynamic trees this is EAGLE-2 (arXiv 2406.16858). See `recurrent` for what each step reads and drafts.
 
-Shape suffixes: E hidden size, D draft vocabulary, M positions, J what the joining map reads, X = B * T flat positions.
+Shape suffixes: E hidden size, D draft vocabulary, M predictions, J inputs of the joining map, X = B * T flat positions.
 """
 
 from __future__ import annotations

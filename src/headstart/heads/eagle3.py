@@ -7,7 +7,7 @@ and feeds back the normed output. See `fused` and `recurrent` for what each step
 
 This is the arrangement that serving engines read. `transition` heads are built from the same parts, for little data.
 
-Shape suffixes: E hidden size, M positions, X = aux layers * E (of final states: flat positions).
+Shape suffixes: E hidden size, M predictions, X = aux layers * E (final states: flat positions).
 """
 
 from __future__ import annotations

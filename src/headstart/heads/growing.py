@@ -1,6 +1,6 @@
-"""Growing a token tree from draft heads, level by level: which children each node gets, and what they promise.
+"""Growing a token tree from draft heads, level by level: which children each node gets, and how probable each is.
 
-Static trees take the ranks that their shape names. Dynamic trees take every child whose path is worth its verification,
+Static trees take the ranks that their shape names. Dynamic trees take every child whose path pays for its verification,
 by the heads' own probabilities turned into probabilities of acceptance (EAGLE-2's idea, arXiv 2406.16858, with measured
 calibration and costs). How many children a node has never depends on which tokens were drawn for them, so sampling
 stays lossless.
@@ -53,7 +53,7 @@ class Levels(Protocol):
 DepthLogits = Callable[[Any, Tensor, range], Tensor]
 """See `OneForwardHead.depth_logits`."""
 Draft = tuple[int, int, float, float]
-"""A candidate child: its place in the draft vocabulary, its token, its probability of acceptance after its parent, and
+"""A candidate child: its index in the draft vocabulary, its token, its probability of acceptance after its parent, and
 the probability of a child that is drawn instead of it."""
 
 
@@ -63,7 +63,7 @@ class _Growing:
 
     Attributes:
         shape_nodes: node of the static shape that each node fills; unused in a dynamic tree.
-        level: nodes of the last level that may get children, each with its parent's place in the level before.
+        level: nodes of the last level that may get children, each with its parent's index in the level before.
     """
 
     tokens: list[int]
@@ -151,7 +151,7 @@ def grow(
     return Proposal(
         [row.tokens for row in rows],
         [row.parents for row in rows],
-        None if shape else [row.accept_probs for row in rows],  # a static tree is verified whole
+        None if shape else [row.accept_probs for row in rows],  # a static tree is verified as it is
         [row.sampled for row in rows] if any(row.sampled for row in rows) else None,
         drafted,
     )
@@ -279,14 +279,14 @@ def _add(
 
     Args:
         row: gets the children.
-        chosen: the drafts whose places they take, by the node's own place in the level.
+        chosen: the drafts that they replace, by the node's own index in the level.
         q_draft_WD: the heads' distribution after each of these nodes, in this order; None when nothing is drawn.
         draft_to_target_D: the target's token of each draft token.
         request: of the decode loop.
         number: of the row.
 
     Returns:
-        The new nodes, each with its parent's place in the level.
+        The new nodes, each with its parent's index in the level.
     """
     fixed = [_top_k_count(len(drafts), request.children) for drafts in chosen.values()]
     sampled: list[list[int]] = [[] for _ in chosen]
@@ -327,7 +327,7 @@ def _draws(q_draft_WD: Tensor, counts: Sequence[int], stream: torch.Generator) -
 
 
 def _next_level(rows: Sequence[_Growing], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens of the level's nodes and their parents' places in the level before, [B, W], short rows padded."""
+    """Tokens of the level's nodes and their parents' indices in the level before, [B, W], short rows padded."""
     width = max(len(row.level) for row in rows)
     tokens, parents = [], []
     for row in rows:

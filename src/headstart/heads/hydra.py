@@ -7,7 +7,7 @@ which are what stands on an accepted path. On tokens a b c d e f, from the state
 >>> import torch
 >>> text = "abcdef"
 >>> for step in range(3):
-...     origin_M = positions(torch.tensor([[False, False, True, True, True, True]]), step)[:1]
+...     origin_M = supervised_origins(torch.tensor([[False, False, True, True, True, True]]), step)[:1]
 ...     read = " ".join(text[index] for index in read_positions(origin_M, step)[0])
 ...     print(f"head {step}: state({text[origin_M]}) {read} -> {text[origin_M + step + 2]}")
 head 0: state(b) c -> d
@@ -17,7 +17,7 @@ head 2: state(b) c d e -> f
 Hydra++ (`prefix_attention`, with `num_layers: 4`) replaces h_t by the output of a decoder layer of the heads' own over
 the final states of the whole text. It runs once for each committed token, not for each draft.
 
-While drafting, a node keeps what its head read, and its children put their own embedding after it. Partial sums would
+While drafting, a node keeps what its head read, and its children append their own embedding. Partial sums would
 save multiplications instead, but a level would then read the maps of all deeper heads as well, and a tree that ends
 early would have read them for nothing; at a few nodes a level, reading weights is what takes the time.
 

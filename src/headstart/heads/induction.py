@@ -12,7 +12,7 @@ vector holds both. Only slowly turning pairs of a head's components take part, s
 match.
 
 Shape suffixes: E hidden size, X what is read, C components of a code, N key heads, H query heads, d head size, I what
-queries, keys and values are computed from, P positions, M tokens.
+queries, keys and values are computed from, P positions, M tokens that are fitted on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Induction:
     size: float
 
     def into(self, like_EX: Tensor) -> Tensor:
-        """The map from aux hidden states to fused ones [E, X]: the last of them, with the code in its place."""
+        """The map from aux hidden states to the fused state [E, X]: the last layer's, with the code put into it."""
         final_EX = torch.zeros_like(like_EX)
         final_EX[:, -len(like_EX) :] = torch.eye(len(like_EX))
         final_EX -= self.axes_EC @ (self.axes_EC.T @ final_EX)

@@ -49,14 +49,14 @@ class Int8Weight:
 
 
 class Linear(nn.Linear):
-    """A linear map that uses the packed form of its weights when it has one."""
+    """A linear map that uses its 8-bit weights when it has them."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
 def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`F.linear`, in 8 bits where the weight was packed and x [..., I] has few rows."""
+    """`F.linear`, in 8 bits where the weight has them and x [..., I] has few rows."""
     int8: Int8Weight | None = getattr(weight_NI, _NAME, None)
     if int8 is None or int8.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
         return F.linear(x, weight_NI, bias_N)
@@ -69,7 +69,7 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 def unstack(weight_KNI: Tensor) -> list[Tensor]:
-    """The matrices of a stack, with their packed forms."""
+    """The matrices of a stack, with their 8-bit weights."""
     parts = list(weight_KNI.unbind(0))
     for part, int8 in zip(parts, getattr(weight_KNI, _NAME, ()), strict=False):
         setattr(part, _NAME, int8)

@@ -35,7 +35,7 @@ _ROTARY: dict[str, set[str]] = {
     "yarn": {"rope_theta", "factor"},
 }
 """Rotary kinds whose angles depend on the position alone, and the settings that each needs."""
-_MIN_PLACES = 256
+_MIN_POSITIONS = 256
 """Positions of the first table of angles."""
 _SPARE = 256
 """Cache slots beyond the prompt that a session starts with."""
@@ -94,7 +94,7 @@ class LayerConfig(HeadConfig):
         if missing := sorted(name for name in _ROTARY[kind] if not isinstance(rope.get(name), int | float)):
             raise ValueError(f"{kind} positions need a number as {missing[0]}")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("the layers of the heads turn whole heads: partial_rotary_factor can only be 1")
+            raise ValueError("the layers of the heads rotate all of a head: partial_rotary_factor can only be 1")
         return {"rope_type": kind, **rope}
 
 
@@ -136,7 +136,7 @@ class Rotary:
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=config.rope_parameters,
         )
-        indices = min(config.max_position_embeddings, max(_MIN_PLACES, 1 << (needed - 1).bit_length()))
+        indices = min(config.max_position_embeddings, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
         index_1P = torch.arange(indices)[None]
         cos, sin = LlamaRotaryEmbedding(llama)(torch.zeros(1), index_1P)
         return cos[0].to(device, dtype), sin[0].to(device, dtype)
@@ -165,7 +165,7 @@ class DraftLayer(nn.Module):
             )
         if config.head_dim % 2:
             raise UserError(
-                f"heads.head_dim is {config.head_dim}, and rotary positions turn pairs of numbers.",
+                f"heads.head_dim is {config.head_dim}, and rotary positions rotate pairs of numbers.",
                 "Give an even number, or leave it out for the target's own.",
             )
         self.input_norm = nn.RMSNorm(inputs, config.rms_norm_eps) if input_norm else None
@@ -356,7 +356,7 @@ def chain_attention(
         queries_BNGAd: one query an origin.
         keys_BNTd: of the text.
         values_BNTd: of the text.
-        hidden_BAT: bool, places of the text after the origin.
+        hidden_BAT: bool, positions of the text after the origin, which it must not see.
         chain: keys and values [B, N, A, d] of the origin's own drafted tokens, first to last, this step's included.
 
     Returns:

@@ -41,7 +41,7 @@ from headstart.proposal import Committed
 from headstart.target import Target
 
 _WORTH_A_COPY = 0.9
-"""Origins of a batch are packed anew when fewer than this share of them go on."""
+"""Origins of a batch are copied together again when fewer than this share of them go on."""
 
 
 @dataclass
@@ -50,11 +50,11 @@ class RecurrentState:
 
     Attributes:
         cache: keys and values of the entries so far.
-        seen_BPX: target states of committed tokens whose entries are not in the cache yet.
+        seen_BPX: target states of committed tokens whose keys and values are not in the cache yet.
         tokens_BP: the token after each of them; that of a row's last one is the root, known when drafting begins.
         counts: how many are real, for each row.
         drafted: whether their entries were computed (with the root) in this round.
-        base: slot of each row's root entry.
+        base: cache slot of each row's root.
         feedback_BWE: what the nodes of the last level feed back.
         visible_BWS: nodes of this round that each node of the last level sees, by order of drafting.
     """
@@ -70,26 +70,26 @@ class RecurrentState:
 
 
 class RecurrentHead(DraftHead):
-    """A stack of decoder layers over (state, next token's embedding); families say how the two enter and leave.
+    """A stack of decoder layers over (state, next token's embedding); families say what goes in and what comes out.
 
     Args:
         config: sizes.
-        steps: K, in training and drafting.
+        draft_steps: K, in training and drafting.
         layers: from the first, which reads what `layer_input` mixes, to the last.
     """
 
     config: LayerConfig
 
-    def __init__(self, config: LayerConfig, steps: int, layers: Sequence[DraftLayer]) -> None:
+    def __init__(self, config: LayerConfig, draft_steps: int, layers: Sequence[DraftLayer]) -> None:
         super().__init__(config)
-        self._steps = steps
+        self._draft_steps = draft_steps
         self.layers = nn.ModuleList(layers)
         self._rotary = Rotary(config)
         self._embedding_VE: Tensor | None = None
 
     @property
     def draft_steps(self) -> int:
-        return self._steps
+        return self._draft_steps
 
     @property
     def stack(self) -> list[DraftLayer]:
@@ -224,7 +224,7 @@ class RecurrentHead(DraftHead):
 
         Args:
             state: of the session.
-            feedback_BWE: what enters.
+            feedback_BWE: what the first layer reads beside the embeddings.
             tokens_BW: the token after each entry.
             starts: first slot of each row.
             visible_BWS: drafted nodes that each sees; None for entries of the text, which see all before them.
@@ -242,7 +242,7 @@ class RecurrentHead(DraftHead):
             steps_W = torch.arange(width, device=device)
             visible_BWS = (steps_W <= steps_W[:, None]).expand(len(starts), width, width)
         else:
-            assert state.base is not None, "nodes stand after a root"
+            assert state.base is not None, "drafted nodes are below a root"
             first = [base + 1 for base in state.base]
             steps_W = torch.full((width,), depth - 1, device=device)
         positions_BW = torch.tensor(first, device=device)[:, None] + steps_W
@@ -285,7 +285,7 @@ class _Text:
     """One batch of conversations while its origins are unrolled: the entries of the text, and each origin's own.
 
     Attributes:
-        index_BA: places of the origins, short rows padded with place 0.
+        index_BA: positions of the origins, short rows padded with 0.
         real_BA: which of them are not padding.
         feedback_BAE: what the step before feeds back; at step 0 the text's own, [B, T, E].
     """
@@ -344,7 +344,7 @@ class _Text:
 
 
 def _by_row(origin_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Origins by row: places [B, A], short rows padded with place 0, and which of them are real.
+    """Origins by row: positions [B, A], short rows padded with 0, and which of them are real.
 
     >>> [part.tolist() for part in _by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]))]
     [[[1, 2], [1, 0]], [[True, True], [True, False]]]

@@ -11,8 +11,8 @@ On tokens a b c d e (positions 0-4), the draft that starts from the state after 
     step 0   state(b), emb(c) -> guess of state(c), which drafts d
     step 1   that guess, emb(d) -> guess of state(d), which drafts e
 
-Shape suffixes: E hidden size, M positions, P places, X = aux layers * E (of final states: flat positions), J what is
-solved for reads.
+Shape suffixes: E hidden size, M predictions, P positions, X = aux layers * E (final states: flat positions), J inputs
+of the linear map that is solved for.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def _indices(count: int) -> Tensor:
-    """Places of the numbers of a weight, in none of its columns more often than in others."""
+    """Indices of some numbers of a weight, spread evenly over its columns."""
     return (2 * torch.arange(_NUMBERS) + 1) * count // (2 * _NUMBERS + 1)
 
 

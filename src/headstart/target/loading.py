@@ -83,8 +83,8 @@ def load_target(
             transformers.logging.enable_progress_bar()
     if kind == torch.float16:
         _check_range(model, spec)
-    # Only the place: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
-    # Quantised models come with a place.
+    # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
+    # Quantised models are on theirs already.
     return Target(model if getattr(model, "hf_device_map", None) else model.to(where), tokenizer, spec, exact)
 
 

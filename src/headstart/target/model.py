@@ -331,7 +331,7 @@ class Target:
             cache: is written, not committed; None keeps no keys and values.
             tokens_BT: new tokens.
             aux_layers: hidden states to return.
-            wanted: for some rows, the place of the token whose logits are wanted; they come in this order.
+            wanted: for some rows, the index of the token whose logits are wanted; they come in this order.
             ends: length of each row's text as a whole, tokens yet to come included.
         """
         rows, width = tokens_BT.shape

@@ -79,7 +79,7 @@ def can_try(module: nn.Module) -> bool:
 
 
 def same_bits(module: nn.Module, rows: int = 1) -> SameBits:
-    """Numbers of rows at which this layer gives a row the same bits; tried once for each shape, dtype and place.
+    """Numbers of rows at which this layer gives a row the same bits; tried once for each shape, dtype and device.
 
     Args:
         module: the layer.

@@ -44,7 +44,7 @@ def main(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example train.lr=3e-4.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<name> by default.")] = None,
 ) -> None:
-    """Train draft heads on the states that `headstart data RECIPE` stored.
+    """Train draft heads on the states that `headstart data build RECIPE` stored.
 
     Example: accelerate launch -m headstart.train quickstart train.minutes=3
     """

@@ -136,6 +136,6 @@ def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch
 
 
 def predictions(batch: HeadBatch) -> int:
-    """How many predictions the first draft step makes: places whose next two tokens are both supervised."""
+    """How many predictions the first draft step makes: positions whose next two tokens are both supervised."""
     supervised_BT = batch.supervised_BT
     return int((supervised_BT[:, 1:-1] & supervised_BT[:, 2:]).sum())

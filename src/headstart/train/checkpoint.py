@@ -1,10 +1,10 @@
-"""Checkpoints: folders that are whole or are not used.
+"""Checkpoints: folders that are complete, or are not used.
 
 A checkpoint holds what accelerate saves (heads, optimiser, gradient scaler, random states of every process) and
 `checkpoint.json`, written last: where the run stands, and the size of every file. The two newest are kept.
 
 The best heads so far are in it as well. A run that was killed may have found better ones after its last checkpoint,
-and the run that goes on from there need not come by them again: its schedule may follow the clock, or a new budget.
+and the run that goes on from there may never find them again: its schedule may follow the clock, or a new budget.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def save(
 
 
 def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) -> tuple[Path, TrainerState] | None:
-    """The newest whole checkpoint, or None when there is none; one that was cut short is passed over with a warning.
+    """The newest complete checkpoint, or None when there is none; one that was cut short is skipped with a warning.
 
     Raises:
         UserError: when it belongs to other settings.

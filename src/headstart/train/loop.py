@@ -84,7 +84,7 @@ class Unrolled(nn.Module):
     def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
         """What `consume` makes of the batch's predictions.
 
-        A loss reaches every parameter, whatever the batch holds: without a place to learn from it is zero, and so are
+        A loss reaches every parameter, whatever the batch holds: without a position to learn from it is 0, and so are
         its gradients. The processes of a training all wait for the gradients of all parameters.
         """
         taken = 0
@@ -239,7 +239,7 @@ class _Run:
                 display.say(f"Stopped after step {self.trainer_state.step}; the same command goes on from there.")
                 raise KeyboardInterrupt
         result = self._finish()
-        if interrupt.asked:  # after the last step: the training is whole, but what would follow it should not begin
+        if interrupt.asked:  # after the last step: the training is complete, but what would follow it should not begin
             raise KeyboardInterrupt
         return result
 
@@ -479,7 +479,7 @@ class _Run:
         return collate(store, batch, self.aux_layers, self.dtype, self.accelerator.device)
 
     def _validation_batches(self) -> list[tuple[Batch, Tensor]]:
-        """This process's share of the validation data, with what the target chooses at each place.
+        """This process's share of the validation data, with what the target chooses at each position.
 
         The states are read again in each validation: they are many times larger than what is kept here.
         """

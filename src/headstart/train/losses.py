@@ -161,7 +161,7 @@ class Teacher:
 
     @torch.no_grad()
     def read(self, batch: HeadBatch) -> TeacherLogits:
-        """What the target would say at every place of a batch that a draft step can be asked about.
+        """The target's logits at every position of a batch that a draft step can be asked about.
 
         The logits are computed once here, although most positions are used by several steps.
         """

@@ -16,8 +16,8 @@ three steps, whose second step names another token than the target:
 >>> show(dpace(origins, alphas))
 [2.0, 1.0, 0.5]
 
-Decoding starts a draft after what the one before it came to, so the places that follow an accepted run are never
-started from. `round_starts` finds the others: hard places, mostly, and those are what a round is about.
+Decoding starts each draft where the round before ended, so the positions inside an accepted run are never started
+from. `round_starts` finds the others: hard positions, mostly, and those are what a round is about.
 
 >>> right = [torch.tensor([True, True, False, False]), torch.tensor([False, True, True, True])]
 >>> [part.tolist() for part in round_starts([torch.tensor([4, 5, 6, 7])] * 2, right)]
@@ -52,7 +52,7 @@ def exponential(origins: Sequence[Tensor], step_weight: float) -> list[Tensor]:
 
 
 def dpace(origins: Sequence[Tensor], alphas: Sequence[Tensor]) -> list[Tensor]:
-    """D-PACE (arXiv 2605.18810, equations 7 and 8): w_k = sum over j >= k of prod over i <= j of (.5 alpha_i + .5).
+    """D-PACE (arXiv 2605.18810, equations 7 and 8): w_k = sum over j >= k of prod over i <= j of (0.5 alpha_i + 0.5).
 
     The product is the probability that a draft reaches step j, smoothed so that a weak step still teaches those after
     it; w_k is how much the expected length of the draft gains with the logarithm of step k's factor. The paper takes

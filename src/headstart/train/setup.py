@@ -139,7 +139,7 @@ def take_over(heads: DraftHead, earlier: DraftHead) -> str:
         UserError: when nothing fits.
     """
     ours_D, theirs_D = heads.draft_to_target_D.cpu(), earlier.draft_to_target_D
-    ours_C = torch.isin(ours_D, theirs_D).nonzero()[:, 0]  # places of the common tokens
+    ours_C = torch.isin(ours_D, theirs_D).nonzero()[:, 0]  # indices of the common tokens
     theirs_C = torch.searchsorted(theirs_D, ours_D[ours_C])
     given = earlier.state_dict()
     complete, rows = 0, 0

@@ -35,8 +35,8 @@ def fit_calibration(
         log_probs_OKR: of the best drafts of each step.
         likely_OKR: how likely each of them is to be accepted when it follows the true text; None: it is the true token
             or not, as in greedy decoding.
-        sampled_OKR: how likely a child drawn in place of each of the first drafts is to be accepted; None where nothing
-            is drawn. R may be smaller here.
+        sampled_OKR: how likely a child sampled instead of each of the first drafts is to be accepted; None where none
+            is. R may be smaller here.
     """
     ranks = log_probs_OKR.shape[2]
     alive_O = np.ones(len(ranks_OK), dtype=bool)
@@ -120,7 +120,7 @@ def _best_tree(
 ) -> tuple[set[tuple[int, ...]], int, int]:
     """The rank paths that pay at this rate, how many nodes that is with the root, and how many levels were drafted.
 
-    Grown as `decode.grow` grows, and pruned as `decode.budget` prunes.
+    Grown as `heads.growing.grow` grows, and pruned as `decode.budget` prunes.
     """
     threshold = node_threshold(costs, rate)
     found: list[tuple[float, tuple[int, ...]]] = []

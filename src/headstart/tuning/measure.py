@@ -29,7 +29,7 @@ _TEXTS, _LONGEST = 24, 64
 _ENOUGH = 256
 """Tokens of such answers below which the given ones count as well."""
 _SAMPLED = 4
-"""Ranks in whose place drawing a child is measured; a node seldom has more children."""
+"""Ranks at which a sampled child instead of the draft is measured; a node seldom has more children."""
 
 
 class Supervised(Protocol):
@@ -92,7 +92,7 @@ def measure_sampling(
 
     Returns:
         Ranks and log-probabilities as of `measure_drafts`; the target's own probabilities of these drafts, [O, K, R];
-        and how likely a child drawn in place of each of the first drafts, beside those above it, is to be accepted,
+        and how likely a child sampled instead of each of the first drafts, beside those above it, is to be accepted,
         [O, K, R] with a smaller R: the mass that the target's distribution shares with the one it is drawn from.
 
     Raises:
@@ -120,7 +120,7 @@ def _rank(logits_MD: Tensor, truth_M: Tensor, max_rank: int) -> Tensor:
 
 
 def _best(logits_MD: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and places of the best drafts, [M, R]."""
+    """Log-probabilities and indices of the best drafts, [M, R]."""
     best = logits_MD.topk(min(max_rank, logits_MD.shape[1]), dim=-1)
     return best.values - logits_MD.logsumexp(-1, keepdim=True), best.indices
 
@@ -136,7 +136,7 @@ def _measure(
     """Tables [O, K, ...] of what `compare` finds, over the origins from which every step is supervised.
 
     Args:
-        compare: of one step: draft logits [M, D], the true token's place among them or -1 [M], the target's own
+        compare: of one step: draft logits [M, D], the true token's index among them or -1 [M], the target's own
             probabilities of the draft vocabulary [M, D] (empty without `own`) to tables [M, ...].
         own: whether `compare` reads the target's probabilities.
     """

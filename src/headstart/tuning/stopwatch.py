@@ -132,10 +132,10 @@ def draft_costs(
 def draft_ms(
     target: Target, heads: DraftHead, paths: Sequence[RankPath], context: int, seconds: float = float("inf")
 ) -> tuple[float, float, float]:
-    """Milliseconds of one draft and one observation with a tree of up to 16 of the best nodes, of a further level, and
+    """Milliseconds of one draft and one commit with a tree of up to 16 of the best nodes, of a further level, and
     of reading another token of the text.
 
-    Trees cut after their first level and whole ones take turns. The target runs in between, as it does in decoding:
+    Trees cut after their first level and complete ones take turns. The target runs in between, as it does in decoding:
     its weights push those of the heads out of the caches.
     """
     paths = list(paths)[:15] or [(0,)]

@@ -55,7 +55,7 @@ class Tuning:
         tree: what decodes fastest by prediction: "dynamic" trees, or the "static" one.
         chain: length of the best chain.
         calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, `sampled_` for temperature 1,
-            `sampled_sampled_` for children that are drawn.
+            `sampled_drawn_` for sampled children.
         settings: target, dtype, device, threads, context, positions measured on given and on sampled answers, and
             `conditions` that the costs hold for, see `Conditions`.
     """
@@ -276,7 +276,7 @@ def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
     Origins count as consecutive positions of one text; where conversations meet, a round may cross over, which changes
     one round in a conversation.
 
-    >>> replay(torch.tensor([[0], [5], [5], [5]]), [(0,)])  # accepts one, skips its index, then twice nothing
+    >>> replay(torch.tensor([[0], [5], [5], [5]]), [(0,)])  # accepts one and skips its position, then nothing, twice
     1.3333333333333333
     """
     tree, ranks, position, rounds, emitted = set(paths), ranks_OK.tolist(), 0, 0, 0
