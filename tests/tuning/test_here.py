@@ -87,6 +87,30 @@ def test_other_heads_targets_and_conditions_are_measured_for_themselves(
     assert decoder(target.__class__(tiny_model("llama", 1, 61))).costs and not measured
 
 
+def test_costs_hold_for_bits_or_for_tokens(
+    target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = decoder(target, tuned(Conditions.of(target)))
+    assert one.costs == Tuning.from_json(tuned(None)).costs
+    target.exact = "bits"
+    assert one.costs == FOUND.costs and not measured, "the same decoder notices"
+    said = "These heads were tuned with exact=tokens; measuring what drafting costs with exact=bits here ... "
+    assert capsys.readouterr().err.startswith(said)
+    assert decoder(target, tuned(Conditions.of(target))).costs == Tuning.from_json(tuned(None)).costs
+    target.exact = "tokens"
+    assert one.costs == Tuning.from_json(tuned(None)).costs, "back again"
+
+
+def test_conditions_noted_before_there_was_a_choice_mean_tokens(target: Target) -> None:
+    older = Conditions.of(target).to_json()
+    assert "exact" not in older, "caches and records of earlier versions still count"
+    assert Conditions.from_json(older) == Conditions.of(target) and Conditions.of(target).exact == "tokens"
+    target.exact = "bits"
+    bits = Conditions.of(target)
+    assert Conditions.from_json(bits.to_json()) == bits != Conditions.from_json(older)
+    assert Conditions.from_json({"exact": "bits"}) is None and Conditions.from_json(None) is None
+
+
 def test_nothing_is_measured_where_costs_hold_or_nothing_drafts(
     target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
 ) -> None:

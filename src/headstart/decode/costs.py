@@ -1,7 +1,7 @@
 """What drafting and verifying cost in milliseconds, and the conditions under which that was measured.
 
-Costs are of one machine, dtype and number of threads. Elsewhere they are only a guess: 8-bit weights that make a draft
-three times as fast in bfloat16 make it ten times as slow in float32.
+Costs are of one machine, dtype, number of threads and way of verifying. Elsewhere they are only a guess: 8-bit weights
+that make a draft three times as fast in bfloat16 make it ten times as slow in float32.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class Conditions:
         dtype: of the target.
         threads: that torch computes with; 0 where a GPU computes.
         torch: its version.
+        exact: "bits" or "tokens", see `Target.exact`; verifying a tree takes longer where the bits are kept.
     """
 
     machine: str
@@ -125,6 +126,7 @@ class Conditions:
     dtype: str
     threads: int
     torch: str
+    exact: str = "tokens"
 
     @classmethod
     def of(cls, target: Target) -> Conditions:
@@ -132,19 +134,24 @@ class Conditions:
         device, dtype = target.device, str(target.dtype).removeprefix("torch.")
         on_gpu = device.type == "cuda"
         machine = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_model()}, {os.cpu_count()} cores"
-        return cls(machine, device.type, dtype, 0 if on_gpu else torch.get_num_threads(), str(torch.__version__))
+        threads = 0 if on_gpu else torch.get_num_threads()
+        return cls(machine, device.type, dtype, threads, str(torch.__version__), target.exact)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> Conditions | None:
-        """Those that a tuning was made under; None when it does not say."""
+        """Those that a tuning was made under; None when it does not say. Costs that do not name `exact` are older than
+        it: nothing but tokens was kept."""
         names = [field.name for field in fields(cls)]
-        if values is None or not all(name in values for name in names):
-            return None
-        return cls(**{name: values[name] for name in names})
+        known = {"exact": "tokens", **(values or {})}
+        return cls(**{name: known[name] for name in names}) if all(name in known for name in names) else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
-        return asdict(self)
+        """Plain values for a JSON file; `exact` only where bits are kept, so that what earlier versions measured and
+        noted without it still counts."""
+        values = asdict(self)
+        if self.exact == "tokens":
+            del values["exact"]
+        return values
 
     def beside(self, other: Conditions) -> str:
         """These conditions as a phrase, as far as they differ from others.
@@ -155,6 +162,7 @@ class Conditions:
         """
         parts = [
             (self.dtype != other.dtype, f"in {self.dtype}"),
+            (self.exact != other.exact, f"with exact={self.exact}"),
             (
                 self.threads != other.threads and self.threads > 0,
                 f"with {self.threads} threads".replace(" 1 threads", " 1 thread"),
