@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart import renamed
+from headstart import old_records, renamed
 from headstart.artifacts import artifact, held, relatives
 from headstart.errors import UserError
 from headstart.files import read_json, write_json
@@ -126,9 +126,9 @@ def test_renamed_keys_and_values_are_read_and_hinted_at(monkeypatch: pytest.Monk
     now = {"name": "old", "train": {"two": 1.0, "lr": 2.0}, "data": {"four": "wide"}}
     assert renamed.recipe_now(recipe) == now
     assert renamed.recipe_now(now) == now
-    assert renamed.settings_now({"train.one": 1.0, "other": 3}) == {"train.two": 1.0, "other": 3}
-    assert renamed.identity_now("conversations", {"three": "narrow"}) == {"four": "wide"}
-    assert renamed.identity_now("heads", {"train": {"one": 1.0}}) == {"train": {"two": 1.0}}
+    assert old_records.settings_now({"train.one": 1.0, "other": 3}) == {"train.two": 1.0, "other": 3}
+    assert old_records.identity_now("conversations", {"three": "narrow"}) == {"four": "wide"}
+    assert old_records.identity_now("heads", {"train": {"one": 1.0}}) == {"train": {"two": 1.0}}
     assert renamed.hint("train.one") == "It is called train.two now."
     assert renamed.value_hint("data.four", "narrow") == "narrow is called wide now."
     assert renamed.hint("train.lr") is None and renamed.value_hint("data.four", "wide") is None

@@ -27,7 +27,7 @@ from rich.console import Console
 from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json, write_atomic, write_json
 from headstart.lock import Busy, locked
-from headstart.renamed import identity_now
+from headstart.old_records import identity_now
 
 FOLDER = "artifacts"
 """Beside the folders of the runs that share it."""

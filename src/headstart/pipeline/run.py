@@ -26,10 +26,10 @@ from headstart.artifacts import Artifact, refer, references, referred
 from headstart.errors import UserError
 from headstart.files import read_json, write_json, write_text
 from headstart.lock import locked
+from headstart.old_records import settings_now
 from headstart.pipeline.layout import HEADS, LAYOUT
 from headstart.provenance import note_provenance
 from headstart.recipe import Recipe, recipe_text
-from headstart.renamed import settings_now
 from headstart.terminal import format_seconds
 
 if TYPE_CHECKING:

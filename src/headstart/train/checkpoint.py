@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from headstart.artifacts import link_or_copy
 from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json, write_atomic, write_json
-from headstart.renamed import settings_now
+from headstart.old_records import settings_now
 
 MANIFEST = "checkpoint.json"
 BEST = "best"
