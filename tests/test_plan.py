@@ -17,8 +17,9 @@ from headstart.data.sampling import sample_rows
 from headstart.heads import family, make_config
 from headstart.pipeline import plan as planning
 from headstart.pipeline.lengths import ANSWER_SHARE, PROMPT_TOKENS, expected_lengths, expected_tokens, prompts_of
-from headstart.pipeline.plan import Speeds, make_plan, show_plan
+from headstart.pipeline.plan import make_plan, show_plan
 from headstart.pipeline.run import Run
+from headstart.pipeline.speeds import Speeds, measure
 from headstart.recipe import DataSection, Recipe, parse_recipe
 from headstart.target import Target, TreeCache
 
@@ -216,7 +217,7 @@ class TestMemory:
 def test_what_training_keeps_for_its_backward_grows_with_the_batch(tiny_target: Target) -> None:
     heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, tiny_target))
     heads.warm_start(tiny_target)
-    small, large = (planning.measure(tiny_target, heads, [-1], 2, tokens).kept_bytes for tokens in (1024, 4096))
+    small, large = (measure(tiny_target, heads, [-1], 2, tokens).kept_bytes for tokens in (1024, 4096))
     assert small > 0
     # A hidden state of each of two heads for each token, at the least.
     assert large - small >= 3072 * 2 * tiny_target.hidden_size * 4
