@@ -41,7 +41,6 @@ def answer_prompts(
     if not answered:
         return _fitting(prompts, lambda prompt: _unanswered(prompt, target.tokenizer), left_out)
     kept = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
-    ends = target.end_tokens
     running = [
         _Running(prompt, [turn for turn in prompt.messages if turn["role"] != "assistant"])
         for prompt in prompts
@@ -52,43 +51,44 @@ def answer_prompts(
         row.temperature = 1.0 if index < sampled else settings.temperature
     turn = 0
     while any(row.left for row in running):
-        asking = [row for row in running if row.left]
-        for row in asking:
-            row.ask(target.tokenizer, settings.max_prompt_tokens, target.max_length - settings.max_new_tokens)
-        asking = sorted((row for row in asking if row.asked), key=lambda row: len(row.tokens))
-        if not asking:
-            continue
-        answers = sample_rows(
-            target,
-            [row.tokens for row in asking],
-            max_new_tokens=settings.max_new_tokens,
-            temperatures=[row.temperature for row in asking],
-            top_p=1.0,
-            ends=ends,
-            seed=seed * 31 + turn,
-            check=check,
-            room=room,
-        )
-        for row, answer in zip(asking, answers, strict=True):
-            row.answer(answer, target.tokenizer, ends)
-        turn += 1
+        turn += _next_turn(target, running, settings, seed * 31 + turn, check, room)
     for row in running:
         if not any(row.supervised):
             left_out.add("that the chat template refuses, or too long", row.prompt.id)
     sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": 64, "seed": seed}
-    written = [
-        Conversation(
-            id=row.prompt.id,
-            tokens=row.tokens,
-            supervised=row.supervised,
-            messages=row.messages,
-            category=row.prompt.category,
-            sampling={**sampling, "temperature": row.temperature},
-        )
-        for row in running
-        if any(row.supervised)
-    ]
+    written = [row.conversation(sampling) for row in running if any(row.supervised)]
     return [*_fitting(kept, lambda prompt: _given(prompt, target), left_out), *written]
+
+
+def _next_turn(
+    target: Target,
+    running: Sequence[_Running],
+    settings: DataSection,
+    seed: int,
+    check: Callable[[], None],
+    room: Room | None,
+) -> bool:
+    """Ask each conversation's next user turn, if it has one, and answer; false when none could be asked."""
+    asking = [row for row in running if row.left]
+    for row in asking:
+        row.ask(target.tokenizer, settings.max_prompt_tokens, target.max_length - settings.max_new_tokens)
+    asking = sorted((row for row in asking if row.asked), key=lambda row: len(row.tokens))
+    if not asking:
+        return False
+    answers = sample_rows(
+        target,
+        [row.tokens for row in asking],
+        max_new_tokens=settings.max_new_tokens,
+        temperatures=[row.temperature for row in asking],
+        top_p=1.0,
+        ends=target.end_tokens,
+        seed=seed,
+        check=check,
+        room=room,
+    )
+    for row, answer in zip(asking, answers, strict=True):
+        row.answer(answer, target.tokenizer, target.end_tokens)
+    return True
 
 
 def _fitting(
@@ -160,6 +160,17 @@ class _Running:
         self.messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
         if tokens[-1] not in ends:
             self.left = []
+
+    def conversation(self, sampling: dict[str, Any]) -> Conversation:
+        """What was written, and how."""
+        return Conversation(
+            id=self.prompt.id,
+            tokens=self.tokens,
+            supervised=self.supervised,
+            messages=self.messages,
+            category=self.prompt.category,
+            sampling={**sampling, "temperature": self.temperature},
+        )
 
 
 def _given(prompt: Prompt, target: Target) -> Conversation:

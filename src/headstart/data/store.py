@@ -207,57 +207,62 @@ def build_store(
     kept = conversations[: fitting(conversations, target, aux_layers, budget_bytes)]
     lengths = [len(conversation.tokens) for conversation in kept]
     keys = [_key(conversation.tokens) for conversation in kept]
-    owner = f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"
-    index = _Index(shards, owner)
-    lacking: dict[tuple[int, ...], dict[str, int]] = {}
-    for number, key in enumerate(keys):
-        if missing := tuple(layer for layer in aux_layers if (layer, key) not in index.places):
-            lacking.setdefault(missing, {}).setdefault(key, number)
-    total = sum(lengths)
-    left = sum(lengths[number] for group in lacking.values() for number in group.values())
-    needed = sum(
-        estimate_bytes(
-            sum(lengths[number] for number in group.values()), len(missing), target.hidden_size, target.dtype
-        )
-        for missing, group in lacking.items()
-    )
+    index = _Index(shards, f"{target.identity().fingerprint} {target.settings} {_name_of(target.dtype)}")
+    lacking = index.lacking(keys, aux_layers)
+    total, left = sum(lengths), sum(lengths[i] for numbers in lacking.values() for i in numbers)
+    per_token = {layers: estimate_bytes(1, len(layers), target.hidden_size, target.dtype) for layers in lacking}
+    needed = sum(per_token[layers] * lengths[i] for layers, numbers in lacking.items() for i in numbers)
     need_disk(shards, needed, "Keeping hidden states")
-    for missing, group in lacking.items():
-        per_token = estimate_bytes(1, len(missing), target.hidden_size, target.dtype)
-        for numbers in _shards(list(group.values()), lengths, per_token, shard_bytes):
+    for layers, missing in lacking.items():
+        for numbers in _shards(missing, lengths, per_token[layers], shard_bytes):
             states: dict[int, dict[int, Tensor]] = {}
             for batch in _batches(numbers, lengths, batch_tokens):
-                rows = target.hidden_states([kept[i].tokens for i in batch], missing)
-                states.update(zip(batch, ({layer: row[layer].cpu() for layer in missing} for row in rows), strict=True))
+                rows = target.hidden_states([kept[i].tokens for i in batch], layers)
+                states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in rows), strict=True))
                 left -= sum(lengths[i] for i in batch)
                 if advance is not None:
                     advance(total - left, total)
-            index.add(_write_shard(shards, owner, missing, numbers, kept, keys, states))
+            index.add(_write_shard(shards, index.owner, layers, numbers, kept, keys, states))
+    manifest = _manifest(folder, index, target, aux_layers, kept, keys)
+    write_json(folder / MANIFEST, {**manifest, "dropped": len(conversations) - len(kept)}, indent=None)
+    return StateStore(folder)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _manifest(
+    folder: Path,
+    index: _Index,
+    target: Target,
+    aux_layers: Sequence[int],
+    kept: Sequence[Conversation],
+    keys: Sequence[str],
+) -> dict[str, Any]:
+    """What a store says of itself; see `StateStore` for what is read of it."""
     files = sorted({index.places[layer, key][0] for layer in aux_layers for key in keys})
     number_of = {file: number for number, file in enumerate(files)}
-    digest = hashlib.sha256(json.dumps([_FORMAT, owner]).encode())
+    digest = hashlib.sha256(json.dumps([_FORMAT, index.owner]).encode())
     for conversation in kept:
         digest.update(json.dumps([conversation.tokens, conversation.supervised_spans]).encode())
-    manifest = {
+    return {
         "format": _FORMAT,
         "fingerprint": digest.hexdigest()[:32],
         "target": target.name,
         "target_fingerprint": target.identity().fingerprint,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": _name_of(target.dtype),
         "taps": list(aux_layers),
         "hidden_size": target.hidden_size,
-        "dropped": len(conversations) - len(kept),
-        "shards": os.path.relpath(shards.resolve(), folder.resolve()),
-        "files": [{"file": file, "bytes": (shards / file).stat().st_size} for file in files],
-        "lengths": lengths,
+        "shards": os.path.relpath(index.folder.resolve(), folder.resolve()),
+        "files": [{"file": file, "bytes": (index.folder / file).stat().st_size} for file in files],
+        "lengths": [len(conversation.tokens) for conversation in kept],
         "supervised": [[list(span) for span in conversation.supervised_spans] for conversation in kept],
         "places": [
             [[number_of[file], start] for file, start in (index.places[layer, key] for key in keys)]
             for layer in aux_layers
         ],
     }
-    write_json(folder / MANIFEST, manifest, indent=None)
-    return StateStore(folder)
 
 
 def fitting(conversations: Sequence[Conversation], target: Target, aux_layers: Sequence[int], budget_bytes: int) -> int:
@@ -293,7 +298,8 @@ class _Index:
     """
 
     def __init__(self, folder: Path, owner: str) -> None:
-        self._owner = owner
+        self.folder = folder
+        self.owner = owner
         self.places: dict[tuple[int, str], tuple[str, int]] = {}
         for file in sorted(folder.glob("shard-*.safetensors")):
             self.add(file)
@@ -305,13 +311,21 @@ class _Index:
                 metadata = handle.metadata() or {}
         except (SafetensorError, OSError):
             return
-        if metadata.get("owner") != self._owner:
+        if metadata.get("owner") != self.owner:
             return
         start = 0
         for key, length in zip(json.loads(metadata["keys"]), json.loads(metadata["lengths"]), strict=True):
             for layer in json.loads(metadata["taps"]):
                 self.places.setdefault((layer, key), (file.name, start))
             start += length
+
+    def lacking(self, keys: Sequence[str], aux_layers: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
+        """By the layers that no whole shard holds of them: numbers of conversations, equal ones once."""
+        found: dict[tuple[int, ...], dict[str, int]] = {}
+        for number, key in enumerate(keys):
+            if missing := tuple(layer for layer in aux_layers if (layer, key) not in self.places):
+                found.setdefault(missing, {}).setdefault(key, number)
+        return {missing: list(numbers.values()) for missing, numbers in found.items()}
 
 
 def _check(conversations: Sequence[Conversation], target: Target) -> None:

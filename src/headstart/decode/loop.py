@@ -110,18 +110,14 @@ class Engine:
         verifier, draft_streams = make_verifier(options, prompts)
         max_nodes = reserve(target, prompts, options.max_new_tokens, drafter.max_nodes)
         stoppers = [Stopper(target.tokenizer, options, target.end_tokens, row) for row in range(len(prompts))]
-        outputs = [Generation() for _ in prompts]
+        texts = _Texts(stoppers, on_tokens, started)
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
 
         out = target.prefill(cache, prompts, drafter.aux_layers)
         root = Root.of(verifier.first(out.logits_BTV[:, 0]), target.device)
         session = Session(drafter, prompts, out.aux_hidden_states)
-        for output in outputs:
-            output.drafter_error = session.error  # a text of one token has no round to note it in
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
-        going = [_emit(row, [token], outputs, stoppers, started, on_tokens) for row, token in enumerate(root.tokens)]
-        for output in outputs:
-            output.first_token_ms = output.token_ms[0]
+        going = texts.add(rows, [[token] for token in root.tokens], session.error)
 
         while any(going):
             if not all(going):  # rows that ended leave the batch
@@ -156,21 +152,16 @@ class Engine:
             session.commit(tree, out, outcome)
             committed = perf_counter()
             root = outcome.root
-            going = [
-                _emit(row, step.tokens, outputs, stoppers, started, on_tokens)
-                for row, step in zip(rows, outcome.rows, strict=True)
-            ]
+            emitted = [row.tokens for row in outcome.rows]
+            going = texts.add(rows, emitted, session.error)
             spent_ms = (1e3 * (drafted - start), 1e3 * (committed - drafted)) if drafts == controller.drafts else None
-            controller.note(tree.proposal, [len(step.tokens) for step in outcome.rows], spent_ms)
+            controller.note(tree.proposal, [len(tokens) for tokens in emitted], spent_ms)
             if not controller.will_draft:
                 session.close()  # nothing more will be drafted: plain rounds cost what they cost without a drafter
             ended = perf_counter()
-            ms = [1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (ended - verified)]
-            for number, (row, step) in enumerate(zip(rows, outcome.rows, strict=True)):
-                nodes = len(tree.parents_of(number))
-                outputs[row].rounds.append(Round(nodes, len(step.tokens), *ms))
-                outputs[row].drafter_error = session.error
-        return outputs
+            ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (ended - verified))
+            texts.note(rows, tree, emitted, ms)
+        return texts.outputs
 
     def _controller(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Controller:
         share = getattr(self.drafter, "draft_share", None)
@@ -223,21 +214,46 @@ def make_verifier(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> t
     return RuleVerifier(rule, sampling, prompts, [own for own, _ in seeded]), drafting
 
 
-def _emit(
-    row: int,
-    tokens: list[int],
-    outputs: list[Generation],
-    stoppers: list[Stopper],
-    started: float,
-    on_tokens: OnTokens | None,
-) -> bool:
-    """Append what was decided to a row's output, cut where the text ends; false when it has ended."""
-    output = outputs[row]
-    taken, finish = stoppers[row].take(tokens)
-    output.tokens.extend(taken)
-    output.token_ms.extend([1e3 * (perf_counter() - started)] * len(taken))
-    if on_tokens is not None and taken:
-        on_tokens(row, taken)
-    if finish:
-        output.finish = finish
-    return finish is None
+class _Texts:
+    """The texts of a batch while they are written.
+
+    Args:
+        stoppers: each row's own.
+        on_tokens: is called with what is added.
+        started: when the call began, by `perf_counter`.
+
+    Attributes:
+        outputs: one for each row.
+    """
+
+    def __init__(self, stoppers: Sequence[Stopper], on_tokens: OnTokens | None, started: float) -> None:
+        self.outputs = [Generation() for _ in stoppers]
+        self._stoppers = stoppers
+        self._on_tokens = on_tokens
+        self._started = started
+
+    def add(self, rows: Sequence[int], emitted: Sequence[list[int]], drafter_error: str | None) -> list[bool]:
+        """Append what was decided for these rows, cut where a text ends; false for those that have ended."""
+        return [self._add(row, tokens, drafter_error) for row, tokens in zip(rows, emitted, strict=True)]
+
+    def _add(self, row: int, tokens: list[int], drafter_error: str | None) -> bool:
+        output = self.outputs[row]
+        taken, finish = self._stoppers[row].take(tokens)
+        now_ms = 1e3 * (perf_counter() - self._started)
+        if not output.tokens:
+            output.first_token_ms = now_ms
+        output.tokens.extend(taken)
+        output.token_ms.extend([now_ms] * len(taken))
+        output.drafter_error = drafter_error
+        if self._on_tokens is not None and taken:
+            self._on_tokens(row, taken)
+        if finish:
+            output.finish = finish
+        return finish is None
+
+    def note(
+        self, rows: Sequence[int], tree: ProposedTree, emitted: Sequence[list[int]], ms: tuple[float, float, float]
+    ) -> None:
+        """Note a round of these rows: its tree, what it emitted, and milliseconds as of `Round`."""
+        for number, (row, tokens) in enumerate(zip(rows, emitted, strict=True)):
+            self.outputs[row].rounds.append(Round(len(tree.parents_of(number)), len(tokens), *ms))

@@ -81,6 +81,13 @@ class _Growing:
         return len(self.tokens) - 1
 
 
+def _pays(rows: Sequence[_Growing], best_child: float, request: Request) -> bool:
+    """Whether a further level of a dynamic tree is worth drafting: each node's best child, less what verifying costs,
+    against what the level costs."""
+    children = (row.accept_probs[node] * best_child for row in rows for node, _ in row.level)
+    return sum(max(0.0, accept_prob - request.threshold) for accept_prob in children) >= request.level_threshold
+
+
 @torch.no_grad()
 def grow(
     heads: Levels,
@@ -109,15 +116,8 @@ def grow(
     reading_is_free = root.tokens_B.device.type == "cpu"
     table, first, drafted = _Table.empty(), 0, 0
     for depth in range(levels):
-        if depth and shape is None:
-            best_child = calibration.best_child(depth)  # each node's best child, less what verifying it costs
-            net = sum(
-                max(0.0, row.accept_probs[node] * best_child - request.threshold)
-                for row in rows
-                for node, _ in row.level
-            )
-            if net < request.level_threshold:
-                break
+        if depth and shape is None and not _pays(rows, calibration.best_child(depth), request):
+            break
         if depth_logits is None:
             if depth:
                 tokens_BW, parents_BW = _next_level(rows, root.tokens_B.device)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -222,27 +222,21 @@ def tune(
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
     draft_ms, level_ms, read_ms, packed = draft_costs(target, heads, ordered, context)
     costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.draft_steps, read_ms)
-    largest = min(max_nodes, max(widths), len(ordered) + 1)
-    # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
-    accept_probs = [replay(ranks_OK, ordered[: nodes - 1]) for nodes in range(1, largest + 1)]
-    depths = list(accumulate((len(path) for path in ordered), max, initial=0))
-    best, curve = choose(accept_probs, costs, depths)
-    chains = range(heads.draft_steps + 1)
-    chain, _ = choose([replay(ranks_OK, TreeShape.chain(length).paths) for length in chains], costs, chains)
-    chosen, accept_prob = tuple(ordered[: best - 1]), accept_probs[best - 1]
-    round_ms = costs.verify(best) + costs.draft(depths[best - 1])
+    static = _static(ranks_OK, ordered[: min(max_nodes, max(widths)) - 1], costs)
+    accept_prob, round_ms = static.accept_prob, static.round_ms
     calibration = fit_calibration(ranks_OK.numpy(), log_probs_OKR.numpy())
     texts = sampled_answers(target, conversations, heads.draft_steps + 2, console)
     sampled_OK, *tables = measure_sampling(target, heads, texts, max_rank, console)
     sampled = fit_calibration(sampled_OK.numpy(), *(table.numpy() for table in tables))
     dynamic_accept_prob, dynamic_ms = replay_dynamic(ranks_OK.numpy(), log_probs_OKR.numpy(), calibration, costs)
-    dynamic = best > 1 and dynamic_accept_prob / dynamic_ms > accept_prob / round_ms
+    dynamic = bool(static.paths) and dynamic_accept_prob / dynamic_ms > accept_prob / round_ms
     if dynamic:
         accept_prob, round_ms = dynamic_accept_prob, dynamic_ms
+    positions = {"positions": len(ranks_OK), "sampled_positions": len(sampled_OK)}
     return Tuning(
-        paths=tuple(TreeShape.from_paths(chosen).paths),
-        widths=tuple(widths),
-        verify_ms=tuple(verify_ms),
+        paths=static.paths,
+        widths=costs.widths,
+        verify_ms=costs.verify_ms,
         draft_ms=draft_ms,
         acceptance=_acceptance(ranks_OK, max_rank),
         predicted={
@@ -250,24 +244,49 @@ def tune(
             "speedup": accept_prob * verify_ms[0] / round_ms,
             "tokens_per_second": 1e3 * accept_prob / round_ms,
         },
-        curve=curve,
-        settings={
-            "target": target.name,
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "device": str(target.device),
-            "threads": torch.get_num_threads(),
-            "context": context,
-            "positions": len(ranks_OK),
-            "sampled_positions": len(sampled_OK),
-            "conditions": Conditions.of(target).to_json() | {"context": context, "rows": 1},
-        },
+        curve=static.curve,
+        settings=_settings(target, context) | positions,
         tree="dynamic" if dynamic else "static",
-        chain=chain - 1,
+        chain=static.chain,
         calibration=calibration.knots() | sampled.knots("sampled_"),
         level_ms=level_ms,
         packed=packed,
         read_ms=read_ms,
     )
+
+
+class _Static(NamedTuple):
+    """The best static tree: its paths, τ and milliseconds a round, and `Tuning.curve` and `Tuning.chain`."""
+
+    paths: tuple[RankPath, ...]
+    accept_prob: float
+    round_ms: float
+    curve: list[list[float]]
+    chain: int
+
+
+def _static(ranks_OK: Tensor, ordered: Sequence[RankPath], costs: Costs) -> _Static:
+    """Choose how many of these paths, the likeliest first, make the best tree, and how long the best chain is."""
+    # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
+    accept_probs = [replay(ranks_OK, ordered[:count]) for count in range(len(ordered) + 1)]
+    depths = list(accumulate((len(path) for path in ordered), max, initial=0))
+    best, curve = choose(accept_probs, costs, depths)
+    chains = range(costs.levels + 1)
+    chain, _ = choose([replay(ranks_OK, TreeShape.chain(length).paths) for length in chains], costs, chains)
+    paths = tuple(TreeShape.from_paths(ordered[: best - 1]).paths)
+    return _Static(paths, accept_probs[best - 1], costs.verify(best) + costs.draft(depths[best - 1]), curve, chain - 1)
+
+
+def _settings(target: Target, context: int) -> dict[str, Any]:
+    """What a tuning was made with."""
+    return {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "context": context,
+        "conditions": Conditions.of(target).to_json() | {"context": context, "rows": 1},
+    }
 
 
 def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
