@@ -142,14 +142,14 @@ def test_models_with_running_state_are_refused() -> None:
 
 
 def test_a_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "_mask", lambda *_: None)
+    monkeypatch.setattr("headstart.target.model.tree_mask", lambda *_: None)
     with pytest.raises(UserError, match="logits of a tree differ"):
         Target(tiny_model("llama"))
 
 
 def test_a_model_whose_window_is_overlooked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree and its path agree with each other all the same: only the model's own attention tells."""
-    monkeypatch.setattr("headstart.target.model._sliding_window", lambda _config: None)
+    monkeypatch.setattr("headstart.target.frozen._sliding_window", lambda _config: None)
     with pytest.raises(UserError, match="logits of a tree differ"):
         Target(tiny_model("mistral"))
 
@@ -168,7 +168,7 @@ def test_a_refused_model_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
     before = state()
     with monkeypatch.context() as patch:
-        patch.setattr(Target, "_mask", lambda *_: None)
+        patch.setattr("headstart.target.model.tree_mask", lambda *_: None)
         with pytest.raises(UserError, match="cannot verify"):
             Target(model)
     assert state() == before

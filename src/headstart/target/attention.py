@@ -57,6 +57,50 @@ class TreeMask:
         return self._folded[key]
 
 
+def tree_mask(
+    lengths_B1: Tensor, visible_BTT: Tensor, positions_BT: Tensor, window: int | None, dtype: torch.dtype, seen: int
+) -> TreeMask | None:
+    """The masks of a tree: each row's committed prefix, then the tree's own visibility.
+
+    Args:
+        lengths_B1: committed tokens of each row; B is 1 where all rows have as many.
+        visible_BTT: bool, which nodes each node may see; B is 1 where all rows share a shape.
+        positions_BT: of the nodes.
+        window: of the layers with a sliding window.
+        dtype: of the masks.
+        seen: slots in sight, those of the tree included.
+
+    Returns:
+        None where the only token sees everything.
+    """
+    width, device = positions_BT.shape[1], positions_BT.device
+    one_length = lengths_B1.shape[0] == 1
+    windowed = window is not None and seen > window
+    if width == 1 and one_length and not windowed:
+        return None
+    rows = max(lengths_B1.shape[0], visible_BTT.shape[0])
+    slots_S = torch.arange(seen, device=device)
+    allowed_BTS = (slots_S < lengths_B1)[:, None].expand(rows, width, seen).clone()
+    if one_length:
+        allowed_BTS[:, :, seen - width :] = visible_BTT
+    else:
+        index_BTT = (lengths_B1[:, None] + torch.arange(width, device=device)).expand(rows, width, width)
+        allowed_BTS.scatter_(2, index_BTT, visible_BTT.expand(rows, width, width))
+    sliding = None
+    if window is not None and windowed:
+        slot_positions_BS = slots_S.expand(positions_BT.shape[0], seen).clone()
+        index_BT = (lengths_B1 + torch.arange(width, device=device)).expand(positions_BT.shape)
+        slot_positions_BS.scatter_(1, index_BT, positions_BT)
+        near_BTS = positions_BT[:, :, None] - slot_positions_BS[:, None] < window
+        sliding = _additive(allowed_BTS & near_BTS, dtype)
+    return TreeMask(_additive(allowed_BTS, dtype), sliding)
+
+
+def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
+    return mask.masked_fill_(~allowed_BTS, float("-inf"))[:, None]
+
+
 @dataclass
 class Running:
     """What the parts of a model ask about the forward that runs through them.

@@ -7,29 +7,25 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError, nearest
-from headstart.target.attention import PIECE, Running, TreeMask, run
+from headstart.target.attention import PIECE, Running, run, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.fitting import FINAL, Fitting
-from headstart.target.identity import Identity, differs, fingerprint, settings_hash, sketch, vocabulary_hash
-from headstart.target.lm_head import Finish, plain_weight, unpacked
+from headstart.target.frozen import FrozenModel, cannot_tree, freeze, refuse_layers
 from headstart.target.tree import DraftTree, TreeShape
 
 Exact = Literal["auto", "bits", "tokens"]
 """What a tree may change about the target's numbers, see `Target.exact`."""
 
-_TREE_LAYERS = {"full_attention", "sliding_attention"}
 _CHECKED, _SMALL_WINDOW = 20, 512
 """Tokens before the tree that is checked at loading, and windows up to which it stands beyond the window."""
 _CLOSE, _ROUNDED = 0.02, 0.25
@@ -53,7 +49,7 @@ class TargetOutput:
     aux_hidden_states: dict[int, Tensor] = field(default_factory=dict)
 
 
-class Target:
+class Target(FrozenModel):
     """A frozen causal language model, ready for tree decoding.
 
     Args:
@@ -75,25 +71,12 @@ class Target:
     _exact: Exact
 
     def __init__(self, model: Any, tokenizer: Any = None, spec: str = "", exact: Exact = "auto") -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.spec = spec
-        self.config = model.config.get_text_config()
-        self.decoder = model.get_decoder()
-        self.layers = _layers(self.decoder, self.config.num_hidden_layers)
-        self.num_layers: int = self.config.num_hidden_layers
-        self.hidden_size: int = self.config.hidden_size
-        lm_head = model.get_output_embeddings()
-        self.vocab_size: int = getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]
-        self.max_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 20
-        self.window = _sliding_window(self.config)
-        _refuse_layers(self.name, self.config)
-        self.device: torch.device = self.embedding_weight.device
-        self.dtype = torch.float32
+        super().__init__(model, tokenizer, spec)
+        refuse_layers(self.name, self.config)
         self.exact = exact
         self._exact = "tokens"  # until it is known to be a target
-        thaw = _freeze(model)
-        self._fitting = Fitting(self.decoder, self.layers, lm_head)
+        thaw = freeze(model)
+        self._fitting = Fitting(self.decoder, self.layers, model.get_output_embeddings())
         self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
@@ -121,26 +104,6 @@ class Target:
         if exact not in get_args(Exact):
             raise UserError(f"exact is {exact!r}.", nearest(exact, get_args(Exact)))
         self._exact = exact
-
-    @property
-    def name(self) -> str:
-        """A short name for messages and reports."""
-        return self.spec or str(getattr(self.config, "_name_or_path", "")) or type(self.model).__name__
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, tied ones counted once."""
-        return sum(p.numel() for p in self.model.parameters())
-
-    @cached_property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a turn: those of the generation config, else of the config, and the tokenizer's own."""
-        configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        if configured is None:
-            configured = getattr(self.config, "eos_token_id", None)
-        ends = {*(configured if isinstance(configured, list) else [configured])}
-        ends.add(getattr(self.tokenizer, "eos_token_id", None))
-        return frozenset(end for end in ends if isinstance(end, int))
 
     @property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -177,32 +140,6 @@ class Target:
         scores = 2 * query_heads * slots * (torch.float64.itemsize if bits else item)
         return max(reading, exactly), rows * (self.vocab_size * item + masks + scores)
 
-    def identity(self) -> Identity:
-        """Name and fingerprint."""
-        return Identity(self.spec, self.name, fingerprint(self.model, self._architecture))
-
-    def sketch(self) -> dict[str, Any]:
-        """What tells this model, in any rounding, from others; for JSON. See `differs_from`."""
-        return sketch(self.model, self.tokenizer, self._architecture)
-
-    def differs_from(self, drawn: Mapping[str, Any]) -> str | None:
-        """In what this model differs from one that was sketched, but for rounding; None in nothing that shows."""
-        return differs(drawn, self.model, self.tokenizer, self._architecture)
-
-    @property
-    def _architecture(self) -> str:
-        return f"{self.config.model_type} {self.num_layers} {self.hidden_size} {self.vocab_size}"
-
-    @cached_property
-    def vocabulary(self) -> str | None:
-        """Hash of the tokenizer's vocabulary; None without a tokenizer."""
-        return vocabulary_hash(self.tokenizer)
-
-    @cached_property
-    def settings(self) -> str:
-        """Hash of what changes the model's numbers besides its weights: rotary scaling, windows, scales."""
-        return settings_hash(self.config)
-
     # -- forwards ------------------------------------------------------------------------------------------------
 
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
@@ -225,7 +162,7 @@ class Target:
         ends = [before + length for before, length in zip(cache.lengths, lengths, strict=True)]
         if len(set(cache.lengths)) > 1:
             last = {row: length - 1 for row, length in enumerate(lengths)}
-            out = self._forward(cache, _chain(tokens_BT), aux_layers, 0, last, ends)
+            out = self._forward(cache, DraftTree.chain(tokens_BT), aux_layers, 0, last, ends)
             cache.commit([range(length) for length in lengths])
             return out
         if self._reads_again:
@@ -272,43 +209,6 @@ class Target:
                 for b, row in enumerate(group)
             ]
         return found
-
-    def lm_head(self, final_state: Tensor) -> Tensor:
-        """Logits [..., V] from states read at FINAL, as the model itself computes them."""
-        logits: Tensor = self.model.get_output_embeddings()(final_state)
-        return self.finish(logits)
-
-    @cached_property
-    def finish(self) -> Finish:
-        """What the model does to its LM head's output: caps and scales of Gemma, Cohere and Granite."""
-        return Finish.of(self.config)
-
-    @property
-    def lm_head_weight(self) -> Tensor:
-        """The frozen LM head, [V, E]; unpacked once when it is quantised."""
-        weight = plain_weight(self.model.get_output_embeddings(), self.vocab_size, self.hidden_size)
-        return self._unpacked_lm_head if weight is None else weight
-
-    @cached_property
-    def _unpacked_lm_head(self) -> Tensor:
-        return unpacked(self.model.get_output_embeddings(), self.hidden_size, self.dtype, self.device)
-
-    @property
-    def lm_head_bias(self) -> Tensor | None:
-        """The bias of the LM head, [V], where it has one."""
-        bias: Tensor | None = getattr(self.model.get_output_embeddings(), "bias", None)
-        return bias
-
-    @property
-    def embedding_weight(self) -> Tensor:
-        """The frozen token embeddings, [V, E]."""
-        weight: Tensor = self.model.get_input_embeddings().weight
-        return weight
-
-    @contextmanager
-    def stock(self) -> Iterator[Any]:
-        """The untouched transformers model, for `transformers.generate` as a baseline."""
-        yield self.model
 
     def release(self) -> None:
         """Take our hooks and configs off the model, as if it had never been a target; it stays frozen.
@@ -373,7 +273,7 @@ class Target:
         # have no row for them, and some rotary scalings change for all tokens of a forward that passes the limit.
         shape = tree.tokens_BN.shape
         positions_BN = (lengths_B1 + tree.depths_BN).clamp(max=self.max_length - 1).expand(shape)
-        mask = self._mask(lengths_B1, tree.visible_BNN, positions_BN, width, seen)
+        mask = tree_mask(lengths_B1, tree.visible_BNN, positions_BN, self.window, self.dtype, seen)
         forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
         if wanted is not None:
             forward.wanted = self._rows_and_positions(wanted)
@@ -446,35 +346,6 @@ class Target:
                     alone.commit([range(min(PIECE, length - start))])
                 cache.replace(row, alone)
 
-    def _mask(
-        self, lengths_B1: Tensor, visible_BTT: Tensor, positions_BT: Tensor, width: int, seen: int
-    ) -> TreeMask | None:
-        """Additive masks [B or 1, 1, T, S]: the committed prefix, then the tree's own visibility."""
-        one_length = lengths_B1.shape[0] == 1
-        windowed = self.window is not None and seen > self.window
-        if width == 1 and one_length and not windowed:
-            return None  # the only token sees everything
-        rows = max(lengths_B1.shape[0], visible_BTT.shape[0])
-        slots_S = torch.arange(seen, device=self.device)
-        allowed_BTS = (slots_S < lengths_B1)[:, None].expand(rows, width, seen).clone()
-        if one_length:
-            allowed_BTS[:, :, seen - width :] = visible_BTT
-        else:
-            index_BTT = (lengths_B1[:, None] + torch.arange(width, device=self.device)).expand(rows, width, width)
-            allowed_BTS.scatter_(2, index_BTT, visible_BTT.expand(rows, width, width))
-        sliding = None
-        if self.window is not None and windowed:
-            slot_positions_BS = slots_S.expand(positions_BT.shape[0], seen).clone()
-            index_BT = (lengths_B1 + torch.arange(width, device=self.device)).expand(positions_BT.shape)
-            slot_positions_BS.scatter_(1, index_BT, positions_BT)
-            near_BTS = positions_BT[:, :, None] - slot_positions_BS[:, None] < self.window
-            sliding = self._additive(allowed_BTS & near_BTS)
-        return TreeMask(self._additive(allowed_BTS), sliding)
-
-    def _additive(self, allowed_BTS: Tensor) -> Tensor:
-        mask = torch.zeros(allowed_BTS.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(~allowed_BTS, float("-inf"))[:, None]
-
     # -- checks --------------------------------------------------------------------------------------------------
 
     def _check_aux_layers(self, aux_layers: Sequence[int]) -> None:
@@ -495,7 +366,7 @@ class Target:
         with torch.inference_mode(), run(Running(aux_layers=frozenset([FINAL]))) as forward:
             self.model(torch.zeros(1, 1, dtype=torch.long, device=self.device), past_key_values=cache, use_cache=True)
         if len(cache.layers) != self.num_layers:
-            raise _cannot_tree(self.name, f"only {len(cache.layers)} of its {self.num_layers} layers keep a KV cache")
+            raise cannot_tree(self.name, f"only {len(cache.layers)} of its {self.num_layers} layers keep a KV cache")
         layers = [
             LayerKeys(
                 (layer.keys.shape[1], layer.keys.shape[3]),
@@ -528,20 +399,12 @@ class Target:
             stock = self.model(text_1T, use_cache=False, logits_to_keep=len(path) + 1).logits
             stock_KV = stock[0, -len(path) - 1 :].to(self.device).float()
         except (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
-            raise _cannot_tree(self.name, f"{type(error).__name__}: {error}") from error
+            raise cannot_tree(self.name, f"{type(error).__name__}: {error}") from error
         difference = (ours_KV - stock_KV).square().mean().sqrt().item() / (stock_KV.std().item() + 1e-6)
         if not difference <= (_CLOSE if self.dtype == torch.float32 else _ROUNDED):
-            raise _cannot_tree(
+            raise cannot_tree(
                 self.name, f"logits of a tree differ from the model's own by {difference:.0%} of their spread"
             )
-
-
-def _chain(tokens_BT: Tensor) -> DraftTree:
-    """Texts as a tree without branches."""
-    width = tokens_BT.shape[1]
-    visible_1TT = torch.ones(1, width, width, dtype=torch.bool, device=tokens_BT.device).tril()
-    depths_1T = torch.arange(width, device=tokens_BT.device)[None]
-    return DraftTree(tokens_BT, (tuple(range(-1, width - 1)),), depths_1T - 1, visible_1TT, depths_1T)
 
 
 def _together(pieces: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
@@ -551,54 +414,7 @@ def _together(pieces: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
     return {aux_layer: torch.cat([piece[aux_layer] for piece in pieces], dim=1) for aux_layer in pieces[0]}
 
 
-def _freeze(model: Any) -> Callable[[], None]:
-    """Freeze a model in eval mode; returns what undoes it."""
-    training = [module for module in model.modules() if module.training]
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.eval().requires_grad_(False)
-
-    def thaw() -> None:
-        for module in training:
-            module.training = True
-        for parameter in learning:
-            parameter.requires_grad_(True)
-
-    return thaw
-
-
-def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
-    """The decoder's list of layers, whatever the architecture calls it."""
-    for module in decoder.children():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise UserError(
-        f"{type(decoder).__name__} has no list of {count} layers to read.", "Use a decoder-only language model."
-    )
-
-
-def _sliding_window(config: Any) -> int | None:
-    """Window of the sliding layers, or None when every layer sees everything."""
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if kinds is not None and "sliding_attention" not in kinds:
-        return None
-    return int(window) if window else None
-
-
 def _reads_again(model: Any, config: Any) -> bool:
     """Whether `generate` of this model drops its cache when a text passes the limit of its rotary frequencies."""
     own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     return own and hasattr(config, "original_max_position_embeddings")
-
-
-def _refuse_layers(name: str, config: Any) -> None:
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _TREE_LAYERS)
-    if unknown:
-        raise _cannot_tree(name, f"its layers of type {', '.join(unknown)} keep a running state or fixed chunks")
-
-
-def _cannot_tree(name: str, reason: str) -> UserError:
-    return UserError(
-        f"{name} cannot verify a token tree: {reason}.",
-        "Use a target whose attention takes a mask (Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX, most MoE models).",
-    )

@@ -155,6 +155,14 @@ class DraftTree:
         return cls(tokens_BN, (shape.parents,), *shape.on(tokens_BN.device))
 
     @classmethod
+    def chain(cls, tokens_BN: Tensor) -> DraftTree:
+        """Texts as trees without branches: each token's parent is the one before it."""
+        size = tokens_BN.shape[1]
+        visible_1NN = torch.ones(1, size, size, dtype=torch.bool, device=tokens_BN.device).tril()
+        depths_1N = torch.arange(size, device=tokens_BN.device)[None]
+        return cls(tokens_BN, (tuple(range(-1, size - 1)),), depths_1N - 1, visible_1NN, depths_1N)
+
+    @classmethod
     def from_rows(
         cls,
         tokens: Sequence[Sequence[int]],

@@ -1,0 +1,188 @@
+"""What a frozen model is, whatever runs through it: sizes, ends of turns, identity, embeddings and LM head.
+
+Shape suffixes: V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.errors import UserError
+from headstart.target.identity import Identity, differs, fingerprint, settings_hash, sketch, vocabulary_hash
+from headstart.target.lm_head import Finish, plain_weight, unpacked
+
+_TREE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class FrozenModel:
+    """A transformers causal language model and its tokenizer; changes nothing about it.
+
+    Args:
+        model: a transformers causal language model.
+        tokenizer: its tokenizer; may be None where no text is read or written.
+        spec: what to pass to `load_target` to get it again.
+
+    Attributes:
+        layers: of the decoder.
+        max_length: tokens that it can read.
+        window: of the layers with a sliding window; None when every layer sees everything.
+        device: where tokens go in, and logits and aux hidden states come out.
+        dtype: of hidden states.
+
+    Raises:
+        UserError: not a decoder-only model.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, spec: str = "") -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.spec = spec
+        self.config = model.config.get_text_config()
+        self.decoder = model.get_decoder()
+        self.layers = _layers(self.decoder, self.config.num_hidden_layers)
+        self.num_layers: int = self.config.num_hidden_layers
+        self.hidden_size: int = self.config.hidden_size
+        lm_head = model.get_output_embeddings()
+        self.vocab_size: int = getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]
+        self.max_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 20
+        self.window = _sliding_window(self.config)
+        self.device: torch.device = self.embedding_weight.device
+        self.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        """A short name for messages and reports."""
+        return self.spec or str(getattr(self.config, "_name_or_path", "")) or type(self.model).__name__
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, tied ones counted once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a turn: those of the generation config, else of the config, and the tokenizer's own."""
+        configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        if configured is None:
+            configured = getattr(self.config, "eos_token_id", None)
+        ends = {*(configured if isinstance(configured, list) else [configured])}
+        ends.add(getattr(self.tokenizer, "eos_token_id", None))
+        return frozenset(end for end in ends if isinstance(end, int))
+
+    def identity(self) -> Identity:
+        """Name and fingerprint."""
+        return Identity(self.spec, self.name, fingerprint(self.model, self._architecture))
+
+    def sketch(self) -> dict[str, Any]:
+        """What tells this model, in any rounding, from others; for JSON. See `differs_from`."""
+        return sketch(self.model, self.tokenizer, self._architecture)
+
+    def differs_from(self, drawn: Mapping[str, Any]) -> str | None:
+        """In what this model differs from one that was sketched, but for rounding; None in nothing that shows."""
+        return differs(drawn, self.model, self.tokenizer, self._architecture)
+
+    @property
+    def _architecture(self) -> str:
+        return f"{self.config.model_type} {self.num_layers} {self.hidden_size} {self.vocab_size}"
+
+    @cached_property
+    def vocabulary(self) -> str | None:
+        """Hash of the tokenizer's vocabulary; None without a tokenizer."""
+        return vocabulary_hash(self.tokenizer)
+
+    @cached_property
+    def settings(self) -> str:
+        """Hash of what changes the model's numbers besides its weights: rotary scaling, windows, scales."""
+        return settings_hash(self.config)
+
+    def lm_head(self, final_state: Tensor) -> Tensor:
+        """Logits [..., V] from states read at FINAL, as the model itself computes them."""
+        logits: Tensor = self.model.get_output_embeddings()(final_state)
+        return self.finish(logits)
+
+    @cached_property
+    def finish(self) -> Finish:
+        """What the model does to its LM head's output: caps and scales of Gemma, Cohere and Granite."""
+        return Finish.of(self.config)
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The frozen LM head, [V, E]; unpacked once when it is quantised."""
+        weight = plain_weight(self.model.get_output_embeddings(), self.vocab_size, self.hidden_size)
+        return self._unpacked_lm_head if weight is None else weight
+
+    @cached_property
+    def _unpacked_lm_head(self) -> Tensor:
+        return unpacked(self.model.get_output_embeddings(), self.hidden_size, self.dtype, self.device)
+
+    @property
+    def lm_head_bias(self) -> Tensor | None:
+        """The bias of the LM head, [V], where it has one."""
+        bias: Tensor | None = getattr(self.model.get_output_embeddings(), "bias", None)
+        return bias
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """The frozen token embeddings, [V, E]."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @contextmanager
+    def stock(self) -> Iterator[Any]:
+        """The untouched transformers model, for `transformers.generate` as a baseline."""
+        yield self.model
+
+
+def freeze(model: Any) -> Callable[[], None]:
+    """Freeze a model in eval mode; returns what undoes it."""
+    training = [module for module in model.modules() if module.training]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.eval().requires_grad_(False)
+
+    def thaw() -> None:
+        for module in training:
+            module.training = True
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+    return thaw
+
+
+def refuse_layers(name: str, config: Any) -> None:
+    """Refuse a model with layers that cannot take a token tree."""
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _TREE_LAYERS)
+    if unknown:
+        raise cannot_tree(name, f"its layers of type {', '.join(unknown)} keep a running state or fixed chunks")
+
+
+def cannot_tree(name: str, reason: str) -> UserError:
+    """The error that refuses a model as a target."""
+    return UserError(
+        f"{name} cannot verify a token tree: {reason}.",
+        "Use a target whose attention takes a mask (Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX, most MoE models).",
+    )
+
+
+def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
+    """The decoder's list of layers, whatever the architecture calls it."""
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UserError(
+        f"{type(decoder).__name__} has no list of {count} layers to read.", "Use a decoder-only language model."
+    )
+
+
+def _sliding_window(config: Any) -> int | None:
+    """Window of the sliding layers, or None when every layer sees everything."""
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    return int(window) if window else None
