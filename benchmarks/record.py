@@ -21,6 +21,7 @@ import torch
 
 from headstart.decode.costs import core_count, cpu_model
 from headstart.files import read_json, write_json
+from headstart.labels import LABELS, PLAIN
 from headstart.provenance import git_state
 
 OF_A_REPORT = (
@@ -28,12 +29,6 @@ OF_A_REPORT = (
     *("tokens_per_round", "acceptance_by_position", "nodes_per_round", "round_ms"),
 )
 """What a row keeps of a method in a report."""
-BASELINES = {
-    "plain": "speedup_vs_plain",
-    "transformers": "speedup_vs_transformers",
-    "transformers_prompt_lookup": "speedup_vs_prompt_lookup",
-}
-"""Methods that drafters are compared with, and what compares each with others."""
 SETTINGS = ("target", "max_new_tokens", "temperature", "batch_size", "prompt_lookup_tokens")
 OUTPUTS = {"compared": "prompts", "different": "count", "unexplained": "unexplained"}
 """And of its outputs beside the plain loop's: our name for each count, and the report's."""
@@ -62,13 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def rows_of(compare: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The `compare` of a report as rows: drafters first, and no method beside itself."""
     rows = []
-    for one in sorted(compare, key=lambda one: one["name"] in BASELINES):
-        row = {key: None if key == BASELINES.get(one["name"]) else one[key] for key in OF_A_REPORT}
+    for one in sorted(compare, key=lambda one: bool(_speedup(one["name"]))):
+        row = {key: None if key == _speedup(one["name"]) else one[key] for key in OF_A_REPORT}
         row["round_total_ms"] = sum(one["round_ms"].values()) if one["round_ms"] else None
-        if one["name"] != "plain":
+        if one["name"] != PLAIN:
             row |= {f"outputs_{name}": one["divergences"][key] for name, key in OUTPUTS.items()}
         rows.append(row)
     return rows
+
+
+def _speedup(method: str) -> str:
+    """The figure that compares others with a method; empty for drafters."""
+    return LABELS[method].speedup if method in LABELS else ""
 
 
 def record(

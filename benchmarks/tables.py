@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from headstart.labels import LABELS
+
 Row = Mapping[str, Any]
 
 HEADINGS = {
@@ -29,13 +31,6 @@ HEADINGS = {
     "plain_step_ms": "a plain step, ms",
 }
 """Headings of columns whose key is no good heading once its underscores are spaces."""
-NAMES = {
-    "heads+ngram": "heads + n-gram (default)",
-    "plain": "plain loop",
-    "transformers": "`transformers.generate`",
-    "transformers_prompt_lookup": "`transformers` prompt lookup",
-}
-"""What tables call the methods of a report."""
 
 FORMATS = (
     (r"(speedup|over)_\w+", "{:.2f}x"),
@@ -103,7 +98,7 @@ def written(value: Any, key: str = "") -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
-        return NAMES.get(value, value) if key == "name" else value
+        return LABELS[value].row if key == "name" and value in LABELS else value
     if isinstance(value, list):
         return " / ".join(written(one, key) for one in value)
     if isinstance(value, Mapping):

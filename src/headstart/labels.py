@@ -1,4 +1,5 @@
-"""The ways of decoding that every report compares, and what each is called: one table for reports, plots and cards."""
+"""The ways of decoding that every report compares, and what each is called: one table for reports, plots, cards and
+the project's own pages."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 HEADS, PLAIN, STOCK, LOOKUP = "heads", "plain", "transformers", "transformers_prompt_lookup"
 METHODS = (HEADS, PLAIN, STOCK, LOOKUP)
 """The methods of every report, as results.json names them; `HEADS` stands for the drafter that the report is about."""
+HEADS_NGRAM = "heads+ngram"
+"""What decoding uses when nothing else is said; most reports compare it."""
 
 
 @dataclass(frozen=True)
@@ -17,20 +20,31 @@ class Label:
         name: in tables and in sentences.
         short: where there is little room.
         colour: in plots.
+        row: at the beginning of a row of benchmarks, in Markdown.
         speedup: the figure of results.json that says how much faster the drafter is; empty for the drafter itself.
     """
 
     name: str
     short: str
     colour: str
+    row: str
     speedup: str = ""
 
 
 LABELS = {
-    HEADS: Label("the heads", "heads", "#0b6e4f"),
-    PLAIN: Label("the plain loop", "plain", "#8a94a6", "speedup_vs_plain"),
-    STOCK: Label("transformers generate", "transformers", "#b9c0cc", "speedup_vs_transformers"),
-    LOOKUP: Label("transformers prompt lookup", "prompt lookup", "#c98a2b", "speedup_vs_prompt_lookup"),
+    HEADS: Label("the heads", "heads", "#0b6e4f", "heads"),
+    HEADS_NGRAM: Label("heads + n-gram", "heads + n-gram", "#5b8def", "heads + n-gram (default)"),
+    PLAIN: Label("the plain loop", "plain", "#8a94a6", "plain loop", "speedup_vs_plain"),
+    STOCK: Label(
+        "transformers generate", "transformers", "#b9c0cc", "`transformers.generate`", "speedup_vs_transformers"
+    ),
+    LOOKUP: Label(
+        "transformers prompt lookup",
+        "prompt lookup",
+        "#c98a2b",
+        "`transformers` prompt lookup",
+        "speedup_vs_prompt_lookup",
+    ),
 }
 BASELINES = {label.speedup: label for label in LABELS.values() if label.speedup}
 """What the drafter is compared with, by the figure of results.json that does."""

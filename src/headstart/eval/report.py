@@ -102,7 +102,7 @@ def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]
         divergence=divergence_sentence(results),
         diverged=[row for row in results.get("per_prompt") or [] if row.get("divergence")],
         methods=METHODS,
-        names={name: tested(results) if name == HEADS else label.name for name, label in LABELS.items()},
+        names={name: tested(results) if name == HEADS else LABELS[name].name for name in METHODS},
         tested=tested(results),
         compare=compare if len(compare) > len(METHODS) else [],
         lossy=LOSSY if summary["lossless"] is False else None,

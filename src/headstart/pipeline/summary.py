@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.drafters.catalog import DEFAULT
-from headstart.labels import LABELS, PLAIN
+from headstart.labels import LABELS, METHODS, PLAIN
 
 
 def show_summary(results: Mapping[str, Any], title: str, console: Console) -> None:
@@ -26,7 +26,8 @@ def show_summary(results: Mapping[str, Any], title: str, console: Console) -> No
     table.add_column("tokens/s", justify="right")
     table.add_column("heads over it", justify="right")
     table.add_column("95 % interval", justify="right")
-    for method, label in LABELS.items():
+    for method in METHODS:
+        label = LABELS[method]
         speed = (summary.get("tokens_per_second") or {}).get(method)
         gain = summary.get(label.speedup)
         table.add_row(
