@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 
 from headstart.heads import HeadBatch, StepPrediction
 from headstart.target import FINAL, Target
 from headstart.train import losses
-from headstart.train.metrics import Tally, chosen_tokens, coverage, pick_vocabulary
+from headstart.train.display import Display
+from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage, pick_vocabulary
 
 DEVICE = torch.device("cpu")
 
@@ -97,3 +101,10 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens_ties_by_id() -> None:
 
 def test_coverage_is_the_share_of_supervised_tokens_that_can_be_drafted() -> None:
     assert coverage(torch.tensor([6, 0, 3, 1]), torch.tensor([0, 3])) == pytest.approx(0.7)
+
+
+def test_a_validation_is_shown_with_leading_zeros() -> None:
+    text = io.StringIO()
+    shown = Validation({"top1": [0.316, 1.0]}, 1.7, [40, 20])
+    Display(Console(file=text, width=200), 0.0).validated(20, 61.0, None, shown)
+    assert "top-1 0.32/1.00 · tau 1.70" in text.getvalue()

@@ -62,7 +62,7 @@ class Display:
 
     def validated(self, step: int, elapsed: float, loss: float | None, validation: Validation) -> None:
         """Print a validation, and show it in the live line from now on."""
-        top1 = "/".join(f"{share:.2f}"[1:] if share < 1 else "1" for share in validation.accuracy["top1"])
+        top1 = "/".join(f"{share:.2f}" for share in validation.accuracy["top1"])
         self._heads = f" · top-1 {top1} · tau {validation.tau:.2f}"
         learnt = f" · loss {loss:.3f}" if loss is not None else ""
         self.say(f"step {step} · {format_seconds(elapsed)}{learnt}{self._heads}")
