@@ -22,10 +22,7 @@ from torch import Tensor
 
 from headstart.decode.sampling import Sampling
 from headstart.proposal import Children, ProposedTree, Root, SampledChildren
-from headstart.rng import Numbers, draw_at
-
-_CACHED, _TOGETHER = 1 << 18, 1 << 27
-"""Probabilities that are computed at a time, on a CPU and elsewhere."""
+from headstart.rng import Numbers, draw_at, in_parts
 
 
 @dataclass
@@ -309,7 +306,7 @@ class RuleVerifier:
 
     def first(self, logits_BV: Tensor) -> list[int]:
         _, residual_BK = self._peek(1, logits_BV.device)
-        parts = _parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
+        parts = in_parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
         sampled = [
             draw_at(self._distributions(logits_BV[part], self._texts[part]), residual_BK[part, 0])[0] for part in parts
         ]
@@ -356,7 +353,7 @@ class RuleVerifier:
                 so_far = zip(row_M.tolist(), tokens_BK[row_M, :depth].tolist(), strict=True)
                 texts = [self._texts[row] + tokens for row, tokens in so_far]
             found = []
-            for part in _parts(len(row_M), vocab, device):
+            for part in in_parts(len(row_M), vocab, device):
                 probs_MV = self._distributions(logits_MV[part], texts[part])
                 rows_M, index_M = row_M[part], node_M[part]
                 visited = Visited(probs_MV, accept_BK[rows_M, depth], residual_BK[rows_M, depth])
@@ -410,12 +407,6 @@ class RuleVerifier:
             ]
             logits_MV = torch.stack(processed)
         return self._sampling.warp(logits_MV)
-
-
-def _parts(rows: int, vocab: int, device: torch.device) -> list[slice]:
-    """Rows whose distributions are computed together: on a CPU as many as its caches hold."""
-    size = max(1, (_CACHED if device.type == "cpu" else _TOGETHER) // vocab)
-    return [slice(start, start + size) for start in range(0, rows, size)]
 
 
 class _Draws:
