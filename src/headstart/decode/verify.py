@@ -47,22 +47,26 @@ class Outcome:
         paths_BP: accepted nodes, root first, int64; short rows repeat their last node.
         counts_B: accepted nodes of each row.
         root_B: the last token emitted by each row.
+        choice_BN: the target's argmax after each node; None where the verifier did not need it.
     """
 
     rows: list[Accepted]
     paths_BP: Tensor
     counts_B: Tensor
     root_B: Tensor
+    choice_BN: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[Accepted], device: torch.device | str = "cpu") -> Outcome:
+    def of(
+        cls, rows: Sequence[Accepted], device: torch.device | str = "cpu", choice_BN: Tensor | None = None
+    ) -> Outcome:
         """Decided on the host; one upload."""
         longest = max(len(row.path) for row in rows)
         table = [
             [*row.path, *(row.path[-1],) * (longest - len(row.path)), len(row.path), row.tokens[-1]] for row in rows
         ]
         there = torch.tensor(table, device=device)
-        return cls(list(rows), there[:, :-2], there[:, -2], there[:, -1])
+        return cls(list(rows), there[:, :-2], there[:, -2], there[:, -1], choice_BN)
 
     @property
     def root(self) -> Root:
@@ -109,7 +113,7 @@ class GreedyVerifier:
     def accept(self, tree: ProposedTree, logits_BNV: Tensor) -> Outcome:
         choice_BN = argmax(logits_BNV)
         if choice_BN.device.type == "cpu":
-            return Outcome.of(walk(tree, choice_BN.tolist()))
+            return Outcome.of(walk(tree, choice_BN.tolist()), choice_BN=choice_BN)
         return walk_on_device(tree, choice_BN)
 
     def reorder(self, rows: Sequence[int]) -> None:
@@ -156,7 +160,7 @@ def walk_on_device(tree: ProposedTree, choice_BN: Tensor) -> Outcome:
     ):
         rows.append(Accepted(path[:count], [*(tokens[node] for node in path[1:count]), root]))
     longest = max(len(row.path) for row in rows)
-    return Outcome(rows, paths_BN[:, :longest], counts_B1[:, 0], root_B1[:, 0])
+    return Outcome(rows, paths_BN[:, :longest], counts_B1[:, 0], root_B1[:, 0], choice_BN)
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------
