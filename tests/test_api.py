@@ -116,7 +116,7 @@ def test_every_drafter_writes_the_same_words(decoder: Decoder, drafter: str, opt
 def test_sampling_settings_reach_the_loop(decoder: Decoder) -> None:
     greedy = decoder.generate("Hello", max_new_tokens=8).tokens
     for only_the_best in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        for verifier in ("auto", "rrs", "typical"):
+        for verifier in ("auto", "traversal", "typical"):
             answer = decoder.generate("Hello", max_new_tokens=8, temperature=1.0, verifier=verifier, **only_the_best)
             assert answer.tokens == greedy, (only_the_best, verifier)
     sampled = decoder.generate("Hello", max_new_tokens=8, temperature=1.0, seed=5)

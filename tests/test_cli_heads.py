@@ -55,8 +55,8 @@ def test_every_drafter_and_mode_writes_the_same_words(heads: Path) -> None:
         ("--tree", "static"),
         ("--draft", "off"),
         ("--temperature", 1, "--top-k", 1),
-        ("--temperature", 1, "--top-p", 0.000001, "--verifier", "rrs"),
-        ("--temperature", 1, "--min-p", 1, "--verifier", "block"),
+        ("--temperature", 1, "--top-p", 0.000001, "--verifier", "traversal"),
+        ("--temperature", 1, "--min-p", 1, "--verifier", "greedy_draft"),
     ):
         assert said(heads, *options).stdout == plain, options
     assert said(heads, "--repetition-penalty", 5).stdout != plain
@@ -139,7 +139,9 @@ def test_a_drafter_that_fails_is_said_loudly(
 def test_audit_ends_clean_and_leaves_evidence(heads: Path, questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "audit"
     asked = ("audit", heads, "--questions", questions, "--limit", 2, "--samples", 60, "--max-new-tokens", 6)
-    shown = works(*asked, "--drafters", "static,always wrong", "--temperature", 1, "--verifier", "top_k,block").stdout
+    shown = works(
+        *asked, "--drafters", "static,always wrong", "--temperature", 1, "--verifier", "top_k,traversal"
+    ).stdout
     assert "Clean: " in shown
     works(*asked, "--drafters", "ngram", "--temperature", 0, "--top-p", 0.5, "--out", out)
     found = json.loads((out / "audit.json").read_text())
@@ -183,5 +185,6 @@ def test_bad_values_are_refused(heads: Path, questions: Path, tmp_path: Path) ->
     assert "top_p is 0" in refused(*measure, "--top-p", 0)
     assert not (tmp_path / "out").exists()
     assert "Did you mean 'ngram'" in refused("audit", heads, "--drafters", "ngrm")
-    assert "Did you mean 'block'" in refused("audit", heads, "--verifier", "blok")
+    assert "Did you mean 'traversal'" in refused("audit", heads, "--verifier", "travesal")
+    assert "Use traversal in place of rrs" in refused("audit", heads, "--verifier", "rrs")
     assert "missing.jsonl" in refused("audit", heads, "--questions", tmp_path / "missing.jsonl")

@@ -1,4 +1,4 @@
-"""What earlier versions called things, with what they are called now: recipe keys, values, and settings of heads.
+"""What earlier versions called things, with what they are called now: recipe keys, values, settings of heads, rules.
 
 A recipe that a person wrote is refused with a hint that names the new word. What headstart wrote itself (the recipe of
 a run, the settings of saved heads, and the records of `headstart.old_records`) is read under the old words too: a new
@@ -29,6 +29,8 @@ VALUES: dict[str, dict[str, str]] = {
     "heads.init": {"cold": "random"},
 }
 """By recipe key as it is called now: values, old to new."""
+RULES: dict[str, str] = {"rrs": "traversal", "block": "traversal"}
+"""Verification rules that are gone, with one that accepts as much or more everywhere."""
 TENSORS: dict[str, str] = {"tap_norms.": "aux_norms."}
 """Beginnings of the names of saved tensors, old to new."""
 _JOINED = "transition"
@@ -50,6 +52,15 @@ def value_hint(key: str, value: object) -> str | None:
     """What to write instead of a value of an earlier version; None for values that no version had."""
     new = VALUES.get(key, {}).get(str(value))
     return f"{value} is called {new} now." if new else None
+
+
+def rule_hint(name: str) -> str | None:
+    """What to use instead of a verification rule of an earlier version; None for rules that no version had.
+
+    >>> rule_hint("rrs")
+    'Use traversal in place of rrs: it accepts as much or more.'
+    """
+    return f"Use {RULES[name]} in place of {name}: it accepts as much or more." if name in RULES else None
 
 
 def recipe_now(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,21 +80,17 @@ class UnmaskedGrower(Grower):
         return q_draft_V
 
 
-_SHARED = ("greedy_draft", "rrs", "block", "traversal")
+_SHARED = ("greedy_draft", "traversal")
 
 MUTANTS = {
-    "residual is p": Mutant(("greedy_draft", "rrs", "traversal"), patches={"_residual": _keeps_p}),
-    "residual of a chain is p": Mutant(("block", "traversal"), shape="chain of 3", patches={"_residual": _keeps_p}),
-    "bonus token from the raw softmax": Mutant(("top_k", "greedy_draft", "rrs", "traversal"), row_type=RawBonusRow),
-    "bonus token of a chain from the raw softmax": Mutant(("block",), shape="chain of 3", row_type=RawBonusRow),
-    "drawn children pruned by identity": Mutant(("greedy_draft", "rrs", "traversal"), grower=PruningGrower),
-    "drawn child of a chain pruned by identity": Mutant(("block",), shape="chain of 3", grower=PruningGrower),
-    "siblings out of draw order": Mutant(("greedy_draft", "rrs", "traversal"), patches={"_draws": _by_probability}),
-    "q not renormalised": Mutant(("rrs", "traversal"), shape="bushy", patches={"_draws": _with_replacement}),
+    "residual is p": Mutant(("greedy_draft", "traversal"), patches={"_residual": _keeps_p}),
+    "residual of a chain is p": Mutant(("traversal",), shape="chain of 3", patches={"_residual": _keeps_p}),
+    "bonus token from the raw softmax": Mutant(("top_k", "greedy_draft", "traversal"), row_type=RawBonusRow),
+    "drawn children pruned by identity": Mutant(("greedy_draft", "traversal"), grower=PruningGrower),
+    "siblings out of draw order": Mutant(("greedy_draft", "traversal"), patches={"_draws": _by_probability}),
+    "q not renormalised": Mutant(("traversal",), shape="bushy", patches={"_draws": _with_replacement}),
     "q holds the top-k tokens": Mutant(("greedy_draft",), kind="top and drawn", grower=UnmaskedGrower),
-    "kept by reach alone": Mutant(
-        ("block", "traversal"), shape="chain of 3", patches={"_keep": lambda _, reach: reach}
-    ),
+    "kept by reach alone": Mutant(("traversal",), shape="chain of 3", patches={"_keep": lambda _, reach: reach}),
     "accept and residual share noise": Mutant(_SHARED, shape="chain of 3", same_noise=("accept", "residual")),
     "draft and accept share noise": Mutant(_SHARED, shape="chain of 3", same_noise=("draft", "accept")),
     "draft and residual share noise": Mutant(_SHARED, shape="chain of 3", same_noise=("draft", "residual")),

@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from headstart.decode import session as sessions
+from headstart.decode import verify
 from headstart.decode.drafting import Learner
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
@@ -90,3 +92,16 @@ def test_the_window_finds_what_the_text_does_not_hold(monkeypatch: pytest.Monkey
     deaf = Engine(target, LookaheadDrafter(window=8)).generate(texts, options)[0]
     assert ours.tokens == deaf.tokens == expected
     assert deaf.tokens_per_round < 1.2 < 1.4 < ours.tokens_per_round
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_targets_choices_are_found_once_a_round(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy verification needs them as well; rules for sampling do not."""
+    found: list[torch.Size] = []
+    for module in (verify, sessions):
+        monkeypatch.setattr(module, "argmax", lambda logits: found.append(logits.shape) or logits.max(-1).indices)
+    target = Target(tiny_model("llama", vocab_size=31))
+    options = DecodeOptions(max_new_tokens=6, temperature=temperature, ignore_end=True)
+    [output] = Engine(target, LookaheadDrafter()).generate([[4, 9, 3]], options)
+    assert output.drafter_error is None
+    assert sum(shape[1:] != (31,) for shape in found) == len(output.rounds)

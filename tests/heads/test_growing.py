@@ -15,9 +15,10 @@ from headstart.calibration import Calibration
 from headstart.decode.sampling import Sampling
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads import DraftHead, HeadConfig
-from headstart.heads.growing import _draws, grow
+from headstart.heads.growing import draws, grow
 from headstart.proposal import Children, Proposal, Request, Root
 from headstart.target import TreeShape
+from tests.standin import CUDA, StandIn
 
 VOCAB = 12
 
@@ -173,9 +174,11 @@ def test_children_are_added_for_what_they_bring_together() -> None:
 def test_draws_are_those_of_drawing_one_after_the_other() -> None:
     """Ordered pairs of two nodes at once: each as drawing without replacement gives them, the nodes independent."""
     q_draft_WD = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.0, 0.0, 0.9]])
-    stream, trials = torch.Generator().manual_seed(0), 20_000
+    trials = 20_000
+    number_MC = torch.rand(2 * trials, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    index_M2 = draws(q_draft_WD.repeat(trials, 1), number_MC)
     found: Counter[tuple[tuple[int, ...], ...]] = Counter(
-        tuple(map(tuple, _draws(q_draft_WD, [2, 1], stream))) for _ in range(trials)
+        ((first, second), (other,)) for (first, second), (other, _) in index_M2.view(trials, 2, 2).tolist()
     )
     expected = {
         ((first, second), (other,)): q[first] * q[second] / (1 - q[first]) * prob
@@ -187,7 +190,60 @@ def test_draws_are_those_of_drawing_one_after_the_other() -> None:
     for outcome, prob in expected.items():
         # 12 outcomes: one in 10000 seeds would leave 4.5 standard errors.
         assert abs(found[outcome] / trials - prob) < 4.5 * (prob * (1 - prob) / trials) ** 0.5
-    assert _draws(torch.tensor([[0.0, 0.0], [0.0, 1.0]]), [1, 2], stream) == [[], [1]], "nothing is left to draw"
+    nothing_left = draws(torch.tensor([[0.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.3, 0.3], [0.3, 0.3]]).double())
+    assert nothing_left.tolist() == [[2, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("children", [Children.TOP_K_AND_SAMPLED, Children.SAMPLED])
+def test_a_row_draws_with_its_own_numbers_whatever_rows_are_beside_it(children: Children) -> None:
+    def request(rows: list[int]) -> Request:
+        streams = [torch.Generator().manual_seed(row) for row in rows]
+        return Request(9, 0.03, 0.0, False, children, Sampling(temperature=1.0).warp, streams)
+
+    together = grown(TableHead(), [3, 4, 5], request([0, 1, 2]), Calibration())
+    assert len({len(tokens) for tokens in together.tokens}) > 1 or len(set(map(tuple, together.tokens))) == 3
+    for row in range(3):
+        alone = grown(TableHead(), [3 + row], request([row]), Calibration())
+        assert alone.tokens[0] == together.tokens[row]
+        assert alone.parents[0] == together.parents[row]
+
+
+class OnceHead(TableHead):
+    """Drafts all depths in one forward."""
+
+    def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor:
+        level = torch.stack([self.table((0,) * depth) for depth in depths])
+        return level.expand(len(root_B), -1, -1).to(root_B.device)
+
+
+@pytest.mark.parametrize("children", [Children.TOP_K_AND_SAMPLED, Children.SAMPLED])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_drawing_all_levels_at_once_gives_the_trees_of_drawing_each_by_itself(children: Children, top_k: int) -> None:
+    """On a device one read serves all levels. Nodes that turn out to hold nothing go, with all that grew on them."""
+    shape = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
+    warp = Sampling(temperature=1.0, top_k=top_k).warp
+
+    def tree(root: Root) -> Proposal:
+        streams = [torch.Generator().manual_seed(row) for row in range(3)]
+        request = Request(shape.size, 0.0, 0.0, False, children, warp, streams, shape=shape)
+        return grow(heads, None, root, request, depth_logits=heads.depth_logits)
+
+    heads = OnceHead(shared=True)
+    expected = tree(Root.of([3, 4, 5]))
+    assert (expected.size < shape.size) == (top_k == 2)
+    with StandIn() as device:
+        heads.to(CUDA)
+        root, before = Root.of([3, 4, 5], CUDA), device.counts
+        found = tree(root)
+        assert (device.counts - before).waits == 2, "the best drafts, and the drawn ones"
+    assert found.parents == expected.parents
+    if not top_k:  # else nodes that went took random numbers here, and had none there
+        assert found.tokens == expected.tokens
+    assert found.sampled is not None and expected.sampled is not None
+    for own, other in zip(found.sampled, expected.sampled, strict=True):
+        assert {node: one.children for node, one in own.items()} == {node: one.children for node, one in other.items()}
+        for node, one in own.items():
+            torch.testing.assert_close(one.q_draft_D.cpu(), other[node].q_draft_D)
 
 
 @pytest.mark.parametrize("shared", [False, True])

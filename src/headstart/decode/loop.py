@@ -24,6 +24,7 @@ from headstart.decode.stopping import Stopper
 from headstart.decode.verify import GreedyVerifier, RuleVerifier, Verifier, streams
 from headstart.errors import UserError, nearest
 from headstart.proposal import ProposedTree, Request, Root
+from headstart.renamed import rule_hint
 from headstart.target import Target
 
 
@@ -185,7 +186,8 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
     options.sampling.check(target.vocab_size, target.device)
     if options.verifier != "auto" and options.verifier not in RULES:
-        raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *RULES]))
+        remedy = rule_hint(options.verifier) or nearest(options.verifier, ["auto", *RULES])
+        raise UserError(f"Unknown verifier {options.verifier!r}.", remedy)
     if options.draft not in ("auto", "on", "off"):
         raise UserError(f"draft is {options.draft!r}.", "Use auto, on or off.")
     if not prompts:

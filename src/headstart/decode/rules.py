@@ -60,56 +60,6 @@ def greedy_draft(row: Row, streams: Streams) -> Accepted:
     return _walk(row, next_token)
 
 
-def rrs(row: Row, streams: Streams) -> Accepted:
-    """Recursive rejection sampling without replacement (arXiv 2305.09781, SpecInfer; 2402.14160, RSD).
-
-    Sampled children x are tried in the order of their draws: accept with probability min(1, p(x) / q(x)); after a
-    rejection p becomes norm((p - q)+) and q loses x. When all are rejected, the next token is drawn from what p has
-    become, and the walk goes on if a top-k child holds it.
-
-    Each try turns "a draw from p" into "this child, or else a draw from the new p", as in `greedy_draft`; the new p
-    does not depend on which token was rejected, so the next child may be drawn from any q.
-    """
-
-    def next_token(node: int) -> int:
-        p_target_V = row.p_target(node)
-        for child, q_draft_V in _draws(row, node):
-            if uniform(streams.accept) < _ratio(p_target_V, q_draft_V, row.tokens[child]):
-                return row.tokens[child]
-            p_target_V, _ = _residual(p_target_V, q_draft_V)
-        return draw(p_target_V, streams.residual)
-
-    return _walk(row, next_token)
-
-
-def block(row: Row, streams: Streams) -> Accepted:
-    """Block verification of a chain (arXiv 2403.10444, algorithm 2): accept the chain as a whole rather than by tokens.
-
-    `reach` is the probability with which the path down to a node may be accepted at most: 1 at the root, then
-    reach(child) = min(1, reach p(x) / q(x)). A node is kept with probability
-
-        mass / (mass + 1 - reach),  mass = sum of (reach p - q)+;  at the end of the chain with probability reach.
-
-    The chain is accepted down to the last node that is kept, and the next token is drawn from norm((reach p - q)+)
-    there, from p at the end. A top-k child counts as drawn from a distribution that holds nothing else.
-    """
-    path, reach = [0], 1.0
-    while True:
-        node, p_target_V = path[-1], row.p_target(path[-1])
-        tries = list(_tries(row, node))
-        assert len(tries) < 2, "block verification takes chains only"
-        keep, next_V, below = reach, p_target_V, 0.0
-        for child, q_draft_V in tries:
-            below = min(1.0, reach * _ratio(p_target_V, q_draft_V, row.tokens[child]))
-            next_V, mass = _residual(p_target_V, q_draft_V, reach)
-            keep = _keep(mass, reach)
-        if node == 0 or uniform(streams.accept) < keep:
-            accepted, bonus_V = path, next_V
-        if not tries:
-            return _accepted(row, accepted, draw(bonus_V, streams.residual))
-        path, reach = [*path, child], below
-
-
 def traversal(row: Row, streams: Streams) -> Accepted:
     """Traversal verification of a tree (arXiv 2505.12398): from the leaves up, in the order of the draws.
 
@@ -123,7 +73,8 @@ def traversal(row: Row, streams: Streams) -> Accepted:
     the parent then (1 - reach + mass) times its new reach = mass: together `reach`, and of the tokens, reach p.
 
     Top-k children come after the sampled ones and count as drawn from a distribution that holds nothing else. For
-    chains this is `block`.
+    chains this is block verification (arXiv 2403.10444). Trying siblings one after the other from the root down (RRS,
+    arXiv 2305.09781) never accepts more.
     """
 
     def visit(path: list[int], reach: float) -> Accepted | None:
@@ -194,8 +145,6 @@ RULES: dict[str, Rule] = {
     for rule in (
         Rule("top_k", top_k, Children.TOP_K, next_of_target),
         Rule("greedy_draft", greedy_draft, Children.TOP_K_AND_SAMPLED, next_by_greedy_draft),
-        Rule("rrs", rrs, Children.SAMPLED),
-        Rule("block", block, Children.SAMPLED, chains_only=True),
         Rule("traversal", traversal, Children.SAMPLED),
         Rule("typical", typical, Children.TOP_K, lossless=False),
     )

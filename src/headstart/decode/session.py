@@ -46,7 +46,8 @@ class Session:
             return
         with self._guard():
             if isinstance(self.drafter, Learner):
-                self.drafter.learn(self._state, tree, argmax(out.logits_BTV).tolist())
+                choice_BN = argmax(out.logits_BTV) if outcome.choice_BN is None else outcome.choice_BN
+                self.drafter.learn(self._state, tree, choice_BN.tolist())
             self.drafter.commit(self._state, committed(tree, out.aux_hidden_states, outcome))
 
     def reorder(self, rows: Sequence[int]) -> None:

@@ -22,10 +22,7 @@ from torch import Tensor
 
 from headstart.decode.sampling import Sampling
 from headstart.proposal import Children, ProposedTree, Root, SampledChildren
-from headstart.rng import Numbers, draw_at
-
-_CACHED, _TOGETHER = 1 << 18, 1 << 27
-"""Probabilities that are computed at a time, on a CPU and elsewhere."""
+from headstart.rng import Numbers, draw_at, in_parts
 
 
 @dataclass
@@ -50,22 +47,26 @@ class Outcome:
         paths_BP: accepted nodes, root first, int64; short rows repeat their last node.
         counts_B: accepted nodes of each row.
         root_B: the last token emitted by each row.
+        choice_BN: the target's argmax after each node; None where the verifier did not need it.
     """
 
     rows: list[Accepted]
     paths_BP: Tensor
     counts_B: Tensor
     root_B: Tensor
+    choice_BN: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[Accepted], device: torch.device | str = "cpu") -> Outcome:
+    def of(
+        cls, rows: Sequence[Accepted], device: torch.device | str = "cpu", choice_BN: Tensor | None = None
+    ) -> Outcome:
         """Decided on the host; one upload."""
         longest = max(len(row.path) for row in rows)
         table = [
             [*row.path, *(row.path[-1],) * (longest - len(row.path)), len(row.path), row.tokens[-1]] for row in rows
         ]
         there = torch.tensor(table, device=device)
-        return cls(list(rows), there[:, :-2], there[:, -2], there[:, -1])
+        return cls(list(rows), there[:, :-2], there[:, -2], there[:, -1], choice_BN)
 
     @property
     def root(self) -> Root:
@@ -112,7 +113,7 @@ class GreedyVerifier:
     def accept(self, tree: ProposedTree, logits_BNV: Tensor) -> Outcome:
         choice_BN = argmax(logits_BNV)
         if choice_BN.device.type == "cpu":
-            return Outcome.of(walk(tree, choice_BN.tolist()))
+            return Outcome.of(walk(tree, choice_BN.tolist()), choice_BN=choice_BN)
         return walk_on_device(tree, choice_BN)
 
     def reorder(self, rows: Sequence[int]) -> None:
@@ -159,7 +160,7 @@ def walk_on_device(tree: ProposedTree, choice_BN: Tensor) -> Outcome:
     ):
         rows.append(Accepted(path[:count], [*(tokens[node] for node in path[1:count]), root]))
     longest = max(len(row.path) for row in rows)
-    return Outcome(rows, paths_BN[:, :longest], counts_B1[:, 0], root_B1[:, 0])
+    return Outcome(rows, paths_BN[:, :longest], counts_B1[:, 0], root_B1[:, 0], choice_BN)
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ class RuleVerifier:
 
     def first(self, logits_BV: Tensor) -> list[int]:
         _, residual_BK = self._peek(1, logits_BV.device)
-        parts = _parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
+        parts = in_parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
         sampled = [
             draw_at(self._distributions(logits_BV[part], self._texts[part]), residual_BK[part, 0])[0] for part in parts
         ]
@@ -356,7 +357,7 @@ class RuleVerifier:
                 so_far = zip(row_M.tolist(), tokens_BK[row_M, :depth].tolist(), strict=True)
                 texts = [self._texts[row] + tokens for row, tokens in so_far]
             found = []
-            for part in _parts(len(row_M), vocab, device):
+            for part in in_parts(len(row_M), vocab, device):
                 probs_MV = self._distributions(logits_MV[part], texts[part])
                 rows_M, index_M = row_M[part], node_M[part]
                 visited = Visited(probs_MV, accept_BK[rows_M, depth], residual_BK[rows_M, depth])
@@ -410,12 +411,6 @@ class RuleVerifier:
             ]
             logits_MV = torch.stack(processed)
         return self._sampling.warp(logits_MV)
-
-
-def _parts(rows: int, vocab: int, device: torch.device) -> list[slice]:
-    """Rows whose distributions are computed together: on a CPU as many as its caches hold."""
-    size = max(1, (_CACHED if device.type == "cpu" else _TOGETHER) // vocab)
-    return [slice(start, start + size) for start in range(0, rows, size)]
 
 
 class _Draws:

@@ -5,28 +5,36 @@ by the heads' own probabilities turned into probabilities of acceptance (EAGLE-2
 calibration and costs). How many children a node has never depends on which tokens were drawn for them, so sampling
 stays lossless.
 
-Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks.
+Sampled children get their place in the tree first and their token later: those of all rows are drawn together, as soon
+as anything depends on them.
+
+Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks, M nodes with sampled children, C sampled
+children of a node.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.calibration import Calibration
 from headstart.proposal import Children, Proposal, Request, Root, SampledChildren
-from headstart.rng import draw_each
+from headstart.rng import fall_on, in_parts
 from headstart.target import TreeShape
 
 MAX_RANK = 8
 """Children of a node at most, in a dynamic tree."""
+_UNKNOWN = -1
+"""Stands for the token of a child that is not drawn yet, or cannot be."""
 
 
 class Sizes(Protocol):
@@ -80,6 +88,42 @@ class _Growing:
         self.shape_nodes.append(0)
         return len(self.tokens) - 1
 
+    def drop(self, gone: set[int]) -> None:
+        """Take nodes out, and all that grew on them."""
+        kept: dict[int, int] = {}
+        for node, parent in enumerate(self.parents):
+            if node not in gone and (node == 0 or parent in kept):
+                kept[node] = len(kept)
+        self.parents = [kept.get(self.parents[node], -1) for node in kept]
+        self.tokens = [self.tokens[node] for node in kept]
+        self.accept_probs = [self.accept_probs[node] for node in kept]
+        self.shape_nodes = [self.shape_nodes[node] for node in kept]
+        self.level = [(kept[node], above) for node, above in self.level if node in kept]
+        self.sampled = {
+            kept[node]: replace(own, children=[kept[child] for child in own.children])
+            for node, own in self.sampled.items()
+            if node in kept
+        }
+
+
+@dataclass
+class _Wanted:
+    """Children of one node that are still to be drawn.
+
+    Attributes:
+        row: number of the row.
+        node: whose children they are.
+        column: of the node's logits, in its table.
+        top_k: indices in the draft vocabulary of the children that are not drawn.
+        children: the nodes that wait for their tokens.
+    """
+
+    row: int
+    node: int
+    column: int
+    top_k: list[int]
+    children: list[int]
+
 
 def _pays(rows: Sequence[_Growing], best_child: float, request: Request) -> bool:
     """Whether a further level of a dynamic tree is worth drafting: each node's best child, less what verifying costs,
@@ -99,7 +143,8 @@ def grow(
 ) -> Proposal:
     """Draft a tree after each row's root, level by level.
 
-    The host waits for the device once a level; for heads that draft all depths in one forward, once in all.
+    The host waits for the device once a level, and once more where children are sampled; for heads that draft all
+    depths in one forward, it is once in all, and once more.
 
     Args:
         heads: what drafts.
@@ -115,6 +160,7 @@ def grow(
     levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
     reading_is_free = root.tokens_B.device.type == "cpu"
     table, first, drafted = _Table.empty(), 0, 0
+    wanted: list[_Wanted] = []
     for depth in range(levels):
         if depth and shape is None and not _pays(rows, calibration.best_child(depth), request):
             break
@@ -137,17 +183,22 @@ def grow(
             tables = [drafts[number][0 if only is not None else column] for column in columns]
             picks = _static(row, shape) if shape else _dynamic(row, tables, request)
             chosen = {above: [tables[above][rank] for rank in ranks] for above, ranks in enumerate(picks) if ranks}
-            q_draft_WD = None
-            if chosen and request.children is not Children.TOP_K:
-                assert request.warp is not None, "drawing needs a distribution"
-                q_draft_WD = request.warp(table.logits_BWD[number, [columns[above] for above in chosen]])
-            grown = _add(row, chosen, q_draft_WD, heads.draft_to_target_D, request, number)
+            grown, sampled = _add(row, chosen, request.children)
+            wanted += [
+                _Wanted(number, row.level[above][0], columns[above], top_k, children)
+                for above, (top_k, children) in sampled.items()
+            ]
             if shape:
                 _settle(row, [child for child, _ in grown], shape)
                 grown = [pair for pair in grown if row.shape_nodes[pair[0]] in shape.inner]
             row.level = grown
+        # The next table needs the tokens, or takes the place of this one.
+        if depth_logits is None or depth + 1 == first + table.width:
+            _draw(rows, wanted, table.logits_BWD, heads.draft_to_target_D, request)
+            wanted = []
         if not any(row.level for row in rows):
             break
+    _draw(rows, wanted, table.logits_BWD, heads.draft_to_target_D, request)
     return Proposal(
         [row.tokens for row in rows],
         [row.parents for row in rows],
@@ -268,62 +319,103 @@ def _top_k_count(count: int, children: Children) -> int:
 
 
 def _add(
-    row: _Growing,
-    chosen: dict[int, list[Draft]],
-    q_draft_WD: Tensor | None,
-    draft_to_target_D: Tensor,
-    request: Request,
-    number: int,
-) -> list[tuple[int, int]]:
-    """Give nodes of a level their children; how many is decided, and as many are drawn as the request asks for.
+    row: _Growing, chosen: dict[int, list[Draft]], children: Children
+) -> tuple[list[tuple[int, int]], dict[int, tuple[list[int], list[int]]]]:
+    """Give nodes of a level their children.
 
     Args:
-        row: gets the children.
+        row: gets the children; sampled ones have no token yet.
         chosen: the drafts that they replace, by the node's own index in the level.
-        q_draft_WD: the heads' distribution after each of these nodes, in this order; None when nothing is drawn.
-        draft_to_target_D: the target's token of each draft token.
-        request: of the decode loop.
-        number: of the row.
+        children: how they are chosen.
 
     Returns:
-        The new nodes, each with its parent's index in the level.
+        The new nodes, each with its parent's index in the level; and by that index, where children are to be drawn, the
+        indices of the others in the draft vocabulary and the nodes of those that are drawn.
     """
-    fixed = [_top_k_count(len(drafts), request.children) for drafts in chosen.values()]
-    sampled: list[list[int]] = [[] for _ in chosen]
-    if q_draft_WD is not None:
-        own = [[index for index, *_ in drafts[:known]] for drafts, known in zip(chosen.values(), fixed, strict=True)]
-        positions = [position for position, indices in enumerate(own) for _ in indices]
-        q_draft_WD[positions, [index for indices in own for index in indices]] = 0.0
-        q_draft_WD /= q_draft_WD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        counts = [len(drafts) - known for drafts, known in zip(chosen.values(), fixed, strict=True)]
-        sampled = _draws(q_draft_WD, counts, request.streams[number])
-    sampled_tokens = iter(draft_to_target_D[list(chain.from_iterable(sampled))].tolist() if any(sampled) else ())
     grown: list[tuple[int, int]] = []
-    for position, (above, drafts) in enumerate(chosen.items()):
+    sampled: dict[int, tuple[list[int], list[int]]] = {}
+    for above, drafts in chosen.items():
         node, _ = row.level[above]
-        tokens = [token for _, token, _, _ in drafts[: fixed[position]]]
-        tokens += islice(sampled_tokens, len(sampled[position]))
-        probs = _probs(drafts, request.children)[: len(tokens)]
-        children = [
-            row.add(node, token, row.accept_probs[node] * prob) for token, prob in zip(tokens, probs, strict=True)
+        fixed = _top_k_count(len(drafts), children)
+        nodes = [
+            row.add(node, token if rank < fixed else _UNKNOWN, row.accept_probs[node] * prob)
+            for rank, ((_, token, _, _), prob) in enumerate(zip(drafts, _probs(drafts, children), strict=True))
         ]
-        grown += [(child, above) for child in children]
-        if q_draft_WD is not None and sampled[position]:
-            row.sampled[node] = SampledChildren(children[fixed[position] :], q_draft_WD[position], draft_to_target_D)
-    return grown
+        grown += [(child, above) for child in nodes]
+        if fixed < len(nodes):
+            sampled[above] = [index for index, *_ in drafts[:fixed]], nodes[fixed:]
+    return grown, sampled
 
 
-def _draws(q_draft_WD: Tensor, counts: Sequence[int], stream: torch.Generator) -> list[list[int]]:
-    """So many draws from each distribution, without replacement; fewer where it holds no further token."""
-    found: list[list[int]] = [[] for _ in counts]
-    for turn in range(max(counts)):
-        index_W = draw_each(q_draft_WD, stream)
-        for position, index in enumerate(index_W.tolist()):
-            if turn < counts[position] and index < q_draft_WD.shape[1]:
-                found[position].append(index)
-        if turn + 1 < max(counts):
-            q_draft_WD = q_draft_WD.scatter(1, index_W[:, None].clamp(max=q_draft_WD.shape[1] - 1), 0.0)
-    return found
+def _draw(
+    rows: Sequence[_Growing],
+    wanted: Sequence[_Wanted],
+    logits_BWD: Tensor,
+    draft_to_target_D: Tensor,
+    request: Request,
+) -> None:
+    """Draw the children that wait for it: those of all rows together, each row's with its own random numbers.
+
+    The host waits for the device once. Where a distribution holds no further token, the nodes that should hold one are
+    taken out again.
+    """
+    if not wanted:
+        return
+    assert request.warp is not None, "drawing needs a distribution"
+    (_, width, size), maximum = logits_BWD.shape, max(len(one.children) for one in wanted)
+    logits_ND = logits_BWD.flatten(0, 1)
+    tokens_D1 = F.pad(draft_to_target_D, (0, 1), value=_UNKNOWN)
+    numbers = _numbers(wanted, maximum, request.streams)
+    q_draft: list[Tensor] = []
+    found: list[Tensor] = []
+    for part in in_parts(len(wanted), size, logits_BWD.device):
+        own = wanted[part]
+        # One upload: float64 holds every index.
+        at = [one.row * width + one.column for one in own]
+        known = [number * size + index for number, one in enumerate(own) for index in one.top_k]
+        packed = [*chain.from_iterable(numbers[part]), *at, *known]
+        packed_X = torch.tensor(packed, dtype=torch.float64, device=logits_BWD.device)
+        number_MC, index_X = packed_X[: len(own) * maximum].view(-1, maximum), packed_X[len(own) * maximum :].long()
+        q_draft_MD = request.warp(logits_ND.index_select(0, index_X[: len(own)]))
+        if known:
+            q_draft_MD.view(-1).index_fill_(0, index_X[len(own) :], 0.0)
+        q_draft_MD /= q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        q_draft += q_draft_MD.unbind()
+        found.append(tokens_D1[draws(q_draft_MD, number_MC)])
+    gone: list[set[int]] = [set() for _ in rows]
+    for one, q_draft_D, tokens in zip(wanted, q_draft, torch.cat(found).tolist(), strict=True):
+        row, drawn = rows[one.row], list[int]()
+        for child, token in zip(one.children, tokens, strict=False):
+            row.tokens[child] = token
+            (gone[one.row].add if token == _UNKNOWN else drawn.append)(child)
+        if drawn:
+            row.sampled[one.node] = SampledChildren(drawn, q_draft_D, draft_to_target_D)
+    for row, missing in zip(rows, gone, strict=True):
+        if missing:
+            row.drop(missing)
+
+
+def _numbers(wanted: Sequence[_Wanted], maximum: int, streams: Sequence[torch.Generator]) -> list[list[float]]:
+    """A random number for each child to be drawn, each row's from its own stream; lists are filled up to `maximum`."""
+    counts = Counter[int]()
+    for one in wanted:
+        counts[one.row] += len(one.children)
+    drawn = {
+        row: iter(torch.rand(count, generator=streams[row], dtype=torch.float64).tolist())
+        for row, count in counts.items()
+    }
+    return [[*islice(drawn[one.row], len(one.children)), *[0.0] * (maximum - len(one.children))] for one in wanted]
+
+
+def draws(q_draft_MD: Tensor, number_MC: Tensor) -> Tensor:
+    """C draws from each distribution, without replacement, int64 [M, C]; D where it holds no further token."""
+    found: list[Tensor] = []
+    for number_M in number_MC.unbind(1):
+        if found:
+            last_M1 = found[-1][:, None].clamp(max=q_draft_MD.shape[1] - 1)
+            q_draft_MD = q_draft_MD.scatter(1, last_M1, 0.0)
+        found.append(fall_on(q_draft_MD, number_M))
+    return torch.stack(found, dim=1)
 
 
 def _next_level(rows: Sequence[_Growing], device: torch.device) -> tuple[Tensor, Tensor]:
