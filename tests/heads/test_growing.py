@@ -172,11 +172,13 @@ def test_children_are_added_for_what_they_bring_together() -> None:
 
 def test_draws_are_those_of_drawing_one_after_the_other() -> None:
     """Ordered pairs of two nodes at once: each as drawing without replacement gives them, the nodes independent."""
-    q_draft_WD = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.0, 0.0, 0.9]])
-    stream, trials = torch.Generator().manual_seed(0), 20_000
-    found: Counter[tuple[tuple[int, ...], ...]] = Counter(
-        tuple(map(tuple, _draws(q_draft_WD, [2, 1], stream))) for _ in range(trials)
-    )
+    pairs, trials = 100, 20_000  # nodes of a level that stand for so many trials
+    q_draft_WD = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.0, 0.0, 0.9]]).repeat(pairs, 1)
+    stream = torch.Generator().manual_seed(0)
+    found: Counter[tuple[tuple[int, ...], ...]] = Counter()
+    for _ in range(trials // pairs):
+        drawn = map(tuple, _draws(q_draft_WD, [2, 1] * pairs, stream))
+        found.update(zip(drawn, drawn, strict=True))
     expected = {
         ((first, second), (other,)): q[first] * q[second] / (1 - q[first]) * prob
         for q in ([0.5, 0.3, 0.2],)
