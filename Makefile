@@ -1,11 +1,14 @@
 # make quickstart   install into .venv, train heads for the packaged model, measure them
 # make test         the tests
+# make coverage     the tests of the core rooms, and what of these rooms they do not run
 # make check        ruff, mypy, import-linter
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+CORE := target heads decode drafters tuning
+BESIDE := proposal rng calibration
 SOURCES := pyproject.toml constraints.txt Makefile
 
 .PHONY: quickstart test coverage check format clean
@@ -18,7 +21,8 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
 coverage: $(VENV)/.dev
-	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m pytest $(CORE:%=tests/%) tests/hub/test_format.py $(patsubst %,--cov=headstart.%,$(CORE) $(BESIDE)) \
+	  --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch, families, family, make_config
+from headstart.heads.base import register
 from headstart.proposal import Committed, Request, Root
 from headstart.target import Target, TreeShape
 from tests.tiny import tiny_model
@@ -112,6 +113,15 @@ def test_unroll_shapes_and_gradients(name: str, target: Target) -> None:
     total.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in heads.parameters() if p.requires_grad)
     assert all(not p.requires_grad for p in target.model.parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_texts_without_an_answer_to_learn_from_predict_nothing(name: str, target: Target) -> None:
+    """The step that needs one supervised token more than a text has, and all after it."""
+    heads = shake(build(name, target))
+    for supervised in (0, 1, 2):
+        steps = list(heads.unroll(batch_of(target, heads, [[3, 9, 14, 27, 33]], prompt=5 - supervised)))
+        assert [len(step.source_M) for step in steps if len(step.source_M)] == [1] * max(0, supervised - 1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -262,9 +272,19 @@ def test_operations_of_a_draft_are_counted(name: str, target: Target) -> None:
     assert lm_head <= heads.flops_per_draft() <= weights + lm_head, "each weight is used once a draft at most"
 
 
+def test_a_family_has_one_class() -> None:
+    """Its module may be read again, under the same name."""
+    known = family("medusa")
+    assert register(known) is known
+    with pytest.raises(ValueError, match="head family 'medusa' is registered twice"):
+        register(type("Other", (known,), {}))
+    assert family("medusa") is known
+
+
 def test_unknown_families_and_settings_are_refused(target: Target) -> None:
-    with pytest.raises(UserError, match="Did you mean 'medusa'"):
-        make_config({"family": "medsa"}, target)
+    for look_up in (family, lambda name: make_config({"family": name}, target)):
+        with pytest.raises(UserError, match="Did you mean 'medusa'"):
+            look_up("medsa")
     with pytest.raises(UserError, match=r"no setting 'num_head'\. Did you mean 'num_heads'"):
         make_config({"family": "medusa", "num_head": 3}, target)
     with pytest.raises(UserError, match="larger than the target's 61"):

@@ -105,6 +105,8 @@ def test_aux_layers_must_differ(target: Target) -> None:
         family("eagle3")(make_config({"family": "eagle3"}, target))
     with pytest.raises(UserError, match=r"layers \[1, 1\]"):
         family("eagle3")(make_config({"family": "eagle3", "aux_layers": (1, 1)}, target))
+    with pytest.raises(UserError, match=r"layers \[\]"):
+        family("eagle3")(make_config({"family": "eagle3", "aux_layers": ()}, target))
 
 
 def test_a_transition_begins_with_a_final_state(target: Target) -> None:
@@ -255,6 +257,24 @@ def test_a_linear_start_looks_no_longer_than_it_has_to(name: str, target: Target
 
     heads.fit(batches())
     assert len(looked) == 7, "12 positions for each of 128 numbers, of 240 in a batch"
+
+
+@pytest.mark.parametrize(
+    "settings", [*FAMILIES.values(), {"family": "hydra"}, {"family": "hydra", "shared_lm_head": True}]
+)
+def test_a_random_start_takes_nothing_from_the_target_and_solves_nothing(
+    settings: dict[str, Any], target: Target
+) -> None:
+    torch.manual_seed(0)
+    heads = family(settings["family"])(make_config({**settings, "init": "random"}, target))
+    heads.warm_start(target)
+    before = {name: weight.clone() for name, weight in heads.state_dict().items()}
+    heads.fit(pytest.fail(f"batch {number} is read") for number in range(2))
+    assert all(torch.equal(weight, before[name]) for name, weight in heads.state_dict().items())
+    matrices = [weight for name, weight in heads.named_parameters() if weight.dim() == 2 and "bias" not in name]
+    assert all(weight.std() > 0.01 for weight in matrices), "of no matrix all numbers are 0, nor most of them"
+    own = [weight for weight in matrices if weight.shape == target.lm_head_weight.shape]
+    assert not any(torch.equal(weight, target.lm_head_weight) for weight in own)
 
 
 @pytest.mark.parametrize("name", ["eagle", "hydra", "medusa"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import random
@@ -89,11 +90,29 @@ def test_ranks_are_those_of_the_true_tokens() -> None:
             assert row[step] == min(expected, 10)
 
 
-def test_tuning_round_trips_and_predicts_at_least_plain_speed() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+@pytest.fixture(scope="module")
+def four_texts() -> list[Text]:
     rng = random.Random(1)
-    texts = [Text([rng.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
-    found = tune(target, trained_like(target), texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    return [Text([rng.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def tuned(target: Target, four_texts: list[Text]) -> dict[str, Any]:
+    return tune(target, trained_like(target), four_texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4).to_json()
+
+
+@pytest.fixture
+def found(tuned: dict[str, Any]) -> Tuning:
+    """Of random heads on those texts; each test may change its own."""
+    return Tuning.from_json(copy.deepcopy(tuned))
+
+
+def test_tuning_round_trips_and_predicts_at_least_plain_speed(found: Tuning) -> None:
     assert found.predicted["speedup"] >= 1.0
     assert found.shape.size <= 6
     assert found.verify_ms[0] <= found.verify_ms[1]
@@ -154,8 +173,7 @@ def test_sampling_accepts_what_the_target_finds_likely_after_the_true_text() -> 
                 torch.testing.assert_close(sampled[row, step, rank], shared.sum(), rtol=1e-4, atol=1e-6)
 
 
-def test_sampling_is_calibrated_on_sampled_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_sampling_is_calibrated_on_sampled_answers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, texts = trained_like(target), texts_of(16, answer=20)
     seen: list[tuple[list[int], list[bool]]] = []
     honest = tune_module.measure_sampling
@@ -233,12 +251,8 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out() -> None:
     assert len(found) >= 20 and max(sum(text.supervised) for text in found) == 14
 
 
-def test_trees_are_grown_by_what_sampling_accepts() -> None:
+def test_trees_are_grown_by_what_sampling_accepts(found: Tuning, target: Target) -> None:
     """At temperature 0 as greedy decoding does, at 1 as sampling does, between them in between."""
-    target = Target(tiny_model("llama", vocab_size=61))
-    rng = random.Random(1)
-    texts = [Text([rng.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
-    found = tune(target, trained_like(target), texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
     found.paths = ((0,),)
     found.calibration["reached"], found.calibration["sampled_reached"] = [[0.8, 0.4, 0.2]], [[0.4, 0.2, 0.0]]
     seen = []
@@ -259,12 +273,11 @@ def test_trees_are_grown_by_what_sampling_accepts() -> None:
     assert found_at[1.0] == found_at[1.5] == pytest.approx((0.4, 0.2, 0.0))
 
 
-def test_what_levels_promise_is_saved_and_older_tunings_are_read() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
-    heads, rng = trained_like(target), random.Random(1)
-    texts = [Text([rng.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
-    found = tune(target, heads, texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
-    ranks, log_probs = measure_drafts(target, heads, texts, 4)
+def test_what_levels_promise_is_saved_and_older_tunings_are_read(
+    found: Tuning, target: Target, four_texts: list[Text]
+) -> None:
+    heads = trained_like(target)
+    ranks, log_probs = measure_drafts(target, heads, four_texts, 4)
     assert found.calibration["reached"] == [list(fit_calibration(ranks.numpy(), log_probs.numpy()).reached)]
     found.paths, found.calibration["reached"] = ((0,),), [[0.5, 0.25, 0.125]]
     again = Tuning.from_json(json.loads(json.dumps(found.to_json()))).drafter(heads, "dynamic")
@@ -273,6 +286,40 @@ def test_what_levels_promise_is_saved_and_older_tunings_are_read() -> None:
     older = found.drafter(heads, "dynamic")
     assert older is not None
     assert older.calibration.reached == pytest.approx([sum(best[:3]) for best in found.acceptance])
+
+
+def test_trees_that_were_not_tuned_for_are_refused_or_left_out(found: Tuning, target: Target) -> None:
+    heads = trained_like(target)
+    found.paths, found.chain = ((0,), (1,)), 2
+    chain = found.drafter(heads, "chain")
+    assert chain is not None and chain.shape == TreeShape.chain(2)
+    found.chain = 0
+    assert found.drafter(heads, "chain") is None, "no chain pays"
+    assert found.drafter(heads, "static") is not None
+    found.calibration = {}
+    with pytest.raises(UserError, match=r"no calibration for dynamic trees\. Tune them again: headstart tune"):
+        found.drafter(heads, "dynamic")
+    found.paths, found.chain = (), 2
+    assert found.drafter(heads, "chain") is None, "nothing pays"
+
+
+@pytest.mark.parametrize(("tokens", "tree"), [(1.5, "static"), (9.0, "dynamic")])
+def test_dynamic_trees_are_chosen_where_they_are_faster(
+    tokens: float, tree: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a static tree of two nodes, at 3 tokens in 11 ms; a plain round takes 10."""
+    monkeypatch.setattr(tune_module, "measure_verify", lambda *_: [10.0, 10.0])
+    monkeypatch.setattr(tune_module, "draft_costs", lambda *_: (1.0, 0.0, 0.0, False))
+    monkeypatch.setattr(tune_module, "replay", lambda ranks, paths: 1.0 + len(paths))
+    monkeypatch.setattr(tune_module, "replay_dynamic", lambda *_: (tokens, 20.0))
+    heads, texts = trained_like(target), texts_of(2)
+    monkeypatch.setattr(tune_module, "sampled_answers", lambda *_: texts)
+    found = tune(target, heads, texts, widths=(1, 4), context=16, max_nodes=3, max_rank=4)
+    assert (found.tree, found.shape.size) == (tree, 3)
+    reached, round_ms = (tokens, 20.0) if tree == "dynamic" else (3.0, 11.0)
+    assert found.predicted == pytest.approx(
+        {"tokens_per_round": reached, "speedup": 10 * reached / round_ms, "tokens_per_second": 1e3 * reached / round_ms}
+    )
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle"])

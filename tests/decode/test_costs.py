@@ -1,0 +1,58 @@
+"""The conditions that costs are measured under: what they are called, with and without a device."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.decode.costs import Conditions, core_count, cpu_model
+from headstart.target import Target
+from tests.standin import CUDA, StandIn
+from tests.tiny import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("info", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: AMD EPYC 9654: 96-Core\nmodel name\t: other\n", "AMD EPYC 9654: 96-Core"),
+        ("processor\t: 0\nCPU part\t: 0xd40\n", "armv9"),  # as on ARM, which names no model
+        (None, "armv9"),
+    ],
+)
+def test_a_processor_is_called_by_its_model_or_by_its_kind(
+    info: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_text(path: Path, **_: Any) -> str:
+        if info is None:
+            raise FileNotFoundError(path)
+        return info
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "armv9")
+    assert cpu_model.__wrapped__() == name
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 6}, raising=False)
+    assert core_count() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert core_count() == 64
+
+
+def test_on_a_device_its_name_counts_and_threads_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: f"H200 number {device.index}")
+    here = Conditions.of(Target(tiny_model("llama")))
+    with StandIn():
+        there = Conditions.of(Target(tiny_model("llama").to(CUDA)))
+    assert (there.machine, there.device, there.threads) == ("H200 number 0", "cuda", 0)
+    assert (here.device, here.threads) == ("cpu", torch.get_num_threads()) and here.machine.endswith(" cores")
+    assert there.beside(here) == "on H200 number 0"
+    assert Conditions.from_json(there.to_json()) == there
+    assert Conditions.from_json({"machine": "H200"}) is None, "of an older version"

@@ -1,0 +1,130 @@
+"""What a target, and loading one, refuses, and with which words; what they take instead where something is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.errors import UserError
+from headstart.target import Target, load_target
+from headstart.target.loading import PACKAGED, pick_dtype
+from headstart.target.memory import free_bytes, out_of_memory
+from tests.standin import CUDA, StandIn
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+def test_what_is_to_be_exact_is_bits_or_tokens() -> None:
+    with pytest.raises(UserError, match=r"exact is 'bit'\. Did you mean 'bits'"):
+        Target(tiny_model("llama"), exact="bit")  # type: ignore[arg-type]  # wrong on purpose
+    target = Target(tiny_model("llama"))
+    assert target.exact == "tokens", "of auto, which keeps what costs nothing"
+    with pytest.raises(UserError, match="exact is 'token'"):
+        target.exact = "token"  # type: ignore[assignment]  # wrong on purpose
+    assert target.exact == "tokens"
+
+
+def _without_layers(model: Any) -> None:
+    model.config.num_hidden_layers = 7
+
+
+def _without_cache_in_the_last_layer(model: Any) -> None:
+    """As in Gemma 3n, whose last layers read the keys of others."""
+    attention = model.model.layers[-1].self_attn
+    own = attention.forward
+    attention.forward = lambda **given: own(**{**given, "past_key_values": None})
+
+
+def _with_a_mask_of_its_own(model: Any) -> None:
+    def cut(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs["attention_mask"]
+        return args, {**kwargs, "attention_mask": None if mask is None else mask[:, :, :, 1:]}
+
+    model.model.layers[1].register_forward_pre_hook(cut, with_kwargs=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without_layers, "LlamaModel has no list of 7 layers to read"),
+        (_without_cache_in_the_last_layer, "cannot verify a token tree: only 2 of its 3 layers keep a KV cache"),
+        (_with_a_mask_of_its_own, "RuntimeError: this model rewrites the attention mask on its way to the layers"),
+    ],
+)
+def test_models_that_cannot_take_a_tree(change: Callable[[Any], None], message: str) -> None:
+    model = tiny_model("llama")
+    change(model)
+    with pytest.raises(UserError, match=message):
+        Target(model)
+
+
+def test_a_turn_ends_where_model_or_tokenizer_say() -> None:
+    model = tiny_model("llama")
+    model.config.eos_token_id, model.generation_config.eos_token_id = 4, [7, 9]
+    assert Target(model, tiny_tokenizer()).end_tokens == {7, 9, 2}
+    model.generation_config.eos_token_id = None
+    assert Target(model, tiny_tokenizer()).end_tokens == {4, 2}
+    model.config.eos_token_id = None
+    assert Target(model).end_tokens == set()
+
+
+def test_a_target_is_called_by_what_is_known_of_it() -> None:
+    model = tiny_model("llama")
+    assert Target(model).name == "LlamaForCausalLM"
+    model.config._name_or_path = "user/name"
+    assert Target(model).name == "user/name"
+    assert Target(model, spec="./folder").name == "./folder"
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(UserError, match="Stop strings need a tokenizer"):
+        Engine(Target(tiny_model("llama"))).generate([[1, 2]], DecodeOptions(stop_strings=("the",)))
+
+
+def test_gguf_files_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("headstart.target.loading.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs the package gguf") as caught:
+        load_target(str(tmp_path / "model.gguf"), device="cpu")
+    assert "pip install 'headstart[quickstart]'" in caught.value.remedy
+
+
+def test_a_package_without_its_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("headstart.target.loading.importlib.util.find_spec", lambda name: found)
+    with pytest.raises(UserError, match="No GGUF file in") as caught:
+        load_target("smollm2-135m", device="cpu")
+    assert PACKAGED["smollm2-135m"].package in caught.value.remedy
+
+
+def test_on_a_device_auto_is_what_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda fast=fast: fast)
+        assert pick_dtype("auto", CUDA) == dtype
+
+
+def test_free_memory_of_a_device_counts_what_torch_keeps_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 50)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 20)
+    with StandIn():
+        assert free_bytes(CUDA) == (1 << 40) + 30
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (MemoryError(), True),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."), True),
+        (RuntimeError("shapes differ"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_errors_that_mean_too_little_memory(error: Exception, memory: bool) -> None:
+    assert out_of_memory(error) is memory
