@@ -133,8 +133,15 @@ def build_conversations(
             f"No training conversation could be written. {writing.left_out.notice}".strip(),
             "Give more prompts or minutes, lower data.heldout and data.validation, or raise data.max_prompt_tokens.",
         )
-    if console is not None and writing.left_out.notice:
-        console.print(f"    {writing.left_out.notice}", highlight=False, markup=False, soft_wrap=True)
+    notices = [writing.left_out.notice]
+    if writing.time_is_up and len(splits["train"]) < settings.conversations:
+        notices.append(
+            f"{len(splits['train'])} of the {settings.conversations} conversations asked for: data.minutes="
+            f"{settings.minutes:g} is spent. Raise it for more."
+        )
+    if console is not None:
+        for notice in filter(None, notices):
+            console.print(f"    {notice}", highlight=False, markup=False, soft_wrap=True)
     for split, conversations in splits.items():
         write_conversations(folder / f"{split}.jsonl", conversations)
     return Splits(splits["train"], splits["calibration"], splits["heldout"])
@@ -160,6 +167,7 @@ class _Writing:
         self._folder, self._settings = folder, settings
         self._seen: set[str] = set()
         self._parts: list[Part] = []
+        self.time_is_up = False
         for file in sorted(folder.glob("[0-9]*-*.jsonl")):
             self._add(Part.read(file))
         wanted = sum(int(getattr(settings, name)) for name in _COUNTS.values())
@@ -206,6 +214,7 @@ class _Writing:
         else:
             yield from ((part, True) for part in self._new(split, clock, count, missing))
         clock.stop()
+        self.time_is_up = self.time_is_up or clock.ended
 
     def _new(self, split: str, clock: TimeBudget, count: int, missing: Callable[[], int]) -> Iterator[Part]:
         """Further parts; while one is waited for, the next ones are being written."""

@@ -113,6 +113,11 @@ class TimeBudget:
         self._ended = self._spent + since + one / 2 >= self._budget
         return self._ended
 
+    @property
+    def ended(self) -> bool:
+        """Whether the budget is what ended the writing."""
+        return self._ended
+
     def stop(self) -> None:
         """Nothing more is written; when that is because the budget is spent, it is noted where it was."""
         if self._ended and self._budget < math.inf and self._key not in self._ends:

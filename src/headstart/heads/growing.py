@@ -383,8 +383,10 @@ def _draw(
         q_draft += q_draft_MD.unbind()
         found.append(tokens_D1[draws(q_draft_MD, number_MC)])
     gone: list[set[int]] = [set() for _ in rows]
-    for one, q_draft_D, tokens in zip(wanted, q_draft, torch.cat(found).tolist(), strict=True):
-        row, drawn = rows[one.row], list[int]()
+    tokens_MC = torch.cat(found) if len(found) > 1 else found[0]
+    for one, q_draft_D, tokens in zip(wanted, q_draft, tokens_MC.tolist(), strict=True):
+        row = rows[one.row]
+        drawn: list[int] = []
         for child, token in zip(one.children, tokens, strict=False):
             row.tokens[child] = token
             (gone[one.row].add if token == _UNKNOWN else drawn.append)(child)
@@ -415,7 +417,7 @@ def draws(q_draft_MD: Tensor, number_MC: Tensor) -> Tensor:
             last_M1 = found[-1][:, None].clamp(max=q_draft_MD.shape[1] - 1)
             q_draft_MD = q_draft_MD.scatter(1, last_M1, 0.0)
         found.append(fall_on(q_draft_MD, number_M))
-    return torch.stack(found, dim=1)
+    return torch.stack(found, dim=1) if len(found) > 1 else found[0][:, None]
 
 
 def _next_level(rows: Sequence[_Growing], device: torch.device) -> tuple[Tensor, Tensor]:
