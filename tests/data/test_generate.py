@@ -123,10 +123,16 @@ def test_parts_are_only_ever_added(tiny_target: Target, tmp_path: Path) -> None:
 
 def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_path: Path) -> None:
     short = section(prompt_file(tmp_path, 60), conversations=50, minutes=1e-6)
-    splits = build_conversations(tiny_target, short, tmp_path / "data")
-    assert len(splits.heldout) == 4
-    assert len(splits.validation) == 3
-    assert 1 <= len(splits.train) <= 5, "one part, then the budget is spent"
+    for _ in range(2):  # written, and found there
+        shown = io.StringIO()
+        splits = build_conversations(tiny_target, short, tmp_path / "data", Console(file=shown, width=200))
+        assert len(splits.heldout) == 4
+        assert len(splits.validation) == 3
+        assert 1 <= len(splits.train) <= 5, "one part, then the budget is spent"
+        assert f"{len(splits.train)} of the 50 conversations asked for: data.minutes=1e-06 is spent" in shown.getvalue()
+    shown = io.StringIO()
+    build_conversations(tiny_target, section(short.prompts), tmp_path / "data", Console(file=shown, width=200))
+    assert "spent" not in shown.getvalue(), "without a budget"
 
 
 @pytest.fixture

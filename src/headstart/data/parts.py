@@ -108,9 +108,10 @@ class TimeBudget:
             since: seconds since the last part was written.
         """
         if self._key in self._ends:
-            return self._taken >= self._ends[self._key]
-        one = workers * sum(self._new) / len(self._new) if self._new else 0.0
-        self._ended = self._spent + since + one / 2 >= self._budget
+            self._ended = self._taken >= self._ends[self._key]
+        else:
+            one = workers * sum(self._new) / len(self._new) if self._new else 0.0
+            self._ended = self._spent + since + one / 2 >= self._budget
         return self._ended
 
     @property
