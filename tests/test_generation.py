@@ -471,7 +471,7 @@ def test_refused_inputs(model: Any, folder: str) -> None:
     embeds = model.get_input_embeddings()(ids)
     with pytest.raises(UserError, match="inputs_embeds"):
         model.generate(inputs_embeds=embeds, custom_generate=heads)
-    with pytest.raises(UserError, match="place in the batch"):
+    with pytest.raises(UserError, match="index in the batch"):
         model.generate(**batch(LONG, SHORT), prefix_allowed_tokens_fn=lambda row, ids: [5, 6, 7], custom_generate=heads)
     one = model.generate(ids, prefix_allowed_tokens_fn=lambda row, ids: [5, 6, 7], custom_generate=heads)
     assert set(one[0, len(LONG) :].tolist()) <= {5, 6, 7}
