@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Tests run tiny models, which one thread serves best: two processes of one thread each, a file of tests at a time.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 CORE := target heads decode drafters tuning
 BESIDE := proposal rng calibration
 SOURCES := pyproject.toml constraints.txt Makefile
@@ -18,10 +20,10 @@ quickstart: $(VENV)/.quickstart
 	$(BIN)/headstart run quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 coverage: $(VENV)/.dev
-	$(BIN)/python -m pytest $(CORE:%=tests/%) tests/hub/test_format.py $(patsubst %,--cov=headstart.%,$(CORE) $(BESIDE)) \
+	$(PYTEST) $(CORE:%=tests/%) tests/hub/test_format.py $(patsubst %,--cov=headstart.%,$(CORE) $(BESIDE)) \
 	  --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 check: $(VENV)/.dev
