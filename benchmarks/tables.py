@@ -81,6 +81,10 @@ def heading(key: str) -> str:
     return re.sub(r" ms$", ", ms", key.replace("_", " "))
 
 
+_LONGEST = 6
+"""Members of a list that a table shows: n-grams draft as far as thirty tokens."""
+
+
 def written(value: Any, key: str = "") -> str:
     """A value as it stands in a table; `key`, a dotted path, says what kind of figure it is.
 
@@ -92,6 +96,8 @@ def written(value: Any, key: str = "") -> str:
     ('draft 6.2, verify 47.5', '10.5 M')
     >>> written({"mean": 6.6, "max": 7}), written({"mean": 1133.4, "max": 1191}), written({"mean": 3.0, "max": 3})
     ('6.6 (max 7)', '1133 (max 1191)', '3')
+    >>> written([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4], "acceptance_by_position")
+    '1.00 / 0.90 / 0.80 / 0.70 / 0.60 / 0.50 / …'
     """
     if value is None:
         return ""
@@ -100,7 +106,7 @@ def written(value: Any, key: str = "") -> str:
     if isinstance(value, str):
         return LABELS[value].row if key == "name" and value in LABELS else value
     if isinstance(value, list):
-        return " / ".join(written(one, key) for one in value)
+        return " / ".join([*(written(one, key) for one in value[:_LONGEST]), *["…"] * (len(value) > _LONGEST)])
     if isinstance(value, Mapping):
         if "mean" not in value:
             return ", ".join(f"{name} {written(one, key)}" for name, one in value.items())
