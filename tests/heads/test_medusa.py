@@ -72,7 +72,7 @@ def test_without_input_maps_the_lm_heads_take_the_linear_start() -> None:
         heads.fit([batch])
         logits.append(torch.stack([step.logits_MD[:5] for step in heads.unroll(batch)]))
     torch.testing.assert_close(*logits)
-    with pytest.raises(UserError, match="heads.input_map off"):
+    with pytest.raises(UserError, match=r"heads\.input_map off"):
         MedusaHead(MedusaConfig(hidden_size=64, vocab_size=61, see_root=True, input_map=False))
 
 
