@@ -54,11 +54,11 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Lessons:
+class TrainingData:
     """What all arms learn from: states of the training and calibration conversations, and the latter themselves."""
 
     train: StateStore
-    calibration: StateStore
+    validation: StateStore
     texts: list[Conversation]
 
 
@@ -92,41 +92,41 @@ def arm(name: str, recipe: str, overrides: Iterable[str] = ()) -> Arm:
     return Arm(name, load_recipe(recipe, overrides))
 
 
-def taps_of(target: Target, recipe: Recipe) -> set[int]:
+def aux_layers_of(target: Target, recipe: Recipe) -> set[int]:
     """Hidden states that the recipe's heads and their teacher read."""
     config = make_config(recipe.heads, target)
     with torch.device("meta"):
-        return {*family(config.family)(config).taps, FINAL}
+        return {*family(config.family)(config).aux_layers, FINAL}
 
 
-def lessons(
+def training_data(
     run: Path, out: Path, target: Target, arms: Sequence[Arm], gigabytes: float = 8.0, reuse: bool = True
-) -> Lessons:
-    """States of a run's conversations with every tap that an arm reads.
+) -> TrainingData:
+    """States of a run's conversations with every layer that an arm reads.
 
-    With `reuse` the run's own stores serve when they have all taps; else stores are built in `out` once, from its
+    With `reuse` the run's own stores serve when they have all aux layers; else stores are built in `out` once, from its
     conversations.
     """
-    taps = sorted(set().union(*(taps_of(target, one.recipe) for one in arms)))
+    aux_layers = sorted(set().union(*(aux_layers_of(target, one.recipe) for one in arms)))
     stores = {}
     for split in ("train", "calibration"):
-        store = _store_with(run / STATES / split, target, taps) if reuse else None
+        store = _store_with(run / STATES / split, target, aux_layers) if reuse else None
         if store is None:
-            print(f"hidden states of the {split} conversations, taps {taps}", flush=True)
+            print(f"hidden states of the {split} conversations, layers {aux_layers}", flush=True)
             texts = read_conversations(run / CONVERSATIONS / f"{split}.jsonl")
-            store = build_store(out / "states" / split, texts, target, taps, budget_bytes=int(1e9 * gigabytes))
+            store = build_store(out / "states" / split, texts, target, aux_layers, budget_bytes=int(1e9 * gigabytes))
         stores[split] = store
     texts = read_conversations(run / CONVERSATIONS / "calibration.jsonl")
-    return Lessons(stores["train"], stores["calibration"], texts)
+    return TrainingData(stores["train"], stores["calibration"], texts)
 
 
-def _store_with(folder: Path, target: Target, taps: Sequence[int]) -> StateStore | None:
+def _store_with(folder: Path, target: Target, aux_layers: Sequence[int]) -> StateStore | None:
     try:
         store = StateStore(folder)
     except UserError:
         return None
     same = store.target_fingerprint == target.identity().fingerprint
-    return store if same and set(taps) <= set(store.taps) else None
+    return store if same and set(aux_layers) <= set(store.aux_layers) else None
 
 
 def once(folder: Path, settings: Mapping[str, Any], work: Callable[[], None]) -> None:
@@ -147,7 +147,7 @@ def once(folder: Path, settings: Mapping[str, Any], work: Callable[[], None]) ->
     write_json(file, {"settings": wanted, "whole": True})
 
 
-def trained(one: Arm, target: Target, data: Lessons, folder: Path, console: Console | None = None) -> DraftHead:
+def trained(one: Arm, target: Target, data: TrainingData, folder: Path, console: Console | None = None) -> DraftHead:
     """The best heads of an arm, in the target's dtype; trained now unless they were before."""
     settings = {
         "heads": one.recipe.heads.to_recipe(),
@@ -158,13 +158,13 @@ def trained(one: Arm, target: Target, data: Lessons, folder: Path, console: Cons
 
     def work() -> None:
         print(f"training {one.name}", flush=True)
-        train(one.recipe, target, data.train, data.calibration, folder, console)
+        train(one.recipe, target, data.train, data.validation, folder, console)
 
     once(folder, settings, work)
     return load_heads(folder / "best", target).to(target.dtype)
 
 
-def tuned(one: Arm, target: Target, data: Lessons, folder: Path, console: Console | None = None) -> Decoder:
+def tuned(one: Arm, target: Target, data: TrainingData, folder: Path, console: Console | None = None) -> Decoder:
     """An arm's heads with their tree, trained and tuned now unless they were before."""
     heads, section = trained(one, target, data, folder / "train", console), one.recipe.tune
 
@@ -220,7 +220,7 @@ def chain_tau(target: Target, heads: DraftHead, texts: Sequence[Text | Conversat
     Returns:
         tau (tokens a round, the target's own included), accepted (drafts a round), top1 (of each step on its own).
     """
-    length = min(length, heads.steps)
+    length = min(length, heads.draft_steps)
     ranks_OK = measure_ranks(target, heads, texts, MAX_RANK)[:, :length]
     tau = replay(ranks_OK, TreeShape.chain(length).paths)
     top1 = [round(float((ranks_OK[:, step] == 0).float().mean()), 4) for step in range(length)]

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"plain answers to {len(prompts)} prompts: {time.perf_counter() - started:.0f} s", flush=True)
     narrow = TreeShape.chain(1)  # its drafts are read for nothing, nearly all of them
     drafters: dict[str, Drafter] = {
-        "trained heads": HeadDrafter(decoder.heads, TreeShape.chain(min(2, decoder.heads.steps))),
+        "trained heads": HeadDrafter(decoder.heads, TreeShape.chain(min(2, decoder.heads.draft_steps))),
         "random heads": HeadDrafter(random_weights(decoder.heads), narrow),
         "always wrong": AlwaysWrongDrafter(narrow, unused_tokens(answers, target.vocab_size, narrow.width)),
     }

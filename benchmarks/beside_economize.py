@@ -22,7 +22,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from arms import Arm, alternate, arm, budget, facts, lessons, once, options_of, row_of, trained, tuned
+from arms import Arm, alternate, arm, budget, facts, once, options_of, row_of, trained, training_data, tuned
 from record import record
 from tables import shares, table, times
 
@@ -116,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target = load_target(options.target, options.dtype)
     own = [*options.set, f"heads.draft_vocab_size={options.vocabulary}"]
     start = perf_counter()
-    data = lessons(options.run, options.out, target, [arm("", options.recipe, own)], options.gigabytes, reuse=False)
+    data = training_data(
+        options.run, options.out, target, [arm("", options.recipe, own)], options.gigabytes, reuse=False
+    )
     clock = options.out / "states" / "seconds.json"
     if not clock.is_file():
         write_json(clock, perf_counter() - start)

@@ -61,7 +61,7 @@ def attach(options: argparse.Namespace) -> Any:
 
 
 def examples(folder: Path) -> list[Example]:
-    """The conversations; a position counts when the token behind it was written by the assistant."""
+    """The conversations; a position counts when the token after it was written by the assistant."""
     rows = [json.loads(line) for line in (folder / "conversations.jsonl").read_text().splitlines()]
     return [
         Example(torch.tensor(row["tokens"]), torch.tensor([*row["supervised"][1:], False], dtype=torch.long))

@@ -75,7 +75,7 @@ def drafters(target: Target, families: Sequence[str]) -> dict[str, Drafter | Non
         heads = family(name)(make_config({"family": name}, target))
         torch.manual_seed(0)
         heads.warm_start(target)
-        drafter = HeadDrafter(heads.to(CUDA), TreeShape.chain(heads.steps), "dynamic", max_nodes=16)
+        drafter = HeadDrafter(heads.to(CUDA), TreeShape.chain(heads.draft_steps), "dynamic", max_nodes=16)
         made[name] = drafter
         made[f"{name}+ngram"] = CombinedDrafter(drafter, NgramDrafter())
     return made
@@ -85,10 +85,10 @@ def counted(
     device: StandIn, target: Target, drafter: Drafter | None, rows: int, temperature: float, tokens: int
 ) -> list[Round]:
     """The rounds of one batch. Rows have prompts of different lengths, which repeat themselves."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     prompts = []
     for row in range(rows):
-        phrase = [chance.randrange(1, VOCAB) for _ in range(5)]
+        phrase = [rng.randrange(1, VOCAB) for _ in range(5)]
         prompts.append([*phrase, *phrase, *phrase][: 11 + row % 5])
     options = DecodeOptions(max_new_tokens=tokens, temperature=temperature, ignore_end=True)
     return rounds_of(device, target, lambda: Engine(target, drafter).generate(prompts, options))
@@ -107,8 +107,8 @@ def where(rounds: Sequence[Round]) -> list[str]:
     """The lines that wait or upload, with how often a round comes by them on average."""
     seen = Counter((event.kind, event.where, event.operation) for one in rounds for event in one.events)
     return [
-        f"{count / len(rounds):6.2f} {kind} {place} ({operation})"
-        for (kind, place, operation), count in sorted(seen.items(), key=lambda item: (-item[1], item[0]))
+        f"{count / len(rounds):6.2f} {kind} {index} ({operation})"
+        for (kind, index, operation), count in sorted(seen.items(), key=lambda item: (-item[1], item[0]))
     ]
 
 

@@ -2,12 +2,12 @@
 
     python benchmarks/families.py QUESTIONS.jsonl [MORE.jsonl ...] --run runs/quickstart --minutes 15 --out out/families
 
-The conversations are those of a finished run. Their hidden states are computed once, with the taps of all families;
-each family is trained for the same minutes with its own recipe and tuned; then all of them answer the questions in
-turns, greedily and by sampling: a chain of fixed length, which says how good the drafts are, and the trees that tuning
-chose, which say how fast decoding is. The plain loop and transformers take part. Stages that are done are skipped, so
-the command can be stopped and given again. Train and measure on a quiet machine: the families are trained one after
-the other.
+The conversations are those of a finished run. Their hidden states are computed once, with the aux layers of all
+families; each family is trained for the same minutes with its own recipe and tuned; then all of them answer the
+questions in turns, greedily and by sampling: a chain of fixed length, which says how good the drafts are, and the trees
+that tuning chose, which say how fast decoding is. The plain loop and transformers take part. Stages that are done are
+skipped, so the command can be stopped and given again. Train and measure on a quiet machine: the families are trained
+one after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arms import alternate, arm, budget, facts, lessons, options_of, row_of, tuned
+from arms import alternate, arm, budget, facts, options_of, row_of, training_data, tuned
 from record import record
 from tables import shares, table, times
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target = load_target(options.target, options.dtype)
     spent = budget(steps=options.steps) if options.steps else budget(minutes=options.minutes)
     arms = [arm(Path(name).stem, name, [*spent, *options.set]) for name in options.families]
-    data = lessons(options.run, options.out, target, arms, options.gigabytes)
+    data = training_data(options.run, options.out, target, arms, options.gigabytes)
     decoders = {one.name: tuned(one, target, data, options.out / one.name) for one in arms}
     results: dict[str, Any] = {
         "training_tokens": data.train.tokens,
@@ -94,7 +94,7 @@ def methods_of(target: Target, decoders: Mapping[str, Decoder], chain: int, temp
         LOOKUP: Transformers(target, decoding.sampling, 4),
     }
     for name, decoder in decoders.items():
-        fixed = HeadDrafter(decoder.heads, TreeShape.chain(min(chain, decoder.heads.steps)))
+        fixed = HeadDrafter(decoder.heads, TreeShape.chain(min(chain, decoder.heads.draft_steps)))
         methods[f"{name} chain"] = Ours(target, fixed, always)
         methods[f"{name} tree"] = Ours(target, decoder.drafter("heads"), decoding, decoder.costs)
     return methods

@@ -41,7 +41,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("run", "RECIPE", "data.conversations=60"),
     ("run", "RECIPE", "data.batch_size=4"),
     ("run", "RECIPE", "name=hydra", "heads.family=hydra", "heads.num_heads=2"),
-    ("run", "RECIPE", "name=eagle3", "heads.family=eagle3", "heads.steps=2", "heads.tap_layers=[1,2,3]"),
+    ("run", "RECIPE", "name=eagle3", "heads.family=eagle3", "heads.draft_steps=2", "heads.aux_layers=[1,2,3]"),
 )
 RUNS = ("tiny", "hydra", "eagle3")
 """Those that the commands make."""
@@ -114,7 +114,7 @@ def prepare(out: Path) -> Path:
             "prompts": str(prompts.resolve()),
             "conversations": 40,
             "heldout": 4,
-            "calibration": 6,
+            "validation": 6,
             "max_new_tokens": 32,
             "batch_size": 8,
         },
@@ -177,11 +177,11 @@ def compare(calm: Path, killed: Path) -> dict[str, int]:
     for shard in (killed / "runs" / "artifacts" / "states").glob("*/shard-*.safetensors"):
         with safe_open(shard, framework="pt") as handle:
             about = handle.metadata()
-        held.update((str(tap), key) for tap in json.loads(about["taps"]) for key in json.loads(about["keys"]))
+        held.update((str(layer), key) for layer in json.loads(about["taps"]) for key in json.loads(about["keys"]))
     twice += sum(count > 1 for count in held.values())
     different = 0
     for run in RUNS:
-        ours, theirs = (load_file(place / "runs" / run / "heads" / "heads.safetensors") for place in (killed, calm))
+        ours, theirs = (load_file(path / "runs" / run / "heads" / "heads.safetensors") for path in (killed, calm))
         different += any(not torch.equal(ours[name], theirs[name]) for name in theirs)
     reports = sum((killed / "runs" / run / "report" / "report.html").is_file() for run in RUNS)
     return {"twice": twice, "different": different, "reports": reports}

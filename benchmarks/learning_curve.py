@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import answered, arm, budget, chain_tau, facts, lessons, options_of, trained
+from arms import answered, arm, budget, chain_tau, facts, options_of, trained, training_data
 from matplotlib.figure import Figure
 from record import record
 from tables import table
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     target = load_target(options.target, options.dtype)
-    data = lessons(options.run, options.out, target, [arm("", options.recipe, options.set)], options.gigabytes)
+    data = training_data(options.run, options.out, target, [arm("", options.recipe, options.set)], options.gigabytes)
     texts = []
     if options.questions is not None:
         questions = read_questions(options.questions)[: options.limit]
@@ -69,17 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {"recipe": options.recipe, "set": options.set, "chain": options.chain}
     for epochs in sorted(options.epochs):  # the cheap cells first
         for part in sorted(options.parts):
-            lesson = replace(data, train=Part(data.train.folder, max(1, round(part * len(data.train)))))
+            part_of_data = replace(data, train=Part(data.train.folder, max(1, round(part * len(data.train)))))
             one = arm(f"{part:g}-{epochs}", options.recipe, [*options.set, *budget(epochs=epochs)])
             folder = options.out / one.name
-            heads = trained(one, target, lesson, folder)
+            heads = trained(one, target, part_of_data, folder)
             cells.append(
                 {
                     "part": part,
                     **facts(folder),
                     "epochs": epochs,
-                    "conversations": len(lesson.train),
-                    "supervised_tokens": int(lesson.train.supervised_counts(target.vocab_size).sum()),
+                    "conversations": len(part_of_data.train),
+                    "supervised_tokens": int(part_of_data.train.supervised_counts(target.vocab_size).sum()),
                     "curve": [
                         {key: row[key] for key in ("step", "epoch", "tokens", "tau", "elapsed_seconds")}
                         for _, row in read_jsonl(folder / "metrics.jsonl")
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def report(results: Mapping[str, Any]) -> str:
     """The ladder as Markdown: a row for each amount of data, a column for each number of epochs."""
     cells = {(cell["part"], cell["epochs"]): cell for cell in results["cells"]}
-    parts, epochs = (sorted({key[place] for key in cells}) for place in (0, 1))
+    parts, epochs = (sorted({key[index] for key in cells}) for index in (0, 1))
     lines = []
     for part in parts:
         own = [cells.get((part, number)) for number in epochs]

@@ -45,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=24)
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    chance = random.Random(0)
+    rng = random.Random(0)
 
     tokenizer = AutoTokenizer.from_pretrained(options.run / "target" / "tokenizer")
     noise = [
-        tokenizer.decode([chance.randrange(10, len(tokenizer)) for _ in range(chance.randrange(20, 80))])
+        tokenizer.decode([rng.randrange(10, len(tokenizer)) for _ in range(rng.randrange(20, 80))])
         for _ in range(options.count)
     ]
     write_jsonl(options.out / "random.jsonl", _questions("random tokens", noise))

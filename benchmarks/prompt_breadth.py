@@ -1,4 +1,4 @@
-"""What wider self-prompts buy: the same minutes of data and the same training steps, broad openers against none.
+"""What wider self-prompts buy: the same minutes of data and the same training steps, broad seed prompts against none.
 
     python benchmarks/prompt_breadth.py QUESTIONS.jsonl [--data-minutes 2] [--steps 300]
 
@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from arms import MAX_RANK, answered, arm, budget, chain_tau, facts, lessons, options_of, trained
+from arms import MAX_RANK, answered, arm, budget, chain_tau, facts, options_of, trained, training_data
 from record import record
 from rich.console import Console
 
@@ -41,12 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     questions = read_questions(options.questions)[: options.limit]
     texts = answered(target, questions, options.out / "answers.json", options.max_new_tokens)
     rows = []
-    for openers in ("none", "broad"):
-        folder = options.out / openers
-        data_settings = [f"data.openers={openers}", f"data.minutes={options.data_minutes}", "data.heldout=1"]
-        one = arm(openers, options.recipe, [*data_settings, *budget(steps=options.steps), *options.set])
+    for seed_prompts in ("none", "broad"):
+        folder = options.out / seed_prompts
+        data_settings = [f"data.seed_prompts={seed_prompts}", f"data.minutes={options.data_minutes}", "data.heldout=1"]
+        one = arm(seed_prompts, options.recipe, [*data_settings, *budget(steps=options.steps), *options.set])
         build_conversations(target, one.recipe.data, folder / CONVERSATIONS, Console())
-        data = lessons(folder, folder, target, [one], options.gigabytes)
+        data = training_data(folder, folder, target, [one], options.gigabytes)
         heads = trained(one, target, data, folder / "train")
         own = path_values(measure_ranks(target, heads, data.texts, MAX_RANK), MAX_RANK)
         tree = sorted(own, key=lambda path: (-own[path], len(path), path))[: NODES - 1]
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         written = [row["supervised"] for _, row in read_jsonl(folder / CONVERSATIONS / "train.jsonl")]
         rows.append(
             {
-                "openers": openers,
+                "seed_prompts": seed_prompts,
                 "conversations": len(written),
                 "answer_tokens": sum(stop - start for spans in written for start, stop in spans),
                 **facts(folder / "train"),

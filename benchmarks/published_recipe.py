@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from arms import answered, arm, budget, chain_tau, facts, lessons, options_of, trained
+from arms import answered, arm, budget, chain_tau, facts, options_of, trained, training_data
 from record import record
 from tables import shares, table
 
@@ -30,9 +30,9 @@ from headstart.tuning.measure import Text
 
 PUBLISHED = (
     "heads.family=eagle3",
-    "heads.start=cold",
+    "heads.init=random",
     "heads.feedback=pre_norm",
-    "heads.tap_norms=false",
+    "heads.aux_norms=false",
     "train.optimizer=adamw",
     "train.start_from=null",
     "train.loss=soft_ce",
@@ -41,7 +41,7 @@ PUBLISHED = (
     "train.feature_weight=0",
     "train.noise=0",
     "train.betas=[0.9, 0.95]",
-    "train.clip=0.5",
+    "train.max_grad_norm=0.5",
 )
 """What makes the recipe the published one; another family drops the settings of the one before."""
 
@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: [arm(f"{name} {seed}", options.recipe, [*common, *own, f"train.seed={seed}"]) for seed in options.seeds]
         for name, own in settings.items()
     }
-    data = lessons(options.run, options.out, target, [one for ones in arms.values() for one in ones], options.gigabytes)
+    data = training_data(
+        options.run, options.out, target, [one for ones in arms.values() for one in ones], options.gigabytes
+    )
     questions = read_questions(options.questions)[: options.limit]
     texts: dict[str, Sequence[Text | Conversation]] = {
         options.questions.stem: answered(target, questions, options.out / "answers.json", options.max_new_tokens),

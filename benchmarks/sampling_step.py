@@ -23,7 +23,7 @@ from record import here, record
 from headstart.decode.rules import RULES
 from headstart.decode.sampling import Sampling
 from headstart.decode.verify import RuleVerifier, streams
-from headstart.proposal import Drawn, Proposal, ProposedTree
+from headstart.proposal import Proposal, ProposedTree, SampledChildren
 from headstart.target import TreeShape
 
 SHAPES = {"no drafts": TreeShape.chain(0), "tree of 8": TreeShape.from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])}
@@ -88,7 +88,7 @@ def timed(work: Callable[[], object], device: str) -> float:
 def round_of(shape: TreeShape, rows: int, vocab: int, options: argparse.Namespace) -> tuple[ProposedTree, torch.Tensor]:
     """Drafts of every row, all but one of a node the likeliest and one drawn, and the target's logits."""
     noise = torch.Generator().manual_seed(0)
-    tokens, drawn, logits = [], [], []
+    tokens, sampled, logits = [], [], []
     for _ in range(rows):
         own_NV = SPREAD * torch.randn(shape.size, vocab, generator=noise)
         q_draft_NV = (0.9 * own_NV + 2.0 * torch.randn(shape.size, vocab, generator=noise)).softmax(-1)
@@ -102,12 +102,12 @@ def round_of(shape: TreeShape, rows: int, vocab: int, options: argparse.Namespac
             found = [*top.tolist(), int(torch.multinomial(q_draft_V, 1, generator=noise))]
             for child, token in zip(below, found, strict=True):
                 row[child] = token
-            kept[node] = Drawn([below[-1]], q_draft_V.to(options.device))
+            kept[node] = SampledChildren([below[-1]], q_draft_V.to(options.device))
         tokens.append(row)
-        drawn.append(kept)
+        sampled.append(kept)
         logits.append(own_NV.to(getattr(torch, options.dtype)))
     parents = [list(shape.parents)] * rows
-    tree = Proposal(tokens, parents, drawn=drawn if shape.size > 1 else None).on(options.device)
+    tree = Proposal(tokens, parents, sampled=sampled if shape.size > 1 else None).on(options.device)
     return tree, torch.stack(logits).to(options.device)
 
 

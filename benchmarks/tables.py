@@ -110,10 +110,10 @@ def written(value: Any, key: str = "") -> str:
         if "mean" not in value:
             return ", ".join(f"{name} {written(one, key)}" for name, one in value.items())
         mean = written(value["mean"], key)
-        low, high, most = (written(value.get(end), key) for end in ("low", "high", "max"))
+        low, high, maximum = (written(value.get(end), key) for end in ("low", "high", "max"))
         if low and high:
             return f"{mean} ({low.removesuffix('x')}-{high.removesuffix('x')})"
-        return f"{mean} (max {most})" if most and most != mean else mean
+        return f"{mean} (max {maximum})" if maximum and maximum != mean else mean
     return _number(value, key)
 
 

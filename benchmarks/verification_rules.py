@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headstart.decode.rules import RULES
 from headstart.decode.verify import Row, streams
-from headstart.proposal import Children, Drawn
+from headstart.proposal import Children, SampledChildren
 from headstart.target import TreeShape
 
 VOCAB = 1000
@@ -73,8 +73,8 @@ def emitted(rule: str, likeness: float, shape: TreeShape, temperature: float, ro
         likely_NV = likeness * logits_2NV[0] + math.sqrt(1 - likeness**2) * logits_2NV[1]
         p_target_NV = (logits_2NV[0] / temperature).softmax(-1)
         q_draft_NV = (likely_NV / temperature).softmax(-1)
-        tokens, drawn = grown(shape, q_draft_NV, RULES[rule].children, draft)
-        row = Row(tokens, shape.parents, drawn, p_target_NV, lambda p_target_V, _: p_target_V)
+        tokens, sampled = grown(shape, q_draft_NV, RULES[rule].children, draft)
+        row = Row(tokens, shape.parents, sampled, p_target_NV, lambda p_target_V, _: p_target_V)
         counts.append(len(RULES[rule].accept_row(row, own).tokens))
     mean = sum(counts) / rounds
     return mean, 1.96 * math.sqrt(sum((count - mean) ** 2 for count in counts)) / rounds
@@ -82,13 +82,13 @@ def emitted(rule: str, likeness: float, shape: TreeShape, temperature: float, ro
 
 def grown(
     shape: TreeShape, q_draft_NV: Tensor, children: Children, stream: torch.Generator
-) -> tuple[list[int], dict[int, Drawn]]:
+) -> tuple[list[int], dict[int, SampledChildren]]:
     """Tokens of each node of a shape, and how the drawn ones were drawn."""
-    tokens, drawn = [0] * shape.size, {}
+    tokens, sampled = [0] * shape.size, {}
     for node, below in enumerate(shape.children):
         if not below:
             continue
-        fixed = {Children.TOP: len(below), Children.TOP_AND_DRAWN: len(below) - 1, Children.DRAWN: 0}[children]
+        fixed = {Children.TOP_K: len(below), Children.TOP_K_AND_SAMPLED: len(below) - 1, Children.SAMPLED: 0}[children]
         q_draft_V = q_draft_NV[node].clone()
         top = q_draft_V.topk(fixed).indices
         q_draft_V[top] = 0.0
@@ -96,10 +96,10 @@ def grown(
         if fixed < len(below):
             q_draft_V /= q_draft_V.sum()
             found += torch.multinomial(q_draft_V, len(below) - fixed, generator=stream).tolist()
-            drawn[node] = Drawn(list(below[fixed:]), q_draft_V)
+            sampled[node] = SampledChildren(list(below[fixed:]), q_draft_V)
         for child, token in zip(below, found, strict=True):
             tokens[child] = token
-    return tokens, drawn
+    return tokens, sampled
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def test_a_test_finds_an_empty_folder_and_a_home_of_its_own(tmp_path: Path) -> N
 @pytest.mark.parametrize("started_in", ["a folder with a run", "the repository"])
 def test_what_is_around_the_suite_does_not_reach_it(tmp_path: Path, started_in: str) -> None:
     """The suite's own conftest, in a session that is started with a run beside it and with a launcher's variables."""
-    place = tmp_path / "place"
-    (place / "runs" / "quickstart" / "heads").mkdir(parents=True)
+    path = tmp_path / "place"
+    (path / "runs" / "quickstart" / "heads").mkdir(parents=True)
     (tmp_path / "home" / ".cache" / "headstart").mkdir(parents=True)
     (tmp_path / "test_probe.py").write_text(
         PROBE.replace("WHERE", repr(str(tmp_path / "found"))).replace("TRAPS", repr(sorted(TRAPS)))
@@ -54,7 +54,7 @@ def test_what_is_around_the_suite_does_not_reach_it(tmp_path: Path, started_in: 
     options = ["-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "--rootdir", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(tmp_path / "test_probe.py")],
-        cwd=place if started_in == "a folder with a run" else REPOSITORY,
+        cwd=path if started_in == "a folder with a run" else REPOSITORY,
         env={**os.environ, **TRAPS, "HOME": str(tmp_path / "home"), "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,

@@ -19,7 +19,7 @@ from headstart.decode.loop import Engine, Generation, Round
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.hub import export_heads
-from headstart.streaming import TextPieces
+from headstart.streaming import IncrementalDetokenizer
 from headstart.target import Target, TreeShape, load_target
 from tests.hub.helpers import TUNING, export, make_heads
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -119,9 +119,9 @@ def test_sampling_settings_reach_the_loop(decoder: Decoder) -> None:
         for verifier in ("auto", "rrs", "typical"):
             answer = decoder.generate("Hello", max_new_tokens=8, temperature=1.0, verifier=verifier, **only_the_best)
             assert answer.tokens == greedy, (only_the_best, verifier)
-    drawn = decoder.generate("Hello", max_new_tokens=8, temperature=1.0, seed=5)
-    assert drawn.tokens != greedy
-    assert drawn.tokens == decoder.generate("Hello", max_new_tokens=8, temperature=1.0, seed=5).tokens
+    sampled = decoder.generate("Hello", max_new_tokens=8, temperature=1.0, seed=5)
+    assert sampled.tokens != greedy
+    assert sampled.tokens == decoder.generate("Hello", max_new_tokens=8, temperature=1.0, seed=5).tokens
 
 
 def test_kinds_of_trees(tiny_target: Target) -> None:
@@ -163,8 +163,8 @@ def test_a_drafter_that_fails_is_named_in_the_answer(tiny_target: Target, monkey
 def test_batch_equals_one_by_one(decoder: Decoder) -> None:
     one = [decoder.generate(prompt, max_new_tokens=16).tokens for prompt in PROMPTS]
     assert [answer.tokens for answer in decoder.generate_batch(PROMPTS, max_new_tokens=16)] == one
-    drawn = decoder.generate_batch(PROMPTS, max_new_tokens=8, temperature=1.0, seed=3)
-    assert drawn[1].tokens == decoder.generate(PROMPTS[1], max_new_tokens=8, temperature=1.0, seed=4).tokens
+    sampled = decoder.generate_batch(PROMPTS, max_new_tokens=8, temperature=1.0, seed=3)
+    assert sampled[1].tokens == decoder.generate(PROMPTS[1], max_new_tokens=8, temperature=1.0, seed=4).tokens
 
 
 def test_the_three_kinds_of_prompt(decoder: Decoder) -> None:
@@ -262,12 +262,12 @@ def test_stream_joins_to_the_text(decoder: Decoder) -> None:
         settings: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": seed}
         stream = decoder.stream("Hello", **settings)
         assert stream.answer is None
-        pieces = list(stream)
+        detokenizer = list(stream)
         expected = decoder.generate("Hello", **settings)
         assert stream.answer is not None
         assert (stream.answer.tokens, stream.answer.finish) == (expected.tokens, expected.finish)
-        assert "".join(pieces) == expected.text == stream.answer.text
-        assert all(pieces)
+        assert "".join(detokenizer) == expected.text == stream.answer.text
+        assert all(detokenizer)
 
 
 def test_leaving_a_stream_ends_its_decoding(decoder: Decoder) -> None:
@@ -380,16 +380,16 @@ def test_pieces_never_break_a_character(text: str, step: int) -> None:
     tokenizer = tiny_tokenizer()
     tokens = tokenizer.encode(text)
     end = tokenizer.eos_token_id
-    pieces = TextPieces(tokenizer, frozenset({end}))
-    shown = [pieces.push([*tokens, end][i : i + step]) for i in range(0, len(tokens) + 1, step)]
+    detokenizer = IncrementalDetokenizer(tokenizer, frozenset({end}))
+    shown = [detokenizer.push([*tokens, end][i : i + step]) for i in range(0, len(tokens) + 1, step)]
     assert "".join(shown) == text
-    assert pieces.rest() == ""
+    assert detokenizer.rest() == ""
     assert not any("\ufffd" in piece for piece in shown)
 
 
 def test_a_character_that_is_never_finished_comes_at_the_end() -> None:
     tokenizer = tiny_tokenizer()
     tokens = tokenizer.encode("ok 🙂")[:-2]
-    pieces = TextPieces(tokenizer)
-    assert "".join(pieces.push([token]) for token in tokens) == "ok "
-    assert pieces.rest() == tokenizer.decode(tokens)[3:]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert "".join(detokenizer.push([token]) for token in tokens) == "ok "
+    assert detokenizer.rest() == tokenizer.decode(tokens)[3:]

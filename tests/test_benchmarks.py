@@ -28,7 +28,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 TRAIN = "train: {batch_tokens: 256, eval_every: 2, mixed_precision: 'no'}\ntune: {widths: [1, 4]}\n"
 RECIPES = {
     "medusa": f"heads: {{family: medusa, num_heads: 2, draft_vocab_size: 40}}\n{TRAIN}",
-    "eagle3": f"heads: {{family: eagle3, steps: 2, draft_vocab_size: 40, tap_layers: [1, 2]}}\n{TRAIN}",
+    "eagle3": f"heads: {{family: eagle3, draft_steps: 2, draft_vocab_size: 40, aux_layers: [1, 2]}}\n{TRAIN}",
 }
 
 
@@ -41,7 +41,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def path(tmp_path: Path) -> Path:
     """A folder with two recipes, three questions and the conversations of a run."""
     for name, text in RECIPES.items():
         (tmp_path / f"{name}.yaml").write_text(text)
@@ -52,7 +52,7 @@ def place(tmp_path: Path) -> Path:
         texts = []
         for number in range(count):
             tokens = torch.randint(3, 60, (30,), generator=random).tolist()
-            texts.append(Conversation(f"c{number}", tokens, [place > 8 for place in range(30)], []))
+            texts.append(Conversation(f"c{number}", tokens, [index > 8 for index in range(30)], []))
         write_conversations(tmp_path / "run" / "data" / "conversations" / f"{split}.jsonl", texts)
     return tmp_path
 
@@ -84,16 +84,16 @@ def written_by(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def common(place: Path, target: Path) -> list[str]:
-    return ["--run", str(place / "run"), "--out", str(place / "out"), "--target", str(target), "--dtype", "float32"]
+def common(path: Path, target: Path) -> list[str]:
+    return ["--run", str(path / "run"), "--out", str(path / "out"), "--target", str(target), "--dtype", "float32"]
 
 
-def test_families(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     families = script("families", monkeypatch)
-    asked = [str(place / "asked.jsonl"), *common(place, tiny_target_folder), "--max-new-tokens", "6", "--limit"]
-    recipes = ["--families", *(str(place / f"{name}.yaml") for name in RECIPES)]
+    asked = [str(path / "asked.jsonl"), *common(path, tiny_target_folder), "--max-new-tokens", "6", "--limit"]
+    recipes = ["--families", *(str(path / f"{name}.yaml") for name in RECIPES)]
     families.main([*asked, "2", *recipes, "--steps", "3"])
-    written = written_by("families", place / "out")
+    written = written_by("families", path / "out")
     assert [row["family"] for row in written["rows"]] == list(RECIPES)
     assert all(row["asked, temperature 1"]["over_plain"]["mean"] > 0 for row in written["rows"])
     found = written["details"]
@@ -104,22 +104,22 @@ def test_families(place: Path, tiny_target_folder: Path, monkeypatch: pytest.Mon
             assert 1 <= rows[f"{family} chain"]["tau"] <= 3
             assert rows[f"{family} chain"]["over_plain"]["mean"] > 0
         assert found["questions"]["asked"]["0"][f"{family} chain"]["same_as_plain"] == 2, "float32: the same tokens"
-    assert "| medusa |" in (place / "out" / "families.md").read_text()
+    assert "| medusa |" in (path / "out" / "families.md").read_text()
 
-    kept = (place / "out" / "asked-0" / "runs" / "0000.json").read_text()
+    kept = (path / "out" / "asked-0" / "runs" / "0000.json").read_text()
     monkeypatch.setattr(sys.modules["arms"], "train", None)  # whoever trains again fails
     families.main([*asked, "3", *recipes, "--steps", "3"])
-    assert (place / "out" / "asked-0" / "runs" / "0000.json").read_text() == kept
-    assert (place / "out" / "asked-0" / "runs" / "0002.json").is_file()
+    assert (path / "out" / "asked-0" / "runs" / "0000.json").read_text() == kept
+    assert (path / "out" / "asked-0" / "runs" / "0002.json").is_file()
     with pytest.raises(UserError, match="made from other settings"):
         families.main([*asked, "3", *recipes, "--steps", "4"])
 
 
-def test_learning_curve(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--parts", "0.5", "1", "--epochs", "1", "2", "--questions", str(place / "asked.jsonl")]
-    arguments += ["--max-new-tokens", "12", "--chain", "2", *common(place, tiny_target_folder)]
-    script("learning_curve", monkeypatch).main([str(place / "eagle3.yaml"), *arguments])
-    written = written_by("learning_curve", place / "out")
+def test_learning_curve(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--parts", "0.5", "1", "--epochs", "1", "2", "--questions", str(path / "asked.jsonl")]
+    arguments += ["--max-new-tokens", "12", "--chain", "2", *common(path, tiny_target_folder)]
+    script("learning_curve", monkeypatch).main([str(path / "eagle3.yaml"), *arguments])
+    written = written_by("learning_curve", path / "out")
     cells = written["details"]["cells"]
     assert [row["part"] for row in written["rows"]] == [cell["part"] for cell in cells]
     assert [(cell["part"], cell["epochs"]) for cell in cells] == [(0.5, 1), (1.0, 1), (0.5, 2), (1.0, 2)]
@@ -127,15 +127,15 @@ def test_learning_curve(place: Path, tiny_target_folder: Path, monkeypatch: pyte
     assert [cell["epochs"] for cell in cells] == [1, 1, 2, 2]
     assert cells[1]["supervised_tokens"] == 2 * cells[0]["supervised_tokens"] == 16 * 21
     assert all(1 <= cell["questions"]["tau"] <= 3 for cell in cells)
-    assert (place / "out" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "| 336 |" in (place / "out" / "learning_curve.md").read_text()
+    assert (path / "out" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "| 336 |" in (path / "out" / "learning_curve.md").read_text()
 
 
-def test_published_recipe(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = [str(place / "asked.jsonl"), "--recipe", str(place / "eagle3.yaml"), "--steps", "2", "--lrs", "1e-3"]
-    arguments += ["--max-new-tokens", "12", "--chain", "2", *common(place, tiny_target_folder)]
+def test_published_recipe(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [str(path / "asked.jsonl"), "--recipe", str(path / "eagle3.yaml"), "--steps", "2", "--lrs", "1e-3"]
+    arguments += ["--max-new-tokens", "12", "--chain", "2", *common(path, tiny_target_folder)]
     script("published_recipe", monkeypatch).main(arguments)
-    written = written_by("published_recipe", place / "out")
+    written = written_by("published_recipe", path / "out")
     arms = written["details"]["arms"]
     assert [row["recipe"] for row in written["rows"]] == list(arms)
     assert all(0 <= row["asked"]["accepted_per_round"] <= 2 for row in written["rows"])
@@ -143,39 +143,39 @@ def test_published_recipe(place: Path, tiny_target_folder: Path, monkeypatch: py
     (ours,), (published,) = arms.values()
     assert ours["parameters"] == published["parameters"] and ours["steps"] == published["steps"] == 2
     assert set(ours["judged"]) == {"asked", "validation"}
-    assert "ours accepts" in (place / "out" / "published_recipe.md").read_text()
+    assert "ours accepts" in (path / "out" / "published_recipe.md").read_text()
 
 
-def test_prompt_breadth(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_breadth(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.data.selfprompt.acceptable", lambda text, special: True)
     # A random model seldom writes the token that ends a turn.
     monkeypatch.setattr(Target, "end_tokens", frozenset(range(0, 300, 9)))
-    arguments = [str(place / "asked.jsonl"), "--recipe", str(place / "eagle3.yaml"), "--steps", "2", "--limit", "2"]
-    arguments += ["--max-new-tokens", "12", "--chain", "2", "--out", str(place / "out"), "--dtype", "float32"]
+    arguments = [str(path / "asked.jsonl"), "--recipe", str(path / "eagle3.yaml"), "--steps", "2", "--limit", "2"]
+    arguments += ["--max-new-tokens", "12", "--chain", "2", "--out", str(path / "out"), "--dtype", "float32"]
     arguments += ["--target", str(tiny_target_folder), "--data-minutes", "5", "--set"]
-    arguments += ["data.conversations=6", "data.calibration=4", "data.batch_size=8", "data.max_new_tokens=16"]
+    arguments += ["data.conversations=6", "data.validation=4", "data.batch_size=8", "data.max_new_tokens=16"]
     script("prompt_breadth", monkeypatch).main(arguments)
-    arms = written_by("prompt_breadth", place / "out")["rows"]
-    assert [found["openers"] for found in arms] == ["none", "broad"]
+    arms = written_by("prompt_breadth", path / "out")["rows"]
+    assert [found["seed_prompts"] for found in arms] == ["none", "broad"]
     for found in arms:
         assert found["conversations"] == 6 and 6 <= found["answer_tokens"] <= 6 * 16 and found["steps"] == 2
         assert 1 <= found["chain"]["tau"] <= 3
         assert 1 <= found["tree_tau"] <= 3
     asked = {
-        arm: (place / "out" / arm / CONVERSATIONS / "train.jsonl").read_text().splitlines() for arm in ("none", "broad")
+        arm: (path / "out" / arm / CONVERSATIONS / "train.jsonl").read_text().splitlines() for arm in ("none", "broad")
     }
     assert asked["none"] != asked["broad"]
     monkeypatch.setattr(sys.modules["arms"], "train", None)  # whoever trains again fails
     sys.modules["prompt_breadth"].main(arguments)
-    assert written_by("prompt_breadth", place / "out")["rows"] == arms
+    assert written_by("prompt_breadth", path / "out")["rows"] == arms
 
 
-def test_never_slower(place: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_never_slower(path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     never_slower = script("never_slower", monkeypatch)
-    export(place / "heads", Target(tiny_target.model, tiny_target.tokenizer, "tiny"))
+    export(path / "heads", Target(tiny_target.model, tiny_target.tokenizer, "tiny"))
     monkeypatch.setattr(never_slower, "options_target", lambda *_: tiny_target)
-    never_slower.main([str(place / "heads"), "--quick", "--out", str(place / "never_slower.json")])
-    rows = written_by("never_slower", place)["rows"]
+    never_slower.main([str(path / "heads"), "--quick", "--out", str(path / "never_slower.json")])
+    rows = written_by("never_slower", path)["rows"]
     assert len(rows) == 2 * len(never_slower.CONDITIONS)
     assert {row["tokens"] for row in rows} == {8} and not any(row["drafter_errors"] for row in rows)
     known = [dict(row, over_plain={"heads": 0.9, "heads+ngram": 1.2, "plain again": 1.01}) for row in rows[:1]]
@@ -183,17 +183,15 @@ def test_never_slower(place: Path, tiny_target: Target, monkeypatch: pytest.Monk
     assert "Below: as tuned, batch 1, heads: 0.900." in never_slower.report(known)
 
 
-def test_audit_fp32(
-    place: Path, tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_audit_fp32(path: Path, tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     audit_fp32 = script("audit_fp32", monkeypatch)
-    export(place / "heads", Target(tiny_target.model, tiny_target.tokenizer, "tiny"))
-    arguments = [str(place / "heads"), str(place / "asked.jsonl"), "--target", str(tiny_target_folder)]
-    arguments += ["--max-new-tokens", "6", "--batch-size", "2", "--out", str(place / "audit_fp32.json")]
+    export(path / "heads", Target(tiny_target.model, tiny_target.tokenizer, "tiny"))
+    arguments = [str(path / "heads"), str(path / "asked.jsonl"), "--target", str(tiny_target_folder)]
+    arguments += ["--max-new-tokens", "6", "--batch-size", "2", "--out", str(path / "audit_fp32.json")]
     with pytest.raises(SystemExit) as ended:
         audit_fp32.main(arguments)
     assert not ended.value.code
-    rows = written_by("audit_fp32", place)["rows"]
+    rows = written_by("audit_fp32", path)["rows"]
     assert [row["drafter"] for row in rows] == ["trained heads", "random heads", "always wrong"]
     assert all(row["different_tokens"] == 0 and row["tokens"] > 3 for row in rows)
     assert rows[2]["accepted_drafts"] == 0
@@ -206,16 +204,16 @@ def test_audit_fp32(
     assert ended.value.code == 1
 
 
-def test_make_questions(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = place / "asked"
+def test_make_questions(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = path / "asked"
     (run / "target").mkdir(parents=True)
     (run / "target" / "tokenizer").symlink_to(tiny_target_folder)
     said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "A long answer. " * 30}]
     write_conversations(run / CONVERSATIONS / "calibration.jsonl", [Conversation("c", [3, 4], [False, True], said)])
-    script("make_questions", monkeypatch).main([str(run), str(place / "out"), "--count", "3"])
-    counts = {name: len(read_questions(place / "out" / f"{name}.jsonl")) for name in ("random", "languages", "quotes")}
+    script("make_questions", monkeypatch).main([str(run), str(path / "out"), "--count", "3"])
+    counts = {name: len(read_questions(path / "out" / f"{name}.jsonl")) for name in ("random", "languages", "quotes")}
     assert counts == {"random": 3, "languages": 16, "quotes": 1}
-    assert "A long answer." in read_questions(place / "out" / "quotes.jsonl")[0].turns[0]
+    assert "A long answer." in read_questions(path / "out" / "quotes.jsonl")[0].turns[0]
 
 
 RUN_OF_KILLS = """
@@ -237,7 +235,7 @@ shard.exists() or save_file({"0": numpy.ones(1)}, shard, metadata={"taps": "[1]"
 """What the commands leave behind, in no time."""
 
 
-def test_kills(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kills = script("kills", monkeypatch)
     monkeypatch.setattr(kills, "COMMANDS", kills.COMMANDS[:1])
 
@@ -246,23 +244,23 @@ def test_kills(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return subprocess.Popen([sys.executable, "-c", code], cwd=folder)
 
     monkeypatch.setattr(kills, "start", start)
-    kills.main(["--out", str(place / "out"), "--kills", "0"])
-    written = written_by("kills", place / "out")
+    kills.main(["--out", str(path / "out"), "--kills", "0"])
+    written = written_by("kills", path / "out")
     assert written["rows"] == [{"command": "run RECIPE", "kills": 0, "files_lost": 0}]
     assert written["details"] == {"twice": 0, "different": 0, "reports": 3}
-    assert load_recipe(str(place / "out" / "tiny.yaml")).heads.family == "medusa"
+    assert load_recipe(str(path / "out" / "tiny.yaml")).heads.family == "medusa"
 
     endless = partial(start, code="import threading; threading.Event().wait()")
     monkeypatch.setattr(kills, "start", endless)
-    assert kills.disturbed(place / "out" / "killed", place, ("run",), 0.0), "it was running, and is killed"
-    before = kills.made(place / "out" / "killed")
+    assert kills.disturbed(path / "out" / "killed", path, ("run",), 0.0), "it was running, and is killed"
+    before = kills.made(path / "out" / "killed")
     assert len(before) == 2
-    (part,) = (place / "out" / "killed").rglob("*.jsonl")
+    (part,) = (path / "out" / "killed").rglob("*.jsonl")
     shutil.copy(part, part.with_name("00000-heldout.jsonl"))
-    assert kills.missing(before, kills.made(place / "out" / "killed"))[0] == []
-    assert kills.compare(place / "out" / "calm", place / "out" / "killed")["twice"] == 2, "a number and a conversation"
+    assert kills.missing(before, kills.made(path / "out" / "killed"))[0] == []
+    assert kills.compare(path / "out" / "calm", path / "out" / "killed")["twice"] == 2, "a number and a conversation"
     part.unlink()
-    assert kills.missing(before, kills.made(place / "out" / "killed"))[0] == [str(part.relative_to(part.parents[3]))]
+    assert kills.missing(before, kills.made(path / "out" / "killed"))[0] == [str(part.relative_to(part.parents[3]))]
 
 
 ECONOMIZE = """
@@ -281,27 +279,27 @@ else:
 """The other half, which needs another library, as far as this one can tell."""
 
 
-def test_beside_economize(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_economize(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beside = script("beside_economize", monkeypatch)
     monkeypatch.setattr(beside, "budget", lambda minutes=None, steps=None: ["train.steps=2", "train.minutes=null"])
-    (python := place / "python").write_text(f"#!{sys.executable}\n{ECONOMIZE}")
+    (python := path / "python").write_text(f"#!{sys.executable}\n{ECONOMIZE}")
     python.chmod(0o755)
-    arguments = [str(place / "asked.jsonl"), "--their-python", str(python), "--recipe", str(place / "eagle3.yaml")]
+    arguments = [str(path / "asked.jsonl"), "--their-python", str(python), "--recipe", str(path / "eagle3.yaml")]
     arguments += ["--vocabulary", "40", "--max-new-tokens", "6", "--limit", "2", "--chain", "2", "--theirs", "tuned"]
-    beside.main([*arguments, *common(place, tiny_target_folder)])
-    rows = {row["name"]: row for row in written_by("beside_economize", place / "out")["rows"]}
+    beside.main([*arguments, *common(path, tiny_target_folder)])
+    rows = {row["name"]: row for row in written_by("beside_economize", path / "out")["rows"]}
     assert rows["economize tuned, 3 drafts"]["accepted_per_round"] == 0.5
     assert rows["ours, same steps, chain"]["over_their_plain"]["mean"] > 0
-    assert (place / "out" / "conversations.jsonl").read_text().count("\n") == 16
-    assert "their tokens/s" in (place / "out" / "beside_economize.md").read_text()
+    assert (path / "out" / "conversations.jsonl").read_text().count("\n") == 16
+    assert "their tokens/s" in (path / "out" / "beside_economize.md").read_text()
     monkeypatch.setattr(sys.modules["arms"], "train", None)  # whoever trains again fails
     python.write_text("")
     with pytest.raises(OSError, match="Exec format"):
-        beside.main([*arguments, *common(place, tiny_target_folder)])  # its training is kept; it is asked again
+        beside.main([*arguments, *common(path, tiny_target_folder)])  # its training is kept; it is asked again
 
 
 def test_beside_economize_theirs(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def example(tokens: torch.Tensor, mask: torch.Tensor) -> SimpleNamespace:
         return SimpleNamespace(input_ids=tokens, mask=mask)
@@ -324,17 +322,17 @@ def test_beside_economize_theirs(
         monkeypatch.setitem(sys.modules, name, module)
     theirs = script("beside_economize_theirs", monkeypatch)
     monkeypatch.setattr(theirs, "load", lambda *_: model)
-    (place / "vocabulary.json").write_text("[1, 2, 3]")
-    (place / "conversations.jsonl").write_text('{"tokens": [1, 2, 3, 4], "supervised": [false, false, true, true]}\n')
-    (place / "theirs" / "defaults").mkdir(parents=True)
-    monkeypatch.setattr(sys, "argv", ["theirs", "train", str(place), "--minutes", "1", "--warmup", "0.1"])
+    (path / "vocabulary.json").write_text("[1, 2, 3]")
+    (path / "conversations.jsonl").write_text('{"tokens": [1, 2, 3, 4], "supervised": [false, false, true, true]}\n')
+    (path / "theirs" / "defaults").mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", ["theirs", "train", str(path), "--minutes", "1", "--warmup", "0.1"])
     theirs.main()
-    result = json.loads((place / "theirs" / "defaults" / "result.json").read_text())
+    result = json.loads((path / "theirs" / "defaults" / "result.json").read_text())
     assert result["steps"] == 30, "a minute of steps of two seconds"
     assert result["settings"]["warmup_steps"] == 3 and result["parameters"] == 3 and result["tokens_a_step"] == 32
 
     capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["theirs", "serve", str(place)])
+    monkeypatch.setattr(sys, "argv", ["theirs", "serve", str(path)])
     monkeypatch.setattr(sys, "stdin", ['{"tokens": [1], "max_new_tokens": 2, "cycle_length": 3, "ends": [2]}'])
     theirs.main()
     ready, answer = (json.loads(line) for line in capsys.readouterr().out.splitlines())
@@ -342,7 +340,7 @@ def test_beside_economize_theirs(
     assert answer["tokens"] == [5, 6] and answer["rounds"] == [[2, 1]] and answer["seconds"] >= 0
 
 
-def test_a_report_becomes_a_results_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_becomes_a_results_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, tables = script("record", monkeypatch), script("tables", monkeypatch)
     judged = {"prompts": 3, "count": 1, "unexplained": 0}
     row = dict.fromkeys(record.OF_A_REPORT) | {"tokens_per_second": 20.0, "divergences": judged}
@@ -350,9 +348,9 @@ def test_a_report_becomes_a_results_file(place: Path, monkeypatch: pytest.Monkey
     rows = [row | {"name": name} for name in ("heads", "plain", "ngram")]
     machine = {"cpu": "A", "threads": 1, "date": "2026-01-02T00:00:00+00:00"}
     report = {"compare": rows, "environment": machine, "settings": dict.fromkeys(record.SETTINGS, 1)}
-    (place / "results.json").write_text(json.dumps(report))
-    record.main([str(place / "results.json"), str(place / "quickstart.json"), "--what", "Three prompts."])
-    found = json.loads((place / "quickstart.json").read_text())
+    (path / "results.json").write_text(json.dumps(report))
+    record.main([str(path / "results.json"), str(path / "quickstart.json"), "--what", "Three prompts."])
+    found = json.loads((path / "quickstart.json").read_text())
     assert found["machine"] == {"cpu": "A", "threads": 1} and found["date"].startswith("2026-01-02")
     assert found["unknown"]["command"] == "not given to record.py"
     columns = ["name", "tokens_per_second", "speedup_vs_plain", "round_total_ms", "outputs_different"]
@@ -364,11 +362,11 @@ def test_a_report_becomes_a_results_file(place: Path, monkeypatch: pytest.Monkey
     )
 
 
-def test_same_bits(place: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_bits(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same_bits = script("same_bits", monkeypatch)
-    export(place / "heads", load_target(str(tiny_target_folder), dtype="float32", device="cpu"))
-    same_bits.main([str(place / "heads"), "--quick", "--draft", "on", "--out", str(place / "bits.json")])
-    rows = json.loads((place / "bits.json").read_text())["rows"]
+    export(path / "heads", load_target(str(tiny_target_folder), dtype="float32", device="cpu"))
+    same_bits.main([str(path / "heads"), "--quick", "--draft", "on", "--out", str(path / "bits.json")])
+    rows = json.loads((path / "bits.json").read_text())["rows"]
     assert len(rows) == 2 * 2 * (1 + len(same_bits.METHODS)) and not any(row["drafter_errors"] for row in rows)
     for row in rows:
         assert row["exact"] == "tokens" or row["outputs_that_differ"] == row["logit_rows"]["differ"] == 0

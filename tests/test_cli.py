@@ -50,9 +50,9 @@ def refused(*arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> Path:
-    place = tmp_path_factory.mktemp("recipe")
-    file = place / "tiny.yaml"
-    file.write_text(recipe_text(tiny_recipe(place, tiny_target_folder)))
+    path = tmp_path_factory.mktemp("recipe")
+    file = path / "tiny.yaml"
+    file.write_text(recipe_text(tiny_recipe(path, tiny_target_folder)))
     return file
 
 
@@ -124,9 +124,9 @@ def test_generate_writes_the_same_words_with_and_without_heads(finished: Path) -
         for how in ("heads", "none")
     }
     assert len(texts) == 1
-    drawn = works("generate", heads, "--prompt", "hello", "--temperature", 1, "--seed", 3, "--max-new-tokens", 8)
-    assert "tokens/s" in drawn.stderr
-    assert "tokens/s" not in drawn.stdout
+    sampled = works("generate", heads, "--prompt", "hello", "--temperature", 1, "--seed", 3, "--max-new-tokens", 8)
+    assert "tokens/s" in sampled.stderr
+    assert "tokens/s" not in sampled.stdout
 
 
 def test_generate_ends_at_a_stop_text(finished: Path) -> None:

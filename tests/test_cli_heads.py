@@ -153,7 +153,7 @@ def test_audit_ends_clean_and_leaves_evidence(heads: Path, questions: Path, tmp_
 def test_an_audit_that_finds_something_fails(heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("audit", heads, "--limit", 1, "--max-new-tokens", 4, "--drafters", "static", "--temperature", 0)
     works(*asked)
-    # A target is checked when it is loaded: break it behind that.
+    # A target is checked when it is loaded: break it after that.
     load, broken = cli_heads.load_decoder, broken_trees(Target.forward_tree)
 
     def load_then_break(*arguments: Any) -> Any:

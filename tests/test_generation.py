@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 import headstart
 import headstart.generation.lend as lend
 from headstart.errors import UserError
-from headstart.generation.request import Chain, Prompts
+from headstart.generation.request import LogitsChain, Prompts
 from headstart.hub import check_folder
 from headstart.proposal import Committed, Proposal, Request, Root
 from headstart.target import Target
@@ -43,9 +43,9 @@ LONG, SHORT = [9, 40, 12, 77, 31, 8], [50, 21, 60]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> str:
     """Exported heads that were not trained: right by luck, which is all that these tests need."""
-    place = tmp_path_factory.mktemp("generation") / "heads"
-    export(place, tiny_target)
-    return str(place)
+    path = tmp_path_factory.mktemp("generation") / "heads"
+    export(path, tiny_target)
+    return str(path)
 
 
 @pytest.fixture
@@ -75,12 +75,12 @@ def batch(*rows: list[int]) -> dict[str, Tensor]:
 class Foresight:
     """Drafts the rest of known texts, with a wrong token beside each right one: every draft that can be right is."""
 
-    name, taps, max_nodes = "foresight", (), 9
+    name, aux_layers, max_nodes = "foresight", (), 9
 
     def __init__(self, texts: list[list[int]]) -> None:
         self.texts = texts
 
-    def open(self, prompts: Sequence[Sequence[int]], states: Any) -> list[list[int]]:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: Any) -> list[list[int]]:
         return [list(prompt) for prompt in prompts]
 
     def propose(self, session: list[list[int]], root: Root, request: Request) -> Proposal:
@@ -92,11 +92,11 @@ class Foresight:
             parents.append([-1, 0, 0, 2, 2, 4, 4, 6, 6])
         return Proposal(tokens, parents)
 
-    def observe(self, session: list[list[int]], committed: Committed) -> None:
+    def commit(self, session: list[list[int]], committed: Committed) -> None:
         for row, tokens in zip(session, committed.tokens, strict=True):
             row.extend(tokens)
 
-    def select(self, session: list[list[int]], rows: Sequence[int]) -> None:
+    def reorder(self, session: list[list[int]], rows: Sequence[int]) -> None:
         session[:] = [session[row] for row in rows]
 
 
@@ -136,7 +136,7 @@ class Ban(LogitsProcessor):
 
 
 class StopAt(StoppingCriteria):
-    """Stop behind a token; counts its calls."""
+    """Stop after a token; counts its calls."""
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = torch.tensor(tokens)
@@ -170,7 +170,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "n-grams, bias": {"max_new_tokens": 24, "no_repeat_ngram_size": 2, "sequence_bias": [[[5], 3.0], [[9, 8], -4.0]]},
     "min_new_tokens, suppressed": {"max_new_tokens": 16, "min_new_tokens": 12, "suppress_tokens": [3, 4, 5]},
     "forced end": {"max_new_tokens": 9, "forced_eos_token_id": 6},
-    "penalty behind others": {"max_new_tokens": 16, "repetition_penalty": 1.7, "sequence_bias": [[[5], 3.0]]},
+    "penalty after others": {"max_new_tokens": 16, "repetition_penalty": 1.7, "sequence_bias": [[[5], 3.0]]},
 }
 
 
@@ -219,19 +219,19 @@ def test_nothing_is_applied_twice() -> None:
     )
     prompts = Prompts([[1, 2], [3]], [0, 1])
 
-    def chain(**changes: Any) -> Chain:
+    def chain(**changes: Any) -> LogitsChain:
         config_now = GenerationConfig(**{**config.to_diff_dict(), **changes})
         processors = model._get_logits_processor(
             config_now, input_ids_seq_length=2, logits_processor=[Ban()], device="cpu"
         )
-        return Chain.read(processors, True, prompts)
+        return LogitsChain.read(processors, True, prompts)
 
     full = chain()
     assert full.settings == {
         "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3
     }  # fmt: skip
     assert [type(processor).__name__ for processor in full.rest] == ["Ban"]
-    later = chain(typical_p=0.8)  # comes behind the others, so it keeps them in the list
+    later = chain(typical_p=0.8)  # comes after the others, so it keeps them in the list
     assert later.settings == {"temperature": 1.0, "repetition_penalty": 1.3}
     assert len(later.rest) == 6
 
@@ -252,8 +252,8 @@ def test_stop_strings(model: Any, folder: str) -> None:
     odd += [token for token in range(len(tokenizer)) if not tokenizer.decode([token]).isascii()]  # halves of characters
     options = {"max_new_tokens": 40, "suppress_tokens": odd}
     text = model.generate(**inputs, **options)[0].tolist()
-    for places in ((10, 12), (20, 21), (4, 8)):  # the last begins inside the prompt
-        stop = tokenizer.decode(text[places[0] : places[1]])
+    for indices in ((10, 12), (20, 21), (4, 8)):  # the last begins inside the prompt
+        stop = tokenizer.decode(text[indices[0] : indices[1]])
         plain = same(model, folder, inputs, tokenizer, stop_strings=[stop, "@@@"], **options)
         assert plain.shape[1] < len(text)
     with pytest.raises(UserError, match=r"stop_strings need a tokenizer.*tokenizer=tokenizer"):
@@ -317,7 +317,7 @@ def test_sampling_through_a_processor(model: Any, folder: str) -> None:
     options = {**batch(LONG, SHORT), "do_sample": True, "typical_p": 0.5, "logits_processor": [Ban()]}
     torch.manual_seed(1)
     out = model.generate(**options, max_new_tokens=12, custom_generate=headstart.custom_generate(folder))
-    assert all(int(token) % 7 != place % 7 for row in out for place, token in enumerate(row) if place >= len(LONG))
+    assert all(int(token) % 7 != index % 7 for row in out for index, token in enumerate(row) if index >= len(LONG))
 
 
 def state(model: Any) -> dict[str, Any]:

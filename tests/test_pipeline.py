@@ -49,7 +49,7 @@ def tiny_recipe(folder: Path, target: Path, **changes: Any) -> Recipe:
             "prompts": str(prompts),
             "conversations": 12,
             "heldout": 4,
-            "calibration": 4,
+            "validation": 4,
             "max_new_tokens": 16,
             "batch_size": 4,
         },
@@ -70,10 +70,10 @@ def quiet(folder: Path, recipe: Recipe) -> Run:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Recipe, Path]:
     """A run that nothing disturbed."""
-    place = tmp_path_factory.mktemp("whole")
-    recipe = tiny_recipe(place, tiny_target_folder)
-    execute(quiet(place / "run", recipe), STAGES)
-    return recipe, place / "run"
+    path = tmp_path_factory.mktemp("whole")
+    recipe = tiny_recipe(path, tiny_target_folder)
+    execute(quiet(path / "run", recipe), STAGES)
+    return recipe, path / "run"
 
 
 def test_a_run_leaves_what_others_script_against(whole: tuple[Recipe, Path]) -> None:
@@ -126,7 +126,7 @@ def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
     recipe, undisturbed = whole
     folder = tmp_path / "runs" / "run"
     names = [stage.name for stage in STAGES]
-    assert [place[0] for place in PLACES] == names
+    assert [path[0] for path in PLACES] == names
     for number, (_, function, calls) in enumerate(PLACES):
         with monkeypatch.context() as patched:
             module, _, name = function.rpartition(".")
@@ -140,7 +140,7 @@ def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
     for split in ("train", "calibration", "heldout"):
         file = f"data/conversations/{split}.jsonl"
         assert (folder / file).read_text() == (undisturbed / file).read_text()
-    theirs, ours = (load_file(place / "heads" / "heads.safetensors") for place in (undisturbed, folder))
+    theirs, ours = (load_file(path / "heads" / "heads.safetensors") for path in (undisturbed, folder))
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
 
 
@@ -183,7 +183,7 @@ def test_a_run_killed_while_training_goes_on(
 
 def newest_step(folder: Path) -> int:
     """Of the checkpoints that are whole."""
-    return max(int(place.name[5:]) for place in (folder / "train" / "checkpoints").glob("step-????????"))
+    return max(int(path.name[5:]) for path in (folder / "train" / "checkpoints").glob("step-????????"))
 
 
 @pytest.fixture
@@ -421,13 +421,13 @@ def test_another_model_in_the_targets_place_builds_everything_anew(
     copied: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path
 ) -> None:
     recipe, folder = copied
-    place = tmp_path / "target"
-    shutil.copytree(tiny_target_folder, place)
-    recipe = tiny_recipe(tmp_path, place)
+    path = tmp_path / "target"
+    shutil.copytree(tiny_target_folder, path)
+    recipe = tiny_recipe(tmp_path, path)
     execute(quiet(folder, recipe), stages_until("target"))
     before = quiet(folder, recipe).record("target")
-    weights = load_file(place / "model.safetensors")
-    save_file({name: tensor + 0.125 for name, tensor in weights.items()}, place / "model.safetensors", {"format": "pt"})
+    weights = load_file(path / "model.safetensors")
+    save_file({name: tensor + 0.125 for name, tensor in weights.items()}, path / "model.safetensors", {"format": "pt"})
     run = quiet(folder, recipe)
     execute(run, stages_until("conversations"))
     after = run.record("target")

@@ -84,12 +84,12 @@ class TestLengths:
         monkeypatch.setattr(
             "headstart.data.answers.sample_rows", lambda _target, rows, **_options: [list(answer) for _ in rows]
         )
-        sizes = {"conversations": 22, "heldout": 1, "calibration": 1, "max_new_tokens": 10, "batch_size": 24}
+        sizes = {"conversations": 22, "heldout": 1, "validation": 1, "max_new_tokens": 10, "batch_size": 24}
         data = DataSection.model_validate({"prompts": str(path), **sizes})
         monkeypatch.setattr("headstart.pipeline.lengths.ANSWER_SHARE", len(answer) / 10)
         expected = expected_lengths(data, tiny_target, prompts_of(data, tiny_target.tokenizer))
         splits = build_conversations(tiny_target, data, tmp_path / "data")
-        written = [len(item.tokens) for item in splits.train + splits.calibration]
+        written = [len(item.tokens) for item in splits.train + splits.validation]
         assert expected.sample == 24
         assert expected.tokens == pytest.approx(sum(written) / len(written), rel=0.05)
 
@@ -98,7 +98,7 @@ def recipe(folder: Path, target: Path, **changes: Any) -> Recipe:
     settings: dict[str, Any] = {
         "name": "tiny",
         "target": {"spec": str(target), "dtype": "float32", "device": "cpu"},
-        "data": {"conversations": 12, "heldout": 4, "calibration": 4, "max_new_tokens": 16, "batch_size": 4},
+        "data": {"conversations": 12, "heldout": 4, "validation": 4, "max_new_tokens": 16, "batch_size": 4},
         "heads": {"family": "medusa", "num_heads": 2},
         "train": {"steps": 4, "batch_tokens": 512},
         "tune": {"widths": [1, 2], "max_nodes": 4},
@@ -126,7 +126,7 @@ def measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("measured_before")
 class TestMemory:
-    def test_turns_fill_the_cache_and_so_do_two_lanes(
+    def test_turns_fill_the_cache_and_so_do_two_workers(
         self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def writing(turns: int, threads: int) -> tuple[int, Target]:
@@ -174,11 +174,11 @@ class TestMemory:
             return make_plan(run).memory["training"]
 
         target = quiet(recipe(tmp_path, tiny_target_folder), tmp_path / "run").target
-        each = (1 * target.hidden_size + target.vocab_size) * 4  # Medusa taps the final state only
+        each = (1 * target.hidden_size + target.vocab_size) * 4  # Medusa aux layers the final state only
         assert training(batch_tokens=1024) - training(batch_tokens=512) == 512 * each
         heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
-        least = 4 * target.parameters + 16 * heads.trainable_parameters + 512 * each
-        assert training(batch_tokens=512) >= least
+        minimum = 4 * target.parameters + 16 * heads.trainable_parameters + 512 * each
+        assert training(batch_tokens=512) >= minimum
 
     def test_too_little_memory_is_a_problem_unless_halves_help(
         self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch

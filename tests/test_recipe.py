@@ -41,10 +41,15 @@ def test_a_variant_extends_a_recipe(tmp_path: Path) -> None:
 
 
 def test_another_family_leaves_the_settings_of_the_first_behind(tmp_path: Path) -> None:
-    wanted = {"family": "eagle", "steps": 2, "start": "target", "draft_vocab_size": 8192}  # the last is common to all
-    assert load_recipe("medusa", ["heads.steps=2", "heads.family=eagle"]).heads.to_recipe() == wanted
+    wanted = {
+        "family": "eagle",
+        "draft_steps": 2,
+        "init": "target",
+        "draft_vocab_size": 8192,
+    }  # the last is common to all
+    assert load_recipe("medusa", ["heads.draft_steps=2", "heads.family=eagle"]).heads.to_recipe() == wanted
     file = tmp_path / "other.yaml"
-    file.write_text("extends: medusa\nheads: {family: eagle, steps: 2}\n")
+    file.write_text("extends: medusa\nheads: {family: eagle, draft_steps: 2}\n")
     assert load_recipe(str(file)).heads.to_recipe() == wanted
     assert load_recipe("medusa", ["heads.family=medusa"]).heads.to_recipe()["num_heads"] == 4, (
         "the same family keeps them"
@@ -53,9 +58,9 @@ def test_another_family_leaves_the_settings_of_the_first_behind(tmp_path: Path) 
 
 def test_a_path_in_extends_starts_at_the_file_it_stands_in(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("extends: quickstart\ntrain: {lr: 0.5}\n")
-    (tmp_path / "variant.yaml").write_text("extends: base.yaml\ntrain: {clip: 0.25}\n")
+    (tmp_path / "variant.yaml").write_text("extends: base.yaml\ntrain: {max_grad_norm: 0.25}\n")
     train = load_recipe(str(tmp_path / "variant.yaml")).train
-    assert (train.lr, train.clip) == (0.5, 0.25)
+    assert (train.lr, train.max_grad_norm) == (0.5, 0.25)
     (tmp_path / "lost.yaml").write_text("extends: bse.yaml\n")
     with pytest.raises(UserError, match=r"No recipe 'bse\.yaml' \(extended by .*lost\.yaml\)"):
         load_recipe(str(tmp_path / "lost.yaml"))
@@ -80,8 +85,8 @@ def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
         ("heads.family=medsua", r"Unknown head family 'medsua'\. Did you mean 'medusa'"),
         ("heads.num_layer=2", r"medusa heads have no setting 'num_layer'\. Did you mean 'num_layers'"),
         (
-            "heads.tap_norms=true",
-            r"medusa heads have no setting 'tap_norms'\. It is a setting of eagle3 and transition; of medusa: draft",
+            "heads.aux_norms=true",
+            r"medusa heads have no setting 'aux_norms'\. It is a setting of eagle3 and transition; of medusa: draft",
         ),
         ("heads.prefix_atention=true", r"Did you mean 'prefix_attention'\? It is a setting of hydra\."),
         ("heads.hidden_size=7.5", r"Recipe key 'heads\.hidden_size'"),
@@ -98,10 +103,10 @@ def test_mistakes_are_answered(override: str, said: str) -> None:
     ("heads", "problem"),
     [
         ({"family": "hydra", "num_headss": 3}, r"hydra heads have no setting 'num_headss'. Did you mean 'num_heads'\?"),
-        ({"family": "eagle", "start": "hot"}, r"'heads.start' is 'hot'"),
+        ({"family": "eagle", "init": "hot"}, r"'heads.init' is 'hot'"),
         ({"family": "eagle3", "join": True}, r"no setting 'join'.*heads.family=transition"),
-        ({"family": "transition", "tap_layers": [-1, 2]}, r"Transition heads go from final state to final state"),
-        ({"family": "eagle3", "tap_layers": [2, 2]}, r"layers \[2, 2\] of the target, which must be different"),
+        ({"family": "transition", "aux_layers": [-1, 2]}, r"Transition heads go from final state to final state"),
+        ({"family": "eagle3", "aux_layers": [2, 2]}, r"layers \[2, 2\] of the target, which must be different"),
     ],
 )
 def test_settings_of_heads_are_checked_before_any_target_is_loaded(heads: dict[str, object], problem: str) -> None:
@@ -113,7 +118,7 @@ def test_what_follows_from_the_target_is_left_to_it_until_a_recipe_sets_it() -> 
     recipe = load_recipe("eagle", ["heads.hidden_act=silu", "heads.draft_vocab_size=0"])
     written = yaml.safe_load(recipe_text(recipe))
     assert written["heads"]["hidden_act"] == "silu", "said, though it is the default of targets that have none"
-    assert not {"head_dim", "tap_layers", "hidden_size"} & written["heads"].keys()
+    assert not {"head_dim", "aux_layers", "hidden_size"} & written["heads"].keys()
     assert parse_recipe(written) == recipe
     assert make_config(recipe.heads, Target(tiny_model("gemma2", vocab_size=61))).model_dump()["hidden_act"] == "silu"
 
@@ -125,9 +130,9 @@ def test_what_follows_from_the_target_is_left_to_it_until_a_recipe_sets_it() -> 
         ({"heads.depth": "heads.num_heads"}, {}, "heads.depth=3", r"'depth'.*It is called heads\.num_heads now\."),
         (
             {},
-            {"data.openers": {"many": "broad"}},
-            "data.openers=many",
-            r"'data\.openers' is 'many'.*called broad",
+            {"data.seed_prompts": {"many": "broad"}},
+            "data.seed_prompts=many",
+            r"'data\.seed_prompts' is 'many'.*called broad",
         ),
     ],
 )

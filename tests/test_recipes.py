@@ -61,15 +61,15 @@ def test_heads_fit_the_target_that_the_recipe_names(name: str) -> None:
     config = make_config(recipe.heads, target)
     heads = family(config.family)(config)
     heads.warm_start(target)
-    tokens = list(range(3, 3 + heads.steps + 4))
-    states = target.hidden_states([tokens], sorted({*heads.taps, FINAL}))[0]
+    tokens = list(range(3, 3 + heads.draft_steps + 4))
+    states = target.hidden_states([tokens], sorted({*heads.aux_layers, FINAL}))[0]
     batch = HeadBatch(
         torch.tensor([tokens]),
         torch.ones(1, len(tokens), dtype=torch.bool),
-        {tap: state[None] for tap, state in states.items()},
+        {layer: state[None] for layer, state in states.items()},
     )
     steps = list(heads.unroll(batch))
-    assert len(steps) == heads.steps
+    assert len(steps) == heads.draft_steps
     assert {step.logits_MD.shape[1] for step in steps} == {recipe.heads.draft_vocab_size}
     assert all(step.logits_MD.isfinite().all() for step in steps)
 
@@ -84,8 +84,8 @@ def test_a_recipe_can_be_planned(
     overrides += ["data.max_prompt_tokens=384", "data.max_new_tokens=160"]  # the tiny target reads 1024
     overrides += ["data.batch_size=2", "train.batch_tokens=512", "tune.widths=[1,2]"]
     recipe = load_recipe(name, overrides)
-    if "tap_layers" in family(recipe.heads.family).Config.model_fields:  # the tiny target has three layers
-        recipe = load_recipe(name, [*overrides, "heads.tap_layers=[1,2,-1]"])
+    if "aux_layers" in family(recipe.heads.family).Config.model_fields:  # the tiny target has three layers
+        recipe = load_recipe(name, [*overrides, "heads.aux_layers=[1,2,-1]"])
     plan = make_plan(Run(recipe, tmp_path, Console(file=io.StringIO())))
     assert set(plan.seconds) == {stage.name for stage in STAGES}
     assert all(seconds > 0 for seconds in plan.seconds.values())

@@ -56,7 +56,7 @@ def test_a_recipe_of_ones_own_is_answered_with_the_new_words(tmp_path: Path) -> 
 
 
 def test_earlier_heads_load_with_every_weight(tmp_path: Path, target: Target) -> None:
-    heads = family("transition")(make_config({**NOW, "tap_layers": (1, FINAL)}, target))
+    heads = family("transition")(make_config({**NOW, "aux_layers": (1, FINAL)}, target))
     save_heads(heads, tmp_path / "heads")
     config = read_json(tmp_path / "heads" / CONFIG)
     write_json(tmp_path / "heads" / CONFIG, {**config, "family": "eagle3", "feedback": "post_norm", "join": True})
@@ -67,7 +67,7 @@ def test_earlier_heads_load_with_every_weight(tmp_path: Path, target: Target) ->
 
 
 def test_earlier_heads_that_are_eagle3_stay_so(tmp_path: Path, target: Target) -> None:
-    heads = family("eagle3")(make_config({"family": "eagle3", "tap_layers": (1, 2)}, target))
+    heads = family("eagle3")(make_config({"family": "eagle3", "aux_layers": (1, 2)}, target))
     save_heads(heads, tmp_path / "heads")
     config = read_json(tmp_path / "heads" / CONFIG)
     write_json(tmp_path / "heads" / CONFIG, {**config, "join": False})
@@ -107,10 +107,10 @@ def test_a_stage_of_an_earlier_run_stays_done(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_an_earlier_run_is_gone_on_from(tmp_path: Path) -> None:
-    place = tmp_path / "checkpoints" / "step-00000004"
-    place.mkdir(parents=True)
-    standing = asdict(checkpoint.Standing(step=4))
-    write_json(place / checkpoint.MANIFEST, {"standing": standing, "settings": {"heads": JOINED}, "files": {}})
+    path = tmp_path / "checkpoints" / "step-00000004"
+    path.mkdir(parents=True)
+    trainer_state = asdict(checkpoint.TrainerState(step=4))
+    write_json(path / checkpoint.MANIFEST, {"standing": trainer_state, "settings": {"heads": JOINED}, "files": {}})
     found = checkpoint.find(
         tmp_path / "checkpoints", {"heads": parse_heads(NOW).to_recipe()}, lambda text: pytest.fail(text)
     )

@@ -91,7 +91,7 @@ def test_done_stages_are_skipped(tmp_path: Path, factory: Factory) -> None:
     [
         ({"data": {"seed": 1}}, ["first", "second"]),
         ({"train": {"lr": 0.5}}, ["second"]),
-        ({"train": {"clip": 0.5}}, []),
+        ({"train": {"max_grad_norm": 0.5}}, []),
     ],
 )
 def test_only_stages_that_depend_on_a_changed_setting_work_again(

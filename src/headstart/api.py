@@ -35,9 +35,10 @@ def load(
         device: likewise.
         any_target: take a target that does not look like the one the heads were trained on, if its sizes fit; the
             text stays the target's own, and fewer drafts may be accepted.
-        exact: "bits" keeps every bit of what the target says without drafts, "tokens" its tokens but for near-ties in
-            short dtypes, see `Target.exact`; "auto" keeps the tokens. A model that is loaded already keeps its own
-            setting unless this is given.
+        exact: with "bits" the logits with drafts are, bit for bit, those without, so greedy text is the same; with
+            "tokens", which "auto" takes, they are the same up to rounding, and in bfloat16 and float16 near-ties may
+            turn out otherwise. See `Target.exact`. A model that is loaded already keeps its own setting unless this is
+            given.
 
     Raises:
         UserError: no such heads, files that are cut short, a target that cannot be loaded, or one that the heads were

@@ -71,18 +71,18 @@ def artifact(run_folder: Path, kind: str, slug: str, identity: Mapping[str, Any]
     """
     known = json.loads(json.dumps(dict(identity), sort_keys=True))
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
-    place = root_of(run_folder) / kind
+    path = root_of(run_folder) / kind
     # The word is for people: a prompt file that was renamed is still the same.
-    there = next((one for one in sorted(place.glob(f"*-{digest}")) if one.is_dir()), None) or _earlier(place, known)
+    there = next((one for one in sorted(path.glob(f"*-{digest}")) if one.is_dir()), None) or _earlier(path, known)
     words = "".join(letter if letter.isalnum() else "-" for letter in slug.lower()).strip("-")[:32]
-    return Artifact(there or place / f"{words or kind}-{digest}", known)
+    return Artifact(there or path / f"{words or kind}-{digest}", known)
 
 
-def _earlier(place: Path, identity: dict[str, Any]) -> Path | None:
+def _earlier(path: Path, identity: dict[str, Any]) -> Path | None:
     """The artifact of this identity that an earlier version made, which called something otherwise."""
-    for note in sorted(place.glob(f"*/{NOTE}")):
+    for note in sorted(path.glob(f"*/{NOTE}")):
         noted = _noted(note.parent)
-        if noted and noted != (now := identity_now(place.name, noted)) and now == identity:
+        if noted and noted != (now := identity_now(path.name, noted)) and now == identity:
             return note.parent
     return None
 
@@ -91,12 +91,12 @@ def root_of(run_folder: Path) -> Path:
     """Where the artifacts of a run lie.
 
     Raises:
-        UserError: the run's own folder is that place.
+        UserError: the run's own folder is that folder.
     """
-    place = run_folder.resolve()
-    if place.name == FOLDER:
+    path = run_folder.resolve()
+    if path.name == FOLDER:
         raise UserError(f"A run cannot be called {FOLDER!r}: that folder holds what runs share.", "Choose another.")
-    return place.parent / FOLDER
+    return path.parent / FOLDER
 
 
 @contextmanager
@@ -164,10 +164,10 @@ def refer(run_folder: Path, stage: str, artifact: Artifact, link: str | None = N
     Raises:
         UserError: something else than a link is in its place.
     """
-    places = references(run_folder)
-    place = os.path.relpath(artifact.folder, run_folder.resolve())
-    if places.get(stage) != place:
-        write_json(run_folder / REFERENCES, {**places, stage: place})
+    paths = references(run_folder)
+    file_path = os.path.relpath(artifact.folder, run_folder.resolve())
+    if paths.get(stage) != file_path:
+        write_json(run_folder / REFERENCES, {**paths, stage: file_path})
     if link is not None:
         _point(run_folder / link, artifact.folder)
 
@@ -178,15 +178,15 @@ def references(run_folder: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     try:
-        return {str(stage): str(place) for stage, place in read_json(file).items()}
+        return {str(stage): str(path) for stage, path in read_json(file).items()}
     except (UserError, AttributeError, TypeError):  # damaged: every stage will find its artifact and refer to it again
         return {}
 
 
 def referred(run_folder: Path, stage: str) -> Path | None:
     """The folder of the artifact that a run uses; None when it has none."""
-    place = references(run_folder).get(stage)
-    return None if place is None else Path(os.path.normpath(run_folder.resolve() / place))
+    folder = references(run_folder).get(stage)
+    return None if folder is None else Path(os.path.normpath(run_folder.resolve() / folder))
 
 
 def _point(link: Path, folder: Path) -> None:
@@ -202,7 +202,7 @@ def _point(link: Path, folder: Path) -> None:
     os.replace(partial, link)
 
 
-def give(source: Path, place: Path) -> None:
+def give(source: Path, path: Path) -> None:
     """Put what an artifact's folder holds into a run, as a folder of its own that takes no further space.
 
     Files are second names of the artifact's: they are replaced and never written into, so neither changes the other.
@@ -211,12 +211,12 @@ def give(source: Path, place: Path) -> None:
     def fill(partial: Path) -> None:
         shutil.copytree(source, partial, copy_function=link_or_copy)
 
-    write_atomic(place, fill)
+    write_atomic(path, fill)
 
 
-def link_or_copy(source: str | Path, place: str | Path) -> None:
+def link_or_copy(source: str | Path, path: str | Path) -> None:
     """A second name for a file, which takes no space; a copy where the file system has no such names."""
     try:
-        os.link(source, place)
+        os.link(source, path)
     except OSError:
-        shutil.copyfile(source, place)
+        shutil.copyfile(source, path)

@@ -199,7 +199,7 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
 
 @app.command()
 def tune(
-    place: Annotated[str, typer.Argument(metavar="RUN_OR_HEADS", help="A run's folder, or a folder of heads.")],
+    path: Annotated[str, typer.Argument(metavar="RUN_OR_HEADS", help="A run's folder, or a folder of heads.")],
     conversations: Annotated[
         Path | None, typer.Option(help="Calibration conversations, for heads that lie outside their run.")
     ] = None,
@@ -213,12 +213,12 @@ def tune(
     from headstart.pipeline.actions import retune
     from headstart.pipeline.stages import stages_until
 
-    folder = Path(place).expanduser()
+    folder = Path(path).expanduser()
     if (folder / "recipe.yaml").is_file():
         work = _run(str(folder / "recipe.yaml"), None, folder)
         _execute(work, stages_until("export"), again={"tune"})
         return
-    decoder = load_decoder(place, target, None, dtype)
+    decoder = load_decoder(path, target, None, dtype)
     Console().print(retune(decoder, folder, conversations, Console()), highlight=False)
 
 

@@ -14,7 +14,7 @@ from headstart.files import check_writable, read_json
 
 
 def doctor(
-    place: Annotated[
+    path: Annotated[
         str,
         typer.Argument(
             metavar="RECIPE_OR_HEADS", help="A recipe, the folder of a run, a folder of heads, or a Hub id of heads."
@@ -48,11 +48,11 @@ def doctor(
         tell("loading the target")
         from headstart.doctor import examine, find_subject, show, write
 
-        subject = find_subject(place, run_dir, questions, target, quick)
+        subject = find_subject(path, run_dir, questions, target, quick)
         findings = list(examine(subject, lambda stage, name: tell(f"examining {stage}: {name}")))
     show(findings, console)
     if json is not None:
-        write(findings, place, json)
+        write(findings, path, json)
     if any(finding.ok is False for finding in findings):
         raise typer.Exit(1)
 

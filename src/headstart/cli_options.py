@@ -65,7 +65,11 @@ TargetOption = Annotated[
 ]
 ExactOption = Annotated[
     ExactChoice,
-    typer.Option("--exact", help="What drafts leave as it is: every bit, or the tokens (auto); bits are slower."),
+    typer.Option(
+        "--exact",
+        help="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower). "
+        "tokens, which auto takes: equal up to rounding at near-ties.",
+    ),
 ]
 AnyTarget = Annotated[
     bool, typer.Option("--any-target", help="Take a target that the heads were not trained on, if its sizes fit.")
@@ -174,7 +178,7 @@ def _parameter(one: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
         default = typed(known.unset if default is None else default)
     elif default == ():
         typed, default = list[str] | None, None
-    shown = typer.Option(flag, help=known.text, min=known.least, metavar=known.metavar)
+    shown = typer.Option(flag, help=known.text, min=known.minimum, metavar=known.metavar)
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[typed, shown]
     )

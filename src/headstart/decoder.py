@@ -18,7 +18,7 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, nearest
 from headstart.heads import DraftHead
 from headstart.options import GenerateKeywords, GenerateOptions, Tree
-from headstart.streaming import Answer, Stream, TextPieces, decode_text
+from headstart.streaming import Answer, IncrementalDetokenizer, Stream, decode_text
 from headstart.target import Target, TreeShape
 from headstart.tuning.here import tuned_here
 from headstart.tuning.tune import Tuning
@@ -137,7 +137,7 @@ class Decoder:
         tokens = self.tokens(prompt, asked.raw)
         check(self.target, [tokens], decoding)
         engine = self.engine(asked.drafter, asked.tree, asked.draft != "off")
-        pieces = TextPieces(tokenizer, self.target.end_tokens)
+        pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
         return Stream(lambda on_tokens: self._answer(engine.generate([tokens], decoding, on_tokens)[0]), pieces)
 
     def tokens(self, prompt: Prompt, raw: bool = False) -> list[int]:

@@ -1,4 +1,4 @@
-"""Errors that a user can mend: one sentence that says what is wrong, one that says what to do."""
+"""Errors that a user can fix: one sentence that says what is wrong, one that says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing files so that a half-written one is never taken for a whole one."""
+"""Writing files so that a half-written one is never taken for a complete one."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ def need_disk(folder: Path, needed_bytes: int, what: str) -> None:
     Raises:
         UserError: when fewer than `needed_bytes` (plus 5 %) are free at `folder` or its nearest existing parent.
     """
-    place = folder
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    path = folder
+    while not path.exists():
+        path = path.parent
+    free = shutil.disk_usage(path).free
     if free < needed_bytes * 1.05:
         raise UserError(
             f"{what} needs {format_bytes(needed_bytes)} at {folder}, and {format_bytes(free)} are free.",
@@ -156,14 +156,14 @@ class _Tried(Exception):
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
     """Make a folder and those above it; when the block raises, those that are still empty are taken away again."""
-    missing = [place for place in [folder, *folder.parents] if not place.exists()]
+    missing = [path for path in [folder, *folder.parents] if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
-        for place in missing:
+        for path in missing:
             with suppress(OSError):
-                place.rmdir()
+                path.rmdir()
         raise
 
 

@@ -30,14 +30,14 @@ class Meaning:
 
     Attributes:
         text: what it means, in a sentence or two.
-        least: its smallest value, where the command line refuses smaller ones by itself.
+        minimum: its smallest value, where the command line refuses smaller ones by itself.
         metavar: of its value there.
         unset: the word that stands for None there.
         typed: whether it can be given there at all.
     """
 
     text: str
-    least: float | None = None
+    minimum: float | None = None
     metavar: str | None = None
     unset: str = ""
     typed: bool = True
@@ -66,7 +66,7 @@ def explained(options: type[T]) -> type[T]:
 class LengthOptions:
     """How much is written."""
 
-    max_new_tokens: int = option(128, "Longest answer in tokens, the one that ends the turn included.", least=1)
+    max_new_tokens: int = option(128, "Longest answer in tokens, the one that ends the turn included.", minimum=1)
 
 
 @explained
@@ -74,8 +74,8 @@ class LengthOptions:
 class SamplingOptions:
     """Which distribution a token is drawn from."""
 
-    temperature: float = option(0.0, "0 is greedy; above 0 the target's distribution is sampled.", least=0)
-    top_k: int = option(0, "Sample from this many of the most likely tokens; 0 for all.", least=0)
+    temperature: float = option(0.0, "0 is greedy; above 0 the target's distribution is sampled.", minimum=0)
+    top_k: int = option(0, "Sample from this many of the most likely tokens; 0 for all.", minimum=0)
     top_p: float = option(1.0, "Sample from the fewest tokens that hold this share of the probability; 1 for all.")
     min_p: float = option(0.0, "Leave out tokens less likely than this share of the most likely one; 0 for none.")
     repetition_penalty: float = option(

@@ -24,23 +24,23 @@ class Children(Enum):
     """How the children of a node are chosen; a verifier says which choice it is lossless for.
 
     Attributes:
-        TOP: the most likely ones, without randomness. Every verifier is lossless for these.
-        TOP_AND_DRAWN: all but the last are the most likely ones, the last is drawn from the rest of the drafter's
+        TOP_K: the most likely ones, without randomness. Every verifier is lossless for these.
+        TOP_K_AND_SAMPLED: all but the last are the most likely ones, the last is drawn from the rest of the drafter's
             distribution.
-        DRAWN: all are drawn from the drafter's distribution, one after the other, without replacement.
+        SAMPLED: all are drawn from the drafter's distribution, one after the other, without replacement.
     """
 
-    TOP = "top"
-    TOP_AND_DRAWN = "top and drawn"
-    DRAWN = "drawn"
+    TOP_K = "top"
+    TOP_K_AND_SAMPLED = "top and drawn"
+    SAMPLED = "drawn"
 
 
 @dataclass
-class Drawn:
+class SampledChildren:
     """How some children of one node were drawn at random; children not listed were chosen without randomness.
 
     Attributes:
-        children: the drawn child nodes, in the order in which they were drawn, each without those before it.
+        children: the sampled child nodes, in the order in which they were drawn, each without those before it.
         q_draft_D: float [D], the distribution over the draft vocabulary that the first one was drawn from.
         draft_to_target_D: int64 [D], the target's token ids; None when the draft vocabulary is the target's.
     """
@@ -66,13 +66,14 @@ class Request:
 
     Attributes:
         max_nodes: nodes of a row at most, root included.
-        worth: how much a node must add to the accepted tokens to pay for its verification: the probability that its
-            whole path is accepted, where children are drawn less what its siblings would have come to without it.
-            Drafters that know such probabilities leave out nodes below it. 0 asks for all that add something.
-        level_worth: how many accepted tokens, over all rows and less the worth of their nodes, another level of
-            drafting must promise to pay for its time; 0 asks for all levels.
+        threshold: how many accepted tokens a node must add to pay for its verification: the probability that its whole
+            path is accepted or, where children are sampled, by how much it raises the probability that one of its
+            siblings or itself is. Drafters that know such probabilities leave out nodes below it. 0 asks for all that
+            add something.
+        level_threshold: how many accepted tokens another level of drafting must promise to pay for its time, over all
+            rows and less what verifying its nodes costs; 0 asks for all levels.
         chain: no node may have more than one child.
-        children: how children may be chosen. Drafters without a distribution of their own always choose TOP.
+        children: how children may be chosen. Drafters without a distribution of their own always choose `TOP_K`.
         warp: draft logits [..., D] to the distribution to draw from, float [..., D], temperature included.
         streams: one random generator per row, for drawing children; used for nothing else.
         temperature: of the decoding, 0 when greedy; drafts are accepted more seldom above.
@@ -81,10 +82,10 @@ class Request:
     """
 
     max_nodes: int
-    worth: float = 0.0
-    level_worth: float = 0.0
+    threshold: float = 0.0
+    level_threshold: float = 0.0
     chain: bool = False
-    children: Children = Children.TOP
+    children: Children = Children.TOP_K
     warp: Callable[[Tensor], Tensor] | None = None
     streams: Sequence[torch.Generator] = ()
     temperature: float = 0.0
@@ -109,7 +110,7 @@ class Root:
         """Known on the host."""
         return cls(list(tokens), torch.tensor(list(tokens), device=device))
 
-    def select(self, rows: Sequence[int]) -> Root:
+    def reorder(self, rows: Sequence[int]) -> Root:
         """Keep only these rows."""
         return Root.of([self.tokens[row] for row in rows], self.tokens_B.device)
 
@@ -121,7 +122,7 @@ class Committed:
     Attributes:
         tokens: of each row, the round's root first; at least one.
         tokens_BP: the same on the target's device, int64, padded on the right.
-        states: {tap: [B, P, E]} of those tokens.
+        states: {layer: [B, P, E]} of those tokens.
         counts_B: how many are real, for each row, int64 on the device.
     """
 
@@ -153,9 +154,9 @@ class Proposal:
     Attributes:
         tokens: of each row's nodes, the root's first.
         parents: of each row's nodes, -1 for the root, parents before children.
-        gains: of each row's nodes, the probability that the node's whole path is accepted, as far as the drafter knows
-            (1 for the root); None when it does not know.
-        drawn: for each row, how the children of some nodes were drawn; None when no draft was drawn at random.
+        accept_probs: of each row's nodes, the probability that the node's whole path is accepted, as far as the drafter
+            knows (1 for the root); None when it does not know.
+        sampled: for each row, how the children of some nodes were drawn; None when no draft was drawn at random.
         levels: how many levels trained heads drafted for it, one after the other; None when none had a part in it.
 
     >>> proposal = Proposal([[5, 6, 7], [8]], [[-1, 0, 1], [-1]])
@@ -165,8 +166,8 @@ class Proposal:
 
     tokens: list[list[int]]
     parents: list[list[int]]
-    gains: list[list[float]] | None = None
-    drawn: list[dict[int, Drawn]] | None = None
+    accept_probs: list[list[float]] | None = None
+    sampled: list[dict[int, SampledChildren]] | None = None
     levels: int | None = None
 
     @classmethod
@@ -216,9 +217,9 @@ class ProposedTree(DraftTree):
         return cls.of(DraftTree.from_shape(root.tokens_B[:, None], _ROOT), Proposal.roots(root.tokens))
 
     @property
-    def drawn(self) -> list[dict[int, Drawn]] | None:
+    def sampled(self) -> list[dict[int, SampledChildren]] | None:
         """See `Proposal`."""
-        return self.proposal.drawn
+        return self.proposal.sampled
 
     @property
     def tokens(self) -> list[list[int]]:

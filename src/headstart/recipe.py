@@ -20,9 +20,9 @@ from headstart.errors import UserError, close, nearest
 from headstart.options import LengthOptions, SamplingOptions, meaning
 from headstart.renamed import hint, recipe_now, value_hint
 
-PositionWeight = Literal["exponential", "sampled", "dpace", "auf"]
-"""What a recipe can ask for: `exponential`, `dpace` or `until_failure` (auf) of `headstart.train.position_weights`, or
-`thinned` (sampled) of `headstart.train.batches`."""
+PositionWeight = Literal["exponential", "subsampled", "dpace", "accept_until_failure"]
+"""What a recipe can ask for: `exponential`, `dpace` and `accept_until_failure` are in
+`headstart.train.position_weights`, `subsampled` in `headstart.train.batches`."""
 
 
 FREE_TO_CHANGE = {"steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "tracker", "project"}
@@ -86,7 +86,8 @@ class TargetSection(Section):
     revision: str | None = Field(None, description="Revision of a hub id.")
     exact: Literal["auto", "bits", "tokens"] = Field(
         "auto",
-        description="What drafts leave as it is: every bit, or the tokens (auto); bits are slower.",
+        description="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower); "
+        "tokens, which auto takes: equal up to rounding at near-ties.",
     )
 
 
@@ -98,12 +99,12 @@ class DataSection(Section):
     )
     split: str = Field("train", description="Split, when prompts is a datasets name.")
     revision: str | None = Field(None, description="Branch, tag or commit, when prompts is a dataset of the hub.")
-    openers: Literal["broad", "none"] = Field(
-        "broad", description="Self-prompts start from openers over what people ask, or from nothing."
+    seed_prompts: Literal["broad", "none"] = Field(
+        "broad", description="Self-prompts start from seed prompts over what people ask, or from nothing."
     )
     conversations: int = Field(1600, ge=1, description="Training conversations at most.")
     heldout: int = Field(64, ge=0, description="Conversations kept out of training, for reports.")
-    calibration: int = Field(48, ge=1, description="Conversations kept out of training, for validation and tuning.")
+    validation: int = Field(48, ge=1, description="Conversations kept out of training, for validation and tuning.")
     minutes: float | None = Field(None, gt=0, description="Stop writing training conversations after this long.")
     max_prompt_tokens: int = Field(384, ge=8, description="Longer prompts are left out, later turns as well.")
     max_new_tokens: int = Field(160, ge=8, description="Longest answer, in tokens.")
@@ -124,7 +125,7 @@ class TrainSection(Section):
     minutes: float | None = Field(None, gt=0, description="Wall-clock budget; the schedule follows the clock.")
     epochs: int = Field(50, ge=1, description="Passes over the data at most.")
     batch_tokens: int = Field(4096, ge=64, description="Tokens of a batch, padding included.")
-    accumulate: int = Field(1, ge=1, description="Batches per optimiser step.")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Batches per optimiser step.")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
         description="muon makes the updates of matrices orthogonal; LM heads, norms and biases stay with AdamW.",
@@ -134,13 +135,14 @@ class TrainSection(Section):
     warmup: float = Field(0.03, ge=0, lt=1, description="Share of the run spent warming up.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
-    clip: float = Field(1.0, gt=0, description="Gradient norm limit.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm limit.")
     loss: str = Field("soft_ce", description="Loss between draft and target distributions.")
     position_weight: PositionWeight = Field(
         "exponential",
-        description="How much each step of a draft counts: step_weight to the power k; sampled (the same on average: "
-        "that share of the drafts goes on to step k, and less is computed); dpace (by what the expected "
-        "length gains); auf (step_weight to the power k through the draft's first failure, then nothing).",
+        description="How much each step of a draft counts: step_weight to the power k; subsampled (the same on "
+        "average: that share of the drafts goes on to step k, and less is computed); dpace (by what the expected "
+        "length gains); accept_until_failure (step_weight to the power k through the draft's first failure, then "
+        "nothing).",
     )
     step_weight: float = Field(0.8, gt=0, le=1, description="Step k of a draft weighs this to the power k.")
     feature_weight: float = Field(
@@ -149,7 +151,7 @@ class TrainSection(Section):
     noise: float = Field(
         0.0, ge=0, description="Uniform noise on the states in training, as a share of each state's own size."
     )
-    finish: float = Field(
+    round_starts_fraction: float = Field(
         0.0, ge=0, le=1, description="Share of the run, at its end, that learns only where drafting would start."
     )
     start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
@@ -289,20 +291,22 @@ def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
     if not path.is_file():
         where = f" (extended by {seen[-1]})" if seen else ""
         raise UserError(f"No recipe {name!r}{where}.", f"{nearest(name, known)} A path to a YAML file works too.")
-    place = str(path.resolve())
-    if place in seen:
-        raise UserError(f"Recipe {name!r} extends itself ({' -> '.join([*seen, place])}).", "Break the circle.")
+    resolved = str(path.resolve())
+    if resolved in seen:
+        raise UserError(
+            f"Recipe {name!r} extends itself ({' -> '.join([*seen, resolved])}).", "Remove one of these extends."
+        )
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Mend the file.") from None
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Correct the file.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings.", "Start from a packaged recipe: headstart recipes show quickstart")
     if (path.parent / "stages").is_dir():  # a run's own, which headstart wrote: perhaps under earlier names
         values = recipe_now(values)
     values.setdefault("name", path.stem)
     parent = values.pop("extends", None)
-    return _merge(_read(str(parent), path.parent, [*seen, place]), values) if parent else values
+    return _merge(_read(str(parent), path.parent, [*seen, resolved]), values) if parent else values
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -324,15 +328,15 @@ def _override(values: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
     if not sign or not key:
         raise UserError(f"{override!r} is not an override.", "Write key=value, for example train.lr=3e-4.")
-    place = values
+    section = values
     *folders, leaf = key.split(".")
     for folder in folders:
-        inner = place.setdefault(folder, {})
+        inner = section.setdefault(folder, {})
         if isinstance(inner, str) and folder == "target":
-            inner = place[folder] = {"spec": inner}
+            inner = section[folder] = {"spec": inner}
         if not isinstance(inner, dict):
             raise UserError(f"{folder!r} in {override!r} has no settings inside.", f"Write {folder}=value.")
-        place = inner
+        section = inner
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -343,10 +347,10 @@ def _override(values: dict[str, Any], override: str) -> None:
         except ValueError:
             value = text
     if leaf == "family":
-        kept = _of_family(place, value)
-        place.clear()
-        place.update(kept)
-    place[leaf] = value
+        kept = _of_family(section, value)
+        section.clear()
+        section.update(kept)
+    section[leaf] = value
 
 
 def section_fields(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None]]:
@@ -369,8 +373,8 @@ def _explain(error: ValidationError, section: type[BaseModel], at: tuple[str, ..
     first = error.errors()[0]
     if isinstance(told := first.get("ctx", {}).get("error"), UserError):
         return told
-    place, name = (*at, *map(str, first["loc"])), str(first["loc"][-1])
-    where, given = ".".join(place), first.get("input")
+    index, name = (*at, *map(str, first["loc"])), str(first["loc"][-1])
+    where, given = ".".join(index), first.get("input")
     if now := value_hint(where, given):
         return UserError(f"Recipe key {where!r} is {given!r}.", now)
     if first["type"] == "extra_forbidden" and at:

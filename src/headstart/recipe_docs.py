@@ -138,7 +138,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A value as one can type it behind `key=`.
+    """A value as one can type it after `key=`.
 
     >>> _yaml(None), _yaml((0.9, 0.95)), _yaml("auto"), _yaml(True)
     ('null', '[0.9, 0.95]', 'auto', 'true')

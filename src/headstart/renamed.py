@@ -14,11 +14,24 @@ from headstart.errors import UserError
 
 T = TypeVar("T")
 
-KEYS: dict[str, str] = {}
+KEYS: dict[str, str] = {
+    "data.openers": "data.seed_prompts",
+    "data.calibration": "data.validation",
+    "train.clip": "train.max_grad_norm",
+    "train.accumulate": "train.gradient_accumulation_steps",
+    "train.finish": "train.round_starts_fraction",
+    "heads.tap_layers": "heads.aux_layers",
+    "heads.tap_norms": "heads.aux_norms",
+    "heads.start": "heads.init",
+    "heads.steps": "heads.draft_steps",
+}
 """Recipe keys, old to new; both with their section."""
-VALUES: dict[str, dict[str, str]] = {}
+VALUES: dict[str, dict[str, str]] = {
+    "train.position_weight": {"auf": "accept_until_failure", "sampled": "subsampled"},
+    "heads.init": {"cold": "random"},
+}
 """By recipe key as it is called now: values, old to new."""
-TENSORS: dict[str, str] = {}
+TENSORS: dict[str, str] = {"tap_norms.": "aux_norms."}
 """Beginnings of the names of saved tensors, old to new."""
 _JOINED = "transition"
 """What `eagle3` with `join=true` is called; `eagle3` alone is the published arrangement."""

@@ -1,4 +1,4 @@
-"""Random draws that can be had again: inverted cumulative sums, with numbers from a row's own stream.
+"""Reproducible random draws: inverted cumulative sums, with numbers from a row's own stream.
 
 Shape suffixes: M, W distributions, V tokens, G groups of tokens.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 _GROUP = 256
 """Tokens that are summed together to draw one: the group is found first, then the token in it."""
 _INSIDE = 1 - 1e-12
-"""The largest share of a sum that a draw may fall on: the sum itself lies behind the last token."""
+"""The largest share of a sum that a draw may fall on: the sum itself lies after the last token."""
 _AHEAD = 64
 """Random numbers that are drawn at a time."""
 
@@ -24,10 +24,10 @@ def draw(probs_V: Tensor, stream: torch.Generator) -> int:
 def draw_each(probs_WV: Tensor, stream: torch.Generator) -> Tensor:
     """A token from each distribution, int64 [W], by inverting cumulative sums; V where there is no probability."""
     cumulative_WV = probs_WV.cumsum(-1, dtype=torch.float64)
-    chance_W = torch.rand(len(probs_WV), generator=stream, dtype=torch.float64).to(probs_WV.device)
-    place_W1 = (cumulative_WV[:, -1] * chance_W)[:, None]
-    # The first token whose cumulative sum passes the place: its own probability is then above 0.
-    return torch.searchsorted(cumulative_WV, place_W1, right=True)[:, 0]
+    prob_W = torch.rand(len(probs_WV), generator=stream, dtype=torch.float64).to(probs_WV.device)
+    index_W1 = (cumulative_WV[:, -1] * prob_W)[:, None]
+    # The first token whose cumulative sum passes the number: its own probability is then above 0.
+    return torch.searchsorted(cumulative_WV, index_W1, right=True)[:, 0]
 
 
 def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,13 +52,13 @@ def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
         sums_MG = rest_M1 if sums_MG is None else torch.cat([sums_MG, rest_M1], 1)
     until_MG = sums_MG.cumsum(1)
     sum_M = until_MG[:, -1]
-    place_M1 = (number_M.clamp(max=_INSIDE) * sum_M)[:, None]
-    # The first whose cumulative sum passes the place: its own weight is then above 0.
-    group_M1 = torch.searchsorted(until_MG, place_M1, right=True).clamp(max=sums_MG.shape[1] - 1)
+    index_M1 = (number_M.clamp(max=_INSIDE) * sum_M)[:, None]
+    # The first whose cumulative sum passes the number: its own weight is then above 0.
+    group_M1 = torch.searchsorted(until_MG, index_M1, right=True).clamp(max=sums_MG.shape[1] - 1)
     own_M1 = sums_MG.gather(1, group_M1)
     token_MG = group_M1 * _GROUP + torch.arange(min(_GROUP, size), device=weights_MV.device)
     inside_MG = weights_MV.gather(1, token_MG.clamp(max=size - 1)).double().masked_fill(token_MG >= size, 0.0).cumsum(1)
-    share_M1 = ((place_M1 - until_MG.gather(1, group_M1) + own_M1) / own_M1).clamp(0.0, _INSIDE)
+    share_M1 = ((index_M1 - until_MG.gather(1, group_M1) + own_M1) / own_M1).clamp(0.0, _INSIDE)
     inside_M1 = torch.searchsorted(inside_MG, share_M1 * inside_MG[:, -1:], right=True)
     return (group_M1 * _GROUP + inside_M1).clamp(max=size - 1)[:, 0], sum_M
 

@@ -25,7 +25,7 @@ class Answer:
         tokens_per_second: tokens over the wall-clock seconds from the call to the last token, reading the prompt
             included; in a batch, this row's tokens only.
         first_token_ms: from the call to the first token.
-        drafter_error: what the drafter raised, when it did; the text is whole all the same, decoded plainly from there.
+        drafter_error: what the drafter raised, when it did; the text is complete all the same, decoded plainly on.
     """
 
     text: str
@@ -44,7 +44,7 @@ class Stream(Iterator[str]):
     the reader's thread, beside the next forward.
     """
 
-    def __init__(self, run: Callable[[OnTokens], Answer], pieces: TextPieces) -> None:
+    def __init__(self, run: Callable[[OnTokens], Answer], pieces: IncrementalDetokenizer) -> None:
         self._answer: list[Answer] = []
         # Nothing of the decoding refers to this object, so that it ends when nobody else does.
         self._generator = _decoded(run, pieces, self._answer)
@@ -65,7 +65,9 @@ class Stream(Iterator[str]):
         self._generator.close()
 
 
-def _decoded(run: Callable[[OnTokens], Answer], pieces: TextPieces, answer: list[Answer]) -> Generator[str, None, None]:
+def _decoded(
+    run: Callable[[OnTokens], Answer], pieces: IncrementalDetokenizer, answer: list[Answer]
+) -> Generator[str, None, None]:
     """The pieces of a stream; its answer is appended at the end."""
     inbox: queue.SimpleQueue[list[int] | Answer | BaseException] = queue.SimpleQueue()
     stopped = threading.Event()
@@ -113,7 +115,7 @@ def _end_streams() -> None:
         thread.join()
 
 
-class TextPieces:
+class IncrementalDetokenizer:
     """Token ids to text, a few at a time, without breaking a character.
 
     Bytes of a character that is not complete yet decode to U+FFFD; text that ends with it is held back. Only the last

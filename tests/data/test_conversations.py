@@ -128,12 +128,9 @@ def test_mask_by_hand() -> None:
 def test_supervised_tokens_are_the_answers() -> None:
     """Whatever the texts, the supervised tokens decode to each answer and its end of turn, in order."""
     tokenizer = tiny_tokenizer()
-    chance = random.Random(0)
+    rng = random.Random(0)
     for _ in range(200):
-        texts = [
-            "".join(chance.choices("aeé日☃👋🏽 \n\t.<|", k=chance.randrange(9)))
-            for _ in range(chance.choice((2, 4, 6)))
-        ]
+        texts = ["".join(rng.choices("aeé日☃👋🏽 \n\t.<|", k=rng.randrange(9))) for _ in range(rng.choice((2, 4, 6)))]
         tokens, supervised = encode(turns(*texts), tokenizer)
         written = tokenizer.decode([token for token, flag in zip(tokens, supervised, strict=True) if flag])
         assert written == "".join(answer + "<|im_end|>" for answer in texts[1::2])
@@ -146,7 +143,7 @@ def test_prompt_tokens_are_what_comes_before_the_answer() -> None:
 
 
 def test_offsets_without_leading_blanks_do_not_move_the_mask() -> None:
-    """Some byte-level tokenizers report a line break as an empty token behind itself."""
+    """Some byte-level tokenizers report a line break as an empty token after itself."""
     from tokenizers import processors
 
     tokenizer = tiny_tokenizer()
@@ -167,7 +164,7 @@ def test_max_tokens_keeps_the_beginning() -> None:
     tokenizer = tiny_tokenizer()
     tokens, supervised = encode(turns("Hi", "Hello."), tokenizer)
     assert encode(turns("Hi", "Hello."), tokenizer, max_tokens=12) == (tokens[:12], supervised[:12])
-    with pytest.raises(UserError, match="begins behind 5 tokens"):
+    with pytest.raises(UserError, match="begins after 5 tokens"):
         encode(turns("Hi", "Hello."), tokenizer, max_tokens=5)
 
 

@@ -18,8 +18,8 @@ from tokenizers import decoders
 from headstart.data import answers, generate, selfprompt
 from headstart.data.conversations import encode
 from headstart.data.generate import build_conversations
-from headstart.data.openers import OPENERS, opener_list
 from headstart.data.sampling import CACHE_PEAK, Room, _pick, sample_rows
+from headstart.data.seed_prompts import SEED_PROMPTS, seed_prompt_list
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
@@ -43,7 +43,7 @@ def prompt_file(folder: Path, count: int = 24) -> str:
 
 
 def section(prompts: str, **over: object) -> DataSection:
-    values = {"conversations": 10, "heldout": 4, "calibration": 3, "max_new_tokens": 12, "batch_size": 5}
+    values = {"conversations": 10, "heldout": 4, "validation": 3, "max_new_tokens": 12, "batch_size": 5}
     return DataSection.model_validate({"prompts": prompts, **values, **over})
 
 
@@ -64,9 +64,9 @@ def test_answers_are_the_targets_own_greedy_tokens(tiny_target: Target, tmp_path
 def test_a_share_of_the_training_answers_is_sampled_and_no_other(tiny_target: Target, tmp_path: Path) -> None:
     settings = section(prompt_file(tmp_path), sampled_fraction=0.4)
     splits = build_conversations(tiny_target, settings, tmp_path / "data")
-    assert [item.sampling["temperature"] for item in splits.calibration] == [0.0] * 3
+    assert [item.sampling["temperature"] for item in splits.validation] == [0.0] * 3
     assert [item.sampling["temperature"] for item in splits.train].count(1.0) == 4
-    for item in splits.train + splits.calibration:
+    for item in splits.train + splits.validation:
         first = item.supervised.index(True)
         plain = Engine(tiny_target).generate([item.tokens[:first]], DecodeOptions(max_new_tokens=12))[0].tokens
         assert (item.tokens[first:] == plain) is (item.sampling["temperature"] == 0)
@@ -74,7 +74,7 @@ def test_a_share_of_the_training_answers_is_sampled_and_no_other(tiny_target: Ta
 
 def test_splits_do_not_overlap(tiny_target: Target, tmp_path: Path) -> None:
     splits = build_conversations(tiny_target, section(prompt_file(tmp_path)), tmp_path / "data")
-    asked = [[item.messages[0]["content"] for item in part] for part in (splits.heldout, splits.calibration)]
+    asked = [[item.messages[0]["content"] for item in part] for part in (splits.heldout, splits.validation)]
     asked.append([item.messages[0]["content"] for item in splits.train])
     assert [len(part) for part in asked] == [4, 3, 10]
     assert len(set().union(*asked)) == 17
@@ -117,9 +117,7 @@ def test_parts_are_only_ever_added(tiny_target: Target, tmp_path: Path) -> None:
     splits = build_conversations(tiny_target, section(prompts, conversations=14, batch_size=2), tmp_path / "data")
     assert len(splits.train) == 14
     assert all((parts / name).read_bytes() == text for name, text in written.items() if name != moved)
-    asked = [
-        item.messages[0]["content"] for part in (splits.train, splits.calibration, splits.heldout) for item in part
-    ]
+    asked = [item.messages[0]["content"] for part in (splits.train, splits.validation, splits.heldout) for item in part]
     assert len(set(asked)) == len(asked)
 
 
@@ -127,7 +125,7 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
     short = section(prompt_file(tmp_path, 60), conversations=50, minutes=1e-6)
     splits = build_conversations(tiny_target, short, tmp_path / "data")
     assert len(splits.heldout) == 4
-    assert len(splits.calibration) == 3
+    assert len(splits.validation) == 3
     assert 1 <= len(splits.train) <= 5, "one part, then the budget is spent"
 
 
@@ -146,7 +144,7 @@ def test_every_user_turn_is_answered_with_exact_tokens(tiny_target: Target, tmp_
     for item in splits.train:
         assert [turn["content"] for turn in item.messages[1::2]] == ["Fine.", "Fine."]
         tokens, supervised = encode(item.messages, tiny_target.tokenizer)
-        # The template's line break behind the last answer comes with the turn after it, and there is none.
+        # The template's line break after the last answer comes with the turn after it, and there is none.
         assert (item.tokens, item.supervised) == (tokens[:-1], supervised[:-1])
 
 
@@ -169,9 +167,9 @@ def test_what_is_kept_apart_is_of_the_kinds_of_a_sorted_file(tiny_target: Target
     path = tmp_path / "sorted.jsonl"
     rows = [{"turns": [f"{'ab'[i // 30]}: question {i}"], "category": "ab"[i // 30]} for i in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = {"conversations": 36, "heldout": 12, "calibration": 12, "max_new_tokens": 8, "batch_size": 32}
+    sizes = {"conversations": 36, "heldout": 12, "validation": 12, "max_new_tokens": 8, "batch_size": 32}
     splits = build_conversations(tiny_target, section(str(path), **sizes), tmp_path / "data")
-    for part in (splits.heldout, splits.calibration, splits.train):
+    for part in (splits.heldout, splits.validation, splits.train):
         assert {item.category for item in part} == {"a", "b"}
 
 
@@ -185,9 +183,9 @@ def test_a_prompt_of_another_split_costs_no_further_batch(
         return [selfprompt.SelfPrompt("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
 
     monkeypatch.setattr(generate, "write_prompts", write_prompts)
-    sizes = {"conversations": 40, "heldout": 8, "calibration": 8, "batch_size": 32}
+    sizes = {"conversations": 40, "heldout": 8, "validation": 8, "batch_size": 32}
     splits = build_conversations(tiny_target, section("self", **sizes), tmp_path / "data")
-    assert [len(part) for part in (splits.heldout, splits.calibration, splits.train)] == [8, 8, 40]
+    assert [len(part) for part in (splits.heldout, splits.validation, splits.train)] == [8, 8, 40]
     assert [path.name for path in (tmp_path / "data" / "parts").glob("*-calibration*")] == ["00001-calibration.jsonl"]
 
 
@@ -215,9 +213,9 @@ def test_given_answers_that_the_template_rewrites_are_left_out_and_counted(tiny_
     rows = [chat(i, "<think>so</think>Yes" if i % 3 == 0 else "No") for i in range(27)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = io.StringIO()
-    sizes = {"conversations": 18, "heldout": 0, "calibration": 1, "batch_size": 27, "regenerate": False}
+    sizes = {"conversations": 18, "heldout": 0, "validation": 1, "batch_size": 27, "regenerate": False}
     splits = build_conversations(target, section(str(path), **sizes), tmp_path / "data", Console(file=said, width=200))
-    answers = [item.messages[1]["content"] for item in splits.train + splits.calibration]
+    answers = [item.messages[1]["content"] for item in splits.train + splits.validation]
     assert set(answers) == {"No"}
     assert re.search(r"Left out: \d+ in which the chat template rewrites an answer\.", said.getvalue())
 
@@ -261,12 +259,14 @@ def test_too_few_prompts_is_an_error(tiny_target: Target, tmp_path: Path) -> Non
         build_conversations(tiny_target, section(prompt_file(tmp_path, 3), max_prompt_tokens=8), tmp_path / "long")
 
 
-def test_self_prompts_start_with_their_opener(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_prompts_start_with_their_seed_prompt(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfprompt, "acceptable", lambda text, special: True)
     ends = frozenset(range(0, tiny_target.vocab_size, 9))  # a random model seldom writes the token that ends a turn
     prompts = selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=1)
     assert len(prompts) > 6 and len({item.category for item in prompts}) > 3
-    starts = {category: [text.split("{topic}")[0].strip() for text in texts] for category, texts in OPENERS.items()}
+    starts = {
+        category: [text.split("{topic}")[0].strip() for text in texts] for category, texts in SEED_PROMPTS.items()
+    }
     assert all(any(item.text.startswith(start) for start in starts[item.category]) for item in prompts)
     assert prompts == selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=1)
     assert prompts != selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=2)
@@ -278,7 +278,7 @@ def test_requests_that_do_not_end_are_left_out(tiny_target: Target, monkeypatch:
     assert selfprompt.write_prompts(tiny_target, 4, "broad", frozenset(), seed=1) == []
 
 
-def test_the_blank_behind_an_opener_is_kept(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blank_after_a_seed_prompt_is_kept(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenizers of the SentencePiece kind drop the blank before the first word of what they decode."""
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
@@ -286,14 +286,14 @@ def test_the_blank_behind_an_opener_is_kept(tiny_target: Target, monkeypatch: py
     answer = [*tokenizer.encode(" of the sea"), tokenizer.eos_token_id]
     assert tokenizer.decode(answer[:-1]) == "of the sea"
     monkeypatch.setattr(selfprompt, "sample_rows", lambda _target, rows, **_options: [answer for _ in rows])
-    monkeypatch.setattr(selfprompt, "opener_list", lambda _breadth: [("writing", "Write a poem")])
+    monkeypatch.setattr(selfprompt, "seed_prompt_list", lambda _breadth: [("writing", "Write a poem")])
     (prompt,) = selfprompt.write_prompts(target, 1, "broad", target.end_tokens, seed=0)
     assert prompt.text == "Write a poem of the sea"
 
 
-def test_openers_cover_many_kinds() -> None:
-    assert len({category for category, _ in opener_list("broad")}) >= 10
-    assert opener_list("none") == [("open", "")]
+def test_seed_prompts_cover_many_kinds() -> None:
+    assert len({category for category, _ in seed_prompt_list("broad")}) >= 10
+    assert seed_prompt_list("none") == [("open", "")]
 
 
 @pytest.mark.parametrize(
@@ -349,8 +349,8 @@ def test_a_batch_that_memory_does_not_hold_is_written_in_halves_and_says_the_sam
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch, error: Exception, late: bool
 ) -> None:
     """Memory ends when the cache is made, or in the middle of writing."""
-    chance = random.Random(0)
-    rows = [[chance.randrange(3, 200) for _ in range(chance.randrange(2, 9))] for _ in range(11)]
+    rng = random.Random(0)
+    rows = [[rng.randrange(3, 200) for _ in range(rng.randrange(2, 9))] for _ in range(11)]
     temperatures = [float(i % 2) for i in range(11)]
     expected = sample_rows(tiny_target, rows, temperatures=temperatures, **SAMPLED)
 
@@ -364,10 +364,10 @@ def test_a_batch_that_memory_does_not_hold_is_written_in_halves_and_says_the_sam
             raise error
         return new_cache(self, rows, capacity)
 
-    def breaks(self: Target, cache: TreeCache, tree: Any, taps: Any = ()) -> TargetOutput:
+    def breaks(self: Target, cache: TreeCache, tree: Any, aux_layers: Any = ()) -> TargetOutput:
         if cache.rows > 3 and late and max(cache.lengths) > 12:
             raise error
-        return forward(self, cache, tree, taps)
+        return forward(self, cache, tree, aux_layers)
 
     monkeypatch.setattr(Target, "new_cache", small)
     monkeypatch.setattr(Target, "forward_tree", breaks)
@@ -411,22 +411,22 @@ def test_a_batch_larger_than_free_memory_is_not_even_tried(
     free = 100 * tiny_target.kv_bytes_per_token
     monkeypatch.setattr("headstart.data.sampling.free_bytes", lambda _device: free)
     assert sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED) == expected
-    assert max(tried) * CACHE_PEAK <= 100 / 2, "two lanes write at once on a CPU"
+    assert max(tried) * CACHE_PEAK <= 100 / 2, "two workers write at once on a CPU"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "gpt2"])
 def test_what_rows_begin_with_alike_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the sliding window, too; read once, and every row continues as it does on its own."""
     target = Target(tiny_model(kind, vocab_size=61))
-    chance = torch.Generator().manual_seed(0)
-    words = torch.randint(3, 61, (40,), generator=chance).tolist()
+    rng = torch.Generator().manual_seed(0)
+    words = torch.randint(3, 61, (40,), generator=rng).tolist()
     rows = [words[:12] + words[20:23], words[:12] + words[30:], words[:13], words[:12] + words[33:]]
     read: list[list[int]] = []
     prefill = Target.prefill
 
-    def noted(self: Target, cache: TreeCache, rows: list[list[int]], taps: tuple[int, ...] = ()) -> TargetOutput:
+    def noted(self: Target, cache: TreeCache, rows: list[list[int]], aux_layers: tuple[int, ...] = ()) -> TargetOutput:
         read.append(list(map(len, rows)))
-        return prefill(self, cache, rows, taps)
+        return prefill(self, cache, rows, aux_layers)
 
     monkeypatch.setattr(Target, "prefill", noted)
     common: dict[str, Any] = {"max_new_tokens": 9, "top_p": 1.0, "ends": frozenset({1}), "seed": 0}
@@ -461,9 +461,9 @@ def test_sampling_follows_the_temperature(tiny_target: Target) -> None:
 def test_draws_follow_the_nucleus_at_any_heat(top_p: float) -> None:
     logits_V = torch.tensor([0.3, 2.0, -1.0, 1.2, 0.9])
     count = 20_000
-    chance_B = (torch.arange(count) + 0.5) / count
-    heat_B = torch.full((count,), 1.5)
-    drawn_B = _pick(logits_V.expand(count, -1), heat_B, top_p, chance_B)
+    uniform_B = (torch.arange(count) + 0.5) / count
+    temperature_B = torch.full((count,), 1.5)
+    drawn_B = _pick(logits_V.expand(count, -1), temperature_B, top_p, uniform_B)
     probs_V = (logits_V.double() / 1.5).softmax(-1)
     order = probs_V.argsort(descending=True)
     before = probs_V[order].cumsum(-1) - probs_V[order]

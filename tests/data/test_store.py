@@ -15,7 +15,7 @@ from headstart.errors import UserError
 from headstart.target import FINAL, Target
 from tests.tiny import tiny_model
 
-TAPS = (1, FINAL)
+AUX_LAYERS = (1, FINAL)
 PLENTY = 10**9
 
 
@@ -29,7 +29,7 @@ def conversations(target: Target, count: int = 7) -> list[Conversation]:
 
 def build(folder: Path, target: Target, taken: Sequence[Conversation], **options: object) -> StateStore:
     settings: dict[str, object] = {"budget_bytes": PLENTY, "batch_tokens": 64, "shard_bytes": 20_000, **options}
-    return build_store(folder, taken, target, settings.pop("taps", TAPS), **settings)  # type: ignore[arg-type]  # of several types
+    return build_store(folder, taken, target, settings.pop("aux_layers", AUX_LAYERS), **settings)  # type: ignore[arg-type]  # of several types
 
 
 class Forwards:
@@ -40,12 +40,12 @@ class Forwards:
         self.rows = 0
         stock = target.hidden_states
 
-        def hidden_states(rows: Sequence[Sequence[int]], taps: Sequence[int]) -> object:
+        def hidden_states(rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> object:
             if self.count == kill_at:
                 raise KeyboardInterrupt
             self.count += 1
             self.rows += len(rows)
-            return stock(rows, taps)
+            return stock(rows, aux_layers)
 
         monkeypatch.setattr(target, "hidden_states", hidden_states)
 
@@ -57,7 +57,7 @@ def test_holds_what_the_target_computes(tiny_target: Target, tmp_path: Path, cac
     build(tmp_path / "store", tiny_target, given, advance=lambda done, total: seen.append((done, total)))
     store = StateStore(tmp_path / "store", cache_bytes=cache_bytes)
     assert len(list((tmp_path / "store").glob("shard-*"))) > 1
-    assert (len(store), store.taps, store.dropped, store.notice) == (7, TAPS, 0, "")
+    assert (len(store), store.aux_layers, store.dropped, store.notice) == (7, AUX_LAYERS, 0, "")
     assert store.lengths == [len(item.tokens) for item in given]
     assert store.tokens == sum(store.lengths)
     for i, conversation in enumerate(given):
@@ -65,9 +65,9 @@ def test_holds_what_the_target_computes(tiny_target: Target, tmp_path: Path, cac
         assert sample.tokens_T.tolist() == conversation.tokens
         assert sample.tokens_T.dtype == torch.int64
         assert sample.supervised_T.tolist() == conversation.supervised
-        (expected,) = tiny_target.hidden_states([conversation.tokens], TAPS)
-        for tap in TAPS:  # rows of a padded batch are summed in another order: float32 rounding apart
-            torch.testing.assert_close(sample.states[tap], expected[tap], rtol=1e-4, atol=1e-5)
+        (expected,) = tiny_target.hidden_states([conversation.tokens], AUX_LAYERS)
+        for layer in AUX_LAYERS:  # rows of a padded batch are summed in another order: float32 rounding apart
+            torch.testing.assert_close(sample.states[layer], expected[layer], rtol=1e-4, atol=1e-5)
     totals = {total for _, total in seen}
     assert totals == {store.tokens}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -93,7 +93,7 @@ def test_counts(tiny_target: Target, tmp_path: Path) -> None:
 
 def test_size_is_as_estimated(tiny_target: Target, tmp_path: Path) -> None:
     store = build(tmp_path, tiny_target, conversations(tiny_target))
-    expected = estimate_bytes(store.tokens, len(TAPS), tiny_target.hidden_size, tiny_target.dtype)
+    expected = estimate_bytes(store.tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype)
     assert expected <= store.bytes <= expected + 600 * len(list(tmp_path.glob("shard-*")))
 
 
@@ -177,8 +177,8 @@ class TestResume:
     def same(one: StateStore, other: StateStore) -> None:
         assert one.lengths == other.lengths
         for i in range(len(one)):
-            for tap in one.taps:
-                assert torch.equal(one.get(i).states[tap], other.get(i).states[tap])
+            for layer in one.aux_layers:
+                assert torch.equal(one.get(i).states[layer], other.get(i).states[layer])
 
 
 class TestMore:
@@ -193,8 +193,8 @@ class TestMore:
         assert forwards.rows == 3
         assert [store.get(i).tokens_T.tolist() for i in range(7)] == [item.tokens for item in given[::-1]]
         for i in range(4):
-            for tap in TAPS:
-                assert torch.equal(store.get(6 - i).states[tap], first.get(i).states[tap])
+            for layer in AUX_LAYERS:
+                assert torch.equal(store.get(6 - i).states[layer], first.get(i).states[layer])
         assert {file: file.stat().st_mtime_ns for file in first.files} == before
         assert len(StateStore(tmp_path / "one")) == 4, "the first store is as it was"
 
@@ -214,19 +214,19 @@ class TestMore:
         asked: list[tuple[int, ...]] = []
         stock = tiny_target.hidden_states
 
-        def hidden_states(rows: Sequence[Sequence[int]], taps: Sequence[int]) -> object:
-            asked.append(tuple(taps))
-            return stock(rows, taps)
+        def hidden_states(rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> object:
+            asked.append(tuple(aux_layers))
+            return stock(rows, aux_layers)
 
         monkeypatch.setattr(tiny_target, "hidden_states", hidden_states)
-        store = build(tmp_path / "two", tiny_target, given, taps=(2, *TAPS), shards=tmp_path / "shards")
+        store = build(tmp_path / "two", tiny_target, given, aux_layers=(2, *AUX_LAYERS), shards=tmp_path / "shards")
         assert set(asked) == {(2,)}
-        assert store.taps == (2, *TAPS)
+        assert store.aux_layers == (2, *AUX_LAYERS)
         assert store.fingerprint == first.fingerprint, "the same texts, whatever is kept of them"
         for i, conversation in enumerate(given):
-            (expected,) = stock([conversation.tokens], store.taps)
-            for tap in store.taps:
-                torch.testing.assert_close(store.get(i).states[tap], expected[tap], rtol=1e-4, atol=1e-5)
+            (expected,) = stock([conversation.tokens], store.aux_layers)
+            for layer in store.aux_layers:
+                torch.testing.assert_close(store.get(i).states[layer], expected[layer], rtol=1e-4, atol=1e-5)
 
     def test_another_mask_is_another_store_of_the_same_states(
         self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -247,9 +247,9 @@ class TestMore:
         other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
         store = build(tmp_path, other, given)
         assert store.fingerprint != first.fingerprint
-        (expected,) = other.hidden_states([given[0].tokens], TAPS)
-        for tap in TAPS:
-            torch.testing.assert_close(store.get(0).states[tap], expected[tap], rtol=1e-4, atol=1e-5)
+        (expected,) = other.hidden_states([given[0].tokens], AUX_LAYERS)
+        for layer in AUX_LAYERS:
+            torch.testing.assert_close(store.get(0).states[layer], expected[layer], rtol=1e-4, atol=1e-5)
 
     def test_files_of_others_stay(self, tiny_target: Target, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("mine")
@@ -261,7 +261,7 @@ class TestMore:
 class TestBudget:
     def test_the_last_conversations_are_left_out(self, tiny_target: Target, tmp_path: Path) -> None:
         given = conversations(tiny_target)
-        per_token = estimate_bytes(1, len(TAPS), tiny_target.hidden_size, tiny_target.dtype)
+        per_token = estimate_bytes(1, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype)
         budget = per_token * sum(len(item.tokens) for item in given[:4]) + per_token
         store = build(tmp_path, tiny_target, given, budget_bytes=budget)
         assert (len(store), store.dropped) == (4, 3)
@@ -295,9 +295,9 @@ class TestRefusals:
         with pytest.raises(UserError, match="no conversations"):
             build(tmp_path, tiny_target, [])
 
-    def test_a_tap_that_does_not_exist(self, tiny_target: Target, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="Tap 9 does not exist"):
-            build(tmp_path, tiny_target, conversations(tiny_target, 1), taps=(9,))
+    def test_an_aux_layer_that_does_not_exist(self, tiny_target: Target, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="Layer 9 does not exist"):
+            build(tmp_path, tiny_target, conversations(tiny_target, 1), aux_layers=(9,))
 
     def test_another_format(self, tmp_path: Path) -> None:
         (tmp_path / "manifest.json").write_text('{"format": 0}')

@@ -28,39 +28,39 @@ class ReplayDrafter:
     """
 
     name = "replay"
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, known: Sequence[Sequence[int]], vocab: int, right: float, nodes: int = 9, seed: int = 0) -> None:
         self.known = known
         self.vocab = vocab
         self.right = right
         self.max_nodes = nodes
-        self.chance = random.Random(seed)
+        self.rng = random.Random(seed)
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Session:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Session:
         return Session(list(range(len(prompts))), [0] * len(prompts))
 
     def propose(self, session: Session, root: Root, request: Request) -> Proposal:
         tokens, parents = [], []
         for row, at, token in zip(session.rows, session.at, root.tokens, strict=True):
             row_parents, depths, row_tokens = [-1], [0], [token]
-            for node in range(1, self.chance.randint(1, request.max_nodes)):
-                parent = self.chance.randrange(node)
+            for node in range(1, self.rng.randint(1, request.max_nodes)):
+                parent = self.rng.randrange(node)
                 depth = depths[parent] + 1
-                place = at + depth
-                truth = self.known[row][place] if place < len(self.known[row]) else 0
-                lucky = self.chance.random() < self.right
-                row_tokens.append(truth if lucky else self.chance.randrange(self.vocab))
+                index = at + depth
+                truth = self.known[row][index] if index < len(self.known[row]) else 0
+                lucky = self.rng.random() < self.right
+                row_tokens.append(truth if lucky else self.rng.randrange(self.vocab))
                 row_parents.append(parent)
                 depths.append(depth)
             tokens.append(row_tokens)
             parents.append(row_parents)
         return Proposal(tokens, parents)
 
-    def observe(self, session: Session, committed: Committed) -> None:
+    def commit(self, session: Session, committed: Committed) -> None:
         session.at = [at + count for at, count in zip(session.at, committed.counts, strict=True)]
 
-    def select(self, session: Session, rows: Sequence[int]) -> None:
+    def reorder(self, session: Session, rows: Sequence[int]) -> None:
         session.rows = [session.rows[row] for row in rows]
         session.at = [session.at[row] for row in rows]
 
@@ -68,8 +68,8 @@ class ReplayDrafter:
 def broken_trees(honest: Any) -> Any:
     """`Target.forward_tree` whose logits belong to the token before, wherever there are drafts."""
 
-    def shifted(self: Any, cache: Any, tree: Any, taps: Any = ()) -> Any:
-        out = honest(self, cache, tree, taps)
+    def shifted(self: Any, cache: Any, tree: Any, aux_layers: Any = ()) -> Any:
+        out = honest(self, cache, tree, aux_layers)
         if tree.size > 1:
             out.logits_BTV = out.logits_BTV.roll(1, -1)
         return out

@@ -45,10 +45,10 @@ def _keeps_p(p_target_V: Tensor, q_draft_V: Tensor, reach: float = 1.0) -> tuple
 
 def _by_probability(row: Row, node: int) -> Iterator[tuple[int, Tensor]]:
     """Drawn siblings are tried the likeliest first, each with q without those tried before."""
-    if node not in row.drawn:
+    if node not in row.sampled:
         return
     q_draft_V = row.q_draft(node).clone()
-    for child in sorted(row.drawn[node].children, key=lambda child: -float(row.q_draft(node)[row.tokens[child]])):
+    for child in sorted(row.sampled[node].children, key=lambda child: -float(row.q_draft(node)[row.tokens[child]])):
         yield child, q_draft_V / q_draft_V.sum()
         q_draft_V[row.tokens[child]] = 0.0
 
@@ -60,23 +60,23 @@ def _with_replacement(row: Row, node: int) -> Iterator[tuple[int, Tensor]]:
 
 
 class RawBonusRow(Row):
-    """The token behind a fully accepted path comes from the plain softmax, before temperature and cut."""
+    """The token after a fully accepted path comes from the plain softmax, before temperature and cut."""
 
     def p_target(self, node: int) -> Tensor:
         return super().p_target(node) if self.children[node] else torch.softmax(self._logits_NV[node], -1)
 
 
 class PruningGrower(Grower):
-    """Drawn children that the drafter finds unlikely are dropped."""
+    """Sampled children that the drafter finds unlikely are dropped."""
 
     def keep(self, token: int, q_draft: list[float]) -> bool:
         return q_draft[token] > 0.25
 
 
 class UnmaskedGrower(Grower):
-    """The drawn child comes from q without the guessed tokens, but is tested against the whole q."""
+    """The sampled child comes from q without the top-k tokens, but is tested against the whole q."""
 
-    def source(self, q_drawn_V: Tensor, q_draft_V: Tensor) -> Tensor:
+    def source(self, q_sampled_V: Tensor, q_draft_V: Tensor) -> Tensor:
         return q_draft_V
 
 
@@ -91,7 +91,7 @@ MUTANTS = {
     "drawn child of a chain pruned by identity": Mutant(("block",), shape="chain of 3", grower=PruningGrower),
     "siblings out of draw order": Mutant(("greedy_draft", "rrs", "traversal"), patches={"_draws": _by_probability}),
     "q not renormalised": Mutant(("rrs", "traversal"), shape="bushy", patches={"_draws": _with_replacement}),
-    "q holds the guessed tokens": Mutant(("greedy_draft",), kind="top and drawn", grower=UnmaskedGrower),
+    "q holds the top-k tokens": Mutant(("greedy_draft",), kind="top and drawn", grower=UnmaskedGrower),
     "kept by reach alone": Mutant(
         ("block", "traversal"), shape="chain of 3", patches={"_keep": lambda _, reach: reach}
     ),

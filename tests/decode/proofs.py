@@ -62,14 +62,14 @@ def outcomes(experiment: Callable[[Pick], Result]) -> Iterator[tuple[Result, flo
     """Every result of an experiment with its probability."""
     script: list[list[tuple[int, float]]] = []  # of each choice the options not yet finished; the last one is current
     while True:
-        place, probability = 0, 1.0
+        index, probability = 0, 1.0
 
         def pick(stream: str, weights: list[float]) -> int:
-            nonlocal place, probability
-            if place == len(script):
+            nonlocal index, probability
+            if index == len(script):
                 script.append([(i, weight / sum(weights)) for i, weight in enumerate(weights) if weight > 0])
-            choice, chance = script[place][-1]
-            place, probability = place + 1, probability * chance
+            choice, prob = script[index][-1]
+            index, probability = index + 1, probability * prob
             return choice
 
         yield experiment(pick), probability
@@ -136,19 +136,19 @@ product of a few factors with relative errors of 1e-16, add up to errors below 1
 def enumerate_round(
     accept: Accept, grower: Grower, prefix: tuple[int, ...] = (), row_type: type[Row] = Row
 ) -> dict[tuple[int, ...], float]:
-    """The exact distribution of the tokens that one round emits behind a prefix."""
+    """The exact distribution of the tokens that one round emits after a prefix."""
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
     for draft, drafted in outcomes(lambda pick: grower.grow(prefix, pick)):
         row = draft.row(prefix, row_type)
-        for tokens, chance in outcomes(partial(emit, accept, row)):
-            emitted[tokens] += drafted * chance
+        for tokens, prob in outcomes(partial(emit, accept, row)):
+            emitted[tokens] += drafted * prob
     return emitted
 
 
 def exact_error(accept: Accept, grower: Grower, prefix: tuple[int, ...] = (), row_type: type[Row] = Row) -> float:
     """How far one round followed by the target alone is from the target's joint distribution of the next 4 tokens.
 
-    Four tokens are all that a round emits from the shapes above. Later rounds do the same behind their own prefixes, so
+    Four tokens are all that a round emits from the shapes above. Later rounds do the same after their own prefixes, so
     by induction an error of 0 means that whole texts follow the target's distribution.
 
     Returns:
@@ -161,10 +161,10 @@ def exact_error(accept: Accept, grower: Grower, prefix: tuple[int, ...] = (), ro
 
 
 def prove_exactly(accept: Accept, grower: Grower, row_type: type[Row] = Row, tolerance: float = EXACT) -> None:
-    """Assert that a rule is lossless behind several prefixes."""
+    """Assert that a rule is lossless after several prefixes."""
     for prefix in ((), (1,), (2, 3)):
         error = exact_error(accept, grower, prefix, row_type)
-        assert error < tolerance, f"differs from the target: by {error:.2g} behind {prefix}"
+        assert error < tolerance, f"differs from the target: by {error:.2g} after {prefix}"
 
 
 # -- proof by sampling -----------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ UNLIKELY = 1e-6
 """Probability with which a proof by sampling may fail on a right rule (the seeds are fixed, so it does or does not)."""
 
 _CHOICES = 8
-"""More numbers than a round behind a chain takes from one stream."""
+"""More numbers than a round after a chain takes from one stream."""
 
 
 def sample_texts(

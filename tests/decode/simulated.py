@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headstart.decode.budget import Pace
+from headstart.decode.budget import Controller
 from headstart.decode.costs import Costs
 from headstart.decode.learned import Experience, size_of
 from headstart.proposal import Proposal
@@ -40,14 +40,14 @@ class Machine:
     noise: Callable[[float], float] = lambda _: 1.0
     jitter: float = 0.03
     by_rows: Callable[[int, int], float] = lambda rows, nodes: 1.0
-    chance: random.Random = field(default_factory=lambda: random.Random(0))
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
     now: float = 0.0
 
     def seen(self, ms: float) -> float:
         """How long it looks to somebody with a clock: slower at times, now and then much."""
-        spike = 4.0 if self.chance.random() < 0.01 else 1.0
+        spike = 4.0 if self.rng.random() < 0.01 else 1.0
         self.now += ms
-        return ms * self.noise(self.now) * (1 + abs(self.chance.gauss(0, self.jitter))) * spike
+        return ms * self.noise(self.now) * (1 + abs(self.rng.gauss(0, self.jitter))) * spike
 
     def verify(self, rows: int, nodes: int) -> float:
         return self.truth.verify(rows * nodes) * self.by_rows(rows, nodes)
@@ -95,23 +95,23 @@ class Engine:
         self.machine, self.costs, self.promised, self.accepted = machine, costs, promised, accepted
         self.greedy, self.fixed = greedy, fixed
         self.experience: dict[int, Experience] = {}
-        self.chance = random.Random(1)
+        self.rng = random.Random(1)
         self.came_to = Decoding()
 
     def call(self, tokens: int = 128, rows: int = 1, prompt: int = 60) -> None:
         """Decode a batch of answers of so many tokens each."""
         experience = self.experience.setdefault(size_of(rows), Experience()) if self.greedy else None
-        pace = Pace(self.costs, "auto", rows, tokens, None, prompt, experience)
+        controller = Controller(self.costs, "auto", rows, tokens, None, prompt, experience)
         self.came_to.plain_ms += (tokens - 1) * self.machine.verify(rows, 1)
         self.came_to.tokens += rows * tokens
-        left, unread, opened = [tokens - 1] * rows, prompt, pace.opens
+        left, unread, opened = [tokens - 1] * rows, prompt, controller.will_draft
         while left:
-            drafts = self.fixed is not None or pace.drafts
+            drafts = self.fixed is not None or controller.drafts
             draft_ms = 0.0
             tree = Proposal.roots([0] * len(left))
             if drafts:
                 assert opened or self.fixed, "nothing drafts without a session"
-                tree, depth = self._draft(pace, len(left))
+                tree, depth = self._draft(controller, len(left))
                 draft_ms = self.machine.draft(len(left), depth, unread)
                 unread = 0
             else:
@@ -121,49 +121,53 @@ class Engine:
             self.came_to.rounds += 1
             self.came_to.drafted += drafts
             emitted = [self._accept(tree, row) for row in range(len(left))]
-            pace.note(tree, emitted, (self.machine.seen(draft_ms) if drafts else 0.0, self.machine.seen(verify_ms)))
+            controller.note(
+                tree, emitted, (self.machine.seen(draft_ms) if drafts else 0.0, self.machine.seen(verify_ms))
+            )
             left = [have - got for have, got in zip(left, emitted, strict=True)]
             kept = [row for row, have in enumerate(left) if have > 0]
             if len(kept) < len(left):
                 left = [left[row] for row in kept]
                 if left:
-                    pace.select(kept)
+                    controller.reorder(kept)
 
-    def _draft(self, pace: Pace, rows: int) -> tuple[Proposal, int]:
+    def _draft(self, controller: Controller, rows: int) -> tuple[Proposal, int]:
         """The tree to verify and how many levels were drafted; a node's token is its depth and rank."""
-        room, worth, level_worth = pace.room(32), pace.worth, pace.level_worth
+        room, threshold, level_threshold = controller.room(32), controller.threshold, controller.level_threshold
         if self.fixed is not None:
-            room, worth, level_worth = self.fixed, 0.0, 0.0
+            room, threshold, level_threshold = self.fixed, 0.0, 0.0
         best, shares = self.promised[0], self.promised
         nodes: list[tuple[float, int, int]] = []
-        depth, gain = 0, 1.0
+        depth, accept_prob = 0, 1.0
         while depth < LEVELS:
-            reach = sum(shares[:3])
-            if depth and max(0.0, gain * reach - worth) * rows < level_worth:
+            best_child = sum(shares[:3])
+            if depth and max(0.0, accept_prob * best_child - threshold) * rows < level_threshold:
                 break
             found = [
-                (gain * share, depth, rank) for rank, share in enumerate(shares) if gain * share >= max(worth, 1e-3)
+                (accept_prob * share, depth, rank)
+                for rank, share in enumerate(shares)
+                if accept_prob * share >= max(threshold, 1e-3)
             ]
             nodes += found
             depth += 1
-            gain *= best
+            accept_prob *= best
             if not found:
                 break
         nodes = sorted(nodes, key=lambda node: (-node[0], node[1:]))[: room - 1]
         nodes.sort(key=lambda node: node[1:])
-        places = {(at, rank): number for number, (_, at, rank) in enumerate(nodes, start=1)}
-        parents = [-1, *(0 if at == 0 else places[at - 1, 0] for _, at, _ in nodes)]
+        indices = {(at, rank): number for number, (_, at, rank) in enumerate(nodes, start=1)}
+        parents = [-1, *(0 if at == 0 else indices[at - 1, 0] for _, at, _ in nodes)]
         tokens = [0, *(10 * at + rank for _, at, rank in nodes)]
-        gains = [1.0, *(one for one, _, _ in nodes)]
+        accept_probs = [1.0, *(one for one, _, _ in nodes)]
         levels = depth if self.fixed is None else max((at + 1 for _, at, _ in nodes), default=1)
-        tree = Proposal([tokens] * rows, [parents] * rows, [gains] * rows, levels=levels)
-        return (tree if self.fixed is not None else pace.prune(tree)), levels
+        tree = Proposal([tokens] * rows, [parents] * rows, [accept_probs] * rows, levels=levels)
+        return (tree if self.fixed is not None else controller.prune(tree)), levels
 
     def _accept(self, tree: Proposal, row: int) -> int:
         """Tokens that the row emits: down the comb as far as luck and the tree go."""
         own = set(tree.tokens[row][1:])
         for depth in range(LEVELS):
-            luck = self.chance.random()
+            luck = self.rng.random()
             right = next((rank for rank in range(len(self.accepted)) if luck < sum(self.accepted[: rank + 1])), None)
             if right is None or 10 * depth + right not in own:
                 return depth + 1

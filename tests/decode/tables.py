@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.decode.verify import Row
-from headstart.proposal import Children, Drawn
+from headstart.proposal import Children, SampledChildren
 
 VOCAB = 5
 ROOT = 0
@@ -58,13 +58,13 @@ class Kind:
 
 
 KINDS = {
-    "top": Kind(Children.TOP),
+    "top": Kind(Children.TOP_K),
     "guesses": Kind(None),
-    "top and drawn": Kind(Children.TOP_AND_DRAWN),
-    "drawn": Kind(Children.DRAWN),
-    "top and drawn, guesses": Kind(Children.TOP_AND_DRAWN, branch=2),
-    "drawn, guesses": Kind(Children.DRAWN, branch=2),
-    "drawn, adaptive": Kind(Children.DRAWN, adaptive=True),
+    "top and drawn": Kind(Children.TOP_K_AND_SAMPLED),
+    "drawn": Kind(Children.SAMPLED),
+    "top and drawn, guesses": Kind(Children.TOP_K_AND_SAMPLED, branch=2),
+    "drawn, guesses": Kind(Children.SAMPLED, branch=2),
+    "drawn, adaptive": Kind(Children.SAMPLED, adaptive=True),
 }
 
 
@@ -121,11 +121,11 @@ class Draft:
     tokens: list[int]
     parents: list[int]
     logits: list[Tensor]
-    drawn: dict[int, Drawn]
+    sampled: dict[int, SampledChildren]
 
     def row(self, prefix: tuple[int, ...], row_type: type[Row] = Row) -> Row:
         logits_NV = torch.stack(self.logits)
-        return row_type(self.tokens, self.parents, self.drawn, logits_NV, lambda _, path: p_table((*prefix, *path)))
+        return row_type(self.tokens, self.parents, self.sampled, logits_NV, lambda _, path: p_table((*prefix, *path)))
 
 
 class Grower:
@@ -135,15 +135,15 @@ class Grower:
         self.kind, self.shape = kind, shape
 
     def keep(self, token: int, q_draft: list[float]) -> bool:
-        """Whether a drawn child stays in the tree; must not look at its arguments."""
+        """Whether a sampled child stays in the tree; must not look at its arguments."""
         return True
 
-    def source(self, q_drawn_V: Tensor, q_draft_V: Tensor) -> Tensor:
-        """What the tree says its first drawn child came from, given what it came from, and the whole q."""
-        return q_drawn_V
+    def source(self, q_sampled_V: Tensor, q_draft_V: Tensor) -> Tensor:
+        """What the tree says its first sampled child came from, given what it came from, and the whole q."""
+        return q_sampled_V
 
     def grow(self, prefix: tuple[int, ...], pick: Pick) -> Draft:
-        """Draft behind a prefix; with draws from the stream "draft"."""
+        """Draft after a prefix; with draws from the stream "draft"."""
         draft = Draft([ROOT], [-1], [logits_table(prefix)], {})
         self._extend(draft, 0, prefix, self.shape, self.kind.branch, pick)
         return draft
@@ -157,21 +157,21 @@ class Grower:
             draft.logits.append(logits_table((*prefix, token)))
             children[token] = len(draft.tokens) - 1
 
-        guessed, q_drawn_V = _plan(self.kind.children, context(prefix), len(shape))
-        for token in guessed:
+        top_k, q_sampled_V = _plan(self.kind.children, context(prefix), len(shape))
+        for token in top_k:
             add(token)
-        rest = q_drawn_V.tolist()
-        drawn = []
-        for _ in range(len(shape) - len(guessed)):
+        rest = q_sampled_V.tolist()
+        sampled = []
+        for _ in range(len(shape) - len(top_k)):
             if not sum(rest) > 0:  # q holds fewer tokens
                 break
             token = pick("draft", rest)
             rest[token] = 0.0
-            if self.keep(token, q_drawn_V.tolist()):
+            if self.keep(token, q_sampled_V.tolist()):
                 add(token)
-                drawn.append(children[token])
-        if drawn:
-            draft.drawn[node] = Drawn(drawn, self.source(q_drawn_V, q_table(prefix)))
+                sampled.append(children[token])
+        if sampled:
+            draft.sampled[node] = SampledChildren(sampled, self.source(q_sampled_V, q_table(prefix)))
         below = dict(zip(children, shape, strict=False))
         if self.kind.adaptive and len(children) > 1 and next(iter(children)) % 2:
             below[list(children)[1]] = ()
@@ -190,14 +190,14 @@ def _guess(prefix: tuple[int, ...]) -> int:
 
 @cache
 def _plan(children: Children | None, last_two: tuple[int, ...], width: int) -> tuple[list[int], Tensor]:
-    """Guessed tokens of a node with `width` children, and the distribution of its first drawn child (or zeros)."""
+    """Guessed tokens of a node with `width` children, and the distribution of its first sampled child (or zeros)."""
     q_draft_V = q_table(last_two)
     if children is None:
         return [(_guess(last_two) + rank) % VOCAB for rank in range(width)], torch.zeros_like(q_draft_V)
-    fixed = {Children.TOP: width, Children.TOP_AND_DRAWN: max(width - 1, 0), Children.DRAWN: 0}[children]
-    guessed = q_draft_V.argsort(descending=True)[:fixed].tolist()
+    fixed = {Children.TOP_K: width, Children.TOP_K_AND_SAMPLED: max(width - 1, 0), Children.SAMPLED: 0}[children]
+    top_k = q_draft_V.argsort(descending=True)[:fixed].tolist()
     if fixed == width:
-        return guessed, torch.zeros_like(q_draft_V)
+        return top_k, torch.zeros_like(q_draft_V)
     rest_V = q_draft_V.clone()
-    rest_V[guessed] = 0.0
-    return guessed, rest_V / rest_V.sum()
+    rest_V[top_k] = 0.0
+    return top_k, rest_V / rest_V.sum()

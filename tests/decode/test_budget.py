@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headstart.decode.budget import Costs, Pace
+from headstart.decode.budget import Controller, Costs
 from headstart.proposal import Proposal
 from headstart.target import TreeShape
 
@@ -15,9 +15,9 @@ STEEP = Costs((1, 64), (10.0, 640.0))
 REAL = Costs((1, 2, 4, 8, 16, 32, 64), (23.7, 24.2, 24.8, 27.1, 32.0, 43.0, 65.0))
 
 
-def tree(gains: list[list[float]], parents: list[list[int]]) -> Proposal:
-    tokens = [[row * 100 + node for node in range(len(own))] for row, own in enumerate(gains)]
-    return Proposal(tokens, parents, gains)
+def tree(accept_probs: list[list[float]], parents: list[list[int]]) -> Proposal:
+    tokens = [[row * 100 + node for node in range(len(own))] for row, own in enumerate(accept_probs)]
+    return Proposal(tokens, parents, accept_probs)
 
 
 def filled(shape: TreeShape) -> Proposal:
@@ -26,90 +26,90 @@ def filled(shape: TreeShape) -> Proposal:
 
 def test_free_nodes_are_all_kept_and_dear_ones_all_dropped() -> None:
     drafted = tree([[1.0, 0.5, 0.4, 0.3]], [[-1, 0, 0, 1]])
-    assert Pace(FLAT, "on", 1).prune(drafted).size == 4
-    assert Pace(STEEP, "on", 1).prune(drafted).size == 1
+    assert Controller(FLAT, "on", 1).prune(drafted).size == 4
+    assert Controller(STEEP, "on", 1).prune(drafted).size == 1
 
 
 def test_pruning_keeps_the_best_nodes_with_their_parents() -> None:
     drafted = tree([[1.0, 0.01, 0.9, 0.8, 0.005]], [[-1, 0, 0, 2, 1]])
-    kept = Pace(REAL, "on", 1).prune(drafted)
+    kept = Controller(REAL, "on", 1).prune(drafted)
     assert kept.tokens == [[0, 2, 3]]
     assert kept.parents == [[-1, 0, 1]]
-    assert kept.gains == [[1.0, 0.9, 0.8]]
+    assert kept.accept_probs == [[1.0, 0.9, 0.8]]
 
 
-def test_rows_share_one_width_by_gain() -> None:
+def test_rows_share_one_width_by_acceptance() -> None:
     drafted = tree([[1.0, 0.9, 0.8, 0.7], [1.0, 0.1]], [[-1, 0, 1, 2], [-1, 0]])
-    kept = Pace(REAL, "on", 2).prune(drafted)
+    kept = Controller(REAL, "on", 2).prune(drafted)
     assert kept.size == 4, "one row pays for the width; the other brings what it has"
     assert list(map(len, kept.tokens)) == [4, 2]
 
 
 def test_the_best_width_is_that_of_exhaustive_search() -> None:
-    chance = random.Random(0)
+    rng = random.Random(0)
     for _ in range(20):
-        pace = Pace(REAL, "on", 1)
-        gains = [1.0, *sorted((chance.random() ** 2 for _ in range(20)), reverse=True)]
-        drafted = tree([gains], [[-1, *[0] * 20]])
-        rate = pace._rate(drafted.size)
-        net = [sum(gains[:nodes]) - rate * REAL.verify(nodes) for nodes in range(1, 22)]
-        assert pace.prune(drafted).size == net.index(max(net)) + 1
+        controller = Controller(REAL, "on", 1)
+        accept_probs = [1.0, *sorted((rng.random() ** 2 for _ in range(20)), reverse=True)]
+        drafted = tree([accept_probs], [[-1, *[0] * 20]])
+        rate = controller._rate(drafted.size)
+        net = [sum(accept_probs[:nodes]) - rate * REAL.verify(nodes) for nodes in range(1, 22)]
+        assert controller.prune(drafted).size == net.index(max(net)) + 1
 
 
-def test_trees_with_drawn_children_are_never_pruned() -> None:
+def test_trees_with_sampled_children_are_never_pruned() -> None:
     drafted = tree([[1.0, 0.01]], [[-1, 0]])
-    drafted.drawn = [{}]
-    assert Pace(STEEP, "on", 1).prune(drafted) is drafted
+    drafted.sampled = [{}]
+    assert Controller(STEEP, "on", 1).prune(drafted) is drafted
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
     """A round costs .14 tokens: those that bring nothing come to less than 3 % of all rounds' time."""
-    pace = Pace(REAL, "auto", 1, draft_ms=1.6)
+    controller = Controller(REAL, "auto", 1, draft_ms=1.6)
     shape = TreeShape.chain(4)
     drafted = 0
     for _ in range(300):
-        if pace.drafts:
+        if controller.drafts:
             drafted += 1
-            pace.note(filled(shape), [1 + accepted])
+            controller.note(filled(shape), [1 + accepted])
         else:
-            pace.note(Proposal.roots([0]), [1])
+            controller.note(Proposal.roots([0]), [1])
     assert drafted == 300 if accepted else 0.14 * drafted < 0.03 * 300
 
 
 def test_a_few_rounds_without_luck_are_forgiven() -> None:
     """Rounds that bring 1.5 tokens and cost 1.3 plain ones; eight in a row bring nothing."""
-    pace = Pace(Costs((1, 64), (10.0, 10.0), 3.0), "auto", 1, draft_ms=3.0)
+    controller = Controller(Costs((1, 64), (10.0, 10.0), 3.0), "auto", 1, draft_ms=3.0)
     drafted = filled(TreeShape.chain(4))
     for number in range(60):
-        pace.note(drafted, [1 + number % 2])
+        controller.note(drafted, [1 + number % 2])
     unlucky = 0
-    while pace.drafts:
+    while controller.drafts:
         unlucky += 1
-        pace.note(drafted, [1])
+        controller.note(drafted, [1])
     assert 8 <= unlucky < 14
 
 
 def test_dear_drafts_that_fail_are_given_up_early() -> None:
-    pace = Pace(REAL, "auto", 1, draft_ms=20.0)
+    controller = Controller(REAL, "auto", 1, draft_ms=20.0)
     rounds = 0
-    while pace.drafts:
+    while controller.drafts:
         rounds += 1
-        pace.note(filled(TreeShape.chain(4)), [1])
+        controller.note(filled(TreeShape.chain(4)), [1])
     assert rounds == 2, "two such rounds cost a token and a half"
 
 
 def test_drafting_returns_when_it_pays_again() -> None:
-    pace = Pace(REAL, "auto", 1, draft_ms=1.6)
+    controller = Controller(REAL, "auto", 1, draft_ms=1.6)
     shape = TreeShape.chain(4)
     history = []
     for number in range(400):
-        history.append(pace.drafts)
-        if pace.drafts:
+        history.append(controller.drafts)
+        if controller.drafts:
             emitted = 1 if number < 100 else 3
-            pace.note(filled(shape), [emitted])
+            controller.note(filled(shape), [emitted])
         else:
-            pace.note(Proposal.roots([0]), [1])
+            controller.note(Proposal.roots([0]), [1])
     assert not all(history[20:100])
     assert all(history[200:])
 
@@ -117,41 +117,41 @@ def test_drafting_returns_when_it_pays_again() -> None:
 @pytest.mark.parametrize(("levels", "charged"), [(1, 3.0), (4, 6.0), (None, 5.0)])
 def test_a_draft_costs_the_levels_that_the_heads_drafted(levels: int | None, charged: float) -> None:
     """A tree of depth 3: a deeper branch of another drafter costs no level; without a word of levels depth counts."""
-    pace = Pace(Costs((1, 64), (10.0, 10.0), 6.0, 1.0, 4), "on", 1)
+    controller = Controller(Costs((1, 64), (10.0, 10.0), 6.0, 1.0, 4), "on", 1)
     drafted = tree([[1.0, 0.9, 0.8, 0.7]], [[-1, 0, 1, 2]])
     drafted.levels = levels
     for _ in range(200):
-        pace.note(pace.prune(drafted), [1])
-    assert pace._draft_ms == pytest.approx(charged, abs=1e-6), "the mean of a constant"
+        controller.note(controller.prune(drafted), [1])
+    assert controller._draft_ms == pytest.approx(charged, abs=1e-6), "the mean of a constant"
 
 
 def test_modes() -> None:
-    assert Pace(None, "auto", 1).drafts
-    assert not Pace(REAL, "off", 1).drafts
-    assert Pace(None, "auto", 1).worth == 0.0
-    assert 0 < Pace(REAL, "auto", 1).worth < Pace(REAL, "auto", 16).worth < 1
+    assert Controller(None, "auto", 1).drafts
+    assert not Controller(REAL, "off", 1).drafts
+    assert Controller(None, "auto", 1).threshold == 0.0
+    assert 0 < Controller(REAL, "auto", 1).threshold < Controller(REAL, "auto", 16).threshold < 1
 
 
 def test_a_token_counts_for_the_time_that_it_saves() -> None:
     """Costs of 10 ms and 1 more for each row: what is shared belongs to the row that will end last."""
-    pace = Pace(Costs((1, 64), (11.0, 74.0)), "on", 2, limit=100)
-    assert pace.weights == pytest.approx([1.0, 1.0]), "nothing is known yet"
+    controller = Controller(Costs((1, 64), (11.0, 74.0)), "on", 2, limit=100)
+    assert controller.weights == pytest.approx([1.0, 1.0]), "nothing is known yet"
     for _ in range(20):
-        pace.note(Proposal.roots([1, 2]), [3, 1])
-    first, second = pace.weights
+        controller.note(Proposal.roots([1, 2]), [3, 1])
+    first, second = controller.weights
     assert first == pytest.approx(2 * 1 / 12, abs=0.01), "its own share of the forward"
     assert second == pytest.approx(2 * 11 / 12, abs=0.01)
-    pace.select([1])
-    assert pace.weights == [1.0]
+    controller.reorder([1])
+    assert controller.weights == [1.0]
 
 
 def test_a_batch_whose_slowest_row_gains_nothing_is_decoded_plainly() -> None:
     """Fast rows would pay for drafting on average, yet the batch would end later."""
     drafted = tree([[1.0, 0.9]] * 3 + [[1.0, 0.02]], [[-1, 0]] * 4)
     costs = Costs((1, 4, 8), (20.0, 24.0, 32.0))
-    alike = Pace(costs, "on", 4)
+    alike = Controller(costs, "on", 4)
     assert alike.prune(drafted).size == 2
-    uneven = Pace(costs, "on", 4, limit=200)
+    uneven = Controller(costs, "on", 4, limit=200)
     for _ in range(30):
         uneven.note(Proposal.roots(range(4)), [2, 2, 2, 1])
     assert uneven.prune(drafted).size == 1

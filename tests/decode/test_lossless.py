@@ -26,8 +26,8 @@ OPTIONS = DecodeOptions(max_new_tokens=NEW, ignore_end=True)
 
 
 def prompts(vocab: int, lengths: Sequence[int] = (3, 17, 9), seed: int = 0) -> list[list[int]]:
-    chance = random.Random(seed)
-    return [[chance.randrange(1, vocab) for _ in range(length)] for length in lengths]
+    rng = random.Random(seed)
+    return [[rng.randrange(1, vocab) for _ in range(length)] for length in lengths]
 
 
 def plain(target: Target, texts: list[list[int]], options: DecodeOptions = OPTIONS) -> list[list[int]]:
@@ -91,10 +91,10 @@ def test_end_of_turn_inside_an_accepted_path_cuts_the_rest() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     text = prompts(61)[:1]
     whole = plain(target, text)[0]
-    place = next(i for i in range(3, NEW) if whole[i] not in whole[:i])
-    target.end_tokens = frozenset({whole[place]})
+    index = next(i for i in range(3, NEW) if whole[i] not in whole[:i])
+    target.end_tokens = frozenset({whole[index]})
     out = Engine(target, ReplayDrafter([whole], 61, 1.0, nodes=12)).generate(text, DecodeOptions(max_new_tokens=NEW))
-    assert out[0].tokens == whole[: place + 1]
+    assert out[0].tokens == whole[: index + 1]
     assert out[0].finish == "end"
 
 
@@ -183,7 +183,7 @@ def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch) ->
     known = plain(target, texts)
     monkeypatch.setattr("headstart.decode.loop.GreedyVerifier", _AcceptsEverything)
     drafter = ReplayDrafter(known, 61, 0.0, nodes=4)
-    monkeypatch.setattr(drafter.chance, "randint", lambda *_: 4)
+    monkeypatch.setattr(drafter.rng, "randint", lambda *_: 4)
     assert Engine(target, drafter).generate(texts, OPTIONS)[0].tokens != known[0]
 
 

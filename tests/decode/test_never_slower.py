@@ -116,7 +116,7 @@ def test_seeded_decisions_do_not_depend_on_the_clock_or_on_earlier_calls() -> No
         counts = []
         for number in range(6):
             engine.accepted = accepted if number < 5 else FAIR
-            engine.chance.seed(seed + number if number < 5 else 0)
+            engine.rng.seed(seed + number if number < 5 else 0)
             before = engine.came_to.drafted, engine.came_to.rounds
             engine.call(128)
             counts += [engine.came_to.drafted - before[0], engine.came_to.rounds - before[1]]

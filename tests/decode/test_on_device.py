@@ -20,7 +20,7 @@ from headstart.drafters.ngram import NgramDrafter
 from headstart.heads import DraftHead, HeadBatch
 from headstart.recipe import TrainSection
 from headstart.target import Target, TreeShape
-from headstart.train.batches import noisy, predictions, thinned
+from headstart.train.batches import noisy, predictions, subsampled
 from headstart.train.losses import LOSSES, Teacher, find_loss, weighted
 from headstart.train.optimizers import make_optimizers
 from tests.heads.test_contract import CASES, batch_of, build, shake
@@ -131,10 +131,10 @@ def loss_of(heads: DraftHead, target: Target, batch: HeadBatch, section: TrainSe
         section.step_weight,
         section.position_weight,
         0.1 if heads.drafts_features else 0.0,
-        section.finish == 1,
+        section.round_starts_fraction == 1,
     )
     loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-    torch.nn.utils.clip_grad_norm_(heads.parameters(), section.clip)
+    torch.nn.utils.clip_grad_norm_(heads.parameters(), section.max_grad_norm)
     before = [parameter.detach().clone() for parameter in heads.parameters()]
     for optimizer in optimizers:
         optimizer.step()
@@ -142,10 +142,10 @@ def loss_of(heads: DraftHead, target: Target, batch: HeadBatch, section: TrainSe
     return float(loss.detach())
 
 
-def lesson(host: Target, heads: DraftHead, device: str) -> HeadBatch:
+def training_batch(host: Target, heads: DraftHead, device: str) -> HeadBatch:
     batch = batch_of(host, heads, LESSONS, prompt=3)
     final = batch_of(host, build("medusa", host), LESSONS, prompt=3).states
-    states = {tap: state.to(device) for tap, state in (final | batch.states).items()}
+    states = {layer: state.to(device) for layer, state in (final | batch.states).items()}
     return HeadBatch(batch.tokens_BT.to(device), batch.supervised_BT.to(device), states)
 
 
@@ -156,8 +156,8 @@ def test_a_training_step_of_every_family(name: str, host: Target, target: Target
     moved = build(name, host).to(CUDA)
     moved.load_state_dict(heads.state_dict())
     moved.bind(target)
-    expected = loss_of(heads, host, lesson(host, heads, "cpu"), section)
-    batch = lesson(host, heads, "cuda")
+    expected = loss_of(heads, host, training_batch(host, heads, "cpu"), section)
+    batch = training_batch(host, heads, "cuda")
     assert loss_of(moved, target, batch, section) == pytest.approx(expected, rel=1e-4)
 
 
@@ -165,10 +165,10 @@ def test_a_training_step_of_every_family(name: str, host: Target, target: Target
     "settings",
     [
         *({"loss": loss} for loss in LOSSES),
-        {"position_weight": "sampled"},
+        {"position_weight": "subsampled"},
         {"position_weight": "dpace"},
-        {"position_weight": "auf"},
-        {"finish": 1.0},
+        {"position_weight": "accept_until_failure"},
+        {"round_starts_fraction": 1.0},
         {"optimizer": "muon"},
         {"noise": 0.1},
     ],
@@ -177,10 +177,10 @@ def test_a_training_step_of_every_family(name: str, host: Target, target: Target
 def test_a_training_step_of_every_kind(settings: dict[str, Any], host: Target, target: Target, device: StandIn) -> None:
     section = TrainSection(**settings)
     heads = build("hydra", host).to(CUDA)
-    batch = lesson(host, heads, "cuda")
+    batch = training_batch(host, heads, "cuda")
     if section.noise:
         batch = noisy(batch, section.noise, [0])
-    if section.position_weight == "sampled":
-        batch = thinned(batch, section.step_weight, [0])
+    if section.position_weight == "subsampled":
+        batch = subsampled(batch, section.step_weight, [0])
     assert predictions(batch) > 5
     assert loss_of(heads, target, batch, section) > 0

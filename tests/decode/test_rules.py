@@ -13,7 +13,7 @@ import torch
 from headstart.decode import rules
 from headstart.decode.rules import RULES
 from headstart.decode.verify import Accepted, Row, Streams, streams
-from headstart.proposal import Children, Drawn
+from headstart.proposal import Children, SampledChildren
 from headstart.rng import draw
 from tests.decode.mutants import MUTANTS
 from tests.decode.proofs import (
@@ -31,12 +31,12 @@ LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 
 
 def stands_for_itself(kind: str, shape: str) -> bool:
-    """Whether no other case has the same trees: an only child is drawn or guessed, and the root alone is always so."""
+    """Whether no other case has the same trees: an only child is sampled or top-k, and the root alone is always so."""
     if shape == "root only":
         return kind == "top" or kind == "drawn, guesses"
     if KINDS[kind].adaptive:
         return shape == "bushy"
-    return KINDS[kind].children is not Children.TOP_AND_DRAWN or not shape.startswith("chain")
+    return KINDS[kind].children is not Children.TOP_K_AND_SAMPLED or not shape.startswith("chain")
 
 
 CASES = [
@@ -130,7 +130,7 @@ def test_traversal_of_a_chain_is_block_verification(kind: str, shape: str) -> No
         assert block.get(tokens, 0.0) == pytest.approx(traversal.get(tokens, 0.0), abs=1e-12)
 
 
-def test_of_guessed_children_all_rules_accept_the_same() -> None:
+def test_of_top_k_children_all_rules_accept_the_same() -> None:
     for rule in ("greedy_draft", "rrs", "traversal"):
         assert expected_length(rule, "top", "bushy") == pytest.approx(expected_length("top_k", "top", "bushy"))
 
@@ -146,10 +146,12 @@ def test_rules_that_use_more_of_the_draft_accept_more() -> None:
 # -- single rounds ---------------------------------------------------------------------------------------------------
 
 
-def one_round(rule: str, p_target: list[list[float]], tokens: list[int], drawn: dict[int, Drawn]) -> Accepted:
+def one_round(
+    rule: str, p_target: list[list[float]], tokens: list[int], sampled: dict[int, SampledChildren]
+) -> Accepted:
     """A chain whose node i is followed by the distribution p_target[i]."""
     parents = list(range(-1, len(tokens) - 1))
-    row = Row(tokens, parents, drawn, torch.tensor(p_target), lambda logits_V, _: logits_V)
+    row = Row(tokens, parents, sampled, torch.tensor(p_target), lambda logits_V, _: logits_V)
     return RULES[rule].accept_row(row, streams(0)[0])
 
 
@@ -163,17 +165,17 @@ def test_without_randomness_the_argmax_decides(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["greedy_draft", "rrs", "block", "traversal"])
 def test_equal_distributions_accept_everything(rule: str) -> None:
     p_target = [[0.1, 0.2, 0.3, 0.4]] * 4
-    drawn = {node: Drawn([node + 1], torch.tensor(p_target[0])) for node in range(3)}
-    assert one_round(rule, p_target, [0, 1, 0, 3], drawn).path == [0, 1, 2, 3]
+    sampled = {node: SampledChildren([node + 1], torch.tensor(p_target[0])) for node in range(3)}
+    assert one_round(rule, p_target, [0, 1, 0, 3], sampled).path == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("rule", ["greedy_draft", "rrs", "block", "traversal"])
 def test_a_rejection_by_rounding_stays_within_the_target(rule: str) -> None:
     """q a little above p everywhere leaves no residual; p then decides, so impossible tokens stay impossible."""
     p_target_V = torch.tensor([0.5, 0.5, 0.0, 0.0])
-    drawn = {0: Drawn([1], p_target_V * 1.0000001 + 0.0)}
+    sampled = {0: SampledChildren([1], p_target_V * 1.0000001 + 0.0)}
     with patch.object(rules, "uniform", lambda stream: 1.0 - 2**-53), patch.object(rules, "_ratio", lambda *_: 0.5):
-        accepted = one_round(rule, [p_target_V.tolist()] * 2, [0, 1], drawn)
+        accepted = one_round(rule, [p_target_V.tolist()] * 2, [0, 1], sampled)
     assert accepted.path == [0]
     assert accepted.tokens[0] in (0, 1)
 
@@ -181,8 +183,8 @@ def test_a_rejection_by_rounding_stays_within_the_target(rule: str) -> None:
 def test_a_draft_from_a_smaller_vocabulary() -> None:
     """The drafter knows the tokens 1 and 3 only."""
     p_target = [[0.0, 0.5, 0.0, 0.5]] * 2
-    drawn = {0: Drawn([1], torch.tensor([0.5, 0.5]), torch.tensor([1, 3]))}
-    assert one_round("greedy_draft", p_target, [0, 3], drawn).path == [0, 1]
+    sampled = {0: SampledChildren([1], torch.tensor([0.5, 0.5]), torch.tensor([1, 3]))}
+    assert one_round("greedy_draft", p_target, [0, 3], sampled).path == [0, 1]
 
 
 def test_chains_only_refuses_a_tree() -> None:

@@ -39,24 +39,24 @@ class FailingDrafter(ReplayDrafter):
 
     def fail(self, where: str) -> None:
         self.calls += where == self.where
-        if where == self.where and (self.calls == 3 or where == "open"):
+        if where == self.where and (self.calls == 3 or where == "prefill"):
             raise RuntimeError("out of ideas")
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        self.fail("open")
-        return super().open(prompts, states)
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
+        self.fail("prefill")
+        return super().prefill(prompts, states)
 
     def propose(self, session: Any, root: Root, request: Request) -> Proposal:
         self.fail("propose")
         return super().propose(session, root, request)
 
-    def observe(self, session: Any, committed: Committed) -> None:
-        self.fail("observe")
-        super().observe(session, committed)
+    def commit(self, session: Any, committed: Committed) -> None:
+        self.fail("commit")
+        super().commit(session, committed)
 
 
 @pytest.mark.drafter_fails
-@pytest.mark.parametrize("where", ["open", "propose", "observe"])
+@pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
 def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     plain = Engine(target).generate(TEXTS, OPTIONS)
@@ -70,7 +70,7 @@ def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> Non
 @pytest.mark.drafter_fails
 def test_a_failure_is_named_even_where_the_first_token_ends_the_text() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    (output,) = Engine(target, FailingDrafter([[1]], "open")).generate(TEXTS[:1], DecodeOptions(max_new_tokens=1))
+    (output,) = Engine(target, FailingDrafter([[1]], "prefill")).generate(TEXTS[:1], DecodeOptions(max_new_tokens=1))
     assert len(output.tokens) == 1 and not output.rounds
     assert output.drafter_error == "RuntimeError: out of ideas"
 
@@ -137,7 +137,7 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
         engine = Engine(target, drafter, Costs((1, 64), (10.0, 11.0), 1.0, 0.1, 8))
         for number in range(earlier):
             engine.generate([[9, 8, 7], [5]], replace(options, seed=number))
-        drafter.chance.seed(0)
+        drafter.rng.seed(0)
         outputs = engine.generate(TEXTS, options)
         found.append([(row.tokens, [one.nodes for one in row.rounds]) for row in outputs])
     assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
@@ -147,44 +147,44 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
 def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once nothing more will be drafted, no states are tapped for the drafter and it learns nothing more."""
+    """Once nothing more will be drafted, no states are read for the drafter and it learns nothing more."""
     drafter = ReplayDrafter([[5] * 40], tiny_target.vocab_size, right=0.0)
-    drafter.taps = (1,)
-    tapped: list[tuple[int, ...]] = []
+    drafter.aux_layers = (1,)
+    aux: list[tuple[int, ...]] = []
     forward_tree = Target.forward_tree
 
-    def noted(self: Target, cache: Any, tree: DraftTree, taps: Sequence[int] = ()) -> Any:
-        tapped.append(tuple(taps))
-        return forward_tree(self, cache, tree, taps)
+    def noted(self: Target, cache: Any, tree: DraftTree, aux_layers: Sequence[int] = ()) -> Any:
+        aux.append(tuple(aux_layers))
+        return forward_tree(self, cache, tree, aux_layers)
 
     monkeypatch.setattr(Target, "forward_tree", noted)
     dear = Costs((1, 64), (1.0, 100.0), draft_ms=50.0)
     options = DecodeOptions(max_new_tokens=24, ignore_end=True)
     answer = Engine(tiny_target, drafter, dear).generate([[4, 5, 6]], options)[0]
     assert answer.tokens == Engine(tiny_target).generate([[4, 5, 6]], options)[0].tokens
-    used = tapped[: len(answer.rounds)]
-    assert used[-1] == (), "nothing is tapped at the end"
+    used = aux[: len(answer.rounds)]
+    assert used[-1] == (), "no hidden states are read at the end"
     assert sorted(used, reverse=True) == used, "and never again once it was not"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
     """Trees of several rows and sizes, some drafts right: both walks find the same."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     tokens, parents = [], []
     for _ in range(4):
         own_parents = [-1]
-        for node in range(1, chance.randint(1, 12)):
-            own_parents.append(chance.randrange(node))
+        for node in range(1, rng.randint(1, 12)):
+            own_parents.append(rng.randrange(node))
         taken: dict[int, int] = {}
-        own = [chance.randrange(5)]
+        own = [rng.randrange(5)]
         for parent in own_parents[1:]:
-            taken[parent] = taken.get(parent, chance.randrange(5)) + 1  # siblings hold different tokens
+            taken[parent] = taken.get(parent, rng.randrange(5)) + 1  # siblings hold different tokens
             own.append(taken[parent] % 9)
         tokens.append(own)
         parents.append(own_parents)
     tree = Proposal(tokens, parents).on("cpu")
-    choice_BN = torch.tensor([[chance.randrange(9) for _ in range(tree.size)] for _ in tokens])
+    choice_BN = torch.tensor([[rng.randrange(9) for _ in range(tree.size)] for _ in tokens])
     for row, own_parents in enumerate(parents):  # the first child of every other node is right
         for node in range(len(own_parents) - 1, 0, -1):
             if node % 2:

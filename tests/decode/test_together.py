@@ -34,10 +34,10 @@ PLAIN = Sampling(temperature=1.0)
 
 
 def drafts(kind: str, shape: str, rows: int, seed: int = 0) -> list[Draft]:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
 
     def pick(_: str, weights: list[float]) -> int:
-        return chance.choices(range(len(weights)), weights)[0]
+        return rng.choices(range(len(weights)), weights)[0]
 
     grower = Grower(KINDS[kind], SHAPES[shape])
     # Logits are the logarithms of the target's distribution, so that a softmax gives it back.
@@ -46,10 +46,10 @@ def drafts(kind: str, shape: str, rows: int, seed: int = 0) -> list[Draft]:
 
 
 def batch(grown: list[Draft]) -> tuple[ProposedTree, Tensor]:
-    """A tree of all rows, shorter ones padded, and the logits behind its nodes."""
-    drawn = [draft.drawn for draft in grown] if any(draft.drawn for draft in grown) else None
+    """A tree of all rows, shorter ones padded, and the logits after its nodes."""
+    sampled = [draft.sampled for draft in grown] if any(draft.sampled for draft in grown) else None
     tokens, parents = [draft.tokens for draft in grown], [list(draft.parents) for draft in grown]
-    tree = Proposal(tokens, parents, drawn=drawn).on("cpu")
+    tree = Proposal(tokens, parents, sampled=sampled).on("cpu")
     logits = [torch.stack([*draft.logits, *[draft.logits[0]] * (tree.size - len(draft.logits))]) for draft in grown]
     return tree, torch.stack(logits).float()
 
@@ -73,11 +73,11 @@ def by_reference(rule: str, draft: Draft, logits_NV: Tensor, seed: int) -> Accep
     def number(stream: Any) -> float:
         return numbers[stream].peek(len(depths))[-1]
 
-    def drawn(probs_V: Tensor, stream: Any) -> int:
+    def sampled(probs_V: Tensor, stream: Any) -> int:
         return int(draw_at(probs_V[None], torch.tensor([number(stream)]))[0])
 
-    row = Counting(draft.tokens, draft.parents, draft.drawn, logits_NV, lambda logits_V, _: PLAIN.warp(logits_V))
-    with patch.multiple(rules, uniform=number, draw=drawn):
+    row = Counting(draft.tokens, draft.parents, draft.sampled, logits_NV, lambda logits_V, _: PLAIN.warp(logits_V))
+    with patch.multiple(rules, uniform=number, draw=sampled):
         return RULES[rule].accept_row(row, Streams("accept", "residual"))  # type: ignore[arg-type]  # names of streams
 
 
@@ -100,7 +100,7 @@ def test_on_a_device_rows_do_the_same_with_one_wait(rule: str, kind: str) -> Non
         tree, logits_BNV = batch(drafts(kind, "bushy", rows))
         expected = verifier(rule, rows).accept(tree, logits_BNV).rows
         with StandIn() as device:
-            tree = replace(tree.proposal, drawn=moved(tree)).on(CUDA)
+            tree = replace(tree.proposal, sampled=moved(tree)).on(CUDA)
             there, logits_BNV = verifier(rule, rows), logits_BNV.to(CUDA)
             before = device.counts
             assert there.accept(tree, logits_BNV).rows == expected
@@ -110,9 +110,9 @@ def test_on_a_device_rows_do_the_same_with_one_wait(rule: str, kind: str) -> Non
 
 
 def moved(tree: ProposedTree) -> Any:
-    if tree.drawn is None:
+    if tree.sampled is None:
         return None
-    return [{node: replace(one, q_draft_D=one.q_draft_D.to(CUDA)) for node, one in row.items()} for row in tree.drawn]
+    return [{node: replace(one, q_draft_D=one.q_draft_D.to(CUDA)) for node, one in row.items()} for row in tree.sampled]
 
 
 # -- the distribution -------------------------------------------------------------------------------------------------
@@ -121,12 +121,12 @@ ROWS = 6_000
 
 
 def first_two(accept: Callable[[ProposedTree, Tensor], Outcome], kind: str, shape: str) -> np.ndarray[Any, Any]:
-    """Counts of the first two tokens behind trees grown at random; what a round leaves open the target decides."""
-    chance = random.Random(1)
+    """Counts of the first two tokens after trees grown at random; what a round leaves open the target decides."""
+    rng = random.Random(1)
     counts = np.zeros((VOCAB, VOCAB), dtype=np.int64)
     for accepted in accept(*batch(drafts(kind, shape, ROWS))).rows:
         first, *more = accepted.tokens
-        second = more[0] if more else chance.choices(range(VOCAB), p_table((first,)).tolist())[0]
+        second = more[0] if more else rng.choices(range(VOCAB), p_table((first,)).tolist())[0]
         counts[first, second] += 1
     return counts
 
@@ -153,7 +153,7 @@ MISTAKES: dict[str, dict[str, Callable[[Visited], Any]]] = {
     "q is not what the draft was drawn from": {"q_draft_MV": lambda visited: visited.q_draft_MV.roll(1, 1)},
     "every draft is accepted": {"accept_M": lambda visited: torch.zeros_like(visited.accept_M)},
     "the raw distribution": {"p_target_MV": lambda visited: visited.p_target_MV.sqrt()},
-    "drafts count as guessed": {"accept_M": lambda visited: torch.ones_like(visited.accept_M)},
+    "drafts count as top-k": {"accept_M": lambda visited: torch.ones_like(visited.accept_M)},
 }
 
 

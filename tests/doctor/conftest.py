@@ -27,16 +27,16 @@ SPLITS = ("train", "calibration")
 @pytest.fixture(scope="session")
 def healthy(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> Path:
     """A run up to trained heads."""
-    place = tmp_path_factory.mktemp("doctor")
+    path = tmp_path_factory.mktemp("doctor")
     recipe = tiny_recipe(
-        place,
+        path,
         tiny_target_folder,
         data={"conversations": 24, "max_new_tokens": 48, "batch_size": 16},
         heads={"draft_vocab_size": 200},
         train={"steps": 100, "eval_every": 25, "save_every": 100, "lr": 3e-3},
     )
-    execute(Run(recipe, place / "runs" / "run", Console(quiet=True)), stages_until("train"))
-    return place / "runs" / "run"
+    execute(Run(recipe, path / "runs" / "run", Console(quiet=True)), stages_until("train"))
+    return path / "runs" / "run"
 
 
 @pytest.fixture
@@ -54,13 +54,13 @@ def problems(subject: Subject | Path) -> list[Finding]:
     return found
 
 
-def rewrite(run: Path, target: Target, change: Callable[[Conversation], Conversation], *taps: int) -> None:
+def rewrite(run: Path, target: Target, change: Callable[[Conversation], Conversation], *aux_layers: int) -> None:
     """Change every conversation of a run, and build the stores anew."""
     for split in SPLITS:
         file = run / CONVERSATIONS / f"{split}.jsonl"
         items = [change(item) for item in read_conversations(file)]
         write_conversations(file, items)
-        build_store(run / STATES / split, items, target, [*taps, FINAL], budget_bytes=10**8)
+        build_store(run / STATES / split, items, target, [*aux_layers, FINAL], budget_bytes=10**8)
 
 
 def rewrite_states(run: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
@@ -71,12 +71,12 @@ def rewrite_states(run: Path, change: Callable[[dict[str, torch.Tensor]], dict[s
         save_file({name: part.contiguous() for name, part in change(load_file(file)).items()}, file, metadata)
 
 
-def read_again(target: Target, tensors: dict[str, torch.Tensor], run: Path, tap: int) -> torch.Tensor:
-    """States at `tap` of the tokens of a shard, whose conversations lie end to end."""
+def read_again(target: Target, tensors: dict[str, torch.Tensor], run: Path, layer: int) -> torch.Tensor:
+    """States at `layer` of the tokens of a shard, whose conversations lie end to end."""
     every = [item for split in SPLITS for item in read_conversations(run / CONVERSATIONS / f"{split}.jsonl")]
     left, rows = tensors["tokens"].tolist(), []
     while left:
         item = next(item for item in every if left[: len(item.tokens)] == item.tokens)
-        rows.append(target.hidden_states([item.tokens], [tap])[0][tap])
+        rows.append(target.hidden_states([item.tokens], [layer])[0][layer])
         left = left[len(item.tokens) :]
     return torch.cat(rows)

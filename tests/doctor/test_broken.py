@@ -19,8 +19,8 @@ from tests.test_cli import call, refused, works
 MEDUSA = {"name": "tiny", "heads": {"family": "medusa", "num_heads": 2}}
 
 
-def quickly(place: Path) -> dict[str, Finding]:
-    return {finding.check: finding for finding in examine(find_subject(str(place), quick=True))}
+def quickly(path: Path) -> dict[str, Finding]:
+    return {finding.check: finding for finding in examine(find_subject(str(path), quick=True))}
 
 
 # -- what cannot be read ---------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_drafting_that_forgets_what_was_accepted_is_named(name: str, coarse: Tar
         return None
 
     heads = shake(build(name, coarse))
-    heads.__class__ = type("Forgetful", (type(heads),), {"observe": forget})
+    heads.__class__ = type("Forgetful", (type(heads),), {"commit": forget})
     finding = equality(heads, coarse)
     assert finding.ok is False
     assert "traceback" in finding.figures or finding.figures["observed_rounds"] >= 1

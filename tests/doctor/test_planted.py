@@ -71,7 +71,7 @@ def test_supervised_padding_and_ends_that_are_not_learned(healthy: Path, run: Pa
     rewrite(run, tiny_target, pad)
     first = problems(run)[0]
     assert first.check == "mask"
-    assert "behind the end of the turn" in first.sentence
+    assert "after the end of the turn" in first.sentence
 
 
 def test_nothing_supervised(run: Path, tiny_target: Target) -> None:
@@ -103,7 +103,7 @@ def test_another_template(run: Path, tiny_target: Target, tokenizer: Any, words:
 
 
 def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None:
-    """The second answer's place is known, too; the template's newline behind the first is not learned."""
+    """The second answer's place is known, too; the template's newline after the first is not learned."""
     from headstart.data.answers import _Running
     from headstart.data.prompts import Prompt
 
@@ -126,13 +126,13 @@ def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_off_by_one_tap(run: Path, tiny_target: Target) -> None:
+def test_an_off_by_one_aux_layer(run: Path, tiny_target: Target) -> None:
     rewrite(run, tiny_target, lambda item: item, 1, 2)
     assert problems(run) == []
     rewrite_states(run, lambda tensors: {**tensors, "states.1": tensors["states.2"].clone()})
     first = problems(run)[0]
     assert first.check == "states"
-    assert "The store's tap 1 holds layer 2: off by one" in first.sentence
+    assert "The store's layer 1 holds layer 2: off by one" in first.sentence
 
 
 def test_a_norm_that_is_missing(run: Path, tiny_target: Target) -> None:
@@ -145,7 +145,7 @@ def test_a_norm_that_is_missing(run: Path, tiny_target: Target) -> None:
 def test_a_norm_too_many(run: Path, tiny_target: Target) -> None:
     rewrite(run, tiny_target, lambda item: item, 3)
     rewrite_states(run, lambda tensors: {**tensors, "states.3": tensors["states.-1"].clone()})
-    assert "tap 3 holds the state after the final norm" in problems(run)[0].sentence
+    assert "layer 3 holds the state after the final norm" in problems(run)[0].sentence
 
 
 def test_states_of_the_token_before(run: Path) -> None:
@@ -295,15 +295,15 @@ class WrongHead(MedusaHead):
 class Forgetful(MedusaHead):
     """Never learns what was accepted."""
 
-    def observe(self, state: MedusaState, *arguments: Any) -> None:
+    def commit(self, state: MedusaState, *arguments: Any) -> None:
         return None
 
 
 class StateBefore(MedusaHead):
     """Opens with the state of the last token but one."""
 
-    def open(self, prompts: Any, states: Any) -> MedusaState:
-        return super().open([prompt[:-1] for prompt in prompts], states)
+    def prefill(self, prompts: Any, states: Any) -> MedusaState:
+        return super().prefill([prompt[:-1] for prompt in prompts], states)
 
 
 class Raises(MedusaHead):
@@ -323,8 +323,8 @@ def examined_as(run: Path, cls: type[DraftHead]) -> dict[str, Any]:
     ("cls", "words", "figures"),
     [
         (WrongHead, "draft 2 of 2 has other logits", {"step": 1, "observed_rounds": 0}),
-        (Forgetful, "after 1 observed rounds, draft 1", {"step": 0, "observed_rounds": 1}),
-        (StateBefore, "right after opening, draft 1", {"step": 0, "observed_rounds": 0}),
+        (Forgetful, "after 1 committed round, draft 1", {"step": 0, "observed_rounds": 1}),
+        (StateBefore, "right after the prefill, draft 1", {"step": 0, "observed_rounds": 0}),
     ],
 )
 def test_drafting_that_is_not_what_was_trained(run: Path, cls: Any, words: str, figures: dict[str, int]) -> None:

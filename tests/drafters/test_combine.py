@@ -14,7 +14,7 @@ from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.proposal import Children, Committed, Drawn, Proposal, Request, Root
+from headstart.proposal import Children, Committed, Proposal, Request, Root, SampledChildren
 from headstart.target import Target
 from tests.decode.drafters import ReplayDrafter
 from tests.drafters.test_draft_model import OPTIONS, plain, texts, tiny
@@ -29,15 +29,18 @@ class Fixed(NoDrafter):
         self,
         tokens: list[int],
         parents: list[int],
-        gains: list[float] | None = None,
-        drawn: dict[int, Drawn] | None = None,
-        taps: tuple[int, ...] = (),
+        accept_probs: list[float] | None = None,
+        sampled: dict[int, SampledChildren] | None = None,
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
         self.max_nodes = len(tokens)
-        self.taps = taps
+        self.aux_layers = aux_layers
         self.requests: list[Request] = []
         self._tree = Proposal(
-            [tokens], [parents], None if gains is None else [gains], None if drawn is None else [drawn]
+            [tokens],
+            [parents],
+            None if accept_probs is None else [accept_probs],
+            None if sampled is None else [sampled],
         )
 
     def propose(self, session: None, root: Root, request: Request) -> Proposal:
@@ -54,15 +57,15 @@ TWO = ([5, 7, 9, 9, 8], [-1, 0, 1, 0, 3], [1.0, 0.5, 0.4, 0.1, 0.05])
 
 
 def test_the_union_by_hand() -> None:
-    drafter = CombinedDrafter(Fixed(*ONE, taps=(-1, 3)), Fixed(*TWO, taps=(3, 1)))
-    assert (drafter.name, drafter.taps, drafter.max_nodes) == ("none+none", (-1, 3, 1), 8)
+    drafter = CombinedDrafter(Fixed(*ONE, aux_layers=(-1, 3)), Fixed(*TWO, aux_layers=(3, 1)))
+    assert (drafter.name, drafter.aux_layers, drafter.max_nodes) == ("none+none", (-1, 3, 1), 8)
     assert not isinstance(drafter, Learner)
     tree = drafter.propose((None, None), ROOTS, Request(8))
     #     5 - 6 - 8, 5 - 7 - 9, 5 - 9 - 8
     assert tree.tokens == [[5, 6, 7, 8, 9, 9, 8]]
     assert tree.parents[0] == [-1, 0, 0, 1, 2, 0, 5]
-    assert tree.gains == [[1.0, 0.6, 0.5, 0.2, 0.4, 0.1, 0.05]]
-    assert tree.drawn is None
+    assert tree.accept_probs == [[1.0, 0.6, 0.5, 0.2, 0.4, 0.1, 0.05]]
+    assert tree.sampled is None
 
 
 def test_the_best_nodes_stay_when_room_is_short() -> None:
@@ -84,26 +87,26 @@ def test_levels_of_the_heads_are_remembered() -> None:
 
 
 @pytest.mark.parametrize("unknown", [0, 1])
-def test_a_tree_of_unknown_gains_goes_first_if_first(unknown: int) -> None:
+def test_a_tree_of_unknown_probabilities_goes_first_if_first(unknown: int) -> None:
     parts = [(*ONE[:2], None), TWO] if unknown == 0 else [ONE, (*TWO[:2], None)]
     tree = together(Fixed(*parts[0]), Fixed(*parts[1]), Request(6))
-    assert tree.gains is None
+    assert tree.accept_probs is None
     assert tree.tokens == [[5, 6, 7, 8, 9, 9]]
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_drawn_children_keep_their_numbers_and_are_never_dropped(swapped: bool) -> None:
+def test_sampled_children_keep_their_numbers_and_are_never_dropped(swapped: bool) -> None:
     q_draft_D = torch.full((10,), 0.1)
-    drawn = {0: Drawn([2], q_draft_D), 1: Drawn([3], q_draft_D)}
-    draws = Fixed(ONE[0], ONE[1], [1.0, 0.01, 0.01, 0.01], drawn)
+    sampled = {0: SampledChildren([2], q_draft_D), 1: SampledChildren([3], q_draft_D)}
+    draws = Fixed(ONE[0], ONE[1], [1.0, 0.01, 0.01, 0.01], sampled)
     parts = (Fixed(*TWO), draws) if swapped else (draws, Fixed(*TWO))
-    tree = together(*parts, Request(5, children=Children.DRAWN))
+    tree = together(*parts, Request(5, children=Children.SAMPLED))
     assert tree.tokens == [[5, 6, 7, 8, 9]]
     assert tree.parents[0] == [-1, 0, 0, 1, 2]
-    assert tree.drawn == [drawn]
+    assert tree.sampled == [sampled]
     asked = [part.requests[0].children for part in parts]
-    assert asked == ([Children.DRAWN, Children.DRAWN] if swapped else [Children.DRAWN, Children.TOP])
-    chain = Fixed([5, 6, 8], [-1, 0, 1], [1.0, 0.01, 0.01], {0: Drawn([1], q_draft_D)})
+    assert asked == ([Children.SAMPLED, Children.SAMPLED] if swapped else [Children.SAMPLED, Children.TOP_K])
+    chain = Fixed([5, 6, 8], [-1, 0, 1], [1.0, 0.01, 0.01], {0: SampledChildren([1], q_draft_D)})
     tree = together(chain, Fixed([5, 7, 9], [-1, 0, 1], [1.0, 0.9, 0.9]), Request(9, chain=True))
     assert tree.tokens == [[5, 6, 8]], "a drawn chain is not given up for a better one"
 
@@ -115,13 +118,13 @@ def test_of_two_chains_the_more_promising_one_is_verified() -> None:
 
 
 def test_rows_are_merged_one_by_one() -> None:
-    one = Proposal([[1, 2], [3]], [[-1, 0], [-1]], gains=[[1.0, 0.5], [1.0]])
-    two = Proposal([[1], [3, 4, 5]], [[-1], [-1, 0, 1]], gains=[[1.0], [1.0, 0.5, 0.4]])
+    one = Proposal([[1, 2], [3]], [[-1, 0], [-1]], accept_probs=[[1.0, 0.5], [1.0]])
+    two = Proposal([[1], [3, 4, 5]], [[-1], [-1, 0, 1]], accept_probs=[[1.0], [1.0, 0.5, 0.4]])
     parts = Fixed([1], [-1]), Fixed([1], [-1])
     parts[0]._tree, parts[1]._tree = one, two
     tree = together(*parts)
     assert tree.tokens == [[1, 2], [3, 4, 5]]
-    assert tree.gains == [[1.0, 0.5], [1.0, 0.5, 0.4]]
+    assert tree.accept_probs == [[1.0, 0.5], [1.0, 0.5, 0.4]]
 
 
 def test_nothing_beside_a_tree_is_that_tree() -> None:
@@ -159,7 +162,7 @@ def test_output_is_that_of_plain_decoding(pair: str, temperature: float) -> None
 def test_both_learn_and_rows_leave_both(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = NgramDrafter(), LookaheadDrafter()
     drafter = CombinedDrafter(one, two)
-    session = drafter.open([[1, 2, 1], [3, 4, 3]], {})
+    session = drafter.prefill([[1, 2, 1], [3, 4, 3]], {})
     tree = drafter.propose(session, Root.of([2, 4]), Request(drafter.max_nodes))
     columns = [[list(column) for column in row.columns] for row in session[1]]
     choices = [[9] * tree.size] * 2
@@ -169,7 +172,7 @@ def test_both_learn_and_rows_leave_both(monkeypatch: pytest.MonkeyPatch) -> None
     assert [[column[:-1] for column in row.columns] for row in session[1]] == [
         [column[1:] for column in row] for row in columns
     ]
-    drafter.observe(session, Committed.of([[2, 1], [4]], {}))
-    drafter.select(session, [1])
+    drafter.commit(session, Committed.of([[2, 1], [4]], {}))
+    drafter.reorder(session, [1])
     assert len(session[0]) == len(session[1]) == 1
     assert session[0][0].index.text == [3, 4, 3, 4]

@@ -25,8 +25,8 @@ def tiny(seed: int = 0, vocab: int = 61, **settings: Any) -> Target:
 
 
 def texts(lengths: tuple[int, ...] = (3, 17, 9)) -> list[list[int]]:
-    chance = random.Random(3)
-    return [[chance.randrange(1, 61) for _ in range(length)] for length in lengths]
+    rng = random.Random(3)
+    return [[rng.randrange(1, 61) for _ in range(length)] for length in lengths]
 
 
 def plain(target: Target) -> list[list[int]]:
@@ -38,7 +38,7 @@ def plain(target: Target) -> list[list[int]]:
 def test_output_is_that_of_plain_decoding(seed: int, right: bool, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.drafters.draft_model._SPARE", spare)
     target = tiny()
-    drafter = DraftModelDrafter(tiny(seed), target, steps=5)
+    drafter = DraftModelDrafter(tiny(seed), target, draft_steps=5)
     expected = plain(target)
     together = Engine(target, drafter).generate(texts(), OPTIONS)
     assert all(row.drafter_error is None for row in together)
@@ -56,20 +56,20 @@ def test_embeddings_may_be_padded_differently(vocab: int, monkeypatch: pytest.Mo
     rows = Engine(target, drafter).generate(texts(), OPTIONS)
     assert all(row.drafter_error is None for row in rows)
     assert [row.tokens for row in rows] == plain(target)
-    session = drafter.open(texts(), {})
-    request = Request(5, children=Children.DRAWN, warp=Sampling(1.0).warp, streams=[torch.Generator()] * 3)
+    session = drafter.prefill(texts(), {})
+    request = Request(5, children=Children.SAMPLED, warp=Sampling(1.0).warp, streams=[torch.Generator()] * 3)
     tree = drafter.propose(session, Root.of([60, 1, 2]), request)
-    assert tree.drawn is not None
-    for row in tree.drawn:
-        for drawn in row.values():
-            assert drawn.q_draft_V(61).shape == (61,)
-            assert drawn.q_draft_V(61).sum() == pytest.approx(1.0)
+    assert tree.sampled is not None
+    for row in tree.sampled:
+        for sampled in row.values():
+            assert sampled.q_draft_V(61).shape == (61,)
+            assert sampled.q_draft_V(61).sum() == pytest.approx(1.0)
 
 
 def drafted(
     drafter: DraftModelDrafter, rows: list[list[int]], roots: list[int], request: Request | None = None
 ) -> Proposal:
-    return drafter.propose(drafter.open(rows, {}), Root.of(roots), request or Request(8))
+    return drafter.propose(drafter.prefill(rows, {}), Root.of(roots), request or Request(8))
 
 
 def counts(proposal: Proposal) -> list[int]:
@@ -78,55 +78,55 @@ def counts(proposal: Proposal) -> list[int]:
 
 def test_what_was_accepted_is_not_read_again() -> None:
     draft = tiny()
-    drafter = DraftModelDrafter(draft, draft, steps=4)
+    drafter = DraftModelDrafter(draft, draft, draft_steps=4)
     rows = texts()
-    session = drafter.open(rows, {})
+    session = drafter.prefill(rows, {})
     tree = drafter.propose(session, Root.of([1, 2, 3]), Request(8))
     assert session.cache.lengths == [3 + 4, 17 + 4, 9 + 4]  # the root and three of the four drafts
     first, second, third = tree.tokens
     other = (second[2] + 1) % 61
     committed = [first[:5], [second[0], second[1], other], third[:1]]
-    drafter.observe(session, Committed.of(committed, {}))
+    drafter.commit(session, Committed.of(committed, {}))
     assert session.cache.lengths == [3 + 4, 17 + 2, 9 + 1]
     now = [[*row, *more] for row, more in zip(rows, committed, strict=True)]
     assert session.texts == now
     again = drafter.propose(session, Root.of([7, 8, 9]), Request(8))
     assert again.tokens == drafted(drafter, now, [7, 8, 9]).tokens
     # rounds without a draft, then fewer rows
-    drafter.observe(session, Committed.of([[7], [8], [9]], {}))
-    drafter.observe(session, Committed.of([[4, 4], [5], [6, 6]], {}))
-    drafter.select(session, [2, 0])
+    drafter.commit(session, Committed.of([[7], [8], [9]], {}))
+    drafter.commit(session, Committed.of([[4, 4], [5], [6, 6]], {}))
+    drafter.reorder(session, [2, 0])
     late = [[*now[2], 9, 6, 6], [*now[0], 7, 4, 4]]
     assert session.texts == late
     again = drafter.propose(session, Root.of([1, 2]), Request(8))
     assert again.tokens == drafted(drafter, late, [1, 2]).tokens
 
 
-def test_gains_are_the_draft_models_own_and_end_the_chain() -> None:
+def test_probabilities_are_the_draft_models_own_and_end_the_chain() -> None:
     draft = tiny()
     with torch.no_grad():
         draft.model.get_output_embeddings().weight.mul_(12.0)
-    drafter = DraftModelDrafter(draft, draft, steps=6)
+    drafter = DraftModelDrafter(draft, draft, draft_steps=6)
     whole = drafted(drafter, texts(), [1, 2, 3])
-    assert whole.gains is not None and counts(whole) == [7, 7, 7]
+    assert whole.accept_probs is not None and counts(whole) == [7, 7, 7]
     for number, text in enumerate(texts()):
-        gain, tokens = 1.0, whole.tokens[number]
+        accept_prob, tokens = 1.0, whole.tokens[number]
         for step in range(6):
             cache = draft.new_cache(1, 40)
             logits_V = draft.prefill(cache, [[*text, *tokens[: step + 1]]]).logits_BTV[0, 0]
             assert int(logits_V.argmax()) == tokens[step + 1]
-            gain *= float(logits_V.softmax(-1).max())
-            assert whole.gains[number][step + 1] == pytest.approx(gain, rel=1e-4)
-    worth = sorted(row[2] for row in whole.gains)[1]
-    cut = drafted(drafter, texts(), [1, 2, 3], Request(8, worth=worth))
-    assert counts(cut) == [sum(gain >= worth for gain in row) for row in whole.gains]
+            accept_prob *= float(logits_V.softmax(-1).max())
+            assert whole.accept_probs[number][step + 1] == pytest.approx(accept_prob, rel=1e-4)
+    threshold = sorted(row[2] for row in whole.accept_probs)[1]
+    cut = drafted(drafter, texts(), [1, 2, 3], Request(8, threshold=threshold))
+    assert counts(cut) == [sum(accept_prob >= threshold for accept_prob in row) for row in whole.accept_probs]
     assert len(set(counts(cut))) > 1, "rows end at different depths"
     assert cut.tokens == [row[:count] for row, count in zip(whole.tokens, counts(cut), strict=True)]
 
 
-def test_drawn_chains_follow_the_warped_distribution() -> None:
+def test_sampled_chains_follow_the_warped_distribution() -> None:
     draft = tiny()
-    drafter = DraftModelDrafter(draft, draft, steps=2)
+    drafter = DraftModelDrafter(draft, draft, draft_steps=2)
     warp = Sampling(temperature=1.0, top_k=3).warp
     root, text = 5, texts()[0]
     cache = draft.new_cache(1, 8)
@@ -135,18 +135,18 @@ def test_drawn_chains_follow_the_warped_distribution() -> None:
     counts = torch.zeros(61)
     rows = 40
     for _ in range(10):
-        request = Request(3, children=Children.TOP_AND_DRAWN, warp=warp, streams=[stream] * rows)
+        request = Request(3, children=Children.TOP_K_AND_SAMPLED, warp=warp, streams=[stream] * rows)
         tree = drafted(drafter, [text] * rows, [root] * rows, request)
-        assert tree.drawn is not None
-        for row, drawn in zip(tree.tokens, tree.drawn, strict=True):
-            assert {node: one.children for node, one in drawn.items()} == {0: [1], 1: [2]}
-            torch.testing.assert_close(drawn[0].q_draft_V(61), q_draft_V)
-            assert drawn[1].q_draft_V(61)[row[2]] > 0
+        assert tree.sampled is not None
+        for row, sampled in zip(tree.tokens, tree.sampled, strict=True):
+            assert {node: one.children for node, one in sampled.items()} == {0: [1], 1: [2]}
+            torch.testing.assert_close(sampled[0].q_draft_V(61), q_draft_V)
+            assert sampled[1].q_draft_V(61)[row[2]] > 0
             counts[row[1]] += 1
     assert (counts / 400 - q_draft_V).abs().max() < 0.1
 
 
-def test_sampling_runs_with_drawn_drafts() -> None:
+def test_sampling_runs_with_sampled_drafts() -> None:
     target = tiny()
     options = DecodeOptions(max_new_tokens=30, ignore_end=True, temperature=1.0, top_p=0.9)
     rows = Engine(target, DraftModelDrafter(tiny(), target)).generate(texts(), options)
@@ -207,7 +207,7 @@ def test_early_exit_is_the_first_layers_and_leaves_the_target_alone(kind: str) -
     out = Engine(target, drafter).generate([text], OPTIONS)[0]
     assert (out.tokens, out.drafter_error) == (answer, None)
     after = target.hidden_states([text], (1, 2, FINAL))[0]
-    assert all(torch.equal(after[tap], states[tap]) for tap in states)
+    assert all(torch.equal(after[layer], states[layer]) for layer in states)
     with target.stock() as model:
         stock = model.generate(
             torch.tensor([text]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0

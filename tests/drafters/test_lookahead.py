@@ -18,13 +18,13 @@ from tests.tiny import tiny_model
 
 def test_one_jacobi_step_by_hand() -> None:
     drafter = LookaheadDrafter(window=3, ngram=3, guesses=2)
-    session = drafter.open([[9]], {})
+    session = drafter.prefill([[9]], {})
     session[0].columns = [[10, 11], [20, 21], [30, 31]]
     tree = drafter.propose(session, Root.of([5]), Request(max_nodes=32))
-    # root - 10 - 20 - 30 - 31, with 11 behind 10 and 21 behind 20
+    # root - 10 - 20 - 30 - 31, with 11 after 10 and 21 after 20
     assert tree.tokens == [[5, 10, 11, 20, 21, 30, 31]]
     assert tree.parents[0] == [-1, 0, 1, 1, 3, 3, 5]
-    assert tree.gains is None
+    assert tree.accept_probs is None
     drafter.learn(session, tree.on("cpu"), [[1, 2, 12, 3, 22, 4, 32]])
     assert session[0].columns == [[11, 12], [21, 22], [31, 32]]
     assert session[0].pool == {10: {(11, 12): None}, 20: {(21, 22): None}, 30: {(31, 32): None}}
@@ -39,9 +39,9 @@ def test_one_jacobi_step_by_hand() -> None:
 
 def test_pool_keeps_the_latest_n_grams_of_the_text() -> None:
     drafter = LookaheadDrafter(window=1, ngram=3, guesses=2)
-    session = drafter.open([[1, 2, 3, 1, 4]], {})
-    drafter.observe(session, Committed.of([[5, 1]], {}))
-    drafter.observe(session, Committed.of([[6, 7]], {}))
+    session = drafter.prefill([[1, 2, 3, 1, 4]], {})
+    drafter.commit(session, Committed.of([[5, 1]], {}))
+    drafter.commit(session, Committed.of([[6, 7]], {}))
     assert list(session[0].pool[1]) == [(4, 5), (6, 7)], "(2, 3) is the oldest of three"
     assert session[0].recent == [6, 7]
     tree = drafter.propose(session, Root.of([1]), Request(max_nodes=9, chain=True))
@@ -50,7 +50,7 @@ def test_pool_keeps_the_latest_n_grams_of_the_text() -> None:
 
 def test_rounds_without_a_window_teach_nothing() -> None:
     drafter = LookaheadDrafter()
-    session = drafter.open([[1, 2, 3]], {})
+    session = drafter.prefill([[1, 2, 3]], {})
     before = [list(column) for column in session[0].columns]
     tree = drafter.propose(session, Root.of([5]), Request(max_nodes=1))
     assert tree.size == 1
@@ -61,8 +61,8 @@ def test_rounds_without_a_window_teach_nothing() -> None:
 @pytest.mark.parametrize("settings", [{}, {"window": 1, "ngram": 2, "guesses": 1}, {"window": 6, "ngram": 5}])
 def test_output_is_that_of_plain_decoding(settings: dict[str, int]) -> None:
     target = Target(tiny_model("qwen3", vocab_size=31))
-    chance = random.Random(2)
-    texts = [[chance.randrange(31) for _ in range(length)] for length in (4, 23, 11)]
+    rng = random.Random(2)
+    texts = [[rng.randrange(31) for _ in range(length)] for length in (4, 23, 11)]
     options = DecodeOptions(max_new_tokens=48, ignore_end=True)
     plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
     drafter = LookaheadDrafter(**settings)

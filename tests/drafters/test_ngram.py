@@ -27,7 +27,7 @@ def brute_force(text: list[int], looks: int) -> tuple[int, int]:
             length += 1
         if length:
             lengths[end + 1] = length
-    latest = {place: length for place, length in sorted(lengths.items(), reverse=True) if length >= 2}
+    latest = {index: length for index, length in sorted(lengths.items(), reverse=True) if length >= 2}
     found = dict(list(latest.items())[:looks]) or lengths
     if not found:
         return -1, 0
@@ -37,12 +37,12 @@ def brute_force(text: list[int], looks: int) -> tuple[int, int]:
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 10, 60])
 @pytest.mark.parametrize("looks", [1, 3, 10_000])
 def test_longest_match_by_brute_force(alphabet: int, looks: int) -> None:
-    chance = random.Random(alphabet)
+    rng = random.Random(alphabet)
     text: list[int] = []
     index = Index(looks)
     for _ in range(160):
-        repeats = text and chance.random() < 0.1
-        more = text[chance.randrange(len(text)) :][:12] if repeats else [chance.randrange(alphabet)]
+        repeats = text and rng.random() < 0.1
+        more = text[rng.randrange(len(text)) :][:12] if repeats else [rng.randrange(alphabet)]
         for token in more:
             text.append(token)
             index.append(token)
@@ -54,45 +54,45 @@ def propose(drafter: NgramDrafter, session: Any, roots: list[int], **wishes: Any
 
 
 def observe(drafter: NgramDrafter, session: Any, rows: list[list[int]]) -> None:
-    drafter.observe(session, Committed.of(rows, {}))
+    drafter.commit(session, Committed.of(rows, {}))
 
 
 def test_each_row_continues_its_own_match() -> None:
     drafter = NgramDrafter()
-    session = drafter.open([[1, 2, 3, 4, 5, 9, 1], [7, 7, 8]], {})
+    session = drafter.prefill([[1, 2, 3, 4, 5, 9, 1], [7, 7, 8]], {})
     tree = propose(drafter, session, [2, 3], max_nodes=5)
     assert tree.tokens == [[2, 3, 4, 5, 9], [3]]
     assert tree.parents[0] == [-1, 0, 1, 2, 3]
-    assert tree.gains is not None
+    assert tree.accept_probs is not None
     by_length = dict(PRIORS)
     expected = [1.0, by_length[2], by_length[3], by_length[4], by_length[5]]
-    assert tree.gains[0] == pytest.approx(torch.tensor(expected).cumprod(0).tolist())
-    assert tree.gains[1] == [1.0]
+    assert tree.accept_probs[0] == pytest.approx(torch.tensor(expected).cumprod(0).tolist())
+    assert tree.accept_probs[1] == [1.0]
 
 
 def test_a_text_that_repeats_its_end_is_continued_beyond_it() -> None:
     drafter = NgramDrafter()
-    session = drafter.open([[5, 1, 2, 1, 2, 1]], {})
+    session = drafter.prefill([[5, 1, 2, 1, 2, 1]], {})
     assert propose(drafter, session, [2], max_nodes=8).tokens == [[2, 1, 2, 1, 2, 1, 2, 1]]
 
 
 def test_nodes_that_are_not_worth_it_are_left_out() -> None:
     drafter = NgramDrafter()
-    session = drafter.open([[1, 2, 3, 4, 5, 9, 1]], {})
-    assert propose(drafter, session, [2], worth=0.3).size == 3  # .53, .53 * .62, .53 * .62 * .7 < .3
-    session = drafter.open([[1, 2, 3]], {})
-    assert propose(drafter, session, [1], worth=0.3).size == 1  # a single token in common: .2
+    session = drafter.prefill([[1, 2, 3, 4, 5, 9, 1]], {})
+    assert propose(drafter, session, [2], threshold=0.3).size == 3  # .53, .53 * .62, .53 * .62 * .7 < .3
+    session = drafter.prefill([[1, 2, 3]], {})
+    assert propose(drafter, session, [1], threshold=0.3).size == 1  # a single token in common: .2
 
 
 def test_rates_follow_the_text() -> None:
-    chance = random.Random(0)
+    rng = random.Random(0)
     drafter = NgramDrafter()
-    session = drafter.open([[0], [0]], {})
+    session = drafter.prefill([[0], [0]], {})
     for step in range(300):
-        tokens = [chance.randrange(20), step % 7]
+        tokens = [rng.randrange(20), step % 7]
         propose(drafter, session, tokens)
         observe(drafter, session, [[token] for token in tokens])
-    tree = propose(drafter, session, [1, 300 % 7], worth=0.15)
+    tree = propose(drafter, session, [1, 300 % 7], threshold=0.15)
     assert len(tree.tokens[0]) == 1, "random text: matches go on rightly in one of 20 cases, so none is worth it"
     assert len(tree.tokens[1]) == 32, "text in a circle: every draft is as good as certain"
 
@@ -100,20 +100,20 @@ def test_rates_follow_the_text() -> None:
 def test_paused_rounds_are_read_too() -> None:
     texts = [[3, 1, 4, 1, 5, 9, 2, 6, 3, 1], [2, 7, 1, 8, 2, 8, 2, 7]]
     drafter = NgramDrafter()
-    one = drafter.open([text[:2] for text in texts], {})
+    one = drafter.prefill([text[:2] for text in texts], {})
     observe(drafter, one, [texts[0][2:5], texts[1][2:3]])
     observe(drafter, one, [texts[0][5:], texts[1][3:]])
-    two = drafter.open(texts, {})
+    two = drafter.prefill(texts, {})
     assert [row.index.text for row in one] == [row.index.text for row in two] == texts
     assert propose(drafter, one, [4, 1]).tokens == propose(drafter, two, [4, 1]).tokens
-    drafter.select(one, [1])
+    drafter.reorder(one, [1])
     assert [row.index.text for row in one] == [[*texts[1], 1]]
 
 
 def test_output_is_that_of_plain_decoding() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    chance = random.Random(1)
-    texts = [[chance.randrange(6) for _ in range(length)] for length in (30, 5, 17)]
+    rng = random.Random(1)
+    texts = [[rng.randrange(6) for _ in range(length)] for length in (30, 5, 17)]
     options = DecodeOptions(max_new_tokens=40, ignore_end=True)
     plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
     together = Engine(target, NgramDrafter()).generate(texts, options)
@@ -125,15 +125,15 @@ def test_output_is_that_of_plain_decoding() -> None:
 
 
 def test_quoted_text_is_accepted_in_long_runs() -> None:
-    chance = random.Random(2)
-    answer = [chance.randrange(50) for _ in range(120)]
+    rng = random.Random(2)
+    answer = [rng.randrange(50) for _ in range(120)]
     drafter = NgramDrafter()
-    session = drafter.open([[60, *answer, 61, 60]], {})  # the prompt holds the answer
+    session = drafter.prefill([[60, *answer, 61, 60]], {})  # the prompt holds the answer
     rounds = done = 0
     while done < len(answer):
         drafts = propose(drafter, session, [answer[done]]).tokens[0]
         right = next(
-            (place for place, pair in enumerate(zip(drafts, answer[done:], strict=False)) if pair[0] != pair[1]),
+            (index for index, pair in enumerate(zip(drafts, answer[done:], strict=False)) if pair[0] != pair[1]),
             min(len(drafts), len(answer) - done),
         )
         observe(drafter, session, [answer[done : done + right]])

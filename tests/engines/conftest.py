@@ -15,7 +15,7 @@ from headstart.hub.engines.importing import untuned
 from headstart.target import Target
 from tests.tiny import tiny_model, tiny_tokenizer
 
-FUSED = {"family": "eagle3", "steps": 3, "tap_layers": (3, 5, 7)}
+FUSED = {"family": "eagle3", "draft_steps": 3, "aux_layers": (3, 5, 7)}
 CASES: dict[str, dict[str, Any]] = {
     "eagle3": FUSED,
     "eagle3-reduced": {**FUSED, "draft_vocab_size": 40},
@@ -30,12 +30,12 @@ CASES: dict[str, dict[str, Any]] = {
         **FUSED,
         "draft_vocab_size": 40,
         "num_layers": 2,
-        "tap_layers": (2, 8),
-        "tap_norms": True,
+        "aux_layers": (2, 8),
+        "aux_norms": True,
         "feedback": "post_norm",
     },
-    "eagle": {"family": "eagle", "steps": 3},
-    "eagle-plain": {"family": "eagle", "steps": 3, "embedding_norm": False},
+    "eagle": {"family": "eagle", "draft_steps": 3},
+    "eagle-plain": {"family": "eagle", "draft_steps": 3, "embedding_norm": False},
     "medusa": {"family": "medusa", "num_heads": 3, "num_layers": 2, "input_map": False},
     "medusa-shared": {
         "family": "medusa",

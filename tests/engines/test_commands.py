@@ -70,7 +70,7 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
 
     fused = CASES["eagle3"]
     assert "No serving engine knows transition heads" in problem(
-        {"family": "transition", "tap_layers": (2, -1)}, "vllm"
+        {"family": "transition", "aux_layers": (2, -1)}, "vllm"
     )
     assert "No serving engine knows hydra heads" in problem({"family": "hydra", "num_heads": 2}, "gguf")
     assert "heads.input_map=false" in problem({"family": "medusa", "num_heads": 2}, "vllm")
@@ -81,17 +81,17 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
     assert "llama.cpp drafts with EAGLE-3 heads" in problem(CASES["eagle"], "gguf")
     assert "heads.embedding_norm=false" in problem(CASES["eagle"], "sglang")
     for settings, said in (
-        ({"tap_layers": (2, 3, -1)}, "the state after the final norm"),
+        ({"aux_layers": (2, 3, -1)}, "the state after the final norm"),
         ({"num_layers": 2}, "llama.cpp runs one layer"),
-        ({"tap_layers": (2, 3)}, "fuses 3 layers"),
-        ({"tap_layers": (2, 3, 8)}, "the layers 1 to 7 of this target"),
+        ({"aux_layers": (2, 3)}, "fuses 3 layers"),
+        ({"aux_layers": (2, 3, 8)}, "the layers 1 to 7 of this target"),
         ({"feedback": "post_norm"}, "feeds back the state before the norm"),
-        ({"tap_norms": True}, "no norm of each tapped state"),
+        ({"aux_norms": True}, "no norm of each aux state"),
         ({"hidden_act": "gelu"}, "computes silu alone"),
     ):
         assert said in problem({**fused, **settings}, "gguf")
     assert not (tmp_path / "out").exists()
-    assert "it does not know fc_norm" in problem({**fused, "tap_norms": True}, "sglang")
+    assert "it does not know fc_norm" in problem({**fused, "aux_norms": True}, "sglang")
     remark = works("export", tmp_path / "heads", "--format", "vllm", "--out", tmp_path / "out").stdout
     assert "SGLang cannot serve this folder: it does not know fc_norm" in " ".join(remark.split())
 
@@ -99,7 +99,7 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
 def test_targets_without_hooks_are_refused(tmp_path: Path) -> None:
     model = tiny_model("gpt_neox", vocab_size=len(tiny_tokenizer()), layers=4)
     target = Target(model, tiny_tokenizer(), "neox")
-    heads = heads_for(target, {"family": "eagle3", "tap_layers": (1, 2, 3), "steps": 2})
+    heads = heads_for(target, {"family": "eagle3", "aux_layers": (1, 2, 3), "draft_steps": 2})
     export_heads(tmp_path / "heads", heads, target, untuned(heads), {})
     with pytest.raises(UserError, match=r"llama\.cpp has no hooks in gpt_neox targets") as caught:
         headstart.export(tmp_path / "heads", tmp_path / "out", "gguf", target)

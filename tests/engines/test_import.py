@@ -122,7 +122,7 @@ def test_every_published_layout_drafts_as_its_reader_does(layout: str, target: T
     # Readers of the engines want what they read: written out again, the logits are those of the imported heads.
     form = "vllm"
     export_for(tmp_path / "ours", tmp_path / "again", form, dtype="float32")
-    chain = CHAIN[: heads.steps]
+    chain = CHAIN[: heads.draft_steps]
     assert off(ours(heads, target, chain), read(form, tmp_path / "again", target, chain)) < 1e-5
     again = load_file(tmp_path / "again" / "model.safetensors")
     theirs = load_file(folder / "model.safetensors")
@@ -138,8 +138,8 @@ def test_every_published_layout_drafts_as_its_reader_does(layout: str, target: T
             base, _, kind = own.rpartition(".")
             assert torch.equal(again[f"{names.get(base, base)}.{kind}" if layout == "medusa" else own], tensor), name
     taps = {"safeailab": (2, 4, 5), "specforge": (2, 3, 5), "speculators": (2, 3, 5)}
-    assert heads.taps == taps.get(layout, (FINAL,))
-    assert heads.steps == {"speculators": 4, "medusa": 2}.get(layout, 5)
+    assert heads.aux_layers == taps.get(layout, (FINAL,))
+    assert heads.draft_steps == {"speculators": 4, "medusa": 2}.get(layout, 5)
 
 
 # -- hostile and broken ones -------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ def heads(target: Target) -> DraftHead:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    chance = random.Random(0)
-    return [[chance.randrange(1, 101) for _ in range(chance.randrange(2, 20))] for _ in range(7)]
+    rng = random.Random(0)
+    return [[rng.randrange(1, 101) for _ in range(rng.randrange(2, 20))] for _ in range(7)]
 
 
 def test_honest_drafters_change_nothing(target: Target, heads: DraftHead, prompts: list[list[int]]) -> None:

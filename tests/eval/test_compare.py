@@ -147,19 +147,19 @@ def test_both_loops_draw_from_the_same_tokens(tiny_target: Target, sampling: Sam
         return {row[0] for seed in seeds for row in method.run([prompt] * 64, 1, seed).tokens}
 
     for method in (Ours(scaled, options=options), Transformers(scaled, sampling)):
-        drawn = firsts(method, range(0, 640, 64))
-        assert drawn <= left
+        sampled = firsts(method, range(0, 640, 64))
+        assert sampled <= left
         likely = {token for token in left if sharp[token] > 0.02}
-        assert likely <= drawn
+        assert likely <= sampled
 
 
-def test_margins_are_measured_behind_the_repetition_penalty(tiny_target: Target) -> None:
+def test_margins_are_measured_after_the_repetition_penalty(tiny_target: Target) -> None:
     prompt = [5, 9, 7, 30]
     options = DecodeOptions(max_new_tokens=12, repetition_penalty=1.5)
     answer = Engine(tiny_target).generate([prompt], options)[0].tokens
     judge = Judge(tiny_target, options.sampling)
-    for place, token in enumerate(answer):
-        assert judge.margin([*prompt, *answer[:place]], [token]) < 1e-4, "what was chosen is the best"
+    for index, token in enumerate(answer):
+        assert judge.margin([*prompt, *answer[:index]], [token]) < 1e-4, "what was chosen is the best"
     results = evaluate(
         tiny_target,
         None,

@@ -28,7 +28,7 @@ def target() -> Target:
     [Sampling(1.0), Sampling(0.7, top_p=0.9), Sampling(1.0, top_k=3, min_p=0.1), Sampling(1.0, repetition_penalty=2.0)],
 )
 def test_enumeration_is_brute_force(target: Target, sampling: Sampling) -> None:
-    exact = enumerate_texts(target, PROMPT, sampling, depth=2, most=100)
+    exact = enumerate_texts(target, PROMPT, sampling, depth=2, maximum=100)
     assert exact.rest == 0
     assert sum(exact.probs.values()) == pytest.approx(1, abs=1e-5)
     with target.stock() as model, torch.inference_mode():
@@ -43,8 +43,8 @@ def test_enumeration_is_brute_force(target: Target, sampling: Sampling) -> None:
 
 
 def test_what_is_not_read_on_stays_in_the_rest(target: Target) -> None:
-    whole = enumerate_texts(target, PROMPT, Sampling(1.0), depth=3, most=200)
-    part = enumerate_texts(target, PROMPT, Sampling(1.0), depth=3, most=4)
+    whole = enumerate_texts(target, PROMPT, Sampling(1.0), depth=3, maximum=200)
+    part = enumerate_texts(target, PROMPT, Sampling(1.0), depth=3, maximum=4)
     assert 0 < part.rest < 1
     assert part.rest + sum(part.probs.values()) == pytest.approx(1, abs=1e-5)
     assert all(whole.probs[text] == pytest.approx(prob, abs=1e-6) for text, prob in part.probs.items())

@@ -64,19 +64,19 @@ def test_float32_without_a_copy_is_float32_to_the_bit(kind: str) -> None:
         assert torch.equal(model(text).logits, rounded), "nothing is left of it"
     after = model.state_dict()
     assert all(
-        after[name].data_ptr() == place and torch.equal(after[name], value) for name, (place, value) in before.items()
+        after[name].data_ptr() == index and torch.equal(after[name], value) for name, (index, value) in before.items()
     )
 
 
 def test_float32_without_a_copy_holds_one_part_at_a_time() -> None:
     """Whatever a forward of a part sees, all other parts are in their own dtype; also after a failure."""
     model = tiny_model("llama", vocab_size=61).to(torch.bfloat16)
-    target, most = Target(model), 0
+    target, maximum = Target(model), 0
 
     def look(*_: object) -> None:
-        nonlocal most
+        nonlocal maximum
         sizes = {tensor.data_ptr(): tensor.numel() for tensor in model.parameters() if tensor.dtype == torch.float32}
-        most = max(most, sum(sizes.values()))
+        maximum = max(maximum, sum(sizes.values()))
 
     parts = [*target.layers, model.get_output_embeddings(), model.get_input_embeddings()]
     with target.stock(), torch.inference_mode(), in_float32(model, target.layers):
@@ -85,7 +85,7 @@ def test_float32_without_a_copy_holds_one_part_at_a_time() -> None:
         for hook in hooks:
             hook.remove()
         largest = max(sum(tensor.numel() for tensor in part.parameters()) for part in parts)
-        assert most == largest
+        assert maximum == largest
         broken = target.layers[1].register_forward_pre_hook(fail)
         with pytest.raises(ValueError, match="broken"):
             model(torch.tensor([[5, 9, 7]]))

@@ -16,7 +16,7 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval import EvalOptions, evaluate
 from headstart.eval.measure import _methods
-from headstart.eval.methods import _Clock
+from headstart.eval.methods import _TokenTimes
 from headstart.heads import family, make_config
 from headstart.labels import METHODS
 from headstart.target import Target, TreeShape
@@ -181,10 +181,10 @@ def test_every_method_stops_at_the_end_of_the_turn(batch: int, drafter: HeadDraf
 
 
 def test_clock_counts_tokens_per_row() -> None:
-    clock = _Clock(2)
+    clock = _TokenTimes(2)
     clock.put(torch.zeros(2, 5))  # the prompt
     clock.put(torch.zeros(2))
-    single = _Clock(1)
+    single = _TokenTimes(1)
     single.put(torch.zeros(1, 5))
     single.put(torch.zeros(1, 3))
     single.put(torch.zeros(2))

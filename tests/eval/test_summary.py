@@ -80,12 +80,12 @@ def test_speedup_is_a_ratio_of_totals() -> None:
 
 
 def test_interval_covers_the_truth_and_narrows() -> None:
-    chance = np.random.default_rng(1)
+    rng = np.random.default_rng(1)
 
     def width(size: int) -> float:
-        tokens = chance.integers(50, 130, size)
-        slow = tokens / chance.normal(20, 2, size)
-        fast = slow / 1.5 * chance.normal(1, 0.15, size)
+        tokens = rng.integers(50, 130, size)
+        slow = tokens / rng.normal(20, 2, size)
+        fast = slow / 1.5 * rng.normal(1, 0.15, size)
         ratio = ratio_interval(tokens, fast, tokens, slow, seed=0)
         assert ratio["low"] <= 1.5 <= ratio["high"]
         return ratio["high"] - ratio["low"]

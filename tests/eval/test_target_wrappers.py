@@ -60,25 +60,27 @@ def test_depths_are_those_of_the_trees_that_were_verified(target: Target, drafte
 @torch.inference_mode()
 def test_remembered_logits_are_the_targets(target: Target) -> None:
     view, prompt = RememberingTarget(target), [3, 1, 4, 1]
-    taps = (1, 3)
+    aux_layers = (1, 3)
     caches = [one.new_cache(2, 40) for one in (target, view)]
-    outs = [one.prefill(cache, [prompt] * 2, taps) for one, cache in zip((target, view), caches, strict=True)]
+    outs = [one.prefill(cache, [prompt] * 2, aux_layers) for one, cache in zip((target, view), caches, strict=True)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         torch.testing.assert_close(outs[1].logits_BTV, outs[0].logits_BTV, atol=1e-5, rtol=1e-4)
-        for tap in taps:
-            torch.testing.assert_close(outs[1].taps[tap], outs[0].taps[tap], atol=1e-5, rtol=1e-4)
+        for layer in aux_layers:
+            torch.testing.assert_close(
+                outs[1].aux_hidden_states[layer], outs[0].aux_hidden_states[layer], atol=1e-5, rtol=1e-4
+            )
         tokens = torch.randint(40, (2, 5), generator=generator).tolist()
         tree = DraftTree.from_rows([tokens[0], tokens[1][:4]], [[-1, 0, 0, 1, 3], [-1, 0, 1, 2]])
-        outs = [one.forward_tree(cache, tree, taps) for one, cache in zip((target, view), caches, strict=True)]
+        outs = [one.forward_tree(cache, tree, aux_layers) for one, cache in zip((target, view), caches, strict=True)]
         outs[0].logits_BTV[1, 4] = outs[1].logits_BTV[1, 4]  # padding is garbage
-        for tap in taps:
-            outs[0].taps[tap][1, 4] = outs[1].taps[tap][1, 4]
+        for layer in aux_layers:
+            outs[0].aux_hidden_states[layer][1, 4] = outs[1].aux_hidden_states[layer][1, 4]
         for cache in caches:
             cache.commit([[0, 1, 3], [0]])
         assert caches[1].lengths == caches[0].lengths
     for cache in caches:
-        cache.select([1])
+        cache.reorder([1])
     tree = DraftTree.from_rows([[7, 8]], [[-1, 0]])
     outs = [one.forward_tree(cache, tree) for one, cache in zip((target, view), caches, strict=True)]
     torch.testing.assert_close(outs[1].logits_BTV, outs[0].logits_BTV, atol=1e-5, rtol=1e-4)
@@ -89,8 +91,8 @@ def test_samples_through_the_memory_are_those_without_it(
     target: Target, drafter: HeadDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = DecodeOptions(max_new_tokens=5, temperature=1.0, ignore_end=True, draft="on")
-    monkeypatch.setattr(target_wrappers, "_MOST_NODES", 16)
-    monkeypatch.setattr(target_wrappers, "MOST_TEXTS", 100)
+    monkeypatch.setattr(target_wrappers, "_MAX_NODES", 16)
+    monkeypatch.setattr(target_wrappers, "MAX_TEXTS", 100)
     for prompt in ([3, 1, 4, 1], [2, 7]):
         expected = [row.tokens for row in Engine(target, drafter).generate([prompt] * 16, options)]
         view = RememberingTarget(target)
@@ -111,13 +113,13 @@ def test_a_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) ->
     read: list[int] = []
     honest = Target.forward_tree
 
-    def counted(self: Target, cache: Any, tree: DraftTree, taps: tuple[int, ...] = ()) -> object:
+    def counted(self: Target, cache: Any, tree: DraftTree, aux_layers: tuple[int, ...] = ()) -> object:
         if type(self) is Target:
             read.append(tree.size)
-        return honest(self, cache, tree, taps)
+        return honest(self, cache, tree, aux_layers)
 
     monkeypatch.setattr(Target, "forward_tree", counted)
     view = RememberingTarget(target)
     for _ in range(3):
         Engine(view).generate([[3, 1, 4]] * 8, DecodeOptions(max_new_tokens=4, ignore_end=True))
-    assert read == [2, 3, 4], "greedy rows are all alike: one new text a round, behind the prompt's last token"
+    assert read == [2, 3, 4], "greedy rows are all alike: one new text a round, after the prompt's last token"

@@ -28,22 +28,27 @@ CASES: dict[str, dict[str, Any]] = {
     "hydra-draft-vocabulary": {"family": "hydra", "num_heads": 2, "draft_vocab_size": 30},
     "hydra-shared-deep": {"family": "hydra", "num_heads": 3, "num_layers": 2, "shared_lm_head": True},
     "hydra-prefix": {"family": "hydra", "num_heads": 3, "num_layers": 4, "prefix_attention": True},
-    "eagle": {"family": "eagle", "steps": 3},
-    "eagle-draft-vocabulary": {"family": "eagle", "steps": 2, "draft_vocab_size": 30},
-    "eagle-published": {"family": "eagle", "steps": 2, "embedding_norm": False},
-    "eagle3": {"family": "eagle3", "steps": 3, "tap_layers": (1, 2, 3)},
-    "eagle3-draft-vocabulary": {"family": "eagle3", "steps": 2, "tap_layers": (1, 3), "draft_vocab_size": 30},
-    "eagle3-cold": {"family": "eagle3", "steps": 2, "tap_layers": (1, 2, 3), "start": "cold"},
+    "eagle": {"family": "eagle", "draft_steps": 3},
+    "eagle-draft-vocabulary": {"family": "eagle", "draft_steps": 2, "draft_vocab_size": 30},
+    "eagle-published": {"family": "eagle", "draft_steps": 2, "embedding_norm": False},
+    "eagle3": {"family": "eagle3", "draft_steps": 3, "aux_layers": (1, 2, 3)},
+    "eagle3-draft-vocabulary": {"family": "eagle3", "draft_steps": 2, "aux_layers": (1, 3), "draft_vocab_size": 30},
+    "eagle3-cold": {"family": "eagle3", "draft_steps": 2, "aux_layers": (1, 2, 3), "init": "random"},
     "eagle3-deep-normed": {
         "family": "eagle3",
-        "steps": 3,
+        "draft_steps": 3,
         "num_layers": 2,
-        "tap_layers": (1, 2),
-        "tap_norms": True,
+        "aux_layers": (1, 2),
+        "aux_norms": True,
         "feedback": "post_norm",
     },
-    "transition": {"family": "transition", "steps": 3, "tap_layers": (1, -1)},
-    "transition-draft-vocabulary": {"family": "transition", "steps": 2, "tap_layers": (-1,), "draft_vocab_size": 30},
+    "transition": {"family": "transition", "draft_steps": 3, "aux_layers": (1, -1)},
+    "transition-draft-vocabulary": {
+        "family": "transition",
+        "draft_steps": 2,
+        "aux_layers": (-1,),
+        "draft_vocab_size": 30,
+    },
 }
 
 
@@ -67,13 +72,15 @@ def shake(heads: DraftHead) -> DraftHead:
 
 def batch_of(target: Target, heads: DraftHead, texts: Sequence[Sequence[int]], prompt: int) -> HeadBatch:
     width = max(map(len, texts))
-    states = target.hidden_states(texts, heads.taps)
+    states = target.hidden_states(texts, heads.aux_layers)
     return HeadBatch(
         torch.tensor([[*text, *[0] * (width - len(text))] for text in texts]),
-        torch.tensor([[prompt <= place < len(text) for place in range(width)] for text in texts]),
+        torch.tensor([[prompt <= index < len(text) for index in range(width)] for text in texts]),
         {
-            tap: torch.stack([torch.nn.functional.pad(row[tap], (0, 0, 0, width - len(row[tap]))) for row in states])
-            for tap in heads.taps
+            layer: torch.stack(
+                [torch.nn.functional.pad(row[layer], (0, 0, 0, width - len(row[layer]))) for row in states]
+            )
+            for layer in heads.aux_layers
         },
     )
 
@@ -111,15 +118,17 @@ def test_unroll_shapes_and_gradients(name: str, target: Target) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_that_end_early_take_nothing_from_the_others(name: str, target: Target) -> None:
-    """A thinned batch predicts what the whole one predicts, at the places that are left."""
+    """A subsampled batch predicts what the whole one predicts, at the places that are left."""
     heads = shake(build(name, target))
     random = torch.Generator().manual_seed(5)
     texts = [torch.randint(3, target.vocab_size, (length,), generator=random).tolist() for length in (30, 22, 9)]
-    whole = batch_of(target, heads, texts, 3)
-    thin = dataclasses.replace(whole, reach_BT=torch.randint(1, 4, whole.tokens_BT.shape, generator=random))
+    complete = batch_of(target, heads, texts, 3)
+    subset = dataclasses.replace(
+        complete, subsampled_steps_BT=torch.randint(1, 4, complete.tokens_BT.shape, generator=random)
+    )
     lost = 0
-    for step, (kept, full) in enumerate(zip(heads.unroll(thin), heads.unroll(whole), strict=True)):
-        stays_M = thin.reach_BT.flatten()[full.origin_M] > step
+    for step, (kept, full) in enumerate(zip(heads.unroll(subset), heads.unroll(complete), strict=True)):
+        stays_M = subset.subsampled_steps_BT.flatten()[full.origin_M] > step
         lost += int((~stays_M).sum())
         assert torch.equal(kept.origin_M, full.origin_M[stays_M])
         assert torch.equal(kept.source_M, full.source_M[stays_M])
@@ -132,25 +141,25 @@ def test_drafts_that_end_early_take_nothing_from_the_others(name: str, target: T
 def test_drafting_equals_the_unrolled_training_forward(name: str, target: Target) -> None:
     """The equality that low acceptance usually breaks: what is drafted is what was trained, at every step.
 
-    A drafted chain, put behind its text, is unrolled as in training: each step must give the logits that drafted it.
+    A drafted chain, put after its text, is unrolled as in training: each step must give the logits that drafted it.
     """
     heads = shake(build(name, target))
     text = [3, 9, 14, 27, 33, 8, 40, 12]
     for read in (2, 4, 6):
-        states = target.prefill(target.new_cache(1, read), [text[:read]], heads.taps).taps
-        session = heads.open([text[:read]], states)
+        states = target.prefill(target.new_cache(1, read), [text[:read]], heads.aux_layers).aux_hidden_states
+        session = heads.prefill([text[:read]], states)
         chain, level = [text[read]], torch.zeros(1, 1, dtype=torch.long)
         drafted = []
-        for depth in range(heads.steps):
-            drafted.append(heads.expand(session, torch.tensor([chain[-1:]]), level, depth)[0, 0])
+        for depth in range(heads.draft_steps):
+            drafted.append(heads.draft_step(session, torch.tensor([chain[-1:]]), level, depth)[0, 0])
             chain.append(int(heads.draft_to_target_D[drafted[-1].argmax()]))
         batch = batch_of(target, heads, [text[:read] + chain], prompt=read)
         trained = {}
         for step, prediction in enumerate(heads.unroll(batch)):
-            places = (prediction.origin_M == read - 1).nonzero()[:, 0].tolist()
-            if places:
-                trained[step] = prediction.logits_MD[places[0]]
-        assert set(trained) == set(range(heads.steps))
+            indices = (prediction.origin_M == read - 1).nonzero()[:, 0].tolist()
+            if indices:
+                trained[step] = prediction.logits_MD[indices[0]]
+        assert set(trained) == set(range(heads.draft_steps))
         for step, logits_D in trained.items():
             scale = logits_D.abs().max().item()  # float32 sums in other orders are off by a share of the largest
             torch.testing.assert_close(drafted[step], logits_D, rtol=0, atol=1e-5 * scale)
@@ -161,14 +170,14 @@ def test_observing_in_rounds_equals_opening_afresh(name: str, target: Target) ->
     heads = shake(build(name, target))
     text = [3, 9, 14, 27, 33, 8, 40]
     shape = TreeShape.from_paths([(0, 0), (1,)])
-    states = target.prefill(target.new_cache(1, 8), [text], heads.taps).taps
-    rounds = heads.open([text[:3]], {tap: state[:, :3] for tap, state in states.items()})
+    states = target.prefill(target.new_cache(1, 8), [text], heads.aux_layers).aux_hidden_states
+    rounds = heads.prefill([text[:3]], {layer: state[:, :3] for layer, state in states.items()})
     for begin, end in ((3, 5), (5, 6), (6, 7)):
         draft(heads, rounds, [text[begin]], shape)
-        part = {tap: state[:, begin:end] for tap, state in states.items()}
-        heads.observe(rounds, Committed.of([text[begin:end]], part))
+        part = {layer: state[:, begin:end] for layer, state in states.items()}
+        heads.commit(rounds, Committed.of([text[begin:end]], part))
     root = [11]
-    afresh = draft(heads, heads.open([text], states), root, shape)
+    afresh = draft(heads, heads.prefill([text], states), root, shape)
     assert draft(heads, rounds, root, shape) == afresh
 
 
@@ -179,27 +188,27 @@ def test_rows_that_commit_unevenly_draft_as_afresh(name: str, drafting: bool, ta
     heads = shake(build(name, target))
     texts = [[3, 9, 14, 27, 33, 8, 40], [8, 40, 12, 5, 51, 22, 19, 2]]
     shape = TreeShape.from_paths([(0, 0), (1,)])
-    states = target.prefill(target.new_cache(2, 8), texts, heads.taps).taps
+    states = target.prefill(target.new_cache(2, 8), texts, heads.aux_layers).aux_hidden_states
     starts = [2, 3]
-    session = heads.open([text[:start] for text, start in zip(texts, starts, strict=True)], _part(states, [0, 0], 3))
+    session = heads.prefill([text[:start] for text, start in zip(texts, starts, strict=True)], _part(states, [0, 0], 3))
     for counts in ([1, 3], [3, 1], [1, 1]):
         if drafting:
             draft(heads, session, [text[at] for text, at in zip(texts, starts, strict=True)], shape)
         width = max(counts)
         tokens = [text[at : at + count] for text, at, count in zip(texts, starts, counts, strict=True)]
-        heads.observe(session, Committed.of(tokens, _part(states, starts, width)))
+        heads.commit(session, Committed.of(tokens, _part(states, starts, width)))
         starts = [at + count for at, count in zip(starts, counts, strict=True)]
     root = [11, 12]
-    afresh = draft(heads, heads.open(texts, states), root, shape)
+    afresh = draft(heads, heads.prefill(texts, states), root, shape)
     assert draft(heads, session, root, shape) == afresh
 
 
 def _part(states: dict[int, torch.Tensor], starts: Sequence[int], width: int) -> dict[int, torch.Tensor]:
-    """States of `width` tokens of each row from its own start on; behind a row's end anything."""
-    padded = {tap: torch.nn.functional.pad(state, (0, 0, 0, width), value=7.0) for tap, state in states.items()}
+    """States of `width` tokens of each row from its own start on; after a row's end anything."""
+    padded = {layer: torch.nn.functional.pad(state, (0, 0, 0, width), value=7.0) for layer, state in states.items()}
     return {
-        tap: torch.stack([state[row, start : start + width] for row, start in enumerate(starts)])
-        for tap, state in padded.items()
+        layer: torch.stack([state[row, start : start + width] for row, start in enumerate(starts)])
+        for layer, state in padded.items()
     }
 
 
@@ -209,12 +218,14 @@ def test_rows_of_a_batch_are_independent(name: str, target: Target) -> None:
     texts = [[3, 9, 14, 27, 33], [8, 40, 12]]
     shape = TreeShape.from_paths([(0, 0), (1, 0)])
     roots = [6, 7]
-    session = heads.open(texts, target.prefill(target.new_cache(2, 5), texts, heads.taps).taps)
+    session = heads.prefill(texts, target.prefill(target.new_cache(2, 5), texts, heads.aux_layers).aux_hidden_states)
     together = draft(heads, session, roots, shape)
     for row, text in enumerate(texts):
-        alone = heads.open([text], target.prefill(target.new_cache(1, 5), [text], heads.taps).taps)
+        alone = heads.prefill(
+            [text], target.prefill(target.new_cache(1, 5), [text], heads.aux_layers).aux_hidden_states
+        )
         assert draft(heads, alone, roots[row : row + 1], shape)[0] == together[row]
-    heads.select(session, [1])
+    heads.reorder(session, [1])
     assert draft(heads, session, roots[1:], shape)[0] == together[1]
 
 
@@ -234,7 +245,9 @@ def test_greedy_output_is_the_targets_own(name: str, target: Target) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target: Target) -> None:
     heads = shake(build(name, target))
-    session = heads.open([[3, 9]], target.prefill(target.new_cache(1, 2), [[3, 9]], heads.taps).taps)
+    session = heads.prefill(
+        [[3, 9]], target.prefill(target.new_cache(1, 2), [[3, 9]], heads.aux_layers).aux_hidden_states
+    )
     drafted = draft(heads, session, [5], TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)]))
     tokens = drafted[0]
     assert tokens[0] == 5

@@ -17,9 +17,9 @@ from headstart.target import FINAL, Target
 from tests.tiny import KINDS, tiny_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "eagle": {"family": "eagle", "steps": 3},
-    "eagle3": {"family": "eagle3", "steps": 3, "tap_layers": (1, 3), "num_layers": 2},
-    "transition": {"family": "transition", "steps": 3, "tap_layers": (1, -1), "num_layers": 2},
+    "eagle": {"family": "eagle", "draft_steps": 3},
+    "eagle3": {"family": "eagle3", "draft_steps": 3, "aux_layers": (1, 3), "num_layers": 2},
+    "transition": {"family": "transition", "draft_steps": 3, "aux_layers": (1, -1), "num_layers": 2},
 }
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6]
 
@@ -42,45 +42,45 @@ def build(settings: dict[str, Any], target: Target) -> DraftHead:
 def logits_of(heads: DraftHead, batch: HeadBatch) -> dict[tuple[int, int], torch.Tensor]:
     """Logits by (step, origin) of a single text."""
     return {
-        (step, int(origin)): prediction.logits_MD[place]
+        (step, int(origin)): prediction.logits_MD[index]
         for step, prediction in enumerate(heads.unroll(batch))
-        for place, origin in enumerate(prediction.origin_M)
+        for index, origin in enumerate(prediction.origin_M)
     }
 
 
 def batch_of(heads: DraftHead, seed: int = 0) -> HeadBatch:
     random = torch.Generator().manual_seed(seed)
-    states = {tap: torch.randn(1, len(TEXT), 64, generator=random) for tap in heads.taps}
-    return HeadBatch(torch.tensor([TEXT]), torch.tensor([[place > 1 for place in range(len(TEXT))]]), states)
+    states = {aux_layer: torch.randn(1, len(TEXT), 64, generator=random) for aux_layer in heads.aux_layers}
+    return HeadBatch(torch.tensor([TEXT]), torch.tensor([[index > 1 for index in range(len(TEXT))]]), states)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_what_each_step_reads(name: str, target: Target) -> None:
-    """Step k of origin t reads the states up to t and the tokens up to t + k + 1, and nothing behind them."""
+    """Step k of origin t reads the states up to t and the tokens up to t + k + 1, and nothing after them."""
     heads = build(FAMILIES[name], target)
     before = logits_of(heads, batch_of(heads))
     assert {step for step, _ in before} == {0, 1, 2}
     assert min(origin for _, origin in before) == 1, "the first draft starts before the first supervised token"
-    for place in range(2, len(TEXT)):
+    for index in range(2, len(TEXT)):
         changed = batch_of(heads)
-        changed.tokens_BT[0, place] = 60
+        changed.tokens_BT[0, index] = 60
         for (step, origin), logits in logits_of(heads, changed).items():
             same = torch.equal(logits, before[step, origin])
-            assert same == (place > origin + step + 1), f"token {place}, step {step} of origin {origin}"
-    for place in range(len(TEXT)):
+            assert same == (index > origin + step + 1), f"token {index}, step {step} of origin {origin}"
+    for index in range(len(TEXT)):
         changed = batch_of(heads)
         for state in changed.states.values():
-            state[0, place] += 1.0
+            state[0, index] += 1.0
         for (step, origin), logits in logits_of(heads, changed).items():
             same = torch.equal(logits, before[step, origin])
-            assert same == (place > origin), f"state {place}, step {step} of origin {origin}"
+            assert same == (index > origin), f"state {index}, step {step} of origin {origin}"
 
 
-TRANSITION = {"family": "transition", "steps": 2, "tap_layers": (-1,)}
+TRANSITION = {"family": "transition", "draft_steps": 2, "aux_layers": (-1,)}
 
 
-@pytest.mark.parametrize("settings", [{"family": "eagle", "steps": 2}, TRANSITION])
+@pytest.mark.parametrize("settings", [{"family": "eagle", "draft_steps": 2}, TRANSITION])
 @torch.no_grad()
 def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Target) -> None:
     """States that rotate at each token: the start drafts them at once, at the second step as at the first."""
@@ -100,16 +100,16 @@ def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Ta
         torch.testing.assert_close(prediction.hidden_MH, final_XE[prediction.source_M], rtol=0, atol=0.05)
 
 
-def test_layers_to_tap_must_differ(target: Target) -> None:
-    with pytest.raises(UserError, match=r"would read layers \[2, 1, 0\].*heads\.tap_layers=\[1,2,3\]"):
+def test_aux_layers_must_differ(target: Target) -> None:
+    with pytest.raises(UserError, match=r"would read layers \[2, 1, 0\].*heads\.aux_layers=\[1,2,3\]"):
         family("eagle3")(make_config({"family": "eagle3"}, target))
     with pytest.raises(UserError, match=r"layers \[1, 1\]"):
-        family("eagle3")(make_config({"family": "eagle3", "tap_layers": (1, 1)}, target))
+        family("eagle3")(make_config({"family": "eagle3", "aux_layers": (1, 1)}, target))
 
 
 def test_a_transition_begins_with_a_final_state(target: Target) -> None:
-    with pytest.raises(UserError, match=r"heads\.tap_layers is \[-1, 2\]\. End heads\.tap_layers with -1"):
-        family("transition")(make_config({**TRANSITION, "tap_layers": (-1, 2)}, target))
+    with pytest.raises(UserError, match=r"heads\.aux_layers is \[-1, 2\]\. End heads\.aux_layers with -1"):
+        family("transition")(make_config({**TRANSITION, "aux_layers": (-1, 2)}, target))
 
 
 def test_joined_eagle3_is_told_its_new_name(target: Target) -> None:
@@ -170,10 +170,10 @@ ALIKE = {
 def test_a_warm_started_layer_is_the_targets_own_where_it_is_built_alike(kind: str) -> None:
     """Where attention and MLP are alike the draft layer computes what the target's does; else it adds nothing."""
     target = Target(tiny_model(kind, vocab_size=61) if kind in KINDS else other_model(kind))
-    heads = family("eagle3")(make_config({"family": "eagle3", "tap_layers": (1, 2)}, target))
+    heads = family("eagle3")(make_config({"family": "eagle3", "aux_layers": (1, 2)}, target))
     heads.warm_start(target)
     drafted = logits_of(heads, batch_of(heads))
-    assert {step for step, _ in drafted} == set(range(heads.steps))
+    assert {step for step, _ in drafted} == set(range(heads.draft_steps))
     assert all(logits.isfinite().all() for logits in drafted.values())
     config = heads.config
     assert isinstance(config, LayerConfig)
@@ -182,9 +182,9 @@ def test_a_warm_started_layer_is_the_targets_own_where_it_is_built_alike(kind: s
     assert (bool(layer.o.weight.any()), bool(layer.down.weight.any())) == ALIKE[kind]
     if all(ALIKE[kind]):
         states = target.hidden_states([TEXT[:6]], (2, 3))[0]  # within mistral's window
-        x_BTE, places_BT = states[2][None], torch.arange(6)[None]
-        queries, keys, values = layer.read(x_BTE, Rotary(config).at(places_BT, x_BTE.dtype, 6))
-        later = (places_BT > places_BT.T)[None]
+        x_BTE, index_BT = states[2][None], torch.arange(6)[None]
+        queries, keys, values = layer.read(x_BTE, Rotary(config).at(index_BT, x_BTE.dtype, 6))
+        later = (index_BT > index_BT.T)[None]
         ours = layer.write(x_BTE, chain_attention(queries, keys, values, later))
         torch.testing.assert_close(ours[0], states[3], rtol=1e-4, atol=1e-5)  # float32 sums in another order
 
@@ -215,7 +215,7 @@ def test_a_layer_that_is_set_otherwise_starts_without_effect(name: str, target: 
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type is one of default, linear"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "linear positions need a number as factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "factor can only be 1"),
-        ({"family": "eagle3", "tap_layers": (1, 2), "num_layers": 4}, r"num_layers is 4 and the target has 3 layers"),
+        ({"family": "eagle3", "aux_layers": (1, 2), "num_layers": 4}, r"num_layers is 4 and the target has 3 layers"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str, target: Target) -> None:
@@ -250,7 +250,7 @@ def test_a_linear_start_looks_no_longer_than_it_has_to(name: str, target: Target
     def batches() -> Iterator[HeadBatch]:
         for number in range(99):
             looked.append(number)
-            states = {tap: torch.randn(8, 32, 64) for tap in {*heads.taps, FINAL}}
+            states = {aux_layer: torch.randn(8, 32, 64) for aux_layer in {*heads.aux_layers, FINAL}}
             yield HeadBatch(torch.randint(3, 61, (8, 32)), torch.ones(8, 32, dtype=torch.bool), states)
 
     heads.fit(batches())
@@ -279,6 +279,6 @@ def test_both_attentions_agree() -> None:
 
 def test_layers_that_are_read_by_default(target: Target) -> None:
     configs = {name: make_config({"family": name}, target) for name in ("eagle3", "transition")}
-    read = {name: config.model_dump()["tap_layers"] for name, config in configs.items()}
+    read = {name: config.model_dump()["aux_layers"] for name, config in configs.items()}
     middle = target.num_layers // 2
     assert read == {"eagle3": (2, middle, target.num_layers - 3), "transition": (2, middle, FINAL)}

@@ -37,7 +37,7 @@ FROZEN = (
     {"family": "medusa", "shared_lm_head": True},
     {"family": "hydra", "shared_lm_head": True},
 )
-TRAINED = ({"family": "eagle3", "tap_layers": (1, 2)}, {"family": "medusa"}, {"family": "hydra"})
+TRAINED = ({"family": "eagle3", "aux_layers": (1, 2)}, {"family": "medusa"}, {"family": "hydra"})
 
 
 def tiny(kind: str) -> Target:
@@ -67,9 +67,9 @@ def build(target: Target, settings: dict[str, Any], draft_vocab_size: int) -> Dr
 
 
 def batch_of(target: Target, heads: DraftHead) -> HeadBatch:
-    text = [(11 * place * place + 5) % 71 for place in range(14)]
-    states = target.hidden_states([text], sorted({*heads.taps, FINAL}))[0]
-    rows = {tap: state[None] for tap, state in states.items()}
+    text = [(11 * index * index + 5) % 71 for index in range(14)]
+    states = target.hidden_states([text], sorted({*heads.aux_layers, FINAL}))[0]
+    rows = {layer: state[None] for layer, state in states.items()}
     return HeadBatch(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.bool), rows)
 
 
@@ -82,7 +82,7 @@ def test_frozen_lm_heads_give_the_targets_own_logits(
     target = tiny(kind)
     heads = build(target, settings, draft_vocab_size)
     batch = batch_of(target, heads)
-    lesson = Teacher(target, heads.draft_to_target_D).read(batch)
+    teacher_logits = Teacher(target, heads.draft_to_target_D).read(batch)
     with torch.no_grad():
         steps = list(heads.unroll(batch))
     for step in steps:
@@ -91,16 +91,16 @@ def test_frozen_lm_heads_give_the_targets_own_logits(
         assert (wanted_MD - plain_MD).abs().max() > 0.01, "bias, scale or cap matter here"
         torch.testing.assert_close(step.logits_MD, wanted_MD)
         torch.testing.assert_close(torch.cat([part for _, part in logits_by_block(step)]), wanted_MD)
-    first, place = steps[0], 4
-    assert int(first.origin_M[place]) == place
-    opened = heads.open(
-        [batch.tokens_BT[0, : place + 1].tolist()], {t: s[:, : place + 1] for t, s in batch.states.items()}
+    first, index = steps[0], 4
+    assert int(first.origin_M[index]) == index
+    opened = heads.prefill(
+        [batch.tokens_BT[0, : index + 1].tolist()], {t: s[:, : index + 1] for t, s in batch.states.items()}
     )
-    node_11 = batch.tokens_BT[:, place + 1 : place + 2]
+    node_11 = batch.tokens_BT[:, index + 1 : index + 2]
     with torch.no_grad():
-        drafted_D = heads.expand(opened, node_11, torch.zeros_like(node_11), 0)[0, 0]
-    torch.testing.assert_close(drafted_D, first.logits_MD[place], rtol=1e-4, atol=1e-5)
-    assert len(lesson.logits_SD)
+        drafted_D = heads.draft_step(opened, node_11, torch.zeros_like(node_11), 0)[0, 0]
+    torch.testing.assert_close(drafted_D, first.logits_MD[index], rtol=1e-4, atol=1e-5)
+    assert len(teacher_logits.logits_SD)
 
 
 @pytest.mark.parametrize("kind", TARGETS)
@@ -108,14 +108,21 @@ def test_losses_differentiate_through_bias_scale_and_cap(kind: str) -> None:
     target = tiny(kind)
     heads = build(target, FROZEN[0], 24)
     batch = batch_of(target, heads)
-    lesson = Teacher(target, heads.draft_to_target_D).read(batch)
+    teacher_logits = Teacher(target, heads.draft_to_target_D).read(batch)
     gradients: list[Tensor] = []
     for total in (summed, summed_plain):
         step = next(iter(heads.unroll(batch)))
         hidden_MH = step.hidden_MH.detach().requires_grad_()
         weight_M = torch.ones(len(hidden_MH))
         loss = total(
-            LOSSES["soft_ce"], hidden_MH, step.lm_head_DH, lesson, step.source_M, weight_M, step.bias_D, step.finish
+            LOSSES["soft_ce"],
+            hidden_MH,
+            step.lm_head_DH,
+            teacher_logits,
+            step.source_M,
+            weight_M,
+            step.bias_D,
+            step.finish,
         )
         loss.backward()
         assert hidden_MH.grad is not None

@@ -27,7 +27,7 @@ class TableHead(DraftHead):
 
     family = "table"
     Config = HeadConfig
-    steps = 3
+    draft_steps = 3
 
     def __init__(self, shared: bool = False, size: int = VOCAB) -> None:
         super().__init__(HeadConfig(family="table", vocab_size=VOCAB, draft_vocab_size=size))
@@ -38,7 +38,7 @@ class TableHead(DraftHead):
         seed = hash(path if not self.shared else len(path)) % (1 << 31)
         return 2 * torch.randn(self.config.draft_width, generator=torch.Generator().manual_seed(seed))
 
-    def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         if depth == 0:
             self.asked = [[[()] for _ in tokens_BW]]
         else:
@@ -53,9 +53,9 @@ class TableHead(DraftHead):
 
     def warm_start(self, target: Any) -> None: ...
     def unroll(self, batch: Any) -> Any: ...
-    def open(self, prompts: Any, states: Any) -> None: ...
-    def observe(self, *_: Any) -> None: ...
-    def select(self, *_: Any) -> None: ...
+    def prefill(self, prompts: Any, states: Any) -> None: ...
+    def commit(self, *_: Any) -> None: ...
+    def reorder(self, *_: Any) -> None: ...
 
 
 def grown(
@@ -93,36 +93,36 @@ def test_static_trees_hold_the_named_ranks(shared: bool) -> None:
 
 def test_dynamic_trees_hold_every_path_that_is_worth_it() -> None:
     heads = TableHead()
-    request = Request(64, worth=0.05)
+    request = Request(64, threshold=0.05)
     tree = grown(heads, [3], request, Calibration(), max_rank=VOCAB)
     expected: dict[tuple[int, ...], float] = {}
     level: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(heads.steps):
+    for _ in range(heads.draft_steps):
         level = {
-            (*path, token): gain * chance
-            for path, gain in level.items()
-            for token, chance in enumerate(heads.table(path).softmax(-1).tolist())
-            if gain * chance >= 0.05
+            (*path, token): accept_prob * prob
+            for path, accept_prob in level.items()
+            for token, prob in enumerate(heads.table(path).softmax(-1).tolist())
+            if accept_prob * prob >= 0.05
         }
         expected |= level
     assert sorted(paths(tree, 0)) == sorted(expected)
-    assert tree.gains is not None
-    for path, gain in zip(paths(tree, 0), tree.gains[0][1:], strict=True):
-        assert gain == pytest.approx(expected[path], rel=1e-5)
+    assert tree.accept_probs is not None
+    for path, accept_prob in zip(paths(tree, 0), tree.accept_probs[0][1:], strict=True):
+        assert accept_prob == pytest.approx(expected[path], rel=1e-5)
 
 
 def test_rows_of_different_size_are_padded_and_room_is_kept() -> None:
     heads = TableHead()
-    tree = grown(heads, [3, 4], Request(5, worth=0.01), Calibration())
+    tree = grown(heads, [3, 4], Request(5, threshold=0.01), Calibration())
     assert tree.size == 5
-    chain = grown(heads, [3], Request(9, worth=0.0, chain=True), Calibration())
+    chain = grown(heads, [3], Request(9, threshold=0.0, chain=True), Calibration())
     assert chain.parents == [[-1, 0, 1, 2]]
-    assert grown(heads, [3], Request(9, worth=2.0), Calibration()).size == 1
+    assert grown(heads, [3], Request(9, threshold=2.0), Calibration()).size == 1
 
 
-@pytest.mark.parametrize("children", [Children.TOP_AND_DRAWN, Children.DRAWN])
+@pytest.mark.parametrize("children", [Children.TOP_K_AND_SAMPLED, Children.SAMPLED])
 @pytest.mark.parametrize("shape", [None, TreeShape.from_paths([(0, 0), (0, 1), (1, 0), (2,)])])
-def test_drawn_children_are_described_and_distinct(children: Children, shape: TreeShape | None) -> None:
+def test_sampled_children_are_described_and_distinct(children: Children, shape: TreeShape | None) -> None:
     heads = TableHead(size=8)
     heads.set_draft_vocabulary(torch.arange(4, 12))
     sampling = Sampling(temperature=1.0)
@@ -131,19 +131,19 @@ def test_drawn_children_are_described_and_distinct(children: Children, shape: Tr
         stream = torch.Generator().manual_seed(seed)
         request = Request(12, 0.04, 0.0, False, children, sampling.warp, [stream])
         tree = grown(heads, [3], request, Calibration(), shape)
-        assert tree.drawn is not None
+        assert tree.sampled is not None
         parents, tokens = tree.parents[0], tree.tokens[0]
         inner = set(parents[1:])
-        assert set(tree.drawn[0]) == inner, "every node with children has a drawn one"
-        for node, drawn in tree.drawn[0].items():
+        assert set(tree.sampled[0]) == inner, "every node with children has a drawn one"
+        for node, sampled in tree.sampled[0].items():
             own = [child for child in range(1, len(parents)) if parents[child] == node]
-            fixed = [child for child in own if child not in drawn.children]
+            fixed = [child for child in own if child not in sampled.children]
             assert len({tokens[child] for child in own}) == len(own)
-            assert len(drawn.children) == (1 if children is Children.TOP_AND_DRAWN else len(own))
-            q_draft_V = drawn.q_draft_V(VOCAB)
+            assert len(sampled.children) == (1 if children is Children.TOP_K_AND_SAMPLED else len(own))
+            q_draft_V = sampled.q_draft_V(VOCAB)
             assert q_draft_V.sum().item() == pytest.approx(1.0, abs=1e-6)
             assert all(q_draft_V[tokens[child]] == 0 for child in fixed)
-            assert all(q_draft_V[tokens[child]] > 0 for child in drawn.children)
+            assert all(q_draft_V[tokens[child]] > 0 for child in sampled.children)
         counts.append(sum(parent == 0 for parent in parents))
     assert len(set(counts)) == 1, "how many children the root has depends on nothing that was drawn"
 
@@ -153,19 +153,21 @@ def test_children_are_added_for_what_they_bring_together() -> None:
     flat = ((-100.0, 0.0),) * 3
     calibration = Calibration(flat, ((0.2, 0.2),) * 3, (0.0,) * 3, Calibration(flat, ((0.5, 0.5),) * 3))
 
-    def gains(worth: float, children: Children) -> list[float]:
+    def accept_probs(threshold: float, children: Children) -> list[float]:
         request = Request(
-            5, worth, 0.1, False, children, Sampling(temperature=1.0).warp, [torch.Generator().manual_seed(0)]
+            5, threshold, 0.1, False, children, Sampling(temperature=1.0).warp, [torch.Generator().manual_seed(0)]
         )
         tree = grown(TableHead(), [3], request, calibration)
-        assert tree.gains is not None
-        return [round(gain, 6) for gain in tree.gains[0][1:]]
+        assert tree.accept_probs is not None
+        return [round(accept_prob, 6) for accept_prob in tree.accept_probs[0][1:]]
 
-    assert gains(0.3, Children.TOP_AND_DRAWN) == [0.5], "one child is drawn"
-    assert gains(0.19, Children.TOP_AND_DRAWN) == [0.2, 0.2, 0.2, 0.5], "room ends"
-    assert gains(0.3, Children.TOP) == []
-    assert gains(0.3, Children.DRAWN) == [0.5]
-    assert gains(0.1, Children.DRAWN) == [0.5, 0.25, 0.125], "those after the first are tried when it was rejected"
+    assert accept_probs(0.3, Children.TOP_K_AND_SAMPLED) == [0.5], "one child is drawn"
+    assert accept_probs(0.19, Children.TOP_K_AND_SAMPLED) == [0.2, 0.2, 0.2, 0.5], "room ends"
+    assert accept_probs(0.3, Children.TOP_K) == []
+    assert accept_probs(0.3, Children.SAMPLED) == [0.5]
+    assert accept_probs(0.1, Children.SAMPLED) == [0.5, 0.25, 0.125], (
+        "those after the first are tried when it was rejected"
+    )
 
 
 def test_draws_are_those_of_drawing_one_after_the_other() -> None:
@@ -176,15 +178,15 @@ def test_draws_are_those_of_drawing_one_after_the_other() -> None:
         tuple(map(tuple, _draws(q_draft_WD, [2, 1], stream))) for _ in range(trials)
     )
     expected = {
-        ((first, second), (other,)): q[first] * q[second] / (1 - q[first]) * chance
+        ((first, second), (other,)): q[first] * q[second] / (1 - q[first]) * prob
         for q in ([0.5, 0.3, 0.2],)
         for first, second in itertools.permutations(range(3), 2)
-        for other, chance in ((0, 0.1), (3, 0.9))
+        for other, prob in ((0, 0.1), (3, 0.9))
     }
     assert set(found) == set(expected)
-    for outcome, chance in expected.items():
+    for outcome, prob in expected.items():
         # 12 outcomes: one in 10000 seeds would leave 4.5 standard errors.
-        assert abs(found[outcome] / trials - chance) < 4.5 * (chance * (1 - chance) / trials) ** 0.5
+        assert abs(found[outcome] / trials - prob) < 4.5 * (prob * (1 - prob) / trials) ** 0.5
     assert _draws(torch.tensor([[0.0, 0.0], [0.0, 1.0]]), [1, 2], stream) == [[], [1]], "nothing is left to draw"
 
 
@@ -194,44 +196,50 @@ def test_each_row_draws_from_its_own_nodes(shared: bool) -> None:
     heads = TableHead(shared)
     sampling = Sampling(temperature=1.0)
     request = Request(
-        9, 0.05, 0.0, False, Children.TOP_AND_DRAWN, sampling.warp, [torch.Generator().manual_seed(i) for i in range(3)]
+        9,
+        0.05,
+        0.0,
+        False,
+        Children.TOP_K_AND_SAMPLED,
+        sampling.warp,
+        [torch.Generator().manual_seed(i) for i in range(3)],
     )
     tree = grown(heads, [3, 4, 5], request, Calibration())
-    assert tree.drawn is not None
-    for row, drawn in enumerate(tree.drawn):
+    assert tree.sampled is not None
+    for row, sampled in enumerate(tree.sampled):
         at = [(), *paths(tree, row)]
-        assert len(drawn) > 1
-        for node, one in drawn.items():
+        assert len(sampled) > 1
+        for node, one in sampled.items():
             expected_V = heads.table(at[node]).softmax(-1)
             children = [child for child in range(1, len(tree.parents[row])) if tree.parents[row][child] == node]
             expected_V[[at[child][-1] for child in children if child not in one.children]] = 0
             torch.testing.assert_close(one.q_draft_V(VOCAB), expected_V / expected_V.sum())
-    chain = grown(heads, [3], replace(request, chain=True, worth=0.0), Calibration())
-    assert chain.parents == [[-1, 0, 1, 2]] and chain.drawn is not None
-    assert [one.children for one in chain.drawn[0].values()] == [[1], [2], [3]], "a chain is drawn"
+    chain = grown(heads, [3], replace(request, chain=True, threshold=0.0), Calibration())
+    assert chain.parents == [[-1, 0, 1, 2]] and chain.sampled is not None
+    assert [one.children for one in chain.sampled[0].values()] == [[1], [2], [3]], "a chain is drawn"
 
 
-def test_what_top_p_leaves_out_is_not_drawn() -> None:
+def test_what_top_p_leaves_out_is_not_sampled() -> None:
     heads = TableHead()
     narrow = Sampling(temperature=1.0, top_k=2)
-    request = Request(9, 0.0, 0.0, False, Children.DRAWN, narrow.warp, [torch.Generator().manual_seed(0)])
+    request = Request(9, 0.0, 0.0, False, Children.SAMPLED, narrow.warp, [torch.Generator().manual_seed(0)])
     tree = grown(heads, [3], request, Calibration(), TreeShape.from_paths([(0,), (1,), (2,), (3,)]))
     assert tree.size == 3, "only two tokens can be drawn"
 
 
 def test_levels_end_where_they_promise_too_little() -> None:
     """A level promises, over the nodes of all rows, its chance of a right draft less what a node must bring."""
-    heads, worth = TableHead(), 0.01
+    heads, threshold = TableHead(), 0.01
 
-    def levels(level_worth: float, reached: tuple[float, ...] = (), rows: int = 1) -> int:
-        request = Request(64, worth, level_worth)
+    def levels(level_threshold: float, reached: tuple[float, ...] = (), rows: int = 1) -> int:
+        request = Request(64, threshold, level_threshold)
         tree = grown(heads, [3] * rows, request, Calibration(reached=reached), max_rank=VOCAB)
         assert tree.levels == len(heads.asked)
         return len(heads.asked)
 
-    chances = [chance for chance in heads.table(()).softmax(-1).tolist() if chance >= worth]
+    probs = [prob for prob in heads.table(()).softmax(-1).tolist() if prob >= threshold]
     for reach in (1.0, 0.5):
-        promised = sum(max(0.0, chance * reach - worth) for chance in chances)
+        promised = sum(max(0.0, prob * reach - threshold) for prob in probs)
         assert levels(promised * 0.99, (1.0, reach)) > 1
         assert levels(promised * 1.01, (1.0, reach)) == 1, "the first level is always drafted"
         assert levels(promised * 1.99, (1.0, reach), rows=2) > 1
@@ -240,8 +248,8 @@ def test_levels_end_where_they_promise_too_little() -> None:
     assert levels(1e-9, (1.0, 1.0, 0.0)) == 2
     # Chains in which every draft is accepted with .5: level 1 promises .5 * .4 - .1, level 2 .25 * .4 - .1.
     calibration = Calibration(((-100.0, 0.0),) * 3, ((0.5, 0.5),) * 3, (0.5, 0.4, 0.4))
-    for level_worth, size in ((0.0, 4), (0.09, 3), (0.11, 2)):
-        request = Request(8, worth=0.1, level_worth=level_worth, chain=True)
+    for level_threshold, size in ((0.0, 4), (0.09, 3), (0.11, 2)):
+        request = Request(8, threshold=0.1, level_threshold=level_threshold, chain=True)
         assert grown(heads, [3], request, calibration).size == size
 
 
@@ -250,11 +258,11 @@ def test_a_level_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> 
     copies = []
     honest = Tensor.cpu
     monkeypatch.setattr(Tensor, "cpu", lambda self: copies.append(self.shape) or honest(self))
-    tree = grown(TableHead(), [3], Request(64, worth=0.05), Calibration(), max_rank=VOCAB)
+    tree = grown(TableHead(), [3], Request(64, threshold=0.05), Calibration(), max_rank=VOCAB)
     assert len(copies) == tree.levels == 3
 
 
 def test_heads_keep_to_their_own_size_whatever_is_asked_for() -> None:
     drafter = HeadDrafter(TableHead(), TreeShape.chain(2), "dynamic", max_nodes=4)
-    assert drafter.propose(None, Root.of([3]), Request(64, worth=0.01)).size == 4
-    assert drafter.propose(None, Root.of([3]), Request(3, worth=0.01)).size == 3
+    assert drafter.propose(None, Root.of([3]), Request(64, threshold=0.01)).size == 4
+    assert drafter.propose(None, Root.of([3]), Request(3, threshold=0.01)).size == 3

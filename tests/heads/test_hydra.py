@@ -43,16 +43,16 @@ def test_each_head_reads_the_state_and_the_tokens_before_the_one_it_predicts(tar
 
     with torch.no_grad():
         before = drafts(tokens_BT, final_BTE)
-        for place in range(8):
+        for position in range(8):
             other = tokens_BT.clone()
-            other[0, place] = 50
+            other[0, position] = 50
             moved = [step for step, logits in enumerate(drafts(other, final_BTE)) if not logits.equal(before[step])]
             # token t + 1 is read by all heads, t + 2 from head 1 on, t + 3 by head 2 alone
-            assert moved == [step for step in range(3) if origin < place <= origin + step + 1]
+            assert moved == [step for step in range(3) if origin < position <= origin + step + 1]
             other_BTE = final_BTE.clone()
-            other_BTE[0, place] += 1
+            other_BTE[0, position] += 1
             moved = [step for step, logits in enumerate(drafts(tokens_BT, other_BTE)) if not logits.equal(before[step])]
-            read = place <= origin if prefix else place == origin
+            read = position <= origin if prefix else position == origin
             assert moved == ([0, 1, 2] if read else [])
 
 
@@ -65,15 +65,15 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(target: T
         (torch.tensor([[9, 10, 11], [12, 13, 14]]), torch.zeros(2, 3, dtype=torch.long)),
         (torch.tensor([[15, 16, 17], [18, 19, 20]]), torch.tensor([[2, 0, 2], [1, 1, 0]])),
     ]
-    tree, chain = heads.open(prompts, states), heads.open(prompts, states)
+    tree, chain = heads.prefill(prompts, states), heads.prefill(prompts, states)
     with torch.no_grad():
-        grown = [heads.expand(tree, *level, depth) for depth, level in enumerate(levels)]
+        grown = [heads.draft_step(tree, *level, depth) for depth, level in enumerate(levels)]
         rows_B = torch.arange(2)
         for leaf in range(3):
             middle_B = levels[2][1][:, leaf]
             path = (levels[0][0][:, 0], levels[1][0][rows_B, middle_B], levels[2][0][:, leaf])
             alone = [
-                heads.expand(chain, token_B[:, None], torch.zeros(2, 1, dtype=torch.long), depth)[:, 0]
+                heads.draft_step(chain, token_B[:, None], torch.zeros(2, 1, dtype=torch.long), depth)[:, 0]
                 for depth, token_B in enumerate(path)
             ]
             # float32 sums of 256 products in another order
@@ -96,7 +96,7 @@ def test_warm_started_heads_repeat_the_targets_own_distribution(target: Target, 
 def test_a_cold_start_owes_nothing_to_the_target(target: Target) -> None:
     batch = batch_of(target, hydra(target), [list(range(1, 13))], prompt=3)
     other = Target(tiny_model("llama", seed=1, vocab_size=61))
-    one, two = (hydra(model, start="cold", prefix_attention=True) for model in (target, other))
+    one, two = (hydra(model, init="random", prefix_attention=True) for model in (target, other))
     one.fit([batch])
     assert all(a.equal(b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert all(weight.std() > 0 for name, weight in one.heads.named_parameters() if "block" not in name)
@@ -109,8 +109,8 @@ def test_linear_start_finds_a_linear_rule(target: Target) -> None:
     tokens_BT = torch.randint(61, (8, 200))
     embedded_BTE = heads._embed(tokens_BT, torch.zeros(1))
     states = [torch.randn(8, 64)]
-    for place in range(1, 200):
-        states.append(0.7 * states[-1] @ rotation + embedded_BTE[:, place] @ added)
+    for index in range(1, 200):
+        states.append(0.7 * states[-1] @ rotation + embedded_BTE[:, index] @ added)
     batch = HeadBatch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), {FINAL: torch.stack(states, dim=1)})
     heads.fit([batch])
     final_XE = batch.states[FINAL].flatten(0, 1)

@@ -50,8 +50,8 @@ def test_it_attends_to_what_followed_the_same_token(seed: int) -> None:
     torch.manual_seed(seed)
     layer = DraftLayer(CONFIG, 2 * SIZE, input_norm=False)
     learnt_M = torch.randint(TOKENS, (3000,), generator=random)
-    tapped_MX, final_ME = states(learnt_M)
-    found = solve(layer, slow_pairs(CONFIG, turns(513)[0][0]), tapped_MX, final_ME, table_VE[learnt_M])
+    aux_MX, final_ME = states(learnt_M)
+    found = solve(layer, slow_pairs(CONFIG, turns(513)[0][0]), aux_MX, final_ME, table_VE[learnt_M])
     assert found is not None
 
     # 60 different tokens, then 40 of them once more in another order: entry t should look at where token t + 1 was.
@@ -66,7 +66,7 @@ def test_it_attends_to_what_followed_the_same_token(seed: int) -> None:
 
     right = 0
     for entry in range(59, len(text_M) - 1):
-        stood = int((once_M == text_M[entry + 1]).nonzero())  # the entry behind it has the token that followed
+        stood = int((once_M == text_M[entry + 1]).nonzero())  # the entry after it has the token that followed
         distance_P = (values[0, :, : entry + 1] - mixed_BNGTd[0, :, -1, entry][:, None]).square().sum((0, 2))
         right += int(distance_P.argmin()) == stood
     assert right >= 32, "eight of ten; by chance one of a hundred"
@@ -83,12 +83,12 @@ def test_heads_too_small_for_codes_are_left_alone() -> None:
 def test_what_is_not_the_code_stays_the_final_state() -> None:
     torch.manual_seed(0)
     layer = DraftLayer(CONFIG, 2 * SIZE, input_norm=False)
-    tapped_MX = torch.randn(500, 2 * SIZE)
-    found = solve(layer, list(range(8, 16)), tapped_MX, tapped_MX[:, SIZE:], torch.randn(500, SIZE))
+    aux_MX = torch.randn(500, 2 * SIZE)
+    found = solve(layer, list(range(8, 16)), aux_MX, aux_MX[:, SIZE:], torch.randn(500, SIZE))
     assert found is not None
-    fused_ME = tapped_MX @ found.into(torch.empty(SIZE, 2 * SIZE)).T
-    elsewhere_EE = torch.eye(SIZE) - found.places_EC @ found.places_EC.T
-    torch.testing.assert_close(fused_ME @ elsewhere_EE, tapped_MX[:, SIZE:] @ elsewhere_EE, rtol=1e-4, atol=1e-4)
+    fused_ME = aux_MX @ found.into(torch.empty(SIZE, 2 * SIZE)).T
+    elsewhere_EE = torch.eye(SIZE) - found.axes_EC @ found.axes_EC.T
+    torch.testing.assert_close(fused_ME @ elsewhere_EE, aux_MX[:, SIZE:] @ elsewhere_EE, rtol=1e-4, atol=1e-4)
 
 
 def test_every_query_can_still_learn_something_else() -> None:
@@ -106,9 +106,9 @@ def test_states_that_are_no_numbers_are_passed_over() -> None:
     torch.manual_seed(0)
     first, second = DraftLayer(CONFIG, 2 * SIZE, input_norm=False), DraftLayer(CONFIG, 2 * SIZE, input_norm=False)
     second.load_state_dict(first.state_dict())
-    tapped_MX, own_ME = torch.randn(400, 2 * SIZE), torch.randn(400, SIZE)
-    broken_MX = torch.cat([torch.full((1, 2 * SIZE), float("nan")), torch.zeros(1, 2 * SIZE), tapped_MX])
+    aux_MX, own_ME = torch.randn(400, 2 * SIZE), torch.randn(400, SIZE)
+    broken_MX = torch.cat([torch.full((1, 2 * SIZE), float("nan")), torch.zeros(1, 2 * SIZE), aux_MX])
     pairs = list(range(8, 16))
-    assert solve(first, pairs, tapped_MX, tapped_MX[:, SIZE:], own_ME)
+    assert solve(first, pairs, aux_MX, aux_MX[:, SIZE:], own_ME)
     assert solve(second, pairs, broken_MX, broken_MX[:, SIZE:], torch.cat([own_ME[:2], own_ME]))
     assert torch.equal(first.qkv.weight, second.qkv.weight)

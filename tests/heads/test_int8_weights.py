@@ -14,7 +14,7 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads import int8_weights
-from headstart.heads.int8_weights import Linear, linear, pack, unpack, unstack
+from headstart.heads.int8_weights import Linear, drop_int8, linear, to_int8, unstack
 from headstart.heads.io import load_heads, save_heads
 from headstart.target import Target, TreeShape
 from tests.heads.test_contract import CASES, build, shake
@@ -24,7 +24,7 @@ from tests.tiny import tiny_model
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> Target:
     """Its heads are small: every matrix is packed that can be."""
-    monkeypatch.setattr(int8_weights, "_LEAST", 1)
+    monkeypatch.setattr(int8_weights, "_MIN", 1)
     return Target(tiny_model("llama", vocab_size=64))
 
 
@@ -35,7 +35,7 @@ def test_few_rows_are_close_to_the_full_product(dtype: torch.dtype, rows: int) -
     layer = Linear(512, 160).to(dtype)
     x = torch.randn(1, rows, 512, dtype=dtype)
     full = layer(x)
-    pack(layer)
+    to_int8(layer)
     quick = layer(x)
     assert quick.shape == full.shape and quick.dtype == dtype
     # Each number of a row of weights is off by half a 127th of the row's largest: .2 % of a weight's size here at most.
@@ -45,8 +45,8 @@ def test_few_rows_are_close_to_the_full_product(dtype: torch.dtype, rows: int) -
 
 def test_numbers_are_off_by_half_a_step() -> None:
     weight = torch.nn.Parameter(torch.randn(256, 256) * torch.logspace(-3, 2, 256)[:, None])
-    pack(holder := torch.nn.ParameterList([weight]))
-    form = holder[0].packed
+    to_int8(holder := torch.nn.ParameterList([weight]))
+    form = holder[0].int8
     assert form.int8_NI.dtype == torch.int8
     off = (form.int8_NI.float() * form.scale_N[:, None] - weight).abs()
     assert (off <= 0.5001 * form.scale_N[:, None]).all()
@@ -55,14 +55,14 @@ def test_numbers_are_off_by_half_a_step() -> None:
 def test_many_rows_take_the_full_weights() -> None:
     layer, x = Linear(256, 256), torch.randn(4, 8, 256)
     full = layer(x)
-    pack(layer)
+    to_int8(layer)
     assert torch.equal(layer(x), full)
 
 
 def test_rows_that_are_not_contiguous() -> None:
     layer, x = Linear(256, 256), torch.randn(1, 256, 4).transpose(1, 2)
     full = layer(x.contiguous())
-    pack(layer)
+    to_int8(layer)
     torch.testing.assert_close(layer(x), full, rtol=0, atol=0.02)
 
 
@@ -71,14 +71,14 @@ def test_outputs_are_padded_and_cut() -> None:
     layer = Linear(320, 250)
     x = torch.randn(2, 3, 320)
     full = layer(x)
-    pack(layer)
+    to_int8(layer)
     assert layer(x).shape == full.shape
     torch.testing.assert_close(layer(x), full, rtol=0, atol=0.02)
 
 
 def test_no_rows_and_one_row() -> None:
     layer = Linear(256, 256)
-    pack(layer)
+    to_int8(layer)
     assert layer(torch.zeros(0, 256)).shape == (0, 256)
     assert layer(torch.zeros(2, 0, 256)).shape == (2, 0, 256)
     assert layer(torch.zeros(256)).shape == (256,)
@@ -87,7 +87,7 @@ def test_no_rows_and_one_row() -> None:
 def test_operations_are_counted() -> None:
     layer, x = Linear(256, 320, bias=False), torch.randn(3, 256)
     counts = []
-    for prepare in (unpack, pack):
+    for prepare in (drop_int8, to_int8):
         prepare(layer)
         with FlopCounterMode(display=False) as counter:
             layer(x)
@@ -98,23 +98,23 @@ def test_operations_are_counted() -> None:
 @pytest.mark.parametrize("shape", [(256, 300), (16, 16)])
 def test_sizes_that_the_product_cannot_read_stay_full(shape: tuple[int, int]) -> None:
     weight = torch.nn.Parameter(torch.randn(shape))
-    pack(torch.nn.ParameterList([weight]))
+    to_int8(torch.nn.ParameterList([weight]))
     x = torch.randn(2, shape[1])
     assert torch.equal(linear(x, weight), F.linear(x, weight))
 
 
-def test_stacks_are_packed_matrix_by_matrix() -> None:
+def test_stacks_become_int8_matrix_by_matrix() -> None:
     stack = torch.nn.Parameter(torch.randn(3, 256, 256))
-    pack(torch.nn.ParameterList([stack]))
+    to_int8(torch.nn.ParameterList([stack]))
     x = torch.randn(2, 256)
-    for part, whole in zip(unstack(stack), stack, strict=True):
-        assert hasattr(part, "packed")
-        torch.testing.assert_close(linear(x, part), F.linear(x, whole), rtol=0, atol=0.5)
+    for part, complete in zip(unstack(stack), stack, strict=True):
+        assert hasattr(part, "int8")
+        torch.testing.assert_close(linear(x, part), F.linear(x, complete), rtol=0, atol=0.5)
 
 
-def test_another_dtype_than_was_packed_takes_the_full_weights() -> None:
+def test_another_dtype_than_was_converted_takes_the_full_weights() -> None:
     layer, x = Linear(256, 256), torch.randn(2, 256)
-    pack(layer)
+    to_int8(layer)
     layer.bfloat16()
     assert torch.equal(layer(x.bfloat16()), F.linear(x.bfloat16(), layer.weight, layer.bias))
 
@@ -132,11 +132,11 @@ def test_weights_that_changed_in_place_are_never_multiplied_in_their_old_8_bits(
     def full() -> torch.Tensor:
         return F.linear(x, holder[0][1] if stacked else holder[0])
 
-    pack(holder)
+    to_int8(holder)
     assert not torch.equal(product(), full()), "8 bits are used"
     holder.load_state_dict(other.state_dict())
     assert torch.equal(product(), full()), "the full weights, which are the new ones"
-    pack(holder)
+    to_int8(holder)
     assert not torch.equal(product(), full())
     torch.testing.assert_close(product(), full(), rtol=0, atol=0.5)
 
@@ -144,22 +144,22 @@ def test_weights_that_changed_in_place_are_never_multiplied_in_their_old_8_bits(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
 def test_a_dtype_without_such_a_product_stays_full(dtype: torch.dtype) -> None:
     weight = torch.nn.Parameter(torch.ones(256, 256).to(dtype), requires_grad=False)
-    pack(torch.nn.ParameterList([weight]))
-    assert not hasattr(weight, "packed")
+    to_int8(torch.nn.ParameterList([weight]))
+    assert not hasattr(weight, "int8")
 
 
 def test_training_drops_what_would_not_learn(target: Target) -> None:
     heads = shake(build("eagle3", target)).eval()
-    pack(heads)
-    assert any(hasattr(weight, "packed") for weight in heads.parameters())
+    to_int8(heads)
+    assert any(hasattr(weight, "int8") for weight in heads.parameters())
     heads.train()
-    assert not any(hasattr(weight, "packed") for weight in heads.parameters())
+    assert not any(hasattr(weight, "int8") for weight in heads.parameters())
 
 
 def test_files_keep_the_full_weights(target: Target, tmp_path: Path) -> None:
     heads = shake(build("hydra", target)).eval()
     before = copy.deepcopy(heads.state_dict())
-    pack(heads)
+    to_int8(heads)
     save_heads(heads, tmp_path / "heads")
     saved = load_heads(tmp_path / "heads", target).state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
@@ -169,17 +169,17 @@ def test_files_keep_the_full_weights(target: Target, tmp_path: Path) -> None:
 def test_every_family_drafts_alike_and_decodes_the_same_tokens(name: str, target: Target) -> None:
     heads = shake(build(name, target)).eval()
     prompt = [3, 9, 14, 27, 33, 8, 40, 12]
-    states = target.hidden_states([prompt], heads.taps)[0]
+    states = target.hidden_states([prompt], heads.aux_layers)[0]
     drafted = {}
-    for prepare in (unpack, pack):
+    for prepare in (drop_int8, to_int8):
         prepare(heads)
-        session = heads.open([prompt], {tap: state[None] for tap, state in states.items()})
+        session = heads.prefill([prompt], {aux_layer: state[None] for aux_layer, state in states.items()})
         root = torch.tensor([[5]])
-        drafted[prepare] = heads.expand(session, root, torch.zeros_like(root), 0)
-    assert not torch.equal(drafted[unpack], drafted[pack]), "the packed weights are used"
-    together = torch.stack([drafted[unpack].flatten(), drafted[pack].flatten()])
+        drafted[prepare] = heads.draft_step(session, root, torch.zeros_like(root), 0)
+    assert not torch.equal(drafted[drop_int8], drafted[to_int8]), "the packed weights are used"
+    together = torch.stack([drafted[drop_int8].flatten(), drafted[to_int8].flatten()])
     assert torch.corrcoef(together)[0, 1] > 0.99
-    engine = Engine(target, HeadDrafter(heads, TreeShape.chain(heads.steps)))
+    engine = Engine(target, HeadDrafter(heads, TreeShape.chain(heads.draft_steps)))
     plain = Engine(target).generate([prompt, prompt[:3]], DecodeOptions(24))
     for row, other in zip(engine.generate([prompt, prompt[:3]], DecodeOptions(24)), plain, strict=True):
         assert row.tokens == other.tokens

@@ -7,7 +7,7 @@ import torch
 
 from headstart.errors import UserError
 from headstart.heads import HeadBatch
-from headstart.heads.base import positions
+from headstart.heads.base import supervised_origins
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.heads.residual import head_hidden
 from headstart.target import FINAL, Target
@@ -17,14 +17,14 @@ from tests.tiny import tiny_model
 def test_positions_stay_inside_one_answer() -> None:
     # prompt P, answer A, prompt P, answer A; the head must not look from one answer into the next
     supervised = torch.tensor([[False, True, True, True, False, True, True, False]])
-    assert positions(supervised, 0).tolist() == [0, 1, 4]
-    assert positions(supervised, 1).tolist() == [0]
-    assert positions(supervised, 2).tolist() == []
+    assert supervised_origins(supervised, 0).tolist() == [0, 1, 4]
+    assert supervised_origins(supervised, 1).tolist() == [0]
+    assert supervised_origins(supervised, 2).tolist() == []
 
 
 def test_positions_of_short_rows() -> None:
-    assert positions(torch.ones(2, 2, dtype=torch.bool), 0).tolist() == []
-    assert positions(torch.ones(2, 3, dtype=torch.bool), 0).tolist() == [0, 3]
+    assert supervised_origins(torch.ones(2, 2, dtype=torch.bool), 0).tolist() == []
+    assert supervised_origins(torch.ones(2, 3, dtype=torch.bool), 0).tolist() == [0, 3]
 
 
 def test_warm_started_heads_repeat_the_targets_own_distribution() -> None:
@@ -89,9 +89,9 @@ def test_seeing_the_root_changes_the_draft() -> None:
     heads.warm_start(target)
     torch.manual_seed(0)
     torch.nn.init.normal_(heads.input_KEF)
-    state = heads.open([[5]], {FINAL: torch.randn(1, 1, 64)})
+    state = heads.prefill([[5]], {FINAL: torch.randn(1, 1, 64)})
     level = torch.zeros(1, 1, dtype=torch.long)
-    drafted = {heads.expand(state, torch.tensor([[root]]), level, 0).argmax(-1).item() for root in range(9)}
+    drafted = {heads.draft_step(state, torch.tensor([[root]]), level, 0).argmax(-1).item() for root in range(9)}
     assert len(drafted) > 1
 
 

@@ -26,13 +26,13 @@ def exact() -> Target:
     return Target(tiny_model("llama", vocab_size=61).double())
 
 
-def random_levels(roots: list[int], widths: tuple[int, ...], chance: random.Random) -> list[Level]:
+def random_levels(roots: list[int], widths: tuple[int, ...], rng: random.Random) -> list[Level]:
     """The roots, then levels of these many nodes anywhere under the level before."""
     levels: list[Level] = [([[root] for root in roots], [[0] for _ in roots])]
     for width in widths:
         above = len(levels[-1][0][0])
-        tokens = [[chance.randrange(61) for _ in range(width)] for _ in roots]
-        levels.append((tokens, [[chance.randrange(above) for _ in range(width)] for _ in roots]))
+        tokens = [[rng.randrange(61) for _ in range(width)] for _ in roots]
+        levels.append((tokens, [[rng.randrange(above) for _ in range(width)] for _ in roots]))
     return levels
 
 
@@ -46,11 +46,11 @@ def path_to(levels: list[Level], row: int, node: int) -> list[int]:
 
 
 def drafted_alone(heads: DraftHead, text: list[int], states: dict[int, torch.Tensor], chain: list[int]) -> torch.Tensor:
-    """What is drafted behind a chain of single nodes, by a session that knows nothing else."""
-    session = heads.open([text], states)
+    """What is drafted after a chain of single nodes, by a session that knows nothing else."""
+    session = heads.prefill([text], states)
     here_11 = torch.zeros(1, 1, dtype=torch.long)
     for depth, token in enumerate(chain):
-        logits_BWD = heads.expand(session, torch.full_like(here_11, token), here_11, depth)
+        logits_BWD = heads.draft_step(session, torch.full_like(here_11, token), here_11, depth)
     return logits_BWD[0, 0]
 
 
@@ -64,40 +64,41 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
     monkeypatch.setattr(layer, "_SPARE", 0)
     heads = shake(build(name, exact)).double()
     heads.bind(exact)
-    chance = random.Random(0)
+    rng = random.Random(0)
     texts, lengths = TEXTS[:rows], [2, 4][:rows]
-    known = exact.prefill(exact.new_cache(rows, 7), texts, heads.taps).taps
-    behind = {tap: F.pad(state, (0, 0, 0, 2), value=7.0) for tap, state in known.items()}
+    known = exact.prefill(exact.new_cache(rows, 7), texts, heads.aux_layers).aux_hidden_states
+    padded = {aux_layer: F.pad(state, (0, 0, 0, 2), value=7.0) for aux_layer, state in known.items()}
     read = [text[:length] for text, length in zip(texts, lengths, strict=True)]
-    session = heads.open(read, {tap: state[:, : max(lengths)] for tap, state in known.items()})
+    session = heads.prefill(read, {aux_layer: state[:, : max(lengths)] for aux_layer, state in known.items()})
     for counts in ([3, 1][:rows], [1, 2][:rows]):
         roots = [text[length] for text, length in zip(texts, lengths, strict=True)]
-        levels = random_levels(roots, widths[: heads.steps - 1], chance)
+        levels = random_levels(roots, widths[: heads.draft_steps - 1], rng)
         for depth, (tokens, parents) in enumerate(levels):
-            logits_BWD = heads.expand(session, torch.tensor(tokens), torch.tensor(parents), depth)
+            logits_BWD = heads.draft_step(session, torch.tensor(tokens), torch.tensor(parents), depth)
             for row, text in enumerate(texts):
-                own = {tap: state[row : row + 1, : lengths[row]] for tap, state in known.items()}
+                own = {aux_layer: state[row : row + 1, : lengths[row]] for aux_layer, state in known.items()}
                 for node in range(len(tokens[row])):
                     chain = path_to(levels[: depth + 1], row, node)
                     wanted_D = drafted_alone(heads, text[: lengths[row]], own, chain)
                     got_D = logits_BWD[row, min(node, logits_BWD.shape[1] - 1)]
                     # float64 sums in other orders are off by a share of the largest
                     torch.testing.assert_close(got_D, wanted_D, rtol=0, atol=1e-9 * wanted_D.abs().max().item())
-        places = [slice(length, length + max(counts)) for length in lengths]
+        indices = [slice(length, length + max(counts)) for length in lengths]
         tokens = [text[length : length + count] for text, length, count in zip(texts, lengths, counts, strict=True)]
         states = {
-            tap: torch.stack([state[row, place] for row, place in enumerate(places)]) for tap, state in behind.items()
+            aux_layer: torch.stack([state[row, index] for row, index in enumerate(indices)])
+            for aux_layer, state in padded.items()
         }
-        heads.observe(session, Committed.of(tokens, states))
+        heads.commit(session, Committed.of(tokens, states))
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3-deep-normed", "hydra-prefix"])
 @torch.inference_mode()
-def test_behind_the_last_keys_only_the_last_token_of_a_text_is_computed(
+def test_after_the_last_keys_only_the_last_token_of_a_text_is_computed(
     name: str, exact: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first draft behind a long prompt; how many entries each layer's MLP takes."""
+    """The first draft after a long prompt; how many entries each layer's MLP takes."""
     heads = shake(build(name, exact)).double()
     heads.bind(exact)
     widths: list[int] = []
@@ -108,8 +109,8 @@ def test_behind_the_last_keys_only_the_last_token_of_a_text_is_computed(
         return honest(self, residual_BTE, mixed)
 
     monkeypatch.setattr(layer.DraftLayer, "write", write)
-    known = exact.prefill(exact.new_cache(1, 7), TEXTS[:1], heads.taps).taps
-    heads.expand(heads.open(TEXTS[:1], known), torch.tensor([[5]]), torch.tensor([[0]]), 0)
+    known = exact.prefill(exact.new_cache(1, 7), TEXTS[:1], heads.aux_layers).aux_hidden_states
+    heads.draft_step(heads.prefill(TEXTS[:1], known), torch.tensor([[5]]), torch.tensor([[0]]), 0)
     assert widths == ([7, 1] if name == "eagle3-deep-normed" else [1])
 
 
@@ -117,12 +118,14 @@ def test_behind_the_last_keys_only_the_last_token_of_a_text_is_computed(
 def test_long_texts_attend_in_parts(exact: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = shake(build("eagle3-deep-normed", exact)).double()
     heads.bind(exact)
-    known = exact.prefill(exact.new_cache(2, 7), TEXTS, heads.taps).taps
+    known = exact.prefill(exact.new_cache(2, 7), TEXTS, heads.aux_layers).aux_hidden_states
 
     def first_draft() -> torch.Tensor:
-        return heads.expand(heads.open([TEXTS[0], TEXTS[1][:5]], known), torch.tensor([[5], [6]]), torch.zeros(2, 1), 0)
+        return heads.draft_step(
+            heads.prefill([TEXTS[0], TEXTS[1][:5]], known), torch.tensor([[5], [6]]), torch.zeros(2, 1), 0
+        )
 
-    whole, masks = first_draft(), []
+    complete, masks = first_draft(), []
     honest = F.scaled_dot_product_attention
 
     def attend(queries: torch.Tensor, *args: Any, attn_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -131,7 +134,7 @@ def test_long_texts_attend_in_parts(exact: Target, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(layer, "_QUERIES", 3)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    torch.testing.assert_close(first_draft(), whole, rtol=0, atol=1e-12)  # float64 sums in another order
+    torch.testing.assert_close(first_draft(), complete, rtol=0, atol=1e-12)  # float64 sums in another order
     assert max(masks) == 3 * 2, "two query heads share a key head"
 
 
@@ -139,11 +142,11 @@ def test_a_table_of_angles_is_as_long_as_the_text_needs(exact: Target) -> None:
     heads = build("eagle", exact)
     config = heads.config.model_copy(update={"max_position_embeddings": 5000})
     assert isinstance(config, layer.LayerConfig)
-    grown, whole = layer.Rotary(config), layer.Rotary(config)
-    whole.at(torch.tensor([[0]]), torch.float32, 5000)
-    for place, size in ((3, 256), (700, 1024), (10, 1024), (4999, 5000), (9999, 5000)):
-        got = grown.at(torch.tensor([[place]]), torch.float32, place + 1)
-        wanted = whole.at(torch.tensor([[place]]), torch.float32, place + 1)
+    grown, complete = layer.Rotary(config), layer.Rotary(config)
+    complete.at(torch.tensor([[0]]), torch.float32, 5000)
+    for index, size in ((3, 256), (700, 1024), (10, 1024), (4999, 5000), (9999, 5000)):
+        got = grown.at(torch.tensor([[index]]), torch.float32, index + 1)
+        wanted = complete.at(torch.tensor([[index]]), torch.float32, index + 1)
         assert torch.equal(torch.stack(got), torch.stack(wanted))
         ((cos, _),) = grown._tables.values()
         assert len(cos) == size

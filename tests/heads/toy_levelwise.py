@@ -50,7 +50,7 @@ class ToyHead(DraftHead):
         self._embedding_VE: Tensor | None = None
 
     @property
-    def steps(self) -> int:
+    def draft_steps(self) -> int:
         return self.config.num_steps
 
     def warm_start(self, target: Target) -> None:
@@ -68,20 +68,20 @@ class ToyHead(DraftHead):
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, tokens_X = batch.states[FINAL].flatten(0, 1), batch.tokens_BT.flatten()
-        for step in range(self.steps):
+        for step in range(self.draft_steps):
             origin_M = origins(batch, step)
             hidden_ME = self.mix(final_XE[origin_M], tokens_X[origin_M + step + 1], step)
             yield StepPrediction(hidden_ME, self.lm_head_DE, origin_M + step + 1, origin_M)
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> ToyState:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> ToyState:
         return ToyState(torch.stack([states[FINAL][row, len(prompt) - 1] for row, prompt in enumerate(prompts)]))
 
-    def expand(self, state: ToyState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, state: ToyState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         return self.mix(state.final_BE[:, None], tokens_BW, depth) @ self.lm_head_DE.T
 
-    def observe(self, state: ToyState, committed: Committed) -> None:
+    def commit(self, state: ToyState, committed: Committed) -> None:
         rows_B = torch.arange(len(committed.counts_B), device=committed.counts_B.device)
         state.final_BE = committed.states[FINAL][rows_B, committed.counts_B - 1]
 
-    def select(self, state: ToyState, rows: Sequence[int]) -> None:
+    def reorder(self, state: ToyState, rows: Sequence[int]) -> None:
         state.final_BE = state.final_BE[list(rows)]

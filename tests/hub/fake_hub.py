@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.calls.append((self.command, path))
         parts = path.strip("/").split("/")
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if path.startswith("/upload/"):  # the storage behind the Hub: the link itself is the permission
+        if path.startswith("/upload/"):  # the storage after the Hub: the link itself is the permission
             oid = parts[1]
             if hashlib.sha256(self.body).hexdigest() != oid:
                 return self._error(400, "", "the content has another hash")

@@ -73,8 +73,8 @@ def test_training_starts_from_exported_heads_and_from_runs_too(tmp_path: Path, t
         load_heads(tmp_path)
     assert f"headstart run {tmp_path / 'recipe.yaml'} --run-dir {tmp_path}" in caught.value.remedy
     heads = export(tmp_path / "heads", tiny_target)
-    for place in (tmp_path, tmp_path / "heads"):
-        again = load_heads(place, tiny_target)
+    for path in (tmp_path, tmp_path / "heads"):
+        again = load_heads(path, tiny_target)
         assert again.config == heads.config
         assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
 

@@ -22,7 +22,7 @@ from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, PackedLinear, packed_model, tiny_model
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8], [*range(1, 13)], [3]]
-TAPS = (1, FINAL)
+AUX_LAYERS = (1, FINAL)
 SHORT = (torch.bfloat16, torch.float16)
 
 
@@ -56,19 +56,22 @@ def compare(target: Target, texts: Sequence[Sequence[int]], rounds: int = 3, dep
         steps = []
         for _ in range(depth + 1):
             step = DraftTree.from_rows([path[-1:] for path in paths], [[-1]] * len(texts))
-            steps.append(target.forward_tree(plain, step, TAPS))
+            steps.append(target.forward_tree(plain, step, AUX_LAYERS))
             plain.commit([[0]] * len(texts))
             for path, token in zip(paths, steps[-1].logits_BTV[:, 0].max(-1).indices.tolist(), strict=True):
                 path.append(token)
         trees = [_tree(path[:-1], target.vocab_size, draw) for path in paths]
         tree = DraftTree.from_rows([tree[0] for tree in trees], [tree[1] for tree in trees])
-        out = target.forward_tree(drafted, tree, TAPS)
+        out = target.forward_tree(drafted, tree, AUX_LAYERS)
         drafted.commit([tree[2] for tree in trees])
         for row in rows:
             for step, node in zip(steps, trees[row][2], strict=True):
                 found.rows += 1
                 found.logits += not torch.equal(step.logits_BTV[row, 0], out.logits_BTV[row, node])
-                found.states += any(not torch.equal(step.taps[tap][row, 0], out.taps[tap][row, node]) for tap in TAPS)
+                found.states += any(
+                    not torch.equal(step.aux_hidden_states[layer][row, 0], out.aux_hidden_states[layer][row, node])
+                    for layer in AUX_LAYERS
+                )
         logits_BV = steps[-1].logits_BTV[:, 0]
     assert plain.lengths == drafted.lengths
     for row, length in enumerate(plain.lengths):
@@ -193,7 +196,7 @@ def test_trying_notices_another_order_of_sums(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: _backwards(own, *args))
     monkeypatch.setattr("headstart.target.rows._KNOWN", {})
     same = same_bits(nn.Linear(96, 40).bfloat16())
-    assert same.fewest <= 4 and same.most == 6
+    assert same.fewest <= 4 and same.maximum == 6
 
 
 def test_bits_are_kept_where_they_are_asked_for() -> None:
@@ -261,23 +264,27 @@ def test_causal_attention_equals_the_masked_one(
 def test_a_long_text_read_in_pieces_equals_one_read_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model(kind, max_length=96))
     texts = [[*range(1, 60)], [*range(20, 45)], [7]]
-    whole = target.prefill(cache := target.new_cache(3, 64), texts, TAPS)
+    whole = target.prefill(cache := target.new_cache(3, 64), texts, AUX_LAYERS)
     step = DraftTree.from_rows([[4], [5], [6]], [[-1]] * 3)
     after = target.forward_tree(cache, step).logits_BTV
-    captured = target.hidden_states(texts, TAPS)
+    captured = target.hidden_states(texts, AUX_LAYERS)
     monkeypatch.setattr("headstart.target.model.PIECE", 16)
     monkeypatch.setattr("headstart.target.attention.PIECE", 16)
     monkeypatch.setattr("headstart.target.model._CAPTURED", 1)
-    pieces = target.prefill(cache := target.new_cache(3, 64), texts, TAPS)
+    pieces = target.prefill(cache := target.new_cache(3, 64), texts, AUX_LAYERS)
     assert cache.lengths == [59, 25, 1]
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(pieces.logits_BTV, whole.logits_BTV, **close)
     torch.testing.assert_close(target.forward_tree(cache, step).logits_BTV, after, **close)
     for row, text in enumerate(texts):
-        alone = target.hidden_states([text], TAPS)[0]
-        for tap in TAPS:
-            torch.testing.assert_close(pieces.taps[tap][row, : len(text)], whole.taps[tap][row, : len(text)], **close)
-            torch.testing.assert_close(captured[row][tap], alone[tap], **close)
+        alone = target.hidden_states([text], AUX_LAYERS)[0]
+        for layer in AUX_LAYERS:
+            torch.testing.assert_close(
+                pieces.aux_hidden_states[layer][row, : len(text)],
+                whole.aux_hidden_states[layer][row, : len(text)],
+                **close,
+            )
+            torch.testing.assert_close(captured[row][layer], alone[layer], **close)
 
 
 def test_reading_keeps_memory_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,14 +304,14 @@ def test_reading_keeps_memory_within_bounds(monkeypatch: pytest.MonkeyPatch) -> 
     texts = [[*range(1, 101)] * 3, [5] * 130]
     cache = target.new_cache(2, 310)
     with Watch():
-        out = target.prefill(cache, texts, TAPS)
+        out = target.prefill(cache, texts, AUX_LAYERS)
     assert out.logits_BTV.shape == (2, 1, 101)
     # A piece times all slots, twice for groups of heads; the states of all tokens; keys and values of both rows.
     assert max(largest) <= max(2 * 32 * 300, 2 * 300 * 64, 2 * 4 * 300 * 16)
     largest.clear()
     monkeypatch.setattr("headstart.target.model.TreeCache", None)
     with Watch():
-        target.hidden_states(texts, TAPS)
+        target.hidden_states(texts, AUX_LAYERS)
     assert max(largest) <= 2 * 300 * 96, "the MLP's width, and no text by text"
 
 

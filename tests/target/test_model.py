@@ -1,4 +1,4 @@
-"""The target: taps, prefill, cache, identity, refusals."""
+"""The target: aux layers, prefill, cache, identity, refusals."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_taps_are_transformers_hidden_states(kind: str) -> None:
+def test_aux_hidden_states_are_transformers_hidden_states(kind: str) -> None:
     target = Target(tiny_model(kind))
-    taps = (0, 1, 2, FINAL)
-    tapped = target.hidden_states(TEXTS, taps)
-    for text, states in zip(TEXTS, tapped, strict=True):
+    aux_layers = (0, 1, 2, FINAL)
+    aux = target.hidden_states(TEXTS, aux_layers)
+    for text, states in zip(TEXTS, aux, strict=True):
         with target.stock() as model, torch.inference_mode():
             wanted = model(torch.tensor([text]), output_hidden_states=True).hidden_states
-        for tap in taps:
+        for layer in aux_layers:
             # float32 rounding of two attention kernels
-            torch.testing.assert_close(states[tap], wanted[tap][0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(states[layer], wanted[layer][0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -38,7 +38,9 @@ def test_lm_head_gives_the_models_logits(kind: str) -> None:
     target = Target(tiny_model(kind))
     cache = target.new_cache(1, 8)
     out = target.prefill(cache, TEXTS[:1], (FINAL,))
-    torch.testing.assert_close(target.lm_head(out.taps[FINAL][:, -1]), out.logits_BTV[:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        target.lm_head(out.aux_hidden_states[FINAL][:, -1]), out.logits_BTV[:, 0], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_prefill_of_a_ragged_batch_equals_rows_alone() -> None:
@@ -77,7 +79,7 @@ def test_select_keeps_rows_in_order() -> None:
     target = Target(tiny_model("llama"))
     cache = target.new_cache(2, 12)
     target.prefill(cache, TEXTS)
-    cache.select([1])
+    cache.reorder([1])
     step = DraftTree.from_shape(torch.tensor([[20]]), TreeShape.chain(0))
     alone = target.prefill(target.new_cache(1, 12), [[*TEXTS[1], 20]]).logits_BTV
     torch.testing.assert_close(target.forward_tree(cache, step).logits_BTV, alone, rtol=1e-4, atol=1e-5)
@@ -105,7 +107,7 @@ def test_float16_holds_the_weights_or_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_tree_may_reach_past_the_end_of_the_context(kind: str) -> None:
-    """The drafts behind the last token are never emitted, and GPT-2 has no positions for them."""
+    """The drafts after the last token are never emitted, and GPT-2 has no positions for them."""
     target = Target(tiny_model(kind, max_length=16))
     text = list(range(1, 16))
     cache = target.new_cache(1, 20)
@@ -202,11 +204,11 @@ def test_the_stock_model_in_another_thread_is_not_disturbed(kind: str) -> None:
     hook.remove()
     assert torch.equal(beside[0], alone)
     for ours, again in zip(first, target.hidden_states(TEXTS, (FINAL, 1)), strict=True):
-        assert all(torch.equal(ours[tap], again[tap]) for tap in (1, FINAL))
+        assert all(torch.equal(ours[layer], again[layer]) for layer in (1, FINAL))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_lm_head_says_nothing_of_dtype_and_sizes(dtype: torch.dtype) -> None:
+def test_a_quantised_lm_head_says_nothing_of_dtype_and_sizes(dtype: torch.dtype) -> None:
     model = tiny_model("llama").to(dtype)
     model.lm_head = packed = PackedLinear(model.lm_head)
     target = Target(model)
@@ -215,7 +217,7 @@ def test_a_packed_lm_head_says_nothing_of_dtype_and_sizes(dtype: torch.dtype) ->
     assert target.lm_head_weight.shape == (101, 64)
     torch.testing.assert_close(target.lm_head_weight.float(), packed.whole().float(), rtol=0.01, atol=1e-4)
     out = target.prefill(target.new_cache(1, 8), TEXTS[:1], (FINAL,))
-    torch.testing.assert_close(target.lm_head(out.taps[FINAL][:, -1]), out.logits_BTV[:, 0])
+    torch.testing.assert_close(target.lm_head(out.aux_hidden_states[FINAL][:, -1]), out.logits_BTV[:, 0])
 
 
 def test_each_layer_keeps_its_own_dtype() -> None:
@@ -240,9 +242,9 @@ def test_each_layer_keeps_its_own_dtype() -> None:
         assert torch.equal(values[1, :, :2], -torch.stack([first[1, :, 0], second[1, :, 1]], 1))
 
 
-def test_taps_out_of_range_are_refused() -> None:
+def test_aux_layers_out_of_range_are_refused() -> None:
     target = Target(tiny_model("llama"))
-    with pytest.raises(UserError, match=r"Tap 9 does not exist: .* has 3 layers"):
+    with pytest.raises(UserError, match=r"Layer 9 does not exist: .* has 3 layers"):
         target.hidden_states(TEXTS, (9,))
 
 

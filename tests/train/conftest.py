@@ -50,7 +50,7 @@ def conversations(count: int, seed: int, vocab_size: int) -> list[Conversation]:
     for number in range(count):
         length = int(torch.randint(12, 40, (1,), generator=random))
         tokens = torch.randint(3, vocab_size, (length - 1,), generator=random).tolist()
-        supervised = [place > length // 3 for place in range(length)]
+        supervised = [index > length // 3 for index in range(length)]
         made.append(Conversation(f"c{number}", [*tokens, 2], supervised, []))
     return made
 

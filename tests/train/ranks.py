@@ -50,7 +50,7 @@ def recipe_of(name: str, **train: Any) -> Recipe:
         "batch_tokens": 64,
         "lr": 0.3,
         "min_lr_ratio": 1,
-        "clip": 1e9,
+        "max_grad_norm": 1e9,
         "eval_every": 100,
         **train,
     }
@@ -87,12 +87,12 @@ def train_sharded(target_folder: str, states: str, folder: str) -> None:
     for name in families():
         for steps in (2, 3):
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate shards on GPUs only
-            recipe = recipe_of(name, steps=steps, accumulate=2)
+            recipe = recipe_of(name, steps=steps, gradient_accumulation_steps=2)
             loop.train(recipe, target, silent(store), valid, Path(folder) / name)
     leave_processes()
 
 
-def train_families(target_folder: str, states: str, folder: str, accumulate: int = 1) -> None:
+def train_families(target_folder: str, states: str, folder: str, gradient_accumulation_steps: int = 1) -> None:
     """Train every family; each process leaves its weights in <folder>/<family>: start-<rank>, then of-<rank>."""
     state, device = join_processes("cpu")
     target = load_target(target_folder, "float32", device)
@@ -107,7 +107,13 @@ def train_families(target_folder: str, states: str, folder: str, accumulate: int
 
     loop._Run.go = keep
     for name in families():
-        loop.train(recipe_of(name, accumulate=accumulate), target, silent(store), valid, Path(folder) / name)
+        loop.train(
+            recipe_of(name, gradient_accumulation_steps=gradient_accumulation_steps),
+            target,
+            silent(store),
+            valid,
+            Path(folder) / name,
+        )
     leave_processes()
 
 
@@ -122,7 +128,7 @@ def poison(step: int) -> None:
         return made
 
     def counted(run: Any, *args: Any) -> float:
-        if run.standing.step == step - 2:
+        if run.trainer_state.step == step - 2:
             loop.collate = poisoned
         return take(run, *args)
 
@@ -134,7 +140,7 @@ def at(step: int, act: Callable[[int], None]) -> None:
     take = loop._Run._step
 
     def acting(run: Any, *args: Any) -> float:
-        if run.standing.step == step:
+        if run.trainer_state.step == step:
             act(run.rank)
         return take(run, *args)
 

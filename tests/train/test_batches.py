@@ -10,7 +10,7 @@ import torch
 
 from headstart.heads import HeadBatch
 from headstart.target import FINAL
-from headstart.train.batches import collate, epoch_batches, epoch_steps, noisy, predictions, share, thinned
+from headstart.train.batches import collate, epoch_batches, epoch_steps, noisy, predictions, share, subsampled
 
 LENGTHS = [random.Random(0).randrange(20, 400) for _ in range(300)]
 
@@ -39,12 +39,12 @@ def test_a_conversation_beyond_the_budget_has_a_batch_of_its_own() -> None:
 
 
 def test_processes_share_each_step_equally() -> None:
-    steps = epoch_steps([[i] for i in range(11)], ranks=2, accumulate=2)
+    steps = epoch_steps([[i] for i in range(11)], ranks=2, gradient_accumulation_steps=2)
     assert len(steps) == 2 and all(len(group) == 4 for group in steps)
     assert [share(steps[0], rank, 2) for rank in range(2)] == [[[0], [2]], [[1], [3]]]
 
 
-def test_collate_pads_on_the_right_and_reads_only_the_taps_asked_for() -> None:
+def test_collate_pads_on_the_right_and_reads_only_the_aux_layers_asked_for() -> None:
     def get(index: int) -> Any:
         length = index + 2
         states = {FINAL: torch.full((length, 3), float(index)), 4: torch.zeros(length, 3)}
@@ -69,32 +69,38 @@ def test_noise_is_a_share_of_each_states_own_size_and_named_by_its_seed() -> Non
     torch.manual_seed(0)
     scale_BT1 = torch.tensor([[1.0, 100.0, 0.0], [0.01, 3.0, 5.0]])[..., None]
     states = {2: scale_BT1 * torch.randn(2, 3, 500), FINAL: torch.randn(2, 3, 500).bfloat16()}
-    batch = HeadBatch(torch.zeros(2, 3).long(), torch.ones(2, 3).bool(), {tap: s.clone() for tap, s in states.items()})
+    batch = HeadBatch(
+        torch.zeros(2, 3).long(), torch.ones(2, 3).bool(), {layer: s.clone() for layer, s in states.items()}
+    )
     made = noisy(batch, 0.1, [0, 7, 1])
-    for tap, state in states.items():
-        assert torch.equal(batch.states[tap], state), "the clean batch is left as it is"
-        assert made.states[tap].dtype == state.dtype
+    for layer, state in states.items():
+        assert torch.equal(batch.states[layer], state), "the clean batch is left as it is"
+        assert made.states[layer].dtype == state.dtype
     size_BT = states[2].square().mean(-1).sqrt()
     added_BTE = made.states[2] - states[2]
     assert (added_BTE.abs().amax(-1) <= 0.1001 * size_BT).all()
     # Uniform in +-0.1: a standard deviation of 0.1 / sqrt(3); of 500 draws it is off by a tenth at the very most.
     torch.testing.assert_close(added_BTE.std(-1), 0.1 / 3**0.5 * size_BT, rtol=0.1, atol=0)
     again, other = noisy(batch, 0.1, [0, 7, 1]), noisy(batch, 0.1, [0, 8, 1])
-    for tap in states:
-        assert torch.equal(made.states[tap], again.states[tap])
-        assert not torch.equal(made.states[tap], other.states[tap])
+    for layer in states:
+        assert torch.equal(made.states[layer], again.states[layer])
+        assert not torch.equal(made.states[layer], other.states[layer])
 
 
 def test_a_thinned_batch_lets_the_share_of_drafts_go_on() -> None:
     batch = HeadBatch(torch.zeros(40, 500, dtype=torch.long), torch.ones(40, 500, dtype=torch.bool), {})
-    thin = thinned(batch, 0.8, [0, 1, 2])
-    assert thin.reach_BT is not None and int(thin.reach_BT.min()) == 1, "every origin learns its first step"
+    subset = subsampled(batch, 0.8, [0, 1, 2])
+    assert subset.subsampled_steps_BT is not None and int(subset.subsampled_steps_BT.min()) == 1, (
+        "every origin learns its first step"
+    )
     for step in range(5):
-        going = float((thin.reach_BT > step).float().mean())
+        going = float((subset.subsampled_steps_BT > step).float().mean())
         # Four standard deviations of 20000 draws.
         assert abs(going - 0.8**step) <= 4 * (0.25 / 20000) ** 0.5
-    again = thinned(batch, 0.8, [0, 1, 2])
-    assert again.reach_BT is not None and torch.equal(thin.reach_BT, again.reach_BT)
-    other = thinned(batch, 0.8, [0, 1, 3])
-    assert other.reach_BT is not None and not torch.equal(thin.reach_BT, other.reach_BT)
-    assert thinned(batch, 1.0, [0]).reach_BT is None
+    again = subsampled(batch, 0.8, [0, 1, 2])
+    assert again.subsampled_steps_BT is not None and torch.equal(subset.subsampled_steps_BT, again.subsampled_steps_BT)
+    other = subsampled(batch, 0.8, [0, 1, 3])
+    assert other.subsampled_steps_BT is not None and not torch.equal(
+        subset.subsampled_steps_BT, other.subsampled_steps_BT
+    )
+    assert subsampled(batch, 1.0, [0]).subsampled_steps_BT is None

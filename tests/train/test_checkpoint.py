@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from headstart.errors import UserError
 from headstart.files import write_text
 from headstart.train import checkpoint
-from headstart.train.checkpoint import Standing
+from headstart.train.checkpoint import TrainerState
 
 SETTINGS = {"train.lr": 1e-3}
 
@@ -34,29 +34,29 @@ def saved(tmp_path: Path, best: Path) -> Path:
     model = torch.nn.Linear(3, 3)
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     for step in (10, 20, 30):
-        checkpoint.save(accelerator, tmp_path, Standing(step=step, epoch=1, elapsed=2.5), SETTINGS, best)
+        checkpoint.save(accelerator, tmp_path, TrainerState(step=step, epoch=1, elapsed=2.5), SETTINGS, best)
     return tmp_path
 
 
 def test_the_two_newest_are_kept_and_the_newest_is_found(saved: Path) -> None:
-    assert sorted(place.name for place in saved.iterdir()) == ["step-00000020", "step-00000030"]
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000020", "step-00000030"]
     found = checkpoint.find(saved, SETTINGS, pytest.fail)
-    assert found == (saved / "step-00000030", Standing(step=30, epoch=1, elapsed=2.5))
+    assert found == (saved / "step-00000030", TrainerState(step=30, epoch=1, elapsed=2.5))
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "no manifest"])
 def test_one_that_is_cut_short_is_passed_over_with_a_warning(saved: Path, damage: str) -> None:
-    place = saved / "step-00000030"
-    largest = max((file for file in place.iterdir() if file.name != "checkpoint.json"), key=lambda f: f.stat().st_size)
+    path = saved / "step-00000030"
+    largest = max((file for file in path.iterdir() if file.name != "checkpoint.json"), key=lambda f: f.stat().st_size)
     match damage:
         case "truncate":
             largest.write_bytes(largest.read_bytes()[:-1])
         case "remove":
             largest.unlink()
         case "manifest":
-            (place / "checkpoint.json").write_text('{"standing": {"st')
+            (path / "checkpoint.json").write_text('{"standing": {"st')
         case _:
-            (place / "checkpoint.json").unlink()
+            (path / "checkpoint.json").unlink()
     warnings: list[str] = []
     found = checkpoint.find(saved, SETTINGS, warnings.append)
     assert found is not None and found[1].step == 20
@@ -72,8 +72,8 @@ def test_one_that_was_still_being_written_is_not_seen(saved: Path) -> None:
 def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(saved: Path, best: Path) -> None:
     (saved / "step-00000035.partial").mkdir()
     accelerator = Accelerator(cpu=True)
-    checkpoint.save(accelerator, saved, Standing(step=40), SETTINGS, best)
-    assert sorted(place.name for place in saved.iterdir()) == ["step-00000030", "step-00000040"]
+    checkpoint.save(accelerator, saved, TrainerState(step=40), SETTINGS, best)
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000030", "step-00000040"]
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -85,15 +85,15 @@ def test_the_best_heads_are_those_of_the_checkpoint(
 
     if not links:
         monkeypatch.setattr(os, "link", refuse)
-    checkpoint.save(Accelerator(cpu=True), tmp_path, Standing(step=10), SETTINGS, best)
-    place, file = tmp_path / "step-00000010", best / "heads.safetensors"
+    checkpoint.save(Accelerator(cpu=True), tmp_path, TrainerState(step=10), SETTINGS, best)
+    folder, file = tmp_path / "step-00000010", best / "heads.safetensors"
     assert (file.stat().st_nlink == 2) is links, "no second copy where the disk can do without"
     write_text(file, "of a lost future")
     (best / "more").touch()
-    checkpoint.restore_best(place, best)
+    checkpoint.restore_best(folder, best)
     assert [path.name for path in best.iterdir()] == [file.name] and file.read_text() == "the best"
     shutil.rmtree(best)
-    checkpoint.restore_best(place, best)
+    checkpoint.restore_best(folder, best)
     assert file.read_text() == "the best"
     assert [path.name for path in best.parent.iterdir()] == ["best"]
 

@@ -17,9 +17,9 @@ GOLDEN = Path(__file__).parent / "golden_losses.json"
 HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 2},
     "hydra": {"num_heads": 2, "prefix_attention": True},
-    "eagle": {"steps": 3},
-    "eagle3": {"steps": 3, "tap_layers": (1, 2, 3)},
-    "transition": {"steps": 3, "tap_layers": (1, 2, -1)},
+    "eagle": {"draft_steps": 3},
+    "eagle3": {"draft_steps": 3, "aux_layers": (1, 2, 3)},
+    "transition": {"draft_steps": 3, "aux_layers": (1, 2, -1)},
 }
 
 

@@ -65,7 +65,7 @@ def test_the_first_loss_is_the_sum_over_steps_per_first_step_prediction(
     for index in range(len(train_store)):
         sample = train_store.get(index)
         final_TE, length = sample.states[FINAL], len(sample.tokens_T)
-        for step in range(heads.steps):
+        for step in range(heads.draft_steps):
             for t in range(length - step - 2):
                 if not sample.supervised_T[t + 1 : t + step + 3].all():
                     continue
@@ -80,11 +80,11 @@ def test_the_first_loss_is_the_sum_over_steps_per_first_step_prediction(
 def test_accumulation_equals_larger_batches(run: Train, tmp_path: Path, train_store: StateStore) -> None:
     """All conversations in one step, as one batch or as several: the same gradient up to the order of sums. Where it is
     near zero Adam makes a share of the learning rate (3e-3) of that difference, hence the absolute tolerance."""
-    whole = run(tmp_path / "whole", steps=3, epochs=3, batch_tokens=100_000)
+    complete = run(tmp_path / "whole", steps=3, epochs=3, batch_tokens=100_000)
     batches = len(loop.epoch_batches(train_store.lengths, 128, seed=0, epoch=0))
     assert batches > 3
-    parts = run(tmp_path / "parts", steps=3, epochs=3, batch_tokens=128, accumulate=batches)
-    one, other = weights(whole.last_folder), weights(parts.last_folder)
+    parts = run(tmp_path / "parts", steps=3, epochs=3, batch_tokens=128, gradient_accumulation_steps=batches)
+    one, other = weights(complete.last_folder), weights(parts.last_folder)
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=2e-4)
 
@@ -134,8 +134,10 @@ def test_a_batch_without_a_place_to_learn_from_gives_every_weight_a_gradient_of_
     heads = build_heads(made, tiny_target, train_store)
     batch = collate(train_store, [0, 1], [1, 2, 3, FINAL], torch.float32, torch.device("cpu"))
     batch = dataclasses.replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
-    lesson = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
-    loss = loop.Unrolled(heads)(batch, partial(weighted, loss=LOSSES["soft_ce"], lesson=lesson, step_weight=0.8))
+    teacher_logits = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
+    loss = loop.Unrolled(heads)(
+        batch, partial(weighted, loss=LOSSES["soft_ce"], teacher_logits=teacher_logits, step_weight=0.8)
+    )
     loss.backward()
     assert loss.item() == 0
     for weight_name, weight in heads.named_parameters():
@@ -212,9 +214,10 @@ def test_the_loop_learns_from_the_loss_that_is_asked_for(
     run(tmp_path, **settings, lr=1e-5, warmup=0.0)
     heads = build_heads(recipe(**settings), tiny_target, train_store)
     batch = collate(train_store, list(range(len(train_store))), [FINAL], torch.float32, torch.device("cpu"))
-    lesson = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
+    teacher_logits = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
     total = sum(
-        0.8**step * summed_plain(LOSSES[name], one.hidden_MH, one.lm_head_DH, lesson, one.source_M, torch.ones(1))
+        0.8**step
+        * summed_plain(LOSSES[name], one.hidden_MH, one.lm_head_DH, teacher_logits, one.source_M, torch.ones(1))
         for step, one in enumerate(heads.unroll(batch))
     )
     before, after = (row["loss"] for row in metrics(tmp_path)[1:])
@@ -224,11 +227,13 @@ def test_the_loop_learns_from_the_loss_that_is_asked_for(
 
 def test_every_position_weight_trains(run: Train, tmp_path: Path) -> None:
     ends = {}
-    for scheme in ("exponential", "dpace", "auf"):
+    for scheme in ("exponential", "dpace", "accept_until_failure"):
         run(tmp_path / scheme, steps=2, eval_every=1, position_weight=scheme)
         ends[scheme] = metrics(tmp_path / scheme)[1]["loss"]
     assert len(set(ends.values())) == 3 and all(map(math.isfinite, ends.values()))
-    assert ends["auf"] < ends["exponential"] < ends["dpace"], "parts of the loss; and weights of up to 2"
+    assert ends["accept_until_failure"] < ends["exponential"] < ends["dpace"], (
+        "parts of the loss; and weights of up to 2"
+    )
 
 
 def test_noise_is_on_the_training_states_alone(run: Train, tmp_path: Path) -> None:
@@ -251,12 +256,12 @@ def test_noise_is_another_in_every_batch_of_every_step(
         return original(batch, noise, seed)
 
     monkeypatch.setattr(loop, "noisy", noisy)
-    run(tmp_path, steps=3, accumulate=2, noise=0.1, seed=4)
-    assert seeds == [(4, step, place) for step in range(3) for place in range(2)]
+    run(tmp_path, steps=3, gradient_accumulation_steps=2, noise=0.1, seed=4)
+    assert seeds == [(4, step, index) for step in range(3) for index in range(2)]
 
 
 def test_heads_that_draft_features_learn_them(run: Train, tmp_path: Path) -> None:
-    eagle = {"family": "eagle", "steps": 2}
+    eagle = {"family": "eagle", "draft_steps": 2}
     for weight in (0.0, 1.0):
         run(tmp_path / str(weight), steps=2, eval_every=1, heads=eagle, feature_weight=weight, lr=1e-9)
     without, added = (metrics(tmp_path / str(weight))[1]["loss"] for weight in (0.0, 1.0))

@@ -20,8 +20,8 @@ from headstart.target import FINAL, Target
 from headstart.train import losses
 from headstart.train.losses import (
     LOSSES,
-    Lesson,
     Teacher,
+    TeacherLogits,
     agreement,
     find_loss,
     smooth_l1,
@@ -125,16 +125,16 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "_CHUNK", {"cpu": 2 * DRAFTS + 1})
 
 
-def _lesson(rows: int, drafts: int = DRAFTS, size: int = 4) -> Lesson:
+def _teacher_logits(rows: int, drafts: int = DRAFTS, size: int = 4) -> TeacherLogits:
     """A teacher's view of flat positions 2 .. rows + 1."""
-    return Lesson(torch.randn(rows, drafts), torch.randn(rows, size), torch.arange(-2, rows).clamp_min(-1))
+    return TeacherLogits(torch.randn(rows, drafts), torch.randn(rows, size), torch.arange(-2, rows).clamp_min(-1))
 
 
-def _problem(trained: bool) -> tuple[Tensor, Tensor, Lesson, Tensor, Tensor]:
+def _problem(trained: bool) -> tuple[Tensor, Tensor, TeacherLogits, Tensor, Tensor]:
     torch.manual_seed(0)
     hidden_MH = torch.randn(ROWS, WIDTH, requires_grad=True)
     lm_head_DH = torch.randn(DRAFTS, WIDTH, requires_grad=trained)
-    return hidden_MH, lm_head_DH, _lesson(9), torch.randint(2, 11, (ROWS,)), torch.rand(ROWS)
+    return hidden_MH, lm_head_DH, _teacher_logits(9), torch.randint(2, 11, (ROWS,)), torch.rand(ROWS)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -169,7 +169,7 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("scheme", ["exponential", "dpace", "auf"])
+@pytest.mark.parametrize("scheme", ["exponential", "dpace", "accept_until_failure"])
 @pytest.mark.usefixtures("small_blocks")
 def test_logits_of_all_predictions_never_exist(scheme: Any) -> None:
     torch.manual_seed(0)
@@ -177,12 +177,12 @@ def test_logits_of_all_predictions_never_exist(scheme: Any) -> None:
     origin_M = torch.arange(40)
     hidden_MH = torch.randn(40, 2, requires_grad=True)
     steps = [StepPrediction(hidden_MH, lm_head_DH, origin_M + step, origin_M) for step in range(4)]
-    lesson = Lesson(torch.randn(43, DRAFTS), torch.zeros(43, 1), torch.arange(43))
+    teacher_logits = TeacherLogits(torch.randn(43, DRAFTS), torch.zeros(43, 1), torch.arange(43))
     with _Largest() as largest:
-        weighted(steps, losses.soft_ce, lesson, 0.8, scheme).backward()
+        weighted(steps, losses.soft_ce, teacher_logits, 0.8, scheme).backward()
     assert largest.numbers <= 4 * 40 * 2 < 40 * DRAFTS, "what the LM head reads is the largest: no step's whole table"
     with _Largest() as largest:
-        summed_plain(losses.soft_ce, hidden_MH, lm_head_DH, lesson, origin_M, torch.ones(40))
+        summed_plain(losses.soft_ce, hidden_MH, lm_head_DH, teacher_logits, origin_M, torch.ones(40))
     assert largest.numbers == 40 * DRAFTS, "the plain way has one"
 
 
@@ -190,20 +190,20 @@ def test_float16_gradients_do_not_overflow_before_they_are_scaled() -> None:
     """Rows of size 1000 with the same error: their products with the gradient sum up beyond float16's 65504."""
     hidden_MH = torch.full((400, 2), 1000.0, requires_grad=True)
     lm_head_DH = torch.tensor([[1.0, 0.0], [0.0, 0.0]], requires_grad=True)
-    lesson = Lesson(torch.tensor([[-60.0, 0.0]]), torch.zeros(1, 1), torch.tensor([0]))
+    teacher_logits = TeacherLogits(torch.tensor([[-60.0, 0.0]]), torch.zeros(1, 1), torch.tensor([0]))
     with torch.autocast("cpu", dtype=torch.float16):
         source_M, weight_M = torch.zeros(400, dtype=torch.long), torch.ones(400)
-        total = summed(losses.soft_ce, hidden_MH, lm_head_DH, lesson, source_M, weight_M)
+        total = summed(losses.soft_ce, hidden_MH, lm_head_DH, teacher_logits, source_M, weight_M)
     (1e-3 * total).backward()
     assert lm_head_DH.grad is not None
     torch.testing.assert_close(lm_head_DH.grad, torch.tensor([[400.0, 400.0], [-400.0, -400.0]]))
 
 
 def test_a_step_without_predictions_costs_nothing_and_has_a_gradient() -> None:
-    lesson = Lesson(torch.randn(2, 5), torch.zeros(2, 1), torch.tensor([0, 1]))
+    teacher_logits = TeacherLogits(torch.randn(2, 5), torch.zeros(2, 1), torch.tensor([0, 1]))
     hidden_MH, lm_head_DH = torch.zeros(0, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     nowhere = torch.zeros(0, dtype=torch.long)
-    total = summed(losses.soft_ce, hidden_MH, lm_head_DH, lesson, nowhere, torch.zeros(0))
+    total = summed(losses.soft_ce, hidden_MH, lm_head_DH, teacher_logits, nowhere, torch.zeros(0))
     total.backward()
     assert total.item() == 0
     assert hidden_MH.grad is not None and hidden_MH.grad.shape == (0, 3)
@@ -211,9 +211,9 @@ def test_a_step_without_predictions_costs_nothing_and_has_a_gradient() -> None:
 
 
 def test_a_source_that_no_supervised_token_follows_is_refused() -> None:
-    lesson = Lesson(torch.randn(1, 5), torch.zeros(1, 1), torch.tensor([-1, 0]))
+    teacher_logits = TeacherLogits(torch.randn(1, 5), torch.zeros(1, 1), torch.tensor([-1, 0]))
     with pytest.raises(AssertionError, match="supervised"):
-        summed(losses.soft_ce, torch.zeros(1, 3), torch.zeros(5, 3), lesson, torch.tensor([0]), torch.ones(1))
+        summed(losses.soft_ce, torch.zeros(1, 3), torch.zeros(5, 3), teacher_logits, torch.tensor([0]), torch.ones(1))
 
 
 # -- the sum over a batch --------------------------------------------------------------------------------------------
@@ -236,17 +236,19 @@ def _logits(prediction: StepPrediction) -> Tensor:
     return prediction.hidden_MH @ prediction.lm_head_DH.T
 
 
-def _brute_force(steps: Sequence[StepPrediction], lesson: Lesson, scheme: str, step_weight: float) -> float:
+def _brute_force(
+    steps: Sequence[StepPrediction], teacher_logits: TeacherLogits, scheme: str, step_weight: float
+) -> float:
     """One draft and one prediction at a time."""
     total = 0.0
     for origin in steps[0].origin_M.tolist():
         terms = []
         for prediction in steps:
-            place = (prediction.origin_M == origin).nonzero()
-            if not len(place):
+            index = (prediction.origin_M == origin).nonzero()
+            if not len(index):
                 break
-            draft_D = _logits(prediction)[place[0, 0]].softmax(-1)
-            target_D = lesson.logits_SD[prediction.source_M[place[0, 0]] - 2].softmax(-1)
+            draft_D = _logits(prediction)[index[0, 0]].softmax(-1)
+            target_D = teacher_logits.logits_SD[prediction.source_M[index[0, 0]] - 2].softmax(-1)
             cost = -(target_D * draft_D.log()).sum().item()
             alpha = torch.minimum(draft_D, target_D).sum().item()
             terms.append((cost, alpha, draft_D.argmax() == target_D.argmax()))
@@ -261,30 +263,30 @@ def _brute_force(steps: Sequence[StepPrediction], lesson: Lesson, scheme: str, s
     return total
 
 
-@pytest.mark.parametrize("scheme", ["exponential", "dpace", "auf"])
+@pytest.mark.parametrize("scheme", ["exponential", "dpace", "accept_until_failure"])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.usefixtures("small_blocks")
 def test_the_sum_over_a_batch_is_that_of_its_drafts_one_by_one(scheme: Any, shared: bool) -> None:
     torch.manual_seed(1)
     heads = [torch.randn(DRAFTS, WIDTH)] * 3 if shared else [torch.randn(DRAFTS, WIDTH) for _ in range(3)]
-    steps, lesson = _steps([9, 8, 6], heads), _lesson(12)
+    steps, teacher_logits = _steps([9, 8, 6], heads), _teacher_logits(12)
     with torch.no_grad():  # let the first drafts be right for a while
-        lesson.logits_SD[0] += 20 * F.one_hot(_logits(steps[0])[0].argmax(), DRAFTS)
-        lesson.logits_SD[1] += 20 * F.one_hot(_logits(steps[1])[0].argmax(), DRAFTS)
-    total = weighted(iter(steps), losses.soft_ce, lesson, 0.5, scheme)
-    assert total.item() == pytest.approx(_brute_force(steps, lesson, scheme, 0.5), rel=1e-5)
+        teacher_logits.logits_SD[0] += 20 * F.one_hot(_logits(steps[0])[0].argmax(), DRAFTS)
+        teacher_logits.logits_SD[1] += 20 * F.one_hot(_logits(steps[1])[0].argmax(), DRAFTS)
+    total = weighted(iter(steps), losses.soft_ce, teacher_logits, 0.5, scheme)
+    assert total.item() == pytest.approx(_brute_force(steps, teacher_logits, scheme, 0.5), rel=1e-5)
     total.backward()
     assert all(prediction.hidden_MH.grad is not None for prediction in steps)
 
 
-def test_auf_teaches_nothing_behind_the_first_failure() -> None:
+def test_accept_until_failure_teaches_nothing_after_the_first_failure() -> None:
     torch.manual_seed(0)
-    steps, lesson = _steps([4, 3], [torch.randn(DRAFTS, WIDTH)] * 2), _lesson(5)
-    right_M = agreement(steps[0], lesson)[1]
-    lesson.logits_SD[0] = _logits(steps[0])[0].detach()
-    right_M = agreement(steps[0], lesson)[1]
+    steps, teacher_logits = _steps([4, 3], [torch.randn(DRAFTS, WIDTH)] * 2), _teacher_logits(5)
+    right_M = agreement(steps[0], teacher_logits)[1]
+    teacher_logits.logits_SD[0] = _logits(steps[0])[0].detach()
+    right_M = agreement(steps[0], teacher_logits)[1]
     assert right_M[0] and not right_M[:3].all(), "the case has both"
-    weighted(steps, losses.soft_ce, lesson, 1.0, "auf").backward()
+    weighted(steps, losses.soft_ce, teacher_logits, 1.0, "accept_until_failure").backward()
     grad_MH = steps[1].hidden_MH.grad
     assert grad_MH is not None
     assert (grad_MH.abs().sum(-1) > 0).tolist() == right_M[:3].tolist()
@@ -292,14 +294,14 @@ def test_auf_teaches_nothing_behind_the_first_failure() -> None:
 
 def test_on_policy_learns_only_where_drafting_starts_at_the_same_total_weight() -> None:
     torch.manual_seed(0)
-    steps, lesson = _steps([4, 3], [torch.randn(DRAFTS, WIDTH)] * 2), _lesson(5)
-    lesson.logits_SD[:2] = torch.stack([_logits(steps[0])[0], _logits(steps[1])[0]]).detach()
-    first, second = (agreement(prediction, lesson)[1] for prediction in steps)
+    steps, teacher_logits = _steps([4, 3], [torch.randn(DRAFTS, WIDTH)] * 2), _teacher_logits(5)
+    teacher_logits.logits_SD[:2] = torch.stack([_logits(steps[0])[0], _logits(steps[1])[0]]).detach()
+    first, second = (agreement(prediction, teacher_logits)[1] for prediction in steps)
     assert first[0] and second[0], "the first draft is right twice, so the next two origins are passed over"
-    weighted(steps, losses.soft_ce, lesson, 1.0, on_policy=True).backward()
+    weighted(steps, losses.soft_ce, teacher_logits, 1.0, round_starts_only=True).backward()
     taught = steps[0].hidden_MH.grad
     steps[0].hidden_MH.grad = None
-    weighted(steps, losses.soft_ce, lesson, 1.0).backward()
+    weighted(steps, losses.soft_ce, teacher_logits, 1.0).backward()
     everywhere = steps[0].hidden_MH.grad
     assert taught is not None
     assert everywhere is not None
@@ -311,10 +313,10 @@ def test_steps_that_share_an_lm_head_add_up_in_it() -> None:
     torch.manual_seed(0)
     shared = torch.randn(DRAFTS, WIDTH, requires_grad=True)
     apart = [shared.detach().clone().requires_grad_() for _ in range(2)]
-    lesson, together, separate = _lesson(6), _steps([4, 3], [shared] * 2), _steps([4, 3], apart)
+    teacher_logits, together, separate = _teacher_logits(6), _steps([4, 3], [shared] * 2), _steps([4, 3], apart)
     for one, other in zip(together, separate, strict=True):
         other.hidden_MH = one.hidden_MH.detach().clone().requires_grad_()
-    totals = [weighted(steps, losses.soft_ce, lesson, 0.8) for steps in (together, separate)]
+    totals = [weighted(steps, losses.soft_ce, teacher_logits, 0.8) for steps in (together, separate)]
     torch.testing.assert_close(*totals)
     (totals[0] + totals[1]).backward()
     assert shared.grad is not None
@@ -326,23 +328,25 @@ def test_steps_that_share_an_lm_head_add_up_in_it() -> None:
 @pytest.mark.usefixtures("small_blocks")
 def test_agreement_is_alpha_and_whether_the_best_tokens_are_the_same() -> None:
     logits_MD = torch.tensor([Q_DRAFT, P_TARGET[::-1], P_TARGET]).log()
-    lesson = Lesson(torch.tensor([P_TARGET, P_TARGET]).log(), torch.zeros(2, 1), torch.tensor([-1, 0, 1]))
+    teacher_logits = TeacherLogits(
+        torch.tensor([P_TARGET, P_TARGET]).log(), torch.zeros(2, 1), torch.tensor([-1, 0, 1])
+    )
     prediction = StepPrediction(logits_MD, torch.eye(3), torch.tensor([1, 2, 2]), torch.tensor([0, 1, 2]))
-    alpha_M, right_M = agreement(prediction, lesson)
+    alpha_M, right_M = agreement(prediction, teacher_logits)
     torch.testing.assert_close(alpha_M, torch.tensor([ALPHA, 0.1 + 0.2 + 0.1, 1.0]))
     assert right_M.tolist() == [True, False, True]
 
 
 def test_drafted_features_learn_the_final_state_of_their_source() -> None:
     torch.manual_seed(0)
-    steps, lesson = _steps([4, 3], [torch.randn(DRAFTS, WIDTH)] * 2), _lesson(5)
+    steps, teacher_logits = _steps([4, 3], [torch.randn(DRAFTS, WIDTH)] * 2), _teacher_logits(5)
     features = [torch.randn(len(prediction.source_M), 4, requires_grad=True) for prediction in steps]
     for prediction, feature_ME in zip(steps, features, strict=True):
         prediction.feature_ME = feature_ME
-    without = weighted(steps, losses.tv, lesson, 0.5)
-    total = weighted(steps, losses.tv, lesson, 0.5, feature_weight=2.0)
+    without = weighted(steps, losses.tv, teacher_logits, 0.5)
+    total = weighted(steps, losses.tv, teacher_logits, 0.5, feature_weight=2.0)
     expected = sum(
-        2.0 * 0.5**step * F.smooth_l1_loss(feature_E, lesson.final_SE[source - 2])
+        2.0 * 0.5**step * F.smooth_l1_loss(feature_E, teacher_logits.final_SE[source - 2])
         for step, prediction in enumerate(steps)
         for feature_E, source in zip(features[step], prediction.source_M, strict=True)
     )
@@ -354,7 +358,7 @@ def test_drafted_features_learn_the_final_state_of_their_source() -> None:
 def test_a_feature_loss_needs_features() -> None:
     steps = _steps([4], [torch.randn(DRAFTS, WIDTH)])
     with pytest.raises(UserError, match=r"draft no features.*train\.feature_weight=0"):
-        weighted(steps, losses.tv, _lesson(5), 0.5, feature_weight=0.1)
+        weighted(steps, losses.tv, _teacher_logits(5), 0.5, feature_weight=0.1)
 
 
 # -- the teacher -----------------------------------------------------------------------------------------------------
@@ -366,12 +370,14 @@ def test_the_teacher_says_what_the_target_says_cut_to_the_draft_vocabulary(tiny_
     final_BTE = torch.nn.utils.rnn.pad_sequence([row[FINAL] for row in rows], batch_first=True)
     supervised_BT = torch.tensor([[False, False, False, True, True], [False, True, True, False, False]])
     ids_D = torch.tensor([2, 7, 8, 30])
-    lesson = Teacher(tiny_target, ids_D).read(HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {FINAL: final_BTE}))
-    assert lesson.row_X.tolist() == [-1, -1, 0, 1, -1, 2, 3, -1, -1, -1]
+    teacher_logits = Teacher(tiny_target, ids_D).read(
+        HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {FINAL: final_BTE})
+    )
+    assert teacher_logits.row_X.tolist() == [-1, -1, 0, 1, -1, 2, 3, -1, -1, -1]
     with tiny_target.stock() as model:
         expected = model(torch.tensor([tokens[0]])).logits[0, 2:4][:, ids_D]
-    torch.testing.assert_close(lesson.logits_SD[:2], expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(lesson.final_SE, torch.cat([final_BTE[0, 2:4], final_BTE[1, :2]]))
+    torch.testing.assert_close(teacher_logits.logits_SD[:2], expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(teacher_logits.final_SE, torch.cat([final_BTE[0, 2:4], final_BTE[1, :2]]))
 
 
 def test_the_teacher_adds_the_bias_of_an_lm_head(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,8 +386,10 @@ def test_the_teacher_adds_the_bias_of_an_lm_head(tiny_target: Target, monkeypatc
     final_1TE = torch.randn(1, 3, tiny_target.hidden_size)
     batch = HeadBatch(torch.zeros(1, 3).long(), torch.tensor([[False, True, True]]), {FINAL: final_1TE})
     for ids_D in (torch.tensor([4, 6]), torch.arange(tiny_target.vocab_size)):
-        lesson = Teacher(tiny_target, ids_D).read(batch)
-        torch.testing.assert_close(lesson.logits_SD, F.linear(final_1TE[0, :2], head.weight, head.bias)[:, ids_D])
+        teacher_logits = Teacher(tiny_target, ids_D).read(batch)
+        torch.testing.assert_close(
+            teacher_logits.logits_SD, F.linear(final_1TE[0, :2], head.weight, head.bias)[:, ids_D]
+        )
 
 
 def test_an_unknown_loss_names_the_nearest() -> None:

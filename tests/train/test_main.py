@@ -53,7 +53,7 @@ def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
             "from headstart.train import __main__, loop",
             "take = loop._Run._step",
             "def step(run, *rest):",
-            "    return take(run, *rest) if run.standing.step < 7 else os.kill(os.getpid(), signal.SIGKILL)",
+            "    return take(run, *rest) if run.trainer_state.step < 7 else os.kill(os.getpid(), signal.SIGKILL)",
             "loop._Run._step = step",
             "__main__.app()",
         ]
@@ -63,8 +63,8 @@ def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (run / "train" / "result.json").exists()
     resumed = load_heads(here(file, run / "train")).state_dict()
-    whole = load_heads(here(file, tmp_path / "whole")).state_dict()
-    for name, tensor in whole.items():
+    complete = load_heads(here(file, tmp_path / "whole")).state_dict()
+    for name, tensor in complete.items():
         assert torch.equal(tensor, resumed[name]), name
 
 
@@ -82,7 +82,7 @@ def test_two_processes_do_what_one_does_with_twice_the_accumulation(
     assert done.stderr.count("Training on") == 1, "only the main process speaks"
     both = load_heads(run / "train" / "last").state_dict()
     alone_folder = tmp_path / "alone"
-    alone = load_heads(here(file, alone_folder, "train.accumulate=2")).state_dict()
+    alone = load_heads(here(file, alone_folder, "train.gradient_accumulation_steps=2")).state_dict()
     for name, tensor in alone.items():
         # The same sums in another order; Adam turns a tiny gradient's sign into a whole step of the learning rate.
         torch.testing.assert_close(both[name], tensor, rtol=1e-3, atol=3e-4)

@@ -13,7 +13,7 @@ from headstart.recipe import TrainSection
 from headstart.target import Target
 from headstart.train.optimizers import Muon, make_optimizers, orthogonal
 
-TAPS: dict[str, Any] = {"eagle3": {"tap_layers": [1, 2, 3]}}
+AUX_LAYERS: dict[str, Any] = {"eagle3": {"aux_layers": [1, 2, 3]}}
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
@@ -56,7 +56,7 @@ def test_a_gradient_of_nothing_changes_nothing() -> None:
 def test_every_weight_has_one_optimizer_and_lm_heads_norms_and_biases_have_adamw(
     name: str, tiny_target: Target
 ) -> None:
-    config = make_config({"family": name, "draft_vocab_size": 40, **TAPS.get(name, {})}, tiny_target)
+    config = make_config({"family": name, "draft_vocab_size": 40, **AUX_LAYERS.get(name, {})}, tiny_target)
     heads = family(name)(config)
     trained = {id(weight): key for key, weight in heads.named_parameters() if weight.requires_grad}
     muon, adamw = make_optimizers(heads, TrainSection(optimizer="muon"))

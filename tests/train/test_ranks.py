@@ -22,8 +22,8 @@ from headstart.lock import locked
 from headstart.recipe import load_recipe
 from headstart.target import load_target
 from headstart.train import loop
+from headstart.train.artifact import training
 from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions
-from headstart.train.place import training
 from tests.train import ranks
 from tests.train.conftest import clean_environment
 from tests.train.test_main import here
@@ -116,12 +116,12 @@ def assert_moved_alike(start: dict[str, torch.Tensor], one: dict[str, torch.Tens
 
 
 def train_alone(
-    monkeypatch: pytest.MonkeyPatch, target_folder: Path, states: Path, folder: Path, accumulate: int
+    monkeypatch: pytest.MonkeyPatch, target_folder: Path, states: Path, folder: Path, gradient_accumulation_steps: int
 ) -> None:
     """What two processes do, in this one."""
     monkeypatch.setattr(loop, "make_optimizers", loop.make_optimizers)  # put back afterwards what is replaced there
     monkeypatch.setattr(loop._Run, "go", loop._Run.go)
-    ranks.train_families(str(target_folder), str(states), str(folder), accumulate)
+    ranks.train_families(str(target_folder), str(states), str(folder), gradient_accumulation_steps)
 
 
 def test_every_family_trains_as_one_process_does_with_twice_the_accumulation(
@@ -133,7 +133,7 @@ def test_every_family_trains_as_one_process_does_with_twice_the_accumulation(
     assert [False, True] in learnt or [True, False] in learnt, "in some step, one process has nothing to learn from"
     ended = together(ranks.train_families, tiny_target_folder, states, tmp_path / "both")
     assert_codes(ended, 0, 0)
-    train_alone(monkeypatch, tiny_target_folder, states, tmp_path / "alone", accumulate=COUNT)
+    train_alone(monkeypatch, tiny_target_folder, states, tmp_path / "alone", gradient_accumulation_steps=COUNT)
     for name in families():
         first, second = (load_heads(tmp_path / "both" / name / f"of-{rank}").state_dict() for rank in range(COUNT))
         alone = load_heads(tmp_path / "alone" / name / "of-0").state_dict()
@@ -150,7 +150,7 @@ def test_every_family_trains_with_its_weights_spread_over_the_processes(
 ) -> None:
     ended = together(ranks.train_sharded, tiny_target_folder, states, tmp_path / "both")
     assert_codes(ended, 0, 0)
-    train_alone(monkeypatch, tiny_target_folder, states, tmp_path / "alone", accumulate=2 * COUNT)
+    train_alone(monkeypatch, tiny_target_folder, states, tmp_path / "alone", gradient_accumulation_steps=2 * COUNT)
     for name in families():
         alone = load_heads(tmp_path / "alone" / name / "last").state_dict()
         both = load_heads(tmp_path / "both" / name / "last").state_dict()
@@ -177,11 +177,11 @@ def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
     assert_codes(resumed, 0, 0)
     assert "Going on from step 3" in resumed[0].text and "Training on 2 processes" in resumed[0].text
     assert not resumed[1].text, "only the main process speaks"
-    whole = tmp_path / "whole"
-    (whole / "data").mkdir(parents=True)
-    (whole / "data" / "states").symlink_to(run / "data" / "states")
-    assert_codes(together(ranks.train, file, "--run-dir", whole), 0, 0)
-    one, other = (load_heads(folder / "train" / "last").state_dict() for folder in (run, whole))
+    complete = tmp_path / "whole"
+    (complete / "data").mkdir(parents=True)
+    (complete / "data" / "states").symlink_to(run / "data" / "states")
+    assert_codes(together(ranks.train, file, "--run-dir", complete), 0, 0)
+    one, other = (load_heads(folder / "train" / "last").state_dict() for folder in (run, complete))
     for name in one:
         assert torch.equal(one[name], other[name]), name
 

@@ -45,27 +45,27 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
     "settings",
     [
         {},
-        {"mixed_precision": "bf16", "accumulate": 2, "epochs": 6},
+        {"mixed_precision": "bf16", "gradient_accumulation_steps": 2, "epochs": 6},
         {"noise": 0.1, "position_weight": "dpace"},
-        {"finish": 0.5},
+        {"round_starts_fraction": 0.5},
         {"optimizer": "muon"},
-        {"position_weight": "sampled", "step_weight": 0.6},
+        {"position_weight": "subsampled", "step_weight": 0.6},
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_weights(
     run: Train, tmp_path: Path, kill_after: Callable[[int], None], settings: dict[str, Any]
 ) -> None:
-    whole = run(tmp_path / "whole", **settings)
-    for steps in (5, 6):  # once between checkpoints, once behind the next one
+    complete = run(tmp_path / "whole", **settings)
+    for steps in (5, 6):  # once between checkpoints, once after the next one
         kill_after(steps)
         with pytest.raises(Killed):
             run(tmp_path / "cut", **settings)
         torch.manual_seed(99)  # whatever happens to the random state in between
     kill_after(10**9)
     resumed = run(tmp_path / "cut", **settings)
-    assert resumed.steps == whole.steps
-    assert_same(whole.last_folder, resumed.last_folder)
-    assert_same(whole.heads_folder, resumed.heads_folder)
+    assert resumed.steps == complete.steps
+    assert_same(complete.last_folder, resumed.last_folder)
+    assert_same(complete.heads_folder, resumed.heads_folder)
     kept = [{k: v for k, v in row.items() if k not in ("elapsed_seconds", "loss")} for row in metrics(tmp_path / "cut")]
     expected = [{k: v for k, v in row.items() if k in kept[0]} for row in metrics(tmp_path / "whole")]
     assert kept == expected
@@ -85,7 +85,7 @@ def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callab
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop._Run, "_groups", groups)
         run(tmp_path / "whole")
-        whole, seen[:] = list(seen), []
+        complete, seen[:] = list(seen), []
         kill_after(9)
         with pytest.raises(Killed):
             run(tmp_path / "cut")
@@ -93,13 +93,13 @@ def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callab
         kill_after(10**9)
         run(tmp_path / "cut")
     assert len(seen) == 4
-    assert all(torch.equal(one, other) for one, other in zip(seen, whole[8:], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(seen, complete[8:], strict=True))
 
 
 def test_a_checkpoint_cut_short_falls_back_to_the_one_before(
     run: Train, tmp_path: Path, kill_after: Callable[[int], None]
 ) -> None:
-    whole = run(tmp_path / "whole")
+    complete = run(tmp_path / "whole")
     kill_after(9)
     with pytest.raises(Killed):
         run(tmp_path / "cut")
@@ -111,7 +111,7 @@ def test_a_checkpoint_cut_short_falls_back_to_the_one_before(
     resumed = run(tmp_path / "cut", console=console)
     text = written.getvalue()
     assert "step-00000008 is cut short" in text and "Going on from step 4" in text
-    assert_same(whole.last_folder, resumed.last_folder)
+    assert_same(complete.last_folder, resumed.last_folder)
 
 
 def test_a_finished_run_is_not_trained_again(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
@@ -137,7 +137,7 @@ def test_a_finished_run_that_was_best_at_its_very_end_stays_the_same(
 def test_the_best_heads_are_never_of_a_lost_future(
     run: Train, tmp_path: Path, kill_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
-    """Killed behind a validation that no checkpoint knows of, and gone on with towards another end."""
+    """Killed after a validation that no checkpoint knows of, and gone on with towards another end."""
     taus, result = iter([1.5, 1.4, 1.5, 1.9, 1.4]), loop.Tally.result
     monkeypatch.setattr(loop.Tally, "result", lambda tally: dataclasses.replace(result(tally), tau=next(taus)))
     start = run(tmp_path / "start", steps=1).heads_folder
@@ -154,14 +154,14 @@ def test_the_best_heads_are_never_of_a_lost_future(
     assert_same(start, resumed.heads_folder)
 
 
-def test_ctrl_c_behind_the_last_step_keeps_the_result_and_stops(
+def test_ctrl_c_after_the_last_step_keeps_the_result_and_stops(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(tmp_path / "whole", eval_every=100)
+    complete = run(tmp_path / "whole", eval_every=100)
     original = loop._Run._validate
 
     def validate(self: Any, *args: Any) -> None:
-        if self.standing.step == 12:
+        if self.trainer_state.step == 12:
             signal.raise_signal(signal.SIGINT)
         original(self, *args)
 
@@ -169,15 +169,15 @@ def test_ctrl_c_behind_the_last_step_keeps_the_result_and_stops(
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut", eval_every=100)
     assert (tmp_path / "cut" / "result.json").is_file()
-    assert_same(whole.last_folder, tmp_path / "cut" / "last")
+    assert_same(complete.last_folder, tmp_path / "cut" / "last")
 
 
 def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(tmp_path / "whole")
+    complete = run(tmp_path / "whole")
     original = loop._Run._step
 
     def step(self: Any, *args: Any) -> float:
-        if self.standing.step == 5:
+        if self.trainer_state.step == 5:
             signal.raise_signal(signal.SIGINT)
         return original(self, *args)
 
@@ -186,7 +186,7 @@ def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypat
         run(tmp_path / "cut")
     monkeypatch.undo()
     assert (tmp_path / "cut" / "checkpoints" / "step-00000006").is_dir()
-    assert_same(whole.last_folder, run(tmp_path / "cut").last_folder)
+    assert_same(complete.last_folder, run(tmp_path / "cut").last_folder)
 
 
 def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(
@@ -196,10 +196,10 @@ def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(
     monkeypatch.setattr(loop, "monotonic", lambda: clock[0])
     rates: list[float] = []
 
-    def ten_seconds(self: Any, group: Any, batches: Any, count: int, lr: float, on_policy: bool) -> float:
+    def ten_seconds(self: Any, group: Any, batches: Any, count: int, lr: float, round_starts_only: bool) -> float:
         clock[0] += 10
         rates.append(lr)
-        return take(self, group, batches, count, lr, on_policy)
+        return take(self, group, batches, count, lr, round_starts_only)
 
     monkeypatch.setattr(loop._Run, "_step", ten_seconds)
     settings: dict[str, Any] = {"steps": None, "minutes": 2, "epochs": 100_000, "eval_every": 10**6, "warmup": 0.0}

@@ -68,7 +68,7 @@ def test_a_store_that_lacks_a_layer_is_refused_by_its_number(
     made = conversations(3, 0, tiny_target.vocab_size)
     fewer = build_store(tmp_path / "fewer", made, tiny_target, [1, 3, FINAL], budget_bytes=10**8)
     stores = (fewer, valid_store) if lacking == "train" else (train_store, fewer)
-    eagle3 = recipe(heads={"family": "eagle3", "steps": 2, "tap_layers": [1, 2, 3]})
+    eagle3 = recipe(heads={"family": "eagle3", "draft_steps": 2, "aux_layers": [1, 2, 3]})
     with pytest.raises(UserError, match=r"fewer lacks the states of layer 2, which these heads") as refused:
         train(eagle3, tiny_target, *stores, tmp_path / "train")
     assert "Build the data again" in refused.value.remedy
@@ -138,12 +138,12 @@ def test_tables_of_another_draft_vocabulary_are_matched_by_token(
     assert 0 < len(common) < 40, "some tokens are common, some are not"
     assert f"4 of 4 tensors are those of earlier medusa heads (1 of them for {len(common)} common draft tokens)" in said
     table_KDE, given_KDE = heads.state_dict()["lm_head_KDE"], earlier[1].state_dict()["lm_head_KDE"]
-    for place, token in enumerate(ours):
+    for position, token in enumerate(ours):
         if token in common:
             expected_KE = given_KDE[:, theirs.index(token)]
         else:
             expected_KE = tiny_target.lm_head_weight[token].expand(2, -1)
-        assert torch.equal(table_KDE[:, place], expected_KE), token
+        assert torch.equal(table_KDE[:, position], expected_KE), token
 
 
 def test_an_axis_of_another_size_is_not_taken_for_the_vocabulary() -> None:

@@ -45,14 +45,14 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def _records(data: bytes) -> Iterator[bytes]:
     """Records of a LevelDB log, which is what wandb writes: blocks of 32 KiB, pieces with a header of 7 bytes."""
-    block, header, place, parts = 32768, 7, 7, b""  # the file's own header takes the first 7
-    while place + header <= len(data):
-        if block - place % block < header:
-            place += block - place % block
+    block, header, index, parts = 32768, 7, 7, b""  # the file's own header takes the first 7
+    while index + header <= len(data):
+        if block - index % block < header:
+            index += block - index % block
             continue
-        length, kind = struct.unpack_from("<HB", data, place + 4)
-        parts += data[place + header : place + header + length]
-        place += header + length
+        length, kind = struct.unpack_from("<HB", data, index + 4)
+        parts += data[index + header : index + header + length]
+        index += header + length
         if kind in (1, 4):  # whole, or the last piece
             yield parts
             parts = b""
@@ -105,7 +105,7 @@ def test_what_is_logged_is_there(
     losses = [value for _, value in logged["loss"]]
     assert [sum(losses[:2]) / 2, losses[2]] == pytest.approx([row["loss"] for row in rows[1:]])
     assert all(0 < value <= 3e-3 for _, value in logged["lr"])
-    assert (config["heads.family"], config["train.lr"], config["train.clip"]) == ("medusa", 3e-3, 1.0)
+    assert (config["heads.family"], config["train.lr"], config["train.max_grad_norm"]) == ("medusa", 3e-3, 1.0)
 
 
 def test_wandb_writes_where_its_user_says(

@@ -25,23 +25,23 @@ def test_sampling_accepts_as_often_as_the_target_says() -> None:
     log_probs, likely = (np.tile(part.astype(np.float32), (40, 1, 1)) for part in (np.log(claimed), own))
     found = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely)
     assert found.reached == (pytest.approx(0.65),), "the best three of them together"
-    assert found.chances(0, np.log(claimed).astype(np.float32)).tolist() == pytest.approx(own.tolist(), abs=0.01)
+    assert found.probs(0, np.log(claimed).astype(np.float32)).tolist() == pytest.approx(own.tolist(), abs=0.01)
 
 
-def test_a_drawn_child_has_a_chance_of_its_own() -> None:
-    claimed, own, drawn = np.array([0.5, 0.2, 0.1, 0.05]), np.array([0.4, 0.15, 0.1, 0.05]), np.array([0.6, 0.3, 0.2])
-    log_probs, likely, drawn_OKR = (
-        np.tile(part.astype(np.float32), (40, 1, 1)) for part in (np.log(claimed), own, drawn)
+def test_a_sampled_child_has_a_probability_of_its_own() -> None:
+    claimed, own, sampled = np.array([0.5, 0.2, 0.1, 0.05]), np.array([0.4, 0.15, 0.1, 0.05]), np.array([0.6, 0.3, 0.2])
+    log_probs, likely, sampled_OKR = (
+        np.tile(part.astype(np.float32), (40, 1, 1)) for part in (np.log(claimed), own, sampled)
     )
-    found = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely, drawn_OKR)
-    assert found.reached == (pytest.approx(0.4 + 0.15 + 0.2),), "two guessed children and a drawn one"
-    assert found.drawn is not None
+    found = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely, sampled_OKR)
+    assert found.reached == (pytest.approx(0.4 + 0.15 + 0.2),), "two top-k children and a sampled one"
+    assert found.sampled is not None
     asked = np.log(claimed[:3]).astype(np.float32)
-    assert found.drawn.chances(0, asked).tolist() == pytest.approx(drawn.tolist(), abs=0.01)
+    assert found.sampled.probs(0, asked).tolist() == pytest.approx(sampled.tolist(), abs=0.01)
     halfway = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely).towards(found, 0.5)
-    assert halfway.drawn is not None
-    expected = (own[:3] + drawn) / 2
-    assert halfway.drawn.chances(0, asked).tolist() == pytest.approx(expected.tolist(), abs=0.01)
+    assert halfway.sampled is not None
+    expected = (own[:3] + sampled) / 2
+    assert halfway.sampled.probs(0, asked).tolist() == pytest.approx(expected.tolist(), abs=0.01)
 
 
 def test_calibration_corrects_overconfidence() -> None:
@@ -49,15 +49,15 @@ def test_calibration_corrects_overconfidence() -> None:
     found = fit_calibration(ranks, log_probs)
     asked = np.log(np.array([0.2, 0.5, 0.8], dtype=np.float32))
     # 40 bins of 1000 drafts: three standard errors of a share are .05.
-    np.testing.assert_allclose(found.chances(0, asked), [0.1, 0.25, 0.4], atol=0.05)
+    np.testing.assert_allclose(found.probs(0, asked), [0.1, 0.25, 0.4], atol=0.05)
     for shares in found.accepted:
         assert list(shares) == sorted(shares)
 
 
 def test_without_measurements_the_heads_are_believed() -> None:
-    assert Calibration().chances(2, np.log(np.array([0.25], dtype=np.float32)))[0] == pytest.approx(0.25)
+    assert Calibration().probs(2, np.log(np.array([0.25], dtype=np.float32)))[0] == pytest.approx(0.25)
     empty = fit_calibration(np.zeros((0, 2), dtype=np.int64), np.zeros((0, 2, 3), dtype=np.float32))
-    assert empty.chances(0, np.zeros(1, dtype=np.float32))[0] == 1.0
+    assert empty.probs(0, np.zeros(1, dtype=np.float32))[0] == 1.0
 
 
 def test_replay_of_certain_drafts_accepts_all_of_them() -> None:
@@ -69,14 +69,15 @@ def test_replay_of_certain_drafts_accepts_all_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reach", "level_ms", "tokens"), [(1.0, 4.0, 3.0), (0.1, 4.0, 2.0), (0.56, 4.0, 2.0), (1.0, 9.0, 2.0)]
+    ("best_child", "level_ms", "tokens"), [(1.0, 4.0, 3.0), (0.1, 4.0, 2.0), (0.56, 4.0, 2.0), (1.0, 9.0, 2.0)]
 )
-def test_the_replay_drafts_a_level_where_growing_would(reach: float, level_ms: float, tokens: float) -> None:
-    """Certain drafts, at 10 ms a round and 1 ms a node: the second level promises `reach` less the worth of a node."""
+def test_the_replay_drafts_a_level_where_growing_would(best_child: float, level_ms: float, tokens: float) -> None:
+    """Certain drafts, at 10 ms a round and 1 ms a node: the second level promises `best_child` less the worth of a
+    node."""
     ranks = np.zeros((60, 2), dtype=np.int64)
     log_probs = np.full((60, 2, 1), -1e-6, dtype=np.float32)
     costs = Costs((1, 64), (10.0, 73.0), 10.0, level_ms, 2)
-    calibration = Calibration(reached=(1.0, reach))
+    calibration = Calibration(reached=(1.0, best_child))
     assert replay_dynamic(ranks, log_probs, calibration, costs)[0] == tokens
 
 

@@ -14,7 +14,7 @@ import torch
 from headstart.api import Decoder
 from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.heads import int8_weights
-from headstart.heads.int8_weights import pack
+from headstart.heads.int8_weights import to_int8
 from headstart.target import Target, TreeShape
 from headstart.tuning import here
 from headstart.tuning.measure import Text
@@ -204,12 +204,12 @@ def test_what_did_not_pay_where_it_was_tuned_may_pay_here(tuning: Tuning, target
 def test_weights_in_8_bits_are_chosen_by_what_they_take(
     target: Target, in_8_bits: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int8_weights, "_LEAST", 1)
+    monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = make_heads(Target(tiny_model("llama", vocab_size=64)))
-    pack(heads)
+    to_int8(heads)
 
     def is_packed() -> bool:
-        return any(hasattr(weight, "packed") for weight in heads.parameters())
+        return any(hasattr(weight, "int8") for weight in heads.parameters())
 
     monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: (in_8_bits if is_packed() else 5.0, 1.0, 0.1))
     found = measure_costs(target, heads, [(0,)], (1, 2), 8, 0.0)
@@ -219,11 +219,11 @@ def test_weights_in_8_bits_are_chosen_by_what_they_take(
 
 def test_tuning_notes_its_conditions_and_what_is_measured_fits_into_the_context() -> None:
     target = Target(tiny_model("llama", vocab_size=61, max_length=40))
-    chance, heads = random.Random(1), make_heads(target)
-    texts = [Text([chance.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(2)]
+    prob, heads = random.Random(1), make_heads(target)
+    texts = [Text([prob.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(2)]
     found = Tuning.from_json(json.loads(json.dumps(tune(target, heads, texts, widths=(1, 4), max_nodes=6).to_json())))
     assert found.conditions == Conditions.of(target)
     assert found.settings["conditions"]["rows"] == 1
     short = measure_costs(target, heads, found.usual_paths, seconds=0.0)
-    assert short.costs.widths == (1, 2, 4, 8, 16, 32) and short.costs.levels == heads.steps
+    assert short.costs.widths == (1, 2, 4, 8, 16, 32) and short.costs.levels == heads.draft_steps
     assert Measured.from_json(json.loads(json.dumps(short.to_json()))) == replace(short, steady=True)

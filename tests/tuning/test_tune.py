@@ -41,8 +41,8 @@ def trained_like(target: Target) -> torch.nn.Module:
 
 
 def test_no_tree_of_the_same_size_is_accepted_more() -> None:
-    chance = random.Random(0)
-    ranks = torch.tensor([[chance.choice((0, 0, 0, 1, 1, 2)), chance.choice((0, 0, 1, 2))] for _ in range(400)])
+    rng = random.Random(0)
+    ranks = torch.tensor([[rng.choice((0, 0, 0, 1, 1, 2)), rng.choice((0, 0, 1, 2))] for _ in range(400)])
     values = path_values(ranks, max_rank=3)
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
     for size in (1, 2, 3, 4):
@@ -57,18 +57,18 @@ def test_no_tree_of_the_same_size_is_accepted_more() -> None:
 
 
 def test_costs_decide_the_size() -> None:
-    gains = [1.0, 1.6, 1.96, 2.16]
-    free, _ = choose(gains, Costs((1, 8), (10.0, 10.0)), [0, 1, 2, 2])
-    steep, curve = choose(gains, Costs((1, 2, 4), (10.0, 20.0, 40.0)), [0, 1, 2, 2])
+    accept_probs = [1.0, 1.6, 1.96, 2.16]
+    free, _ = choose(accept_probs, Costs((1, 8), (10.0, 10.0)), [0, 1, 2, 2])
+    steep, curve = choose(accept_probs, Costs((1, 2, 4), (10.0, 20.0, 40.0)), [0, 1, 2, 2])
     assert free == 4
     assert steep == 1, "no speculation is one of the choices"
     assert curve[1] == [2.0, pytest.approx(0.8)]
 
 
 def test_dear_levels_make_trees_wide_rather_than_deep() -> None:
-    gains, flat = [1.0, 1.5, 1.9, 2.1], ((1, 8), (10.0, 10.0))
-    assert choose(gains, Costs(*flat, 3.0, 0.0, 3), [0, 1, 1, 3])[0] == 4
-    assert choose(gains, Costs(*flat, 9.0, 3.0, 3), [0, 1, 1, 3])[0] == 3
+    accept_probs, flat = [1.0, 1.5, 1.9, 2.1], ((1, 8), (10.0, 10.0))
+    assert choose(accept_probs, Costs(*flat, 3.0, 0.0, 3), [0, 1, 1, 3])[0] == 4
+    assert choose(accept_probs, Costs(*flat, 9.0, 3.0, 3), [0, 1, 1, 3])[0] == 3
 
 
 def test_ranks_are_those_of_the_true_tokens() -> None:
@@ -91,8 +91,8 @@ def test_ranks_are_those_of_the_true_tokens() -> None:
 
 def test_tuning_round_trips_and_predicts_at_least_plain_speed() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    chance = random.Random(1)
-    texts = [Text([chance.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
+    rng = random.Random(1)
+    texts = [Text([rng.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
     found = tune(target, trained_like(target), texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
     assert found.predicted["speedup"] >= 1.0
     assert found.shape.size <= 6
@@ -102,13 +102,13 @@ def test_tuning_round_trips_and_predicts_at_least_plain_speed() -> None:
 
 @pytest.mark.parametrize(("in_8_bits", "chosen"), [(3.0, True), (3.8, False), (5.0, False)])
 def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8_weights, "_LEAST", 1)
+    monkeypatch.setattr(int8_weights, "_MIN", 1)
     target = Target(tiny_model("llama", vocab_size=64))
     heads = family("medusa")(make_config({"family": "medusa", "num_heads": 3}, target))
     heads.warm_start(target)
 
     def is_packed() -> bool:
-        return any(hasattr(weight, "packed") for weight in heads.parameters())
+        return any(hasattr(weight, "int8") for weight in heads.parameters())
 
     monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: (in_8_bits if is_packed() else 4.0, 1.0, 0.1))
     text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
@@ -120,7 +120,7 @@ def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: p
     assert found.drafter(heads) is not None and is_packed() is chosen
 
 
-def test_heads_that_cannot_be_packed_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_cannot_be_int8_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([4.0, 2.0])
     monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: (next(times), 1.0, 0.1))
     target = Target(tiny_model("llama", vocab_size=61))  # too small
@@ -129,13 +129,14 @@ def test_heads_that_cannot_be_packed_are_timed_once(monkeypatch: pytest.MonkeyPa
     assert not found.packed and found.draft_ms == 2.0
 
 
-def test_sampling_accepts_what_the_target_finds_likely_behind_the_true_text() -> None:
-    """By hand: p of each draft, and of a drawn child the mass that p shares with what the better drafts leave of q."""
+def test_sampling_accepts_what_the_target_finds_likely_after_the_true_text() -> None:
+    """By hand: p of each draft, and of a sampled child the mass that p shares with what the better drafts leave of
+    q."""
     target = Target(tiny_model("llama", vocab_size=61))
     heads, tokens = trained_like(target), [3, 50, 7, 8, 20, 44, 9, 11]
     text = Text(tokens, [False, False, True, True, True, True, True, True])
-    ranks, log_probs, likely, drawn = measure_sampling(target, heads, [text], max_rank=5)
-    assert likely.shape == log_probs.shape == (3, 3, 5) and drawn.shape == (3, 3, 4)
+    ranks, log_probs, likely, sampled = measure_sampling(target, heads, [text], max_rank=5)
+    assert likely.shape == log_probs.shape == (3, 3, 5) and sampled.shape == (3, 3, 4)
     for found, expected in zip((ranks, log_probs), measure_drafts(target, heads, [text], max_rank=5), strict=True):
         torch.testing.assert_close(found, expected)
     final = target.hidden_states([tokens], (FINAL,))[0][FINAL]
@@ -150,7 +151,7 @@ def test_sampling_accepts_what_the_target_finds_likely_behind_the_true_text() ->
                 q_draft_D = logits_D.softmax(-1)
                 q_draft_D[best[:rank]] = 0
                 shared = torch.minimum(own_D, q_draft_D / q_draft_D.sum())
-                torch.testing.assert_close(drawn[row, step, rank], shared.sum(), rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(sampled[row, step, rank], shared.sum(), rtol=1e-4, atol=1e-6)
 
 
 def test_sampling_is_calibrated_on_sampled_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +171,13 @@ def test_sampling_is_calibrated_on_sampled_answers(monkeypatch: pytest.MonkeyPat
     assert seen == [
         (prompt + answer.tokens, [False] * 6 + [True] * len(answer.tokens))
         for prompt, answer in zip(prompts, answers, strict=True)
-        if len(answer.tokens) > heads.steps + 1
+        if len(answer.tokens) > heads.draft_steps + 1
     ]
     again = Tuning.from_json(json.loads(json.dumps(found.to_json())))
     again.paths = ((0,),)
     drafter = again.drafter(heads, "dynamic")
-    assert drafter is not None and drafter._sampled is not None and drafter._sampled.drawn is not None
-    assert [list(knots) for knots in drafter._sampled.drawn.accepted] == found.calibration["sampled_drawn_accepted"]
+    assert drafter is not None and drafter._sampled is not None and drafter._sampled.sampled is not None
+    assert [list(knots) for knots in drafter._sampled.sampled.accepted] == found.calibration["sampled_drawn_accepted"]
 
 
 def texts_of(count: int, answer: int = 14, prompt: int = 6) -> list[Text]:
@@ -191,7 +192,7 @@ def test_where_sampled_answers_are_too_short_the_given_ones_count_as_well(monkey
     given = [(text.tokens, text.supervised) for text in texts]
 
     def found() -> list[tuple[list[int], list[bool]]]:
-        return [(text.tokens, text.supervised) for text in sampled_answers(target, texts, least=5)]
+        return [(text.tokens, text.supervised) for text in sampled_answers(target, texts, minimum=5)]
 
     monkeypatch.setattr(Engine, "generate", lambda self, prompts, options: [Generation([2] * 4) for _ in prompts])
     assert found() == given
@@ -213,21 +214,21 @@ def test_answers_are_sampled_as_many_at_a_time_as_memory_holds(monkeypatch: pyte
 
     monkeypatch.setattr(Engine, "generate", generate)
     room = 24
-    at_once = [text.tokens for text in sampled_answers(target, texts_of(40), least=5)]
+    at_once = [text.tokens for text in sampled_answers(target, texts_of(40), minimum=5)]
     assert asked == [24] and at_once[20] == texts_of(40)[20].tokens[:6] + [20] * 20, "each its own seed"
     room, asked[:] = 5, []
-    assert [text.tokens for text in sampled_answers(target, texts_of(40), least=5)] == at_once
+    assert [text.tokens for text in sampled_answers(target, texts_of(40), minimum=5)] == at_once
     assert asked == [24, 12, 6, *[3] * 8]
     room = 0
     with pytest.raises(UserError, match="Too many"):
-        sampled_answers(target, texts_of(40), least=5)
+        sampled_answers(target, texts_of(40), minimum=5)
 
 
 def test_prompts_that_leave_no_room_for_an_answer_are_left_out() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     long = Text([3] * target.max_length, [False] * (target.max_length - 3) + [True] * 3)
     texts = [long, *texts_of(20)]
-    found = sampled_answers(target, texts, least=1)
+    found = sampled_answers(target, texts, minimum=1)
     assert all(text.tokens[:6] in [one.tokens[:6] for one in texts_of(20)] for text in found[:-21])
     assert len(found) >= 20 and max(sum(text.supervised) for text in found) == 14
 
@@ -235,8 +236,8 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out() -> None:
 def test_trees_are_grown_by_what_sampling_accepts() -> None:
     """At temperature 0 as greedy decoding does, at 1 as sampling does, between them in between."""
     target = Target(tiny_model("llama", vocab_size=61))
-    chance = random.Random(1)
-    texts = [Text([chance.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
+    rng = random.Random(1)
+    texts = [Text([rng.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
     found = tune(target, trained_like(target), texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
     found.paths = ((0,),)
     found.calibration["reached"], found.calibration["sampled_reached"] = [[0.8, 0.4, 0.2]], [[0.4, 0.2, 0.0]]
@@ -260,8 +261,8 @@ def test_trees_are_grown_by_what_sampling_accepts() -> None:
 
 def test_what_levels_promise_is_saved_and_older_tunings_are_read() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    heads, chance = trained_like(target), random.Random(1)
-    texts = [Text([chance.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
+    heads, rng = trained_like(target), random.Random(1)
+    texts = [Text([rng.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(4)]
     found = tune(target, heads, texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
     ranks, log_probs = measure_drafts(target, heads, texts, 4)
     assert found.calibration["reached"] == [list(fit_calibration(ranks.numpy(), log_probs.numpy()).reached)]

@@ -48,8 +48,8 @@ def answer_prompts(
         if prompt not in kept
     ]
     sampled = round(settings.sampled_fraction * len(running))
-    for place, row in enumerate(running):
-        row.temperature = 1.0 if place < sampled else settings.temperature
+    for index, row in enumerate(running):
+        row.temperature = 1.0 if index < sampled else settings.temperature
     turn = 0
     while any(row.left for row in running):
         asking = [row for row in running if row.left]

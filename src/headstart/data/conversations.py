@@ -7,8 +7,8 @@ Where the assistant's text lies is found by rendering the chat template, never b
     span                                                            Hello.<|im_end|>
 
 The prefix is the rendering of the messages before the answer with the generation prompt: what the target reads just
-before it writes. It has to be the beginning of the whole rendering. The span ends with the first special token behind
-the answer's text: the one the target writes to end its turn. What the template adds behind it is not supervised.
+before it writes. It has to be the beginning of the whole rendering. The span ends with the first special token after
+the answer's text: the one the target writes to end its turn. What the template adds after it is not supervised.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Conversation:
         id: unique within its file.
         tokens: the rendered conversation.
         supervised: for each token, whether the assistant wrote it; its end-of-turn token counts, the template's text
-            behind that does not.
+            after that does not.
         messages: the turns as text.
         category: kind of request, for reports; may be empty.
         sampling: how the answers were drawn (temperature, seed, ...); empty when they were given.
@@ -76,9 +76,9 @@ class Conversation:
         """
         spans: list[tuple[int, int]] = []
         for flag, run in groupby(enumerate(self.supervised), key=lambda pair: pair[1]):
-            places = [place for place, _ in run]
+            indices = [index for index, _ in run]
             if flag:
-                spans.append((places[0], places[-1] + 1))
+                spans.append((indices[0], indices[-1] + 1))
         return spans
 
     def to_json(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def alike(one: Sequence[int], other: Sequence[int]) -> int:
     (2, 2)
     """
     return next(
-        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
         min(len(one), len(other)),
     )
 
@@ -191,9 +191,9 @@ def render(messages: Sequence[Message], tokenizer: Any, *, answer: bool) -> str:
 
 
 def added_tokens(before: str, after: str, last_token: int, tokenizer: Any) -> list[int]:
-    """Tokens that a template puts behind an answer.
+    """Tokens that a template puts after an answer.
 
-    The end of the turn is the answer's own last token; what the template puts behind it comes with the next turn.
+    The end of the turn is the answer's own last token; what the template puts after it comes with the next turn.
 
     Args:
         before: the conversation up to the answer, rendered; `after` begins with it.
@@ -258,15 +258,15 @@ def encode(
                 raise _rewritten(turn, len(messages))
             continue
         first = bisect_left(starts, span.start)
-        behind = range(bisect_left(starts, span.text_stop, first), bisect_left(starts, span.turn_stop, first))
-        end_of_turn = next((i for i in behind if tokens[i] in ends), None)
+        following = range(bisect_left(starts, span.text_stop, first), bisect_left(starts, span.turn_stop, first))
+        end_of_turn = next((i for i in following if tokens[i] in ends), None)
         stop = bisect_right(stops, span.text_stop, first) if end_of_turn is None else end_of_turn + 1
         supervised[first:stop] = [True] * (stop - first)
     if max_tokens is not None and any(supervised) and not any(supervised[:max_tokens]):
         raise Unfit(
-            f"The first answer of a conversation begins behind {max_tokens} tokens.",
+            f"The first answer of a conversation begins after {max_tokens} tokens.",
             "Raise the limit or shorten it.",
-            f"whose first answer begins behind {max_tokens} tokens",
+            f"whose first answer begins after {max_tokens} tokens",
         )
     tokens, supervised = tokens[:max_tokens], supervised[:max_tokens]
     if not any(supervised):
@@ -302,13 +302,13 @@ def _answer_span(messages: Sequence[Message], turn: int, whole: str, tokenizer: 
     closed = render(messages[: turn + 1], tokenizer, answer=False)
     if whole.startswith(closed):
         # A template may write something of its own first, such as an empty thinking block.
-        place = whole.find(text, start, len(closed))
+        index = whole.find(text, start, len(closed))
         turn_stop = len(closed)
     else:
         lead = len(whole[start:]) - len(whole[start:].lstrip())
-        place = start + lead if whole.startswith(text, start + lead) else -1
+        index = start + lead if whole.startswith(text, start + lead) else -1
         turn_stop = len(whole)
-    return None if place < 0 else _Span(start, place + len(text), turn_stop)
+    return None if index < 0 else _Span(start, index + len(text), turn_stop)
 
 
 def _rewritten(turn: int, turns: int) -> Unfit:
@@ -332,7 +332,7 @@ def _places(offsets: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """First and last character of each token.
 
     Byte-level tokenizers report a token without its leading blanks, so that a token of blanks alone looks empty and as
-    if it stood behind them; such a token starts where the one before it stopped.
+    if it stood after them; such a token starts where the one before it stopped.
 
     >>> _places([(0, 5), (6, 6), (6, 9)])
     ([0, 5, 6], [5, 6, 9])

@@ -28,24 +28,24 @@ from headstart.data.conversations import (
     prompt_tokens,
     write_conversations,
 )
-from headstart.data.lanes import Lanes
-from headstart.data.parts import CLOCKS, Clock, Part
+from headstart.data.parts import CLOCKS, Part, TimeBudget
 from headstart.data.prompts import LeftOut, Prompt, deduplicate, load_prompts, normalise
 from headstart.data.sampling import Room
 from headstart.data.selfprompt import write_prompts
 from headstart.data.sources import find_origin
+from headstart.data.workers import Workers
 from headstart.errors import UserError
 from headstart.recipe import DataSection
 from headstart.target import Target
 from headstart.terminal import progress_bar
 
-_COUNTS = {"heldout": "heldout", "calibration": "calibration", "train": "conversations"}
+_COUNTS = {"heldout": "heldout", "calibration": "validation", "train": "conversations"}
 SPLITS = tuple(_COUNTS)
-AMOUNTS = {"conversations", "heldout", "calibration", "minutes", "batch_size", "cache_gigabytes"}
+AMOUNTS = {"conversations", "heldout", "validation", "minutes", "batch_size", "cache_gigabytes"}
 """Settings of the data that say how much of it there is, and not what it is."""
 VERSION = 3
 """Raised when the same settings come to mean other conversations."""
-_OF_FILES, _OF_SELF = {"split", "regenerate", "revision"}, {"openers"}
+_OF_FILES, _OF_SELF = {"split", "regenerate", "revision"}, {"seed_prompts"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Splits:
     """Conversations for training, for validation and tuning, and prompts kept for reports (without answers)."""
 
     train: list[Conversation]
-    calibration: list[Conversation]
+    validation: list[Conversation]
     heldout: list[Conversation]
 
 
@@ -87,7 +87,7 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _configuration(source: str) -> str:
-    """What a folder of data has behind a colon, as in `folder:config`."""
+    """What a folder of data has after a colon, as in `folder:config`."""
     return "" if Path(source).expanduser().exists() else source.partition(":")[2]
 
 
@@ -101,7 +101,7 @@ def build_conversations(
 ) -> Splits:
     """Write (or go on writing) the conversations of a run.
 
-    Held-out and calibration conversations come first, so that a time budget cuts the training ones only.
+    Held-out and validation conversations come first, so that a time budget cuts the training ones only.
 
     Args:
         target: the model, with its tokenizer.
@@ -131,7 +131,7 @@ def build_conversations(
     if not splits["train"]:
         raise UserError(
             f"No training conversation could be written. {writing.left_out.notice}".strip(),
-            "Give more prompts or minutes, lower data.heldout and data.calibration, or raise data.max_prompt_tokens.",
+            "Give more prompts or minutes, lower data.heldout and data.validation, or raise data.max_prompt_tokens.",
         )
     if console is not None and writing.left_out.notice:
         console.print(f"    {writing.left_out.notice}", highlight=False, markup=False, soft_wrap=True)
@@ -198,7 +198,7 @@ class _Writing:
         def missing() -> int:
             return 0 if sum(len(item.tokens) for item in kept) >= max_tokens else count - len(kept)
 
-        clock = Clock(self._settings.minutes if split == "train" else None, self._folder / CLOCKS)
+        clock = TimeBudget(self._settings.minutes if split == "train" else None, self._folder / CLOCKS)
         for part in [part for part in self._parts if part.split == split]:
             if missing() <= 0 or not clock.takes(part.seconds):
                 break
@@ -207,24 +207,24 @@ class _Writing:
             yield from ((part, True) for part in self._new(split, clock, count, missing))
         clock.stop()
 
-    def _new(self, split: str, clock: Clock, count: int, missing: Callable[[], int]) -> Iterator[Part]:
+    def _new(self, split: str, clock: TimeBudget, count: int, missing: Callable[[], int]) -> Iterator[Part]:
         """Further parts; while one is waited for, the next ones are being written."""
         source = self._source
         number, start = 1 + max((part.number for part in self._parts), default=-1), self._stop
         first = not any(part.split == split for part in self._parts)
         own = 0  # written now: what earlier ones gave says nothing about further ones
         running: deque[tuple[int, tuple[int, int], int, Callable[[], list[Conversation]]]] = deque()
-        with Lanes(source.device, -(-count // source.batch_size) if source.shareable else 1) as lanes:
+        with Workers(source.device, -(-count // source.batch_size) if source.shareable else 1) as workers:
             mark = time.perf_counter()
             while True:
                 room = missing() - sum(size for _, _, size, _ in running)
                 # The clock never stops the first part: there is nothing to learn from without it.
-                in_time = first or not clock.over(lanes.count, time.perf_counter() - mark)
-                more = room > 0 and len(running) < lanes.count and in_time
+                in_time = first or not clock.over(workers.count, time.perf_counter() - mark)
+                more = room > 0 and len(running) < workers.count and in_time
                 if more and not source.exhausted(split, own, start):
                     size = source.size(room, count)
                     prompts = source.range(start, size)
-                    job = lanes.submit(partial(source.write, split, number, prompts, size, lanes.check))
+                    job = workers.submit(partial(source.write, split, number, prompts, size, workers.check))
                     running.append((number, prompts, size, job))
                     number, own, start, first = number + 1, own + 1, prompts[1], False
                     continue
@@ -331,7 +331,7 @@ class _PromptSource:
         """Self-prompts: the same for the same settings, whatever was written before."""
         target, seed = self._target, self.seed(split, number)
         drafts = write_prompts(
-            target, self.batch_size, self._settings.openers, target.end_tokens, seed, check, self._room
+            target, self.batch_size, self._settings.seed_prompts, target.end_tokens, seed, check, self._room
         )
         prompts = [
             Prompt([{"role": "user", "content": draft.text}], draft.category, f"{split}-{number}-{i}")

@@ -69,7 +69,7 @@ class Part:
         return read
 
 
-class Clock:
+class TimeBudget:
     """Time spent on the training conversations that a run uses, whoever wrote them.
 
     Args:
@@ -100,16 +100,16 @@ class Clock:
         self._taken, self._spent = self._taken + 1, self._spent + seconds
         self._new.append(seconds)
 
-    def over(self, lanes: int, since: float) -> bool:
-        """Whether another part would end further after the budget than its lane would stop before it without one.
+    def over(self, workers: int, since: float) -> bool:
+        """Whether another part would end further after the budget than its worker would stop before it without one.
 
         Args:
-            lanes: parts that are written at once.
+            workers: parts that are written at once.
             since: seconds since the last part was written.
         """
         if self._key in self._ends:
             return self._taken >= self._ends[self._key]
-        one = lanes * sum(self._new) / len(self._new) if self._new else 0.0
+        one = workers * sum(self._new) / len(self._new) if self._new else 0.0
         self._ended = self._spent + since + one / 2 >= self._budget
         return self._ended
 

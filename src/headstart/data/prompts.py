@@ -169,13 +169,13 @@ def load_prompts(
                 _check_length(prompt, tokenizer, max_tokens)
         except ValueError as error:
             if _is_file(source):
-                raise UserError(f"{source}, {record.place}: {error}.", _accepted()) from None
+                raise UserError(f"{source}, {record.location}: {error}.", _accepted()) from None
             misshapen += 1
-            left_out.add("of a shape that is not understood", f"{record.place}: {error}. {_accepted()}")
+            left_out.add("of a shape that is not understood", f"{record.location}: {error}. {_accepted()}")
             if misshapen == read == _TRIES:
                 break
         except Unusable as reason:
-            left_out.add(str(reason), record.place)
+            left_out.add(str(reason), record.location)
         else:
             seen.add(key)
             prompts.append(prompt)

@@ -24,7 +24,7 @@ _KEPT = 0.875
 CACHE_PEAK = 1 + _KEPT
 """Most that a batch's cache takes, as a multiple of itself: the copy stands beside it for a moment."""
 _SHARE = {"cpu": 0.4}
-"""Of free memory, what a batch may take: two are written side by side on a CPU (`headstart.data.lanes`)."""
+"""Of free memory, what a batch may take: two are written side by side on a CPU (`headstart.data.workers`)."""
 _SHARE_ELSEWHERE = 0.85
 
 
@@ -37,18 +37,18 @@ class Room:
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
         self._say = say
-        self._most: float = float("inf")
+        self._maximum: float = float("inf")
 
     def holds(self, target: Target, rows: int, length: int) -> bool:
         """Whether the cache of so many rows of this length fits, as far as anyone can tell before trying."""
-        if rows * length > self._most:
+        if rows * length > self._maximum:
             return False
         free = _SHARE.get(target.device.type, _SHARE_ELSEWHERE) * free_bytes(target.device)
         return rows * length * target.kv_bytes_per_token * CACHE_PEAK <= free
 
     def failed(self, rows: int, length: int) -> None:
         """A batch that seemed to fit did not; larger ones than half of it are not tried again."""
-        self._most = min(self._most, rows * length / 2)
+        self._maximum = min(self._maximum, rows * length / 2)
 
     def note(self, target: Target, rows: int, length: int) -> None:
         """Say that this batch is written in parts, unless that was said before."""
@@ -97,7 +97,7 @@ def sample_rows(
         UserError: memory does not hold a single row.
     """
     room = room or Room()
-    chances = [random.Random(f"{seed} {row}") for row in range(len(rows))]
+    rngs = [random.Random(f"{seed} {row}") for row in range(len(rows))]
     added: dict[int, list[int]] = {}
     waiting = [list(range(len(rows)))]
     while waiting:
@@ -105,7 +105,7 @@ def sample_rows(
         length = max(len(rows[row]) for row in part) + max_new_tokens
         written = None
         if len(part) == 1 or room.holds(target, len(part), length):
-            before = {row: chances[row].getstate() for row in part}
+            before = {row: rngs[row].getstate() for row in part}
             try:
                 written = _continue(
                     target,
@@ -114,7 +114,7 @@ def sample_rows(
                     [temperatures[row] for row in part],
                     top_p,
                     ends,
-                    [chances[row] for row in part],
+                    [rngs[row] for row in part],
                     check,
                 )
             except Exception as error:
@@ -129,7 +129,7 @@ def sample_rows(
                 room.failed(len(part), length)
                 _release(target.device)
                 for row, state in before.items():
-                    chances[row].setstate(state)
+                    rngs[row].setstate(state)
         if written is None:
             room.note(target, len(part), length)
             half = (len(part) + 1) // 2
@@ -152,7 +152,7 @@ def _continue(
     temperatures: Sequence[float],
     top_p: float,
     ends: frozenset[int],
-    chances: Sequence[random.Random],
+    rngs: Sequence[random.Random],
     check: Callable[[], None] | None,
 ) -> list[list[int]]:
     """`sample_rows` for rows that are written together."""
@@ -170,19 +170,19 @@ def _continue(
     for step in range(max_new_tokens):
         if check is not None:
             check()
-        heat_B = torch.tensor([temperatures[row] for row in alive], device=target.device)
-        chance_B = torch.tensor([chances[row].random() for row in alive], device=target.device)
-        picked = _pick(logits_BV, heat_B, top_p, chance_B).tolist()
+        temperature_B = torch.tensor([temperatures[row] for row in alive], device=target.device)
+        uniform_B = torch.tensor([rngs[row].random() for row in alive], device=target.device)
+        picked = _pick(logits_BV, temperature_B, top_p, uniform_B).tolist()
         for row, token in zip(alive, picked, strict=True):
             if not ended[row]:
                 added[row].append(token)
                 ended[row] = token in ends
-        going = [place for place, row in enumerate(alive) if not ended[row]]
+        going = [index for index, row in enumerate(alive) if not ended[row]]
         if not going or step == max_new_tokens - 1:
             break
         if len(going) <= _KEPT * len(alive):
-            cache.select(going)
-            alive, picked = [alive[place] for place in going], [picked[place] for place in going]
+            cache.reorder(going)
+            alive, picked = [alive[index] for index in going], [picked[index] for index in going]
         tree = DraftTree.from_shape(torch.tensor(picked, device=target.device)[:, None], root)
         logits_BV = target.forward_tree(cache, tree).logits_BTV[:, 0]
         cache.commit([[0]] * len(alive))
@@ -201,20 +201,20 @@ def _shared(rows: Sequence[Sequence[int]]) -> int:
     return min(alike(min(lists), max(lists)), min(map(len, rows)) - 1)  # in order, the first and last differ most
 
 
-def _pick(logits_BV: Tensor, heat_B: Tensor, top_p: float, chance_B: Tensor) -> Tensor:
+def _pick(logits_BV: Tensor, temperature_B: Tensor, top_p: float, uniform_B: Tensor) -> Tensor:
     """Next token of each row, int64 [B]: argmax at temperature 0, else what a number from [0, 1) draws of the nucleus.
 
     >>> logits_BV, warm_B = torch.tensor([[0.0, 2.0, 1.0]]), torch.ones(1)  # probabilities 0.09, 0.67, 0.24
-    >>> [int(_pick(logits_BV, warm_B, 1.0, torch.tensor([chance]))) for chance in (0.0, 0.6, 0.7, 0.92, 1.0)]
+    >>> [int(_pick(logits_BV, warm_B, 1.0, torch.tensor([uniform]))) for uniform in (0.0, 0.6, 0.7, 0.92, 1.0)]
     [1, 1, 2, 0, 0]
     """
-    if not bool((heat_B > 0).any()):
+    if not bool((temperature_B > 0).any()):
         return logits_BV.max(-1).indices
     top_BR, ids_BR = logits_BV.topk(min(_CANDIDATES, logits_BV.shape[-1]), dim=-1)
-    probs_BR = torch.softmax(top_BR.float() / heat_B.clamp(min=1e-4)[:, None], dim=-1)
+    probs_BR = torch.softmax(top_BR.float() / temperature_B.clamp(min=1e-4)[:, None], dim=-1)
     before_BR = probs_BR.cumsum(-1) - probs_BR
     reached_BR = probs_BR.masked_fill(before_BR >= top_p, 0.0).cumsum(-1)
-    aim_B1 = chance_B[:, None].float().clamp(max=1 - 1e-6) * reached_BR[:, -1:]
+    aim_B1 = uniform_B[:, None].float().clamp(max=1 - 1e-6) * reached_BR[:, -1:]
     drawn_B1 = (reached_BR <= aim_B1).sum(-1, keepdim=True)
-    drawn_B1 = torch.where(heat_B[:, None] > 0, drawn_B1, 0)
+    drawn_B1 = torch.where(temperature_B[:, None] > 0, drawn_B1, 0)
     return ids_BR.gather(1, drawn_B1)[:, 0]

@@ -1,7 +1,7 @@
 """Self-prompting: the target writes the user's side itself, so that the first run needs no download.
 
-The chat template is rendered up to where the user's words begin, an opener may follow, and the target goes on until it
-ends the turn.
+The chat template is rendered up to where the user's words begin, a seed prompt may follow, and the target goes on until
+it ends the turn.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.data.openers import TOPICS, opener_list
 from headstart.data.sampling import Room, sample_rows
+from headstart.data.seed_prompts import TOPICS, seed_prompt_list
 from headstart.errors import UserError
 from headstart.target import Target
 
@@ -22,7 +22,7 @@ _MAX_PROMPT_TOKENS = 128
 
 @dataclass(frozen=True)
 class SelfPrompt:
-    """A request that the target wrote, and the kind of opener it began with."""
+    """A request that the target wrote, and the kind of its seed prompt."""
 
     text: str
     category: str
@@ -57,24 +57,24 @@ def write_prompts(
     Args:
         target: the model, with its tokenizer.
         count: rows of the batch.
-        breadth: "broad" draws openers over what people ask, "none" starts from nothing.
+        breadth: "broad" draws seed prompts over what people ask, "none" starts from nothing.
         ends: tokens that end a turn.
-        seed: of openers and draws; the same seed gives the same requests.
+        seed: of seed prompts and draws; the same seed gives the same requests.
         check: called before each step; what it raises ends the work.
         room: what is known of memory from earlier batches.
     """
-    chance = random.Random(seed)
-    openers = opener_list(breadth)
+    rng = random.Random(seed)
+    seed_prompts = seed_prompt_list(breadth)
     by_category: dict[str, list[str]] = {}
-    for category, opener in openers:
-        by_category.setdefault(category, []).append(opener)
+    for category, seed_prompt in seed_prompts:
+        by_category.setdefault(category, []).append(seed_prompt)
     categories = sorted(by_category)
     starts = []
     for _ in range(count):
-        category = chance.choice(categories)
-        starts.append((category, chance.choice(by_category[category]).replace("{topic}", chance.choice(TOPICS))))
+        category = rng.choice(categories)
+        starts.append((category, rng.choice(by_category[category]).replace("{topic}", rng.choice(TOPICS))))
     prefix = user_prefix(target.tokenizer)
-    rows = [target.tokenizer(prefix + opener, add_special_tokens=False)["input_ids"] for _, opener in starts]
+    rows = [target.tokenizer(prefix + seed_prompt, add_special_tokens=False)["input_ids"] for _, seed_prompt in starts]
     written = sample_rows(
         target,
         rows,
@@ -87,17 +87,17 @@ def write_prompts(
         room=room,
     )
     prompts = []
-    for (category, opener), row, tokens in zip(starts, rows, written, strict=True):
+    for (category, seed_prompt), row, tokens in zip(starts, rows, written, strict=True):
         if tokens[-1] not in ends:
             continue  # still talking when the budget ended
-        text = opener + _added_text(target.tokenizer, row, tokens[:-1])
+        text = seed_prompt + _added_text(target.tokenizer, row, tokens[:-1])
         if acceptable(text, target.tokenizer.all_special_tokens):
             prompts.append(SelfPrompt(text.strip(), category))
     return prompts
 
 
 def _added_text(tokenizer: Any, before: list[int], tokens: list[int]) -> str:
-    """The text that tokens add behind others; on their own, some tokenizers drop the blank before the first word."""
+    """The text that tokens add after others; on their own, some tokenizers drop the blank before the first word."""
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     return str(tokenizer.decode([*before, *tokens], **options))[len(tokenizer.decode(before, **options)) :]
 

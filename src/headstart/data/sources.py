@@ -52,12 +52,12 @@ class Record:
     """One record of a source.
 
     Attributes:
-        place: for people, such as "line 3".
+        location: for people, such as "line 3".
         id: unique in the source.
         row: the record itself.
     """
 
-    place: str
+    location: str
     id: str
     row: Mapping[str, Any]
 

@@ -4,10 +4,10 @@ States lie in shards, safetensors files that are only ever added: a shard holds 
 named by them and is written atomically. A store is a folder whose manifest says which conversations it holds, in which
 order, and in which shards their states lie. Several stores can share the shards of one folder; whoever asks for more
 conversations or for other layers computes what no shard holds yet. Whatever moment a build is killed at, the next one
-goes on from the shards that are whole.
+goes on from the shards that are complete.
 
-    shard-<name>.safetensors   tokens [S] int32, states.<tap> [S, E], sequences end to end
-    manifest.json              fingerprint, taps, and for every conversation its length, mask and places
+    shard-<name>.safetensors   tokens [S] int32, states.<layer> [S, E], sequences end to end
+    manifest.json              fingerprint, aux layers, and for every conversation its length, mask and places
 
 Shape suffixes: T tokens of one conversation, S tokens of one shard, E hidden size, V vocabulary.
 """
@@ -42,7 +42,7 @@ MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
 _FORMAT = 2
 
-Place = tuple[int, int]
+Location = tuple[int, int]
 """Where the states of a conversation lie: number of the shard among the manifest's, first token in it."""
 
 
@@ -53,7 +53,7 @@ class Sample:
     Attributes:
         tokens_T: int64 [T].
         supervised_T: bool [T], true where the assistant wrote the token.
-        states: by tap, [T, E] in the target's dtype.
+        states: by layer, [T, E] in the target's dtype.
     """
 
     tokens_T: Tensor
@@ -61,9 +61,9 @@ class Sample:
     states: dict[int, Tensor]
 
 
-def estimate_bytes(tokens: int, taps: int, hidden: int, dtype: torch.dtype) -> int:
-    """Bytes on disk of so many tokens, each with `taps` states of `hidden` numbers."""
-    return tokens * (taps * hidden * dtype.itemsize + _TOKEN_BYTES)
+def estimate_bytes(tokens: int, aux_layers: int, hidden: int, dtype: torch.dtype) -> int:
+    """Bytes on disk of so many tokens, each with `aux_layers` states of `hidden` numbers."""
+    return tokens * (aux_layers * hidden * dtype.itemsize + _TOKEN_BYTES)
 
 
 class StateStore:
@@ -80,13 +80,13 @@ class StateStore:
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
         self.folder = folder
         if not (folder / MANIFEST).is_file():
-            raise UserError(f"{folder} holds no finished store of hidden states.", "Run: headstart data RECIPE")
+            raise UserError(f"{folder} holds no finished store of hidden states.", "Run: headstart data build RECIPE")
         manifest = read_json(folder / MANIFEST)
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
             raise UserError(f"{folder} is a store of another format.", "Build it again, in another folder.")
         self.fingerprint: str = manifest["fingerprint"]
         self.target_fingerprint: str = manifest["target_fingerprint"]
-        self.taps: tuple[int, ...] = tuple(manifest["taps"])
+        self.aux_layers: tuple[int, ...] = tuple(manifest["taps"])
         self.hidden_size: int = manifest["hidden_size"]
         self.lengths: list[int] = manifest["lengths"]
         self.dropped: int = manifest["dropped"]
@@ -94,9 +94,9 @@ class StateStore:
         self.files = [self.shards / file["file"] for file in manifest["files"]]
         self.bytes: int = sum(file["bytes"] for file in manifest["files"])
         self._spans: list[list[list[int]]] = manifest["supervised"]
-        self._places: dict[int, list[Place]] = {
-            tap: [(number, start) for number, start in places]
-            for tap, places in zip(self.taps, manifest["places"], strict=True)
+        self._places: dict[int, list[Location]] = {
+            layer: [(number, start) for number, start in indices]
+            for layer, indices in zip(self.aux_layers, manifest["places"], strict=True)
         }
         for path, file in zip(self.files, manifest["files"], strict=True):
             found = path.stat().st_size if path.is_file() else 0
@@ -135,11 +135,11 @@ class StateStore:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
-        states = {tap: self._read(f"states.{tap}", self._places[tap][index], index) for tap in self.taps}
+        states = {layer: self._read(f"states.{layer}", self._places[layer][index], index) for layer in self.aux_layers}
         return Sample(self._tokens(index), self._supervised(index), states)
 
     def _tokens(self, index: int) -> Tensor:
-        return self._read("tokens", self._places[self.taps[0]][index], index).long()
+        return self._read("tokens", self._places[self.aux_layers[0]][index], index).long()
 
     def _supervised(self, index: int) -> Tensor:
         supervised_T = torch.zeros(self.lengths[index], dtype=torch.bool)
@@ -147,8 +147,8 @@ class StateStore:
             supervised_T[start:stop] = True
         return supervised_T
 
-    def _read(self, name: str, place: Place, index: int) -> Tensor:
-        shard, start = place
+    def _read(self, name: str, position: Location, index: int) -> Tensor:
+        shard, start = position
         part = slice(start, start + self.lengths[index])
         if self._cached:
             if shard not in self._loaded:
@@ -176,7 +176,7 @@ def build_store(
     folder: Path,
     conversations: Sequence[Conversation],
     target: Target,
-    taps: Sequence[int],
+    aux_layers: Sequence[int],
     *,
     budget_bytes: int,
     shards: Path | None = None,
@@ -184,13 +184,14 @@ def build_store(
     advance: Callable[[int, int], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> StateStore:
-    """Compute and keep the tapped states of conversations; states that a whole shard holds already are not computed.
+    """Compute and keep the aux hidden states of conversations; states that a whole shard holds already are not
+    computed.
 
     Args:
         folder: of the store; a manifest that is there is replaced.
         conversations: their order is the order of the store.
         target: the frozen model.
-        taps: which hidden states to keep.
+        aux_layers: which hidden states to keep.
         budget_bytes: conversations from the first one on are kept while they fit; see `StateStore.notice`.
         shards: folder of the shards, which other stores of the same target may share; by default `folder` itself.
         batch_tokens: tokens of a forward at most, padding included (one longer conversation goes alone).
@@ -202,15 +203,15 @@ def build_store(
             conversation, or too little free disk.
     """
     _check(conversations, target)
-    taps, shards = tuple(dict.fromkeys(taps)), shards or folder
-    kept = conversations[: fitting(conversations, target, taps, budget_bytes)]
+    aux_layers, shards = tuple(dict.fromkeys(aux_layers)), shards or folder
+    kept = conversations[: fitting(conversations, target, aux_layers, budget_bytes)]
     lengths = [len(conversation.tokens) for conversation in kept]
     keys = [_key(conversation.tokens) for conversation in kept]
     owner = f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"
     index = _Index(shards, owner)
     lacking: dict[tuple[int, ...], dict[str, int]] = {}
     for number, key in enumerate(keys):
-        if missing := tuple(tap for tap in taps if (tap, key) not in index.places):
+        if missing := tuple(layer for layer in aux_layers if (layer, key) not in index.places):
             lacking.setdefault(missing, {}).setdefault(key, number)
     total = sum(lengths)
     left = sum(lengths[number] for group in lacking.values() for number in group.values())
@@ -227,12 +228,12 @@ def build_store(
             states: dict[int, dict[int, Tensor]] = {}
             for batch in _batches(numbers, lengths, batch_tokens):
                 rows = target.hidden_states([kept[i].tokens for i in batch], missing)
-                states.update(zip(batch, ({tap: row[tap].cpu() for tap in missing} for row in rows), strict=True))
+                states.update(zip(batch, ({layer: row[layer].cpu() for layer in missing} for row in rows), strict=True))
                 left -= sum(lengths[i] for i in batch)
                 if advance is not None:
                     advance(total - left, total)
             index.add(_write_shard(shards, owner, missing, numbers, kept, keys, states))
-    files = sorted({index.places[tap, key][0] for tap in taps for key in keys})
+    files = sorted({index.places[layer, key][0] for layer in aux_layers for key in keys})
     number_of = {file: number for number, file in enumerate(files)}
     digest = hashlib.sha256(json.dumps([_FORMAT, owner]).encode())
     for conversation in kept:
@@ -243,7 +244,7 @@ def build_store(
         "target": target.name,
         "target_fingerprint": target.identity().fingerprint,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "taps": list(taps),
+        "taps": list(aux_layers),
         "hidden_size": target.hidden_size,
         "dropped": len(conversations) - len(kept),
         "shards": os.path.relpath(shards.resolve(), folder.resolve()),
@@ -251,20 +252,21 @@ def build_store(
         "lengths": lengths,
         "supervised": [[list(span) for span in conversation.supervised_spans] for conversation in kept],
         "places": [
-            [[number_of[file], start] for file, start in (index.places[tap, key] for key in keys)] for tap in taps
+            [[number_of[file], start] for file, start in (index.places[layer, key] for key in keys)]
+            for layer in aux_layers
         ],
     }
     write_json(folder / MANIFEST, manifest, indent=None)
     return StateStore(folder)
 
 
-def fitting(conversations: Sequence[Conversation], target: Target, taps: Sequence[int], budget_bytes: int) -> int:
+def fitting(conversations: Sequence[Conversation], target: Target, aux_layers: Sequence[int], budget_bytes: int) -> int:
     """How many conversations, from the first one on, a byte budget holds the states of.
 
     Raises:
         UserError: not even the first.
     """
-    per_token = estimate_bytes(1, len(set(taps)), target.hidden_size, target.dtype)
+    per_token = estimate_bytes(1, len(set(aux_layers)), target.hidden_size, target.dtype)
     used = 0
     for kept, conversation in enumerate(conversations):
         used += len(conversation.tokens) * per_token
@@ -287,7 +289,7 @@ class _Index:
         owner: whose states count: a target and its dtype.
 
     Attributes:
-        places: (name of the shard's file, first token in it) by tap and key of a conversation.
+        places: (name of the shard's file, first token in it) by layer and key of a conversation.
     """
 
     def __init__(self, folder: Path, owner: str) -> None:
@@ -307,8 +309,8 @@ class _Index:
             return
         start = 0
         for key, length in zip(json.loads(metadata["keys"]), json.loads(metadata["lengths"]), strict=True):
-            for tap in json.loads(metadata["taps"]):
-                self.places.setdefault((tap, key), (file.name, start))
+            for layer in json.loads(metadata["taps"]):
+                self.places.setdefault((layer, key), (file.name, start))
             start += length
 
 
@@ -371,7 +373,7 @@ def _batches(shard: Sequence[int], lengths: Sequence[int], batch_tokens: int) ->
 def _write_shard(
     folder: Path,
     owner: str,
-    taps: Sequence[int],
+    aux_layers: Sequence[int],
     numbers: Sequence[int],
     conversations: Sequence[Conversation],
     keys: Sequence[str],
@@ -380,11 +382,11 @@ def _write_shard(
     """Write one shard; returns its file."""
     tensors = {
         "tokens": torch.tensor([token for i in numbers for token in conversations[i].tokens], dtype=torch.int32),
-        **{f"states.{tap}": torch.cat([states[i][tap] for i in numbers]) for tap in taps},
+        **{f"states.{layer}": torch.cat([states[i][layer] for i in numbers]) for layer in aux_layers},
     }
     metadata = {
         "owner": owner,
-        "taps": json.dumps(list(taps)),
+        "taps": json.dumps(list(aux_layers)),
         "keys": json.dumps([keys[i] for i in numbers]),
         "lengths": json.dumps([len(conversations[i].tokens) for i in numbers]),
     }

@@ -1,13 +1,13 @@
 """How many nodes a round verifies: chosen each round from measured costs and from what drafts are expected to bring.
 
-A round that verifies a tree emits one token and, for each node, one more with the probability `gain` that the node's
-whole path is accepted. Over a long text the best choice of nodes maximises gain minus rate times cost, with the rate
-(tokens per millisecond) that the decoding reaches as a whole: a node pays when it brings more tokens than the time of
-its verification would bring otherwise. Plain decoding, chains and static trees are what this comes to in special cases.
+A round that verifies a tree emits one token and, for each node, one more with the probability that the node's whole
+path is accepted. Over a long text the best choice of nodes maximises expected tokens minus rate times cost, where the
+rate (tokens per millisecond) is that of the decoding as a whole: a node pays when it brings more tokens than the time
+of its verification would bring otherwise. Plain decoding, chains and static trees are special cases of this.
 
-A batch is not done before its slowest row is. Of the cost of a round a part is there as long as any row runs; a token
-more saves that part only in the row that runs longest, and in the others no more than their own share of the forward.
-Rows are weighted accordingly.
+A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
+that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
+weighted accordingly.
 
 Sources: costs as in Sequoia (arXiv 2402.12374) and CaDDTree (2606.01813); the rate is Dinkelbach's for ratios.
 
@@ -42,8 +42,8 @@ _PROBE_LOSS = 0.5
 """Tokens that such a try may lose."""
 _PROBE_NODES = 4
 """Nodes of a row in such rounds, root included: whether drafts are accepted shows in small trees, too."""
-_PROBE_WORTH = 0.05
-"""Gain from which a node is tried in such rounds, however dear the costs take it to be."""
+_PROBE_THRESHOLD = 0.05
+"""Acceptance probability from which a node is tried in such rounds, however much the costs say it takes."""
 _LAST_SPREAD = 4.0
 """Rounds by which a row must lag behind another to be e times as likely the last to end."""
 _PAUSES = (8, 16, 32, 64)
@@ -51,10 +51,10 @@ _PAUSES = (8, 16, 32, 64)
 _STAKE = 2.0
 """Tokens that drafting may lose before it has won any."""
 _DEAREST = 3.0
-"""Tokens that plain rounds earn ahead of a first try, however dear the costs take it to be: they may be wrong."""
+"""Tokens that plain rounds earn ahead of a first try, at most: the costs may take it to be dearer than it is."""
 _EASILY = 0.125
 """Share of what an answer may gain by drafting that its first try may always cost."""
-_MOST = 4.0
+_MAX = 4.0
 """The same after it has won, at most."""
 _EARNED = 0.015
 """Tokens that each plain round adds to what may be lost, up to the first stake; less after tries that did not pay."""
@@ -70,12 +70,12 @@ class _Verifying(Protocol):
     def verify(self, tokens: int) -> float: ...
 
 
-def node_worth(costs: _Verifying, rate: float, rows: int = 1) -> float:
-    """What the gain of a node in a tree of usual size must be to pay for its verification.
+def node_threshold(costs: _Verifying, rate: float, rows: int = 1) -> float:
+    """What the acceptance probability of a node in a tree of usual size must be to pay for its verification.
 
     Args:
         costs: as measured.
-        rate: tokens per millisecond that are to be had otherwise.
+        rate: tokens per millisecond that decoding reaches without the node.
         rows: of the batch.
     """
     few, many = 4 * rows, 16 * rows
@@ -83,7 +83,7 @@ def node_worth(costs: _Verifying, rate: float, rows: int = 1) -> float:
 
 
 class _Now:
-    """What a batch of so many rows costs: as measured, corrected by what rounds took."""
+    """What rounds with this many rows cost: as measured, corrected by what rounds really took."""
 
     def __init__(self, costs: Costs, rows: int, rounds: Rounds | None, per_row: bool) -> None:
         self._costs, self._rows, self._rounds, self._per_row = costs, rows, rounds, per_row
@@ -114,12 +114,12 @@ class _Now:
         return self.measured_draft(depth) * self._drafting + self._costs.read_ms * unread * self._rows
 
 
-class Pace:
+class Controller:
     """Decides, round by round, whether a batch drafts and how many nodes it verifies.
 
     Without costs it drafts always, and verifies what is proposed. Decisions follow from costs and from what was
     accepted. With an experience, the costs are corrected by what rounds take, and what was learned is kept for the next
-    call; without one the clock decides nothing, so that a seeded text can be had again.
+    call; without one the clock decides nothing, so that a seeded text is reproducible.
 
     Drafting may lose a stake: a small share of the answer's tokens, more once it has won some. When that is lost,
     nothing is drafted until plain rounds have earned another try.
@@ -153,12 +153,12 @@ class Pace:
         self._learns = experience is not None and mode == "auto"
         self._known = experience if experience is not None and mode == "auto" else Experience()
         self._left = [float(limit)] * rows  # tokens that each row may still emit
-        self._pace = [1.5] * rows  # tokens a round of each row, lately
+        self._row_tokens_per_round = [1.5] * rows  # tokens a round of each row, lately
         self._tokens_per_round = self._known.tokens_per_round or 1.5  # of a row; a start, soon replaced
         self._draft_ms = costs.draft_ms if costs else 0.0  # of recent drafts
         self._depth = 0  # of the newest draft
         self._unread = prompt  # tokens of the text that the heads have not read, beyond those of the last round
-        self._trust = 1.0  # accepted drafts, as a share of what the gains promised
+        self._calibration_factor = 1.0  # accepted drafts, as a share of what the acceptance probabilities promised
         self._promised = self._kept = 2.0
         self._judged: deque[tuple[float, int, int, int]] = deque(maxlen=_JUDGED)
         self._plain_left = 0
@@ -171,10 +171,10 @@ class Pace:
         if costs is not None and mode == "auto":
             self._start(limit)
 
-    def select(self, rows: Sequence[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self._left = [self._left[row] for row in rows]
-        self._pace = [self._pace[row] for row in rows]
+        self._row_tokens_per_round = [self._row_tokens_per_round[row] for row in rows]
         self._set_rows(len(rows))
 
     @property
@@ -188,13 +188,13 @@ class Pace:
         alone, together = self._now.measured(1), self._now.measured(self.rows)
         own = (together - alone) / (self.rows - 1)  # milliseconds that each row adds to a round
         shared = together - own * self.rows
-        left = [tokens / pace for tokens, pace in zip(self._left, self._pace, strict=True)]
+        left = [tokens / per_round for tokens, per_round in zip(self._left, self._row_tokens_per_round, strict=True)]
         last = [exp((rounds - max(left)) / _LAST_SPREAD) for rounds in left]
-        return [self.rows * (own + shared * chance / sum(last)) / together for chance in last]
+        return [self.rows * (own + shared * prob / sum(last)) / together for prob in last]
 
     @property
-    def opens(self) -> bool:
-        """Whether anything will be drafted before the answer is whole, as far as that is known now."""
+    def will_draft(self) -> bool:
+        """Whether anything will be drafted before the answer is complete, as far as is known now."""
         return self._mode != "off" and self._plain_left < max(self._left)
 
     @property
@@ -205,24 +205,24 @@ class Pace:
         return self._plain_left == 0
 
     def room(self, max_nodes: int) -> int:
-        """Nodes of a row that this round may draft, of so many that there is memory for."""
+        """Nodes of a row that this round may draft, at most the `max_nodes` that fit into memory."""
         return min(max_nodes, _PROBE_NODES) if self._probes_left else max_nodes
 
     @property
-    def worth(self) -> float:
-        """What a node's gain must be to pay for its verification; see `Request.worth`."""
+    def threshold(self) -> float:
+        """What a node's acceptance probability must be to pay for its verification; see `Request.threshold`."""
         if self._now is None or self._mode == "off":
             return 0.0
-        worth = node_worth(self._now, self._rate(4 * self.rows) / self._trust, self.rows)
-        return min(worth, _PROBE_WORTH) if self._probes_left else worth
+        threshold = node_threshold(self._now, self._rate(4 * self.rows) / self._calibration_factor, self.rows)
+        return min(threshold, _PROBE_THRESHOLD) if self._probes_left else threshold
 
     @property
-    def level_worth(self) -> float:
-        """How many tokens another level of drafting must promise; see `Request.level_worth`."""
+    def level_threshold(self) -> float:
+        """How many tokens another level of drafting must promise; see `Request.level_threshold`."""
         if self._now is None or self._mode == "off" or self._probes_left:
             return 0.0
         level_ms = self._now.draft(2) - self._now.draft(1)
-        return self._rate(4 * self.rows) * level_ms / self._trust
+        return self._rate(4 * self.rows) * level_ms / self._calibration_factor
 
     def prune(self, tree: Proposal) -> Proposal:
         """The best nodes of each row, as many as pay together; every row gets the same number, as the forward costs it.
@@ -235,28 +235,29 @@ class Pace:
         # Levels that another drafter's branch reaches beyond those of the heads cost nothing.
         levels = tree.depth if tree.levels is None else tree.levels
         self._depth = max(1, levels) if self._costs.level_ms else max(1, self._costs.levels)
-        if tree.gains is None or tree.drawn is not None or tree.size == 1 or self._probes_left:
+        if tree.accept_probs is None or tree.sampled is not None or tree.size == 1 or self._probes_left:
             return tree
         weights = self.weights
-        ranked = [sorted(range(len(row)), key=lambda node: (-row[node], node)) for row in tree.gains]
+        ranked = [sorted(range(len(row)), key=lambda node: (-row[node], node)) for row in tree.accept_probs]
         columns = [
             sum(
-                weight * row[order[place]]
-                for weight, row, order in zip(weights, tree.gains, ranked, strict=True)
-                if place < len(order)
+                weight * row[order[index]]
+                for weight, row, order in zip(weights, tree.accept_probs, ranked, strict=True)
+                if index < len(order)
             )
-            for place in range(tree.size)
+            for index in range(tree.size)
         ]
         rate = self._rate(tree.size * self.rows)
-        columns = [columns[0], *(self._trust * gain for gain in columns[1:])]
+        columns = [columns[0], *(self._calibration_factor * accept_prob for accept_prob in columns[1:])]
         net = [
-            gain - rate * self._now.verify(self.rows * nodes) for nodes, gain in enumerate(accumulate(columns), start=1)
+            tokens - rate * self._now.verify(self.rows * nodes)
+            for nodes, tokens in enumerate(accumulate(columns), start=1)
         ]
         best = max(range(len(net)), key=net.__getitem__) + 1
         return tree if best == tree.size else _keep(tree, [sorted(order[:best]) for order in ranked])
 
     def note(self, tree: Proposal, emitted: Sequence[int], spent_ms: tuple[float, float] | None = None) -> None:
-        """Learn what a round came to.
+        """Learn from the outcome of a round.
 
         Args:
             tree: as verified.
@@ -273,14 +274,17 @@ class Pace:
         if not drafted:
             self._note_plain()
             return
-        self._pace = [pace + _MEMORY * (count - pace) for pace, count in zip(self._pace, emitted, strict=True)]
+        self._row_tokens_per_round = [
+            per_round + _MEMORY * (count - per_round)
+            for per_round, count in zip(self._row_tokens_per_round, emitted, strict=True)
+        ]
         self._tokens_per_round += _MEMORY * (tokens / rows - self._tokens_per_round)
         self._known.tokens_per_round = self._tokens_per_round
-        if tree.gains is not None:
-            promised = sum(sum(row) - 1 for row in tree.gains)
+        if tree.accept_probs is not None:
+            promised = sum(sum(row) - 1 for row in tree.accept_probs)
             self._promised += _MEMORY * (promised / rows - self._promised)
             self._kept += _MEMORY * ((sum(emitted) - rows) / rows - self._kept)
-            self._trust = min(1.25, max(0.25, (self._kept + 0.1) / (self._promised + 0.1)))
+            self._calibration_factor = min(1.25, max(0.25, (self._kept + 0.1) / (self._promised + 0.1)))
         self._draft_ms += _MEMORY * (self._now.draft(max(1, self._depth)) - self._draft_ms)
         if len(self._judged) == _JUDGED:
             self._save(self._net(self._judged[0]))
@@ -299,23 +303,23 @@ class Pace:
         tokens_per_round = max(_GUESS, self._known.tokens_per_round or 0.0)
         round_ms = self._now.verify(_PROBE_NODES * self.rows) + self._now.draft(_PROBE_NODES - 1)
         drafted = round_ms / self._now.verify(self.rows)  # plain rounds in the time of a drafted one
-        gain = (limit - 1) * (1 - drafted / tokens_per_round)
+        won = (limit - 1) * (1 - drafted / tokens_per_round)
         rounds = self._known.of(self.rows)
         if self._known.losses and self._saved < _PATIENCE + self._reading:
             self._wait(0)
         elif rounds.known or not self._learns:
-            if gain < self._reading:
+            if won < self._reading:
                 self._plain_left = limit
-        elif not self._affords(self._reading + _SEEN * (drafted - 1), gain):
+        elif not self._affords(self._reading + _SEEN * (drafted - 1), won):
             self._plain_left = limit
         else:
             self._plain_left = rounds.wants_plain
             self._paused = not rounds.known  # the first drafts are small, until their costs are known
 
-    def _affords(self, price: float, gain: float) -> bool:
+    def _affords(self, price: float, won: float) -> bool:
         """Whether the first try, at this price in tokens, can be afforded: from the stake where the answer would win it
         back, else from what plain rounds have earned."""
-        if price <= max(min(self._saved, gain), _EASILY * gain):
+        if price <= max(min(self._saved, won), _EASILY * won):
             return True
         self._limit = _STAKE + min(price, _DEAREST)
         if self._saved < self._limit:
@@ -341,7 +345,7 @@ class Pace:
     def _judge(self) -> None:
         """Go on drafting or pause, by what the newest rounds came to at the costs as they are known now."""
         net = sum(map(self._net, self._judged))
-        self._known.balance = min(_MOST, self._saved + net)
+        self._known.balance = min(_MAX, self._saved + net)
         if self._learns and len(self._judged) < _SEEN and not self._known.of(self.rows).known:
             return
         if self._probes_left:
@@ -363,11 +367,11 @@ class Pace:
             self._wait(_PAUSES[min(self._pauses, len(_PAUSES) - 1)])
             self._pauses += 1
 
-    def _wait(self, least: int) -> None:
+    def _wait(self, minimum: int) -> None:
         """Decode plainly for some rounds, until a try at drafting can be afforded; then try."""
         assert self._now is not None, "without costs nothing is weighed"
         lost = self._reading + _PROBE_LOSS
-        self._plain_left = max(least, ceil((lost - self._saved) / self._earned))
+        self._plain_left = max(minimum, ceil((lost - self._saved) / self._earned))
         if self._plain_left > _LATE * max(self._left):  # what is saved is for the next call
             self._plain_left = max(self._plain_left, ceil(max(self._left)))
         self._paused = self._plain_left > 0
@@ -392,7 +396,7 @@ class Pace:
 
     def _save(self, tokens: float) -> None:
         """Add to what may be lost."""
-        self._saved = self._known.balance = min(max(_MOST, self._limit), self._saved + tokens)
+        self._saved = self._known.balance = min(max(_MAX, self._limit), self._saved + tokens)
 
     def _rate(self, tokens: int) -> float:
         """Tokens per millisecond of the whole batch, not below those of plain decoding."""
@@ -403,12 +407,12 @@ class Pace:
 
 
 def _keep(tree: Proposal, kept: list[list[int]]) -> Proposal:
-    """Only these nodes of each row, ascending; a node's parent is always among them."""
-    assert tree.gains is not None, "only trees with gains are pruned"
+    """Only these nodes of each row, in order; a node's parent is always among them."""
+    assert tree.accept_probs is not None, "only trees with acceptance probabilities are pruned"
     parents = []
     for before, nodes in zip(tree.parents, kept, strict=True):
-        place = {node: new for new, node in enumerate(nodes)}
-        parents.append([place.get(before[node], -1) for node in nodes])
+        index = {node: new for new, node in enumerate(nodes)}
+        parents.append([index.get(before[node], -1) for node in nodes])
     tokens = [[row[node] for node in nodes] for row, nodes in zip(tree.tokens, kept, strict=True)]
-    gains = [[row[node] for node in nodes] for row, nodes in zip(tree.gains, kept, strict=True)]
-    return Proposal(tokens, parents, gains, levels=tree.levels)
+    accept_probs = [[row[node] for node in nodes] for row, nodes in zip(tree.accept_probs, kept, strict=True)]
+    return Proposal(tokens, parents, accept_probs, levels=tree.levels)

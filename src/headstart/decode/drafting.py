@@ -14,11 +14,12 @@ from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
 
 
 class Drafter(Protocol):
-    """What the decode loop asks of a drafter. One object serves many generations; `open` starts one.
+    """What the decode loop asks of a drafter. One object serves many generations; `prefill` starts one and returns its
+    state, which the other methods are given as `session`.
 
     Attributes:
         name: what reports call it.
-        taps: hidden states of the target that it wants to see.
+        aux_layers: layers of the target whose hidden states it reads.
         max_nodes: the widest tree it proposes, root included; the loop reserves cache for it.
 
     An optional attribute `draft_share` says what a draft costs, as a share of a plain decoding step; drafters without
@@ -26,22 +27,22 @@ class Drafter(Protocol):
     """
 
     name: str
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     max_nodes: int
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        """Start drafting for a batch; see `DraftHead.open`."""
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
+        """Start drafting for a batch; see `DraftHead.prefill`."""
         ...
 
     def propose(self, session: Any, root: Root, request: Request) -> Proposal:
-        """Draft behind each row's root."""
+        """Draft after each row's root."""
         ...
 
-    def observe(self, session: Any, committed: Committed) -> None:
+    def commit(self, session: Any, committed: Committed) -> None:
         """Learn what was committed. Called every round, also when nothing was drafted."""
         ...
 
-    def select(self, session: Any, rows: Sequence[int]) -> None:
+    def reorder(self, session: Any, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         ...
 
@@ -51,7 +52,7 @@ class Learner(Protocol):
     """A drafter that also learns from the target's choices at nodes that were not accepted (lookahead decoding)."""
 
     def learn(self, session: Any, tree: ProposedTree, choices: list[list[int]]) -> None:
-        """The target's argmax after every node of each row's verified tree; called before `observe`."""
+        """The target's argmax after every node of each row's verified tree; called before `commit`."""
         ...
 
 
@@ -59,17 +60,17 @@ class NoDrafter:
     """Plain decoding: a proposal that is only the root."""
 
     name = "none"
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     max_nodes = 1
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
         return None
 
     def propose(self, session: None, root: Root, request: Request) -> Proposal:
         return Proposal.roots(root.tokens)
 
-    def observe(self, session: None, committed: Committed) -> None:
+    def commit(self, session: None, committed: Committed) -> None:
         return None
 
-    def select(self, session: None, rows: Sequence[int]) -> None:
+    def reorder(self, session: None, rows: Sequence[int]) -> None:
         return None

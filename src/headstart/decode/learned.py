@@ -1,4 +1,4 @@
-"""What rounds really take, beside what was measured, and what came of drafting so far.
+"""What rounds really take, beside what was measured, and whether drafting has paid so far.
 
 A neighbour on the machine slows everything alike, and says nothing about whether drafting pays: only ratios count. So a
 drafted round is compared with a plain one that ran just before, each as a multiple of what the costs say, and only such
@@ -27,7 +27,7 @@ _SIZES = 16
 
 @dataclass
 class _Kind:
-    """How much dearer one kind of work is beside plain rounds than the costs say, by pairs."""
+    """How much slower one kind of work is, relative to plain rounds, than the costs say: one ratio for each pair."""
 
     ratios: tuple[float, ...] = ()  # replaced, not changed, so that threads can read while another writes
 
@@ -92,7 +92,7 @@ class Rounds:
 
     @property
     def verifying(self) -> list[float]:
-        """How much dearer trees are than the costs say, by size; between known ones, and 1 for plain rounds."""
+        """How much slower trees are than the costs say, by size: interpolated between known ones, 1 at width 1."""
         typical = {size: kind.typical for size, kind in sorted(self.wide.items())}
         known = [(0, 1.0), *((size, ratio) for size, ratio in typical.items() if ratio is not None)]
         sizes, ratios = zip(*known, strict=True)
@@ -100,7 +100,7 @@ class Rounds:
 
     @property
     def drafting(self) -> float:
-        """How much dearer drafts are than the costs say; 1 where nothing is known."""
+        """How much slower drafts are than the costs say; 1 where nothing is known."""
         typical = self.draft.typical
         return 1.0 if typical is None else typical
 

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from headstart.decode.budget import Costs, Pace
+from headstart.decode.budget import Controller, Costs
 from headstart.decode.drafting import Drafter, NoDrafter
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import reserve
@@ -29,7 +29,7 @@ from headstart.target import Target
 
 @dataclass
 class Round:
-    """One round of one generation: wall-clock milliseconds, and what came of it.
+    """One round of one generation: its wall-clock milliseconds and its outcome.
 
     Attributes:
         nodes: width of the verified tree, root included.
@@ -105,17 +105,17 @@ class Engine:
         """
         started = perf_counter()
         check(self.target, prompts, options)
-        pace = self._pace(prompts, options)
-        target, drafter = self.target, self.drafter if pace.opens else NoDrafter()
+        controller = self._controller(prompts, options)
+        target, drafter = self.target, self.drafter if controller.will_draft else NoDrafter()
         verifier, draft_streams = make_verifier(options, prompts)
         max_nodes = reserve(target, prompts, options.max_new_tokens, drafter.max_nodes)
         stoppers = [Stopper(target.tokenizer, options, target.end_tokens, row) for row in range(len(prompts))]
         outputs = [Generation() for _ in prompts]
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
 
-        out = target.prefill(cache, prompts, drafter.taps)
+        out = target.prefill(cache, prompts, drafter.aux_layers)
         root = Root.of(verifier.first(out.logits_BTV[:, 0]), target.device)
-        session = Session(drafter, prompts, out.taps)
+        session = Session(drafter, prompts, out.aux_hidden_states)
         for output in outputs:
             output.drafter_error = session.error  # a text of one token has no round to note it in
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
@@ -125,44 +125,44 @@ class Engine:
 
         while any(going):
             if not all(going):  # rows that ended leave the batch
-                kept = [place for place, goes in enumerate(going) if goes]
-                rows, root = [rows[place] for place in kept], root.select(kept)
-                draft_streams = [draft_streams[place] for place in kept]
-                for part in (cache, verifier, session, pace):
-                    part.select(kept)
+                kept = [index for index, goes in enumerate(going) if goes]
+                rows, root = [rows[index] for index in kept], root.reorder(kept)
+                draft_streams = [draft_streams[index] for index in kept]
+                for part in (cache, verifier, session, controller):
+                    part.reorder(kept)
             start = perf_counter()
-            drafts = pace.drafts and max_nodes > 1 and session.drafter.max_nodes > 1
+            drafts = controller.drafts and max_nodes > 1 and session.drafter.max_nodes > 1
             tree = ProposedTree.roots(root)
             if drafts:
                 request = Request(
-                    pace.room(max_nodes),
-                    pace.worth,
-                    pace.level_worth,
+                    controller.room(max_nodes),
+                    controller.threshold,
+                    controller.level_threshold,
                     verifier.chains_only,
                     verifier.children,
                     options.sampling.warp,
                     draft_streams,
                     options.temperature,
                 )
-                proposal = pace.prune(session.propose(root, request))
+                proposal = controller.prune(session.propose(root, request))
                 deepest = target.deepest(cache)
                 if proposal.size > 1 and (deepest is None or proposal.depth <= deepest):
                     tree = proposal.on(target.device)
             drafted = perf_counter()
-            out = target.forward_tree(cache, tree, session.drafter.taps)
+            out = target.forward_tree(cache, tree, session.drafter.aux_layers)
             outcome = verifier.accept(tree, out.logits_BTV)
             verified = perf_counter()
             cache.commit([row.path for row in outcome.rows], outcome.paths_BP)
-            session.observe(tree, out, outcome)
-            observed = perf_counter()
+            session.commit(tree, out, outcome)
+            committed = perf_counter()
             root = outcome.root
             going = [
                 _emit(row, step.tokens, outputs, stoppers, started, on_tokens)
                 for row, step in zip(rows, outcome.rows, strict=True)
             ]
-            spent_ms = (1e3 * (drafted - start), 1e3 * (observed - drafted)) if drafts == pace.drafts else None
-            pace.note(tree.proposal, [len(step.tokens) for step in outcome.rows], spent_ms)
-            if not pace.opens:
+            spent_ms = (1e3 * (drafted - start), 1e3 * (committed - drafted)) if drafts == controller.drafts else None
+            controller.note(tree.proposal, [len(step.tokens) for step in outcome.rows], spent_ms)
+            if not controller.will_draft:
                 session.close()  # nothing more will be drafted: plain rounds cost what they cost without a drafter
             ended = perf_counter()
             ms = [1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (ended - verified)]
@@ -172,14 +172,16 @@ class Engine:
                 outputs[row].drafter_error = session.error
         return outputs
 
-    def _pace(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Pace:
+    def _controller(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Controller:
         share = getattr(self.drafter, "draft_share", None)
         draft_ms = None if self.costs is None or share is None else float(share) * self.costs.verify(1)
         experience = None
         if options.sampling.greedy:
             experience = self._experience.setdefault(size_of(len(prompts)), Experience())
         longest = max(map(len, prompts))
-        return Pace(self.costs, options.draft, len(prompts), options.max_new_tokens, draft_ms, longest, experience)
+        return Controller(
+            self.costs, options.draft, len(prompts), options.max_new_tokens, draft_ms, longest, experience
+        )
 
 
 def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> None:

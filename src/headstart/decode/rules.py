@@ -5,11 +5,11 @@ was drafted. Every rule below proves this for one node: its outcome, taken over 
 p, the target's distribution after the node. The proofs need of a tree that
 
 - the children of a node hold different tokens;
-- drawn children are listed in the order in which they were drawn, each from q, the drafter's distribution, without
+- sampled children are listed in the order in which they were drawn, each from q, the drafter's distribution, without
   those before it, and with noise that nothing else used;
-- whether a drawn child is kept never depends on which token it holds. It may depend on tokens drawn elsewhere.
+- whether a sampled child is kept never depends on which token it holds. It may depend on tokens drawn elsewhere.
 
-Children chosen without randomness (guessed children) may stand beside drawn ones, and hold any tokens.
+Children chosen without randomness (top-k children) may stand beside sampled ones, and hold any tokens.
 
 Shape suffixes: V vocabulary. In formulas p is `p_target_V`, q is `q_draft_V` and norm(x+) is the positive part of x,
 scaled to sum to 1.
@@ -31,19 +31,19 @@ from headstart.rng import draw, draw_at
 
 
 def top_k(row: Row, streams: Streams) -> Accepted:
-    """Draw the next token from p; go on behind the child that holds it, if there is one.
+    """Draw the next token from p; go on after the child that holds it, if there is one.
 
     The verification of EAGLE-2 and EAGLE-3 (arXiv 2406.16858, 2503.01840) up to the order of its draws. No rule accepts
-    more of guessed children. Of drawn children it accepts less than the others, because it does not use q.
+    more of top-k children. Of sampled children it accepts less than the others, because it does not use q.
     """
     return _walk(row, lambda node: draw(row.p_target(node), streams.residual))
 
 
 def greedy_draft(row: Row, streams: Streams) -> Accepted:
-    """Greedy-draft sampling (arXiv 2502.18779): plain speculative sampling of one drawn child, then the guessed ones.
+    """Greedy-draft sampling (arXiv 2502.18779): plain speculative sampling of one sampled child, then the top-k ones.
 
-    The drawn child x ~ q is accepted with probability min(1, p(x) / q(x)). Otherwise the next token is drawn from
-    norm((p - q)+), and the walk goes on behind the child that holds it. Together min(p, q) + (p - q)+ = p.
+    The sampled child x ~ q is accepted with probability min(1, p(x) / q(x)). Otherwise the next token is drawn from
+    norm((p - q)+), and the walk goes on after the child that holds it. Together min(p, q) + (p - q)+ = p.
 
     Drafters guess the most likely children and draw one more from the rest of their distribution, so q is 0 at the
     guessed tokens, and the residual keeps all of p there.
@@ -63,9 +63,9 @@ def greedy_draft(row: Row, streams: Streams) -> Accepted:
 def rrs(row: Row, streams: Streams) -> Accepted:
     """Recursive rejection sampling without replacement (arXiv 2305.09781, SpecInfer; 2402.14160, RSD).
 
-    Drawn children x are tried in the order of their draws: accept with probability min(1, p(x) / q(x)); after a
+    Sampled children x are tried in the order of their draws: accept with probability min(1, p(x) / q(x)); after a
     rejection p becomes norm((p - q)+) and q loses x. When all are rejected, the next token is drawn from what p has
-    become, and the walk goes on if a guessed child holds it.
+    become, and the walk goes on if a top-k child holds it.
 
     Each try turns "a draw from p" into "this child, or else a draw from the new p", as in `greedy_draft`; the new p
     does not depend on which token was rejected, so the next child may be drawn from any q.
@@ -91,7 +91,7 @@ def block(row: Row, streams: Streams) -> Accepted:
         mass / (mass + 1 - reach),  mass = sum of (reach p - q)+;  at the end of the chain with probability reach.
 
     The chain is accepted down to the last node that is kept, and the next token is drawn from norm((reach p - q)+)
-    there, from p at the end. A guessed child counts as drawn from a distribution that holds nothing else.
+    there, from p at the end. A top-k child counts as drawn from a distribution that holds nothing else.
     """
     path, reach = [0], 1.0
     while True:
@@ -122,7 +122,7 @@ def traversal(row: Row, streams: Streams) -> Accepted:
     where mass is the sum of (reach p - q)+. The child takes sum of min(reach p, q) = reach - mass of the probability,
     the parent then (1 - reach + mass) times its new reach = mass: together `reach`, and of the tokens, reach p.
 
-    Guessed children come after the drawn ones and count as drawn from a distribution that holds nothing else. For
+    Top-k children come after the sampled ones and count as drawn from a distribution that holds nothing else. For
     chains this is `block`.
     """
 
@@ -175,29 +175,29 @@ def next_of_target(visited: Visited) -> Tensor:
 def next_by_greedy_draft(visited: Visited) -> Tensor:
     """`greedy_draft` for many rows."""
     next_M, _ = draw_at(visited.p_target_MV, visited.residual_M)
-    if visited.drawn_M is None or visited.q_draft_MV is None:
+    if visited.sampled_M is None or visited.q_draft_MV is None:
         return next_M
-    is_drawn_M, drawn_M1 = visited.drawn_M >= 0, visited.drawn_M.clamp(min=0)[:, None]
-    p_drawn_M, q_drawn_M = (
-        probs.gather(1, drawn_M1)[:, 0].double() for probs in (visited.p_target_MV, visited.q_draft_MV)
+    is_sampled_M, sampled_M1 = visited.sampled_M >= 0, visited.sampled_M.clamp(min=0)[:, None]
+    p_sampled_M, q_sampled_M = (
+        probs.gather(1, sampled_M1)[:, 0].double() for probs in (visited.p_target_MV, visited.q_draft_MV)
     )
-    kept_M = is_drawn_M & (visited.accept_M * q_drawn_M < p_drawn_M)
+    kept_M = is_sampled_M & (visited.accept_M * q_sampled_M < p_sampled_M)
     residual_MV = visited.p_target_MV.sub_(visited.q_draft_MV).clamp_(min=0.0)
     # Without a rest p equals q, and the draft was rejected by a rounding error: p decides, see `_residual`.
     rest_M, mass_M = draw_at(residual_MV, visited.residual_M)
-    next_M = torch.where(is_drawn_M & (mass_M > 0), rest_M, next_M)
-    return torch.where(kept_M, visited.drawn_M, next_M)
+    next_M = torch.where(is_sampled_M & (mass_M > 0), rest_M, next_M)
+    return torch.where(kept_M, visited.sampled_M, next_M)
 
 
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("top_k", top_k, Children.TOP, next_of_target),
-        Rule("greedy_draft", greedy_draft, Children.TOP_AND_DRAWN, next_by_greedy_draft),
-        Rule("rrs", rrs, Children.DRAWN),
-        Rule("block", block, Children.DRAWN, chains_only=True),
-        Rule("traversal", traversal, Children.DRAWN),
-        Rule("typical", typical, Children.TOP, lossless=False),
+        Rule("top_k", top_k, Children.TOP_K, next_of_target),
+        Rule("greedy_draft", greedy_draft, Children.TOP_K_AND_SAMPLED, next_by_greedy_draft),
+        Rule("rrs", rrs, Children.SAMPLED),
+        Rule("block", block, Children.SAMPLED, chains_only=True),
+        Rule("traversal", traversal, Children.SAMPLED),
+        Rule("typical", typical, Children.TOP_K, lossless=False),
     )
 }
 
@@ -218,21 +218,21 @@ def _accepted(row: Row, path: list[int], token: int) -> Accepted:
 
 
 def _draws(row: Row, node: int) -> Iterator[tuple[int, Tensor]]:
-    """A node's drawn children in the order of their draws, each with the distribution [V] that it was drawn from."""
-    if node not in row.drawn:
+    """A node's sampled children in the order of their draws, each with the distribution [V] that it was drawn from."""
+    if node not in row.sampled:
         return
     q_draft_V = row.q_draft(node)
-    for child in row.drawn[node].children:
+    for child in row.sampled[node].children:
         yield child, q_draft_V / q_draft_V.sum()
         q_draft_V = q_draft_V.index_fill(0, torch.tensor(row.tokens[child], device=q_draft_V.device), 0.0)
 
 
 def _tries(row: Row, node: int) -> Iterator[tuple[int, Tensor]]:
-    """The drawn children, then the guessed ones, each as if drawn from a distribution that holds its token alone."""
-    drawn = row.drawn[node].children if node in row.drawn else []
+    """The sampled children, then the top-k ones, each as if drawn from a distribution that holds its token alone."""
+    sampled = row.sampled[node].children if node in row.sampled else []
     yield from _draws(row, node)
     for child in row.children[node]:
-        if child not in drawn:
+        if child not in sampled:
             q_draft_V = torch.zeros_like(row.p_target(node))
             q_draft_V[row.tokens[child]] = 1.0
             yield child, q_draft_V

@@ -22,7 +22,7 @@ from headstart.options import Processor, SamplingOptions
 _COLDEST = 1e-6
 """Lowest temperature above 0; logits divided by less leave the range of float32."""
 _HEAD = 512
-"""Tokens that top-p looks at before it sorts the whole vocabulary; a share of .9 seldom needs more."""
+"""Tokens that top-p looks at before it sorts the whole vocabulary; a share of 0.9 seldom needs more."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Sampling(SamplingOptions):
             _check_processor(processor, vocab_size, device)
 
     def process(self, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
-        """Logits [V] after the repetition penalty and the processors, for the token behind `prefix`."""
+        """Logits [V] after the repetition penalty and the processors, for the token after `prefix`."""
         ids_1T = torch.tensor([list(prefix)], device=logits_V.device)
         scores_1V = logits_V[None].to(torch.float32, copy=True)  # processors may write in place
         if self.repetition_penalty != 1:
@@ -86,8 +86,8 @@ class Sampling(SamplingOptions):
         if self.temperature != 1:
             scores = scores / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
-            least = scores.topk(self.top_k).values[..., -1:]
-            scores = scores.masked_fill(scores < least, float("-inf"))
+            minimum = scores.topk(self.top_k).values[..., -1:]
+            scores = scores.masked_fill(scores < minimum, float("-inf"))
         probs = scores.softmax(-1)
         if self.top_p < 1:
             probs = nucleus(probs, self.top_p)

@@ -31,7 +31,7 @@ class Session:
         self.error: str | None = None
         self._state: Any = None
         with self._guard():
-            self._state = drafter.open(prompts, states)
+            self._state = drafter.prefill(prompts, states)
 
     def propose(self, root: Root, request: Request) -> Proposal:
         """See `Drafter.propose`; the root alone when the drafter fails."""
@@ -40,22 +40,22 @@ class Session:
             proposal = self.drafter.propose(self._state, root, request)
         return proposal
 
-    def observe(self, tree: ProposedTree, out: TargetOutput, outcome: Outcome) -> None:
-        """Tell the drafter what came of a round."""
+    def commit(self, tree: ProposedTree, out: TargetOutput, outcome: Outcome) -> None:
+        """Tell the drafter the outcome of a round."""
         if isinstance(self.drafter, NoDrafter):
             return
         with self._guard():
             if isinstance(self.drafter, Learner):
                 self.drafter.learn(self._state, tree, argmax(out.logits_BTV).tolist())
-            self.drafter.observe(self._state, committed(tree, out.taps, outcome))
+            self.drafter.commit(self._state, committed(tree, out.aux_hidden_states, outcome))
 
-    def select(self, rows: Sequence[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         with self._guard():
-            self.drafter.select(self._state, rows)
+            self.drafter.reorder(self._state, rows)
 
     def close(self) -> None:
-        """Draft no more; what the drafter kept is let go."""
+        """Draft no more, and free what the drafter kept."""
         self.drafter, self._state = NoDrafter(), None
 
     @contextmanager
@@ -67,13 +67,13 @@ class Session:
             self.drafter, self._state = NoDrafter(), None
 
 
-def committed(tree: ProposedTree, taps: dict[int, Tensor], outcome: Outcome) -> Committed:
+def committed(tree: ProposedTree, aux_hidden_states: dict[int, Tensor], outcome: Outcome) -> Committed:
     """Tokens and states along each row's accepted path."""
     paths_BP = outcome.paths_BP
     rows_B1 = torch.arange(len(paths_BP), device=paths_BP.device)[:, None]
     return Committed(
         [[tokens[node] for node in row.path] for tokens, row in zip(tree.tokens, outcome.rows, strict=True)],
         tree.tokens_BN[rows_B1, paths_BP],
-        {tap: state[rows_B1, paths_BP] for tap, state in taps.items()},
+        {layer: state[rows_B1, paths_BP] for layer, state in aux_hidden_states.items()},
         outcome.counts_B,
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headstart.decode.sampling import Sampling
-from headstart.proposal import Children, Drawn, ProposedTree, Root
+from headstart.proposal import Children, ProposedTree, Root, SampledChildren
 from headstart.rng import Numbers, draw_at
 
 _CACHED, _TOGETHER = 1 << 18, 1 << 27
@@ -94,7 +94,7 @@ class Verifier(Protocol):
         """Decide one round for every row."""
         ...
 
-    def select(self, rows: Sequence[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         ...
 
@@ -103,7 +103,7 @@ class GreedyVerifier:
     """Accept a draft when it is the target's argmax. Lossless: the output is that of plain greedy decoding."""
 
     lossless = True
-    children = Children.TOP
+    children = Children.TOP_K
     chains_only = False
 
     def first(self, logits_BV: Tensor) -> list[int]:
@@ -115,7 +115,7 @@ class GreedyVerifier:
             return Outcome.of(walk(tree, choice_BN.tolist()))
         return walk_on_device(tree, choice_BN)
 
-    def select(self, rows: Sequence[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         """Greedy decoding keeps nothing per row."""
 
 
@@ -167,7 +167,7 @@ def walk_on_device(tree: ProposedTree, choice_BN: Tensor) -> Outcome:
 
 @dataclass
 class Streams:
-    """Independent random numbers of one row. Drafting has a third stream, so no noise is ever shared.
+    """A row's random generators. Drafting has a third one, so no noise is ever shared.
 
     Attributes:
         accept: for acceptance tests.
@@ -179,7 +179,7 @@ class Streams:
 
 
 def streams(seed: int) -> tuple[Streams, torch.Generator]:
-    """A row's streams for verifying, and the one for drafting."""
+    """A row's random generators for verifying, and the one for drafting."""
     seeds = torch.randint(1 << 62, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
     accept, residual, draft = (torch.Generator().manual_seed(one) for one in seeds)
     return Streams(accept, residual), draft
@@ -198,14 +198,14 @@ class Visited:
         p_target_MV: the target's distribution after each; the rule may overwrite it.
         accept_M: numbers for acceptance tests, float64 from [0, 1).
         residual_M: numbers for drawing tokens.
-        drawn_M: the token of each node's first drawn child, -1 where no child was drawn.
+        sampled_M: the token of each node's first sampled child, -1 where no child was drawn.
         q_draft_MV: what that child was drawn from, anything where none was; None where no node has one.
     """
 
     p_target_MV: Tensor
     accept_M: Tensor
     residual_M: Tensor
-    drawn_M: Tensor | None = None
+    sampled_M: Tensor | None = None
     q_draft_MV: Tensor | None = None
 
 
@@ -215,26 +215,26 @@ class Row:
     Args:
         tokens: of each node, the root's first.
         parents: of each node, -1 for the root.
-        drawn: how the children of some nodes were drawn.
+        sampled: how the children of some nodes were drawn.
         logits_NV: the target's, after each node.
-        distribution: (logits [V], tokens from behind the root down to the node) to the distribution [V] to draw from.
+        distribution: (logits [V], tokens below the root down to the node) to the distribution [V] to draw from.
 
     Attributes:
         tokens: as given.
         children: child nodes of each node, in order.
-        drawn: as given.
+        sampled: as given.
     """
 
     def __init__(
         self,
         tokens: list[int],
         parents: Sequence[int],
-        drawn: dict[int, Drawn],
+        sampled: dict[int, SampledChildren],
         logits_NV: Tensor,
         distribution: Callable[[Tensor, list[int]], Tensor],
     ) -> None:
         self.tokens = tokens
-        self.drawn = drawn
+        self.sampled = sampled
         self.children: list[list[int]] = [[] for _ in parents]
         for node, parent in enumerate(parents[1:], start=1):
             self.children[parent].append(node)
@@ -246,16 +246,16 @@ class Row:
     def p_target(self, node: int) -> Tensor:
         """The target's distribution after a node, float [V], with all settings applied."""
         if node not in self._known:
-            path, place = [], node
-            while place:
-                path.append(self.tokens[place])
-                place = self._parents[place]
+            path, index = [], node
+            while index:
+                path.append(self.tokens[index])
+                index = self._parents[index]
             self._known[node] = self._distribution(self._logits_NV[node], path[::-1])
         return self._known[node]
 
     def q_draft(self, node: int) -> Tensor:
-        """The distribution that the first drawn child of a node came from, float [V]."""
-        return self.drawn[node].q_draft_V(self._logits_NV.shape[-1])
+        """The distribution that the first sampled child of a node came from, float [V]."""
+        return self.sampled[node].q_draft_V(self._logits_NV.shape[-1])
 
     def child(self, node: int, token: int) -> int | None:
         """The child of a node that holds a token."""
@@ -310,10 +310,10 @@ class RuleVerifier:
     def first(self, logits_BV: Tensor) -> list[int]:
         _, residual_BK = self._peek(1, logits_BV.device)
         parts = _parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
-        drawn = [
+        sampled = [
             draw_at(self._distributions(logits_BV[part], self._texts[part]), residual_BK[part, 0])[0] for part in parts
         ]
-        tokens: list[int] = torch.cat(drawn).tolist()
+        tokens: list[int] = torch.cat(sampled).tolist()
         for number, token in enumerate(tokens):
             self._emitted(number, [token])
         return tokens
@@ -327,7 +327,7 @@ class RuleVerifier:
             self._emitted(number, one.tokens)
         return Outcome.of(accepted, logits_BNV.device)
 
-    def select(self, rows: Sequence[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         self._texts = [self._texts[row] for row in rows]
         self._streams = [self._streams[row] for row in rows]
         self._numbers = [self._numbers[row] for row in rows]
@@ -344,7 +344,7 @@ class RuleVerifier:
         asks = device.type == "cpu" or self._sampling.needs_prefix
         depths = tree.depth + 1
         accept_BK, residual_BK = self._peek(depths, device)
-        drawn, parents_BN = _Draws(tree, vocab, device), tree.parents_BN.expand(rows, -1)
+        sampled, parents_BN = _Draws(tree, vocab, device), tree.parents_BN.expand(rows, -1)
         tokens_BK = torch.full((rows, depths), -1, device=device)
         path_BK = torch.full((rows, depths), -1, device=device)
         row_M, node_M = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.long, device=device)
@@ -358,10 +358,10 @@ class RuleVerifier:
             found = []
             for part in _parts(len(row_M), vocab, device):
                 probs_MV = self._distributions(logits_MV[part], texts[part])
-                rows_M, places_M = row_M[part], node_M[part]
+                rows_M, index_M = row_M[part], node_M[part]
                 visited = Visited(probs_MV, accept_BK[rows_M, depth], residual_BK[rows_M, depth])
-                if drawn:
-                    visited.drawn_M, visited.q_draft_MV = drawn.at(rows_M, places_M, asks)
+                if sampled:
+                    visited.sampled_M, visited.q_draft_MV = sampled.at(rows_M, index_M, asks)
                 found.append(next_tokens(visited))
             next_M = torch.cat(found)
             holds_MN = (parents_BN[row_M] == node_M[:, None]) & (tree.tokens_BN[row_M] == next_M[:, None])
@@ -385,7 +385,7 @@ class RuleVerifier:
         row = Row(
             tree.tokens[number],
             tree.parents_of(number),
-            tree.drawn[number] if tree.drawn is not None else {},
+            tree.sampled[number] if tree.sampled is not None else {},
             logits_BNV[number],
             lambda logits_V, path: self._distributions(logits_V[None], [text + path])[0],
         )
@@ -403,7 +403,7 @@ class RuleVerifier:
             numbers.skip(len(tokens))
 
     def _distributions(self, logits_MV: Tensor, texts: Sequence[list[int]]) -> Tensor:
-        """What to draw from behind each text, float [M, V]."""
+        """What to draw from after each text, float [M, V]."""
         if self._sampling.needs_prefix:
             processed = [
                 self._sampling.process(logits_V, text) for logits_V, text in zip(logits_MV, texts, strict=True)
@@ -419,34 +419,34 @@ def _parts(rows: int, vocab: int, device: torch.device) -> list[slice]:
 
 
 class _Draws:
-    """The drawn children of a tree on the device, in one upload."""
+    """The sampled children of a tree on the device, in one upload."""
 
     def __init__(self, tree: ProposedTree, vocab: int, device: torch.device) -> None:
         self._vocab, self._tokens_BN = vocab, tree.tokens_BN
-        drawn = tree.drawn or []
-        self._all = [one for row in drawn for one in row.values()]
+        sampled = tree.sampled or []
+        self._all = [one for row in sampled for one in row.values()]
         if self._all:
             rows, size = tree.tokens_BN.shape
-            firsts, places = ([[value] * size for _ in range(rows)] for value in (-1, 0))
+            firsts, indices = ([[value] * size for _ in range(rows)] for value in (-1, 0))
             count = 0
-            for row, own in enumerate(drawn):
+            for row, own in enumerate(sampled):
                 for node, one in own.items():
-                    firsts[row][node], places[row][node] = one.children[0], count
+                    firsts[row][node], indices[row][node] = one.children[0], count
                     count += 1
-            self._first_BN, self._place_BN = torch.tensor([firsts, places], device=device).unbind()
+            self._first_BN, self._index_BN = torch.tensor([firsts, indices], device=device).unbind()
         self._q_draft_WV: Tensor | None = None
 
     def __bool__(self) -> bool:
         return bool(self._all)
 
     def at(self, row_M: Tensor, node_M: Tensor, asks: bool) -> tuple[Tensor, Tensor]:
-        """The first drawn child's token of each of these nodes, and what it was drawn from; see `Visited`."""
-        first_M, place_M = self._first_BN[row_M, node_M], self._place_BN[row_M, node_M]
+        """The first sampled child's token of each of these nodes, and what it was drawn from; see `Visited`."""
+        first_M, index_M = self._first_BN[row_M, node_M], self._index_BN[row_M, node_M]
         token_M = self._tokens_BN[row_M, first_M.clamp(min=0)]
         if asks:  # only what is needed is put together
-            q_draft_MV = torch.stack([self._all[place].q_draft_V(self._vocab) for place in place_M.tolist()])
+            q_draft_MV = torch.stack([self._all[index].q_draft_V(self._vocab) for index in index_M.tolist()])
         else:
             if self._q_draft_WV is None:
-                self._q_draft_WV = torch.stack([drawn.q_draft_V(self._vocab) for drawn in self._all])
-            q_draft_MV = self._q_draft_WV[place_M]
+                self._q_draft_WV = torch.stack([sampled.q_draft_V(self._vocab) for sampled in self._all])
+            q_draft_MV = self._q_draft_WV[index_M]
         return token_M.masked_fill(first_M < 0, -1), q_draft_MV

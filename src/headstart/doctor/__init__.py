@@ -1,4 +1,4 @@
-"""The doctor: says in words which stage of a run disagrees with which, and how to mend it."""
+"""The doctor: says in words which stage of a run disagrees with which, and how to fix it."""
 
 from headstart.doctor import decoding, overfit, rendering, states, weights  # noqa: F401  they register their checks
 from headstart.doctor.findings import CHECKS, Finding, bad, check, examine, good, unknown

@@ -49,8 +49,8 @@ def equality(subject: Subject) -> Finding:
     for item in subject.judged:
         with _in_float32(heads, target):
             states = {
-                tap: state_TE[None].float()
-                for tap, state_TE in target.hidden_states([item.tokens], heads.taps)[0].items()
+                layer: state_TE[None].float()
+                for layer, state_TE in target.hidden_states([item.tokens], heads.aux_layers)[0].items()
             }
             trained, drafts = _unrolled(target, heads, item, states), _drafted(target, heads, item, states)
         for origin, observed, drafted in drafts:
@@ -63,27 +63,29 @@ def equality(subject: Subject) -> Finding:
                 worst = max(worst, off)
                 if off <= _TOLERANCE:
                     continue
-                when = f"after {observed} observed rounds" if observed else "right after opening"
+                when = (
+                    f"after {observed} committed round{'s' * (observed > 1)}" if observed else "right after the prefill"
+                )
                 figures = {"step": step, "origin": origin, "observed_rounds": observed, "difference": off}
                 cause = (
-                    "`observe` leaves the state of the draft otherwise than reading the text does."
+                    "`commit` leaves the state of the draft otherwise than reading the text does."
                     if observed and step == 0
-                    else "`open` and `unroll` read other states, positions or norms."
+                    else "`prefill` and `unroll` read other states, positions or norms."
                     if step == 0
-                    else f"`expand` goes on from draft {step} otherwise than `unroll` does (tokens, positions, norms, "
-                    "what is fed back)."
+                    else f"`draft_step` goes on from draft {step} otherwise than `unroll` does (tokens, positions, "
+                    "norms, what is fed back)."
                 )
                 return bad(
-                    f"Decoding does not draft what training taught: {when}, draft {step + 1} of {heads.steps} has "
-                    f"other logits than the training unroll at the same position ({off:.1%} of the largest; token "
+                    f"Decoding does not draft what training taught: {when}, draft {step + 1} of {heads.draft_steps} "
+                    f"has other logits than the training unroll at the same position ({off:.1%} of the largest; token "
                     f"{origin} of {item.id!r}).",
-                    f"{cause} Mend the family in heads/; its test is drafting against unrolling.",
+                    f"{cause} Fix the family in heads/; its test compares drafting with `unroll`.",
                     **figures,
                 )
     if not compared:
-        return unknown(f"No answer is longer than the {heads.steps + 1} tokens that the heads look ahead.")
+        return unknown(f"No answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead.")
     return good(
-        f"Drafting equals the training unroll at {compared} positions, all {heads.steps} steps.",
+        f"Drafting equals the training unroll at {compared} positions, all {heads.draft_steps} steps.",
         positions=compared, difference=worst,
     )  # fmt: skip
 
@@ -113,7 +115,7 @@ def _unrolled(
         some = replace(prediction, hidden_MH=prediction.hidden_MH[rows])
         for row, logits_D in zip(rows, some.logits_MD.float(), strict=True):
             found.setdefault(int(prediction.origin_M[row]), []).append(logits_D)
-    return {origin: logits for origin, logits in found.items() if len(logits) == heads.steps}
+    return {origin: logits for origin, logits in found.items() if len(logits) == heads.draft_steps}
 
 
 def _origins(item: Conversation) -> list[int]:
@@ -131,21 +133,21 @@ def _drafted(
 ) -> list[tuple[int, int, list[Tensor]]]:
     """(origin, rounds observed before, logits of every step) as decoding would draft along this text."""
     tokens, found = item.tokens, list[tuple[int, int, list[Tensor]]]()
-    origins = [origin for origin in _origins(item) if origin + heads.steps < len(tokens)]
+    origins = [origin for origin in _origins(item) if origin + heads.draft_steps < len(tokens)]
     if not origins:
         return found
     read = origins[0] + 1
-    state = heads.open([tokens[:read]], {tap: state_BTE[:, :read] for tap, state_BTE in states.items()})
+    state = heads.prefill([tokens[:read]], {layer: state_BTE[:, :read] for layer, state_BTE in states.items()})
     level_BW = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     for observed, origin in enumerate(origins):
         if origin >= read:
-            part = {tap: state_BTE[:, read : origin + 1] for tap, state_BTE in states.items()}
-            heads.observe(state, Committed.of([tokens[read : origin + 1]], part, target.device))
+            part = {layer: state_BTE[:, read : origin + 1] for layer, state_BTE in states.items()}
+            heads.commit(state, Committed.of([tokens[read : origin + 1]], part, target.device))
             read = origin + 1
         drafted = []
-        for depth in range(heads.steps):
+        for depth in range(heads.draft_steps):
             token_BW = torch.tensor([[tokens[origin + 1 + depth]]], device=target.device)
-            drafted.append(heads.expand(state, token_BW, level_BW, depth)[0, 0].float())
+            drafted.append(heads.draft_step(state, token_BW, level_BW, depth)[0, 0].float())
         found.append((origin, observed, drafted))
     return found
 
@@ -185,9 +187,9 @@ def acceptance(subject: Subject) -> Finding:
     if real.error:
         return bad(
             f"The drafter fails in decoding ({real.error}); decoding then goes on plainly.",
-            "Mend the family's open, expand or observe.", **figures
+            "Fix the family's prefill, draft_step (depth_logits) or commit.", **figures
         )  # fmt: skip
-    drafts = f"{heads.steps} drafts a round"
+    drafts = f"{heads.draft_steps} drafts a round"
     if real.predicted is not None and real.tau - 1 < 0.75 * (real.predicted - 1) - 0.05:
         return bad(
             f"Only decoding is low: on the same texts the training forward predicts {real.predicted - 1:.2f} accepted "
@@ -197,7 +199,7 @@ def acceptance(subject: Subject) -> Finding:
         )
     if first < _LOW:
         return bad(
-            f"Training accuracy itself is low: on held-out answers the first draft is right in {first:.0%} of places, "
+            f"Training accuracy itself is low: on held-out answers the first draft is right in {first:.0%} of cases, "
             f"{learned - 1:.2f} of {drafts} would be accepted; decoding accepts {real.tau - 1:.2f}, so it does what "
             "training taught.",
             _train_more(subject), **figures
@@ -216,7 +218,7 @@ def acceptance(subject: Subject) -> Finding:
             return bad(
                 f"The data are too narrow for these questions: {asked.tau - 1:.2f} of {drafts} are accepted on them, "
                 f"{real.tau - 1:.2f} on prompts like those of the training.",
-                "Train on prompts like these: data.prompts=FILE, data.openers=broad, or more data.conversations.",
+                "Train on prompts like these: data.prompts=FILE, data.seed_prompts=broad, or more data.conversations.",
                 **figures,
             )
     return good(
@@ -226,7 +228,7 @@ def acceptance(subject: Subject) -> Finding:
 
 
 def _chain(heads: DraftHead) -> TreeShape:
-    return TreeShape.chain(heads.steps)
+    return TreeShape.chain(heads.draft_steps)
 
 
 def decode_chain(target: Target, heads: DraftHead, prompts: Sequence[Sequence[int]], longest: int) -> list[Generation]:

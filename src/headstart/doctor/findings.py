@@ -29,7 +29,7 @@ class Finding:
         ok: true when all is well, false when something is wrong, None when there was nothing to look at.
         sentence: what was found and where, in words.
         remedy: what to do about it; empty unless something is wrong.
-        figures: the numbers behind the sentence, for JSON.
+        figures: the numbers that the sentence is about, for JSON.
         stage: that the check looks at.
     """
 
@@ -48,7 +48,7 @@ CHECKS: dict[str, tuple[Stage, Check]] = {}
 
 
 def check(stage: Stage) -> Callable[[Check], Check]:
-    """Decorator: make a function a check of a stage, behind those that the stage has already."""
+    """Decorator: make a function a check of a stage, after those that the stage has already."""
 
     def add(run: Check) -> Check:
         name = getattr(run, "__name__", "")
@@ -106,7 +106,7 @@ def _outcome(run: Check, subject: Subject, reported: Sequence[str]) -> Finding:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return bad(
             f"This check broke off with {reason} ({Path(where.filename).name}, line {where.lineno}, {where.name}).",
-            "What it looked at is damaged, or the code of this head family is: mend the findings above first; the "
-            "whole traceback is in the file that --json writes.",
+            "What it looked at is damaged, or the code of this head family is: fix the findings above first; the "
+            "full traceback is in the file that --json writes.",
             traceback="".join(traceback.format_exception(error)),
         )

@@ -49,16 +49,16 @@ def overfit(subject: Subject) -> Finding:
             known_OK = measure_ranks(subject.target, heads, [item], max_rank=1) == 0
             shares: list[float] = known_OK.double().mean(0).tolist()
             depths = _accepted(subject, heads, item)
-            if min(shares) >= PERFECT and sum(depths) >= PERFECT * heads.steps * len(depths):
+            if min(shares) >= PERFECT and sum(depths) >= PERFECT * heads.draft_steps * len(depths):
                 break
     figures = {"steps": steps, "accuracy": [round(share, 4) for share in shares], "origins": len(known_OK)}
     depth = next((step for step, share in enumerate(shares) if share < PERFECT), None)
     if depth is not None:
         return bad(
             f"{heads.family.capitalize()} heads with these settings cannot even learn one text: after {steps} steps on "
-            f"a single conversation draft {depth + 1} of {heads.steps} is right in {shares[depth]:.0%} of places (all: "
-            f"{', '.join(f'{share:.0%}' for share in shares)}).",
-            "An alignment bug in the family's unroll, or heads too small: no data and no time will mend it. Look at "
+            f"a single conversation draft {depth + 1} of {heads.draft_steps} is right in {shares[depth]:.0%} of cases "
+            f"(all: {', '.join(f'{share:.0%}' for share in shares)}).",
+            "An alignment bug in the family's unroll, or heads too small: no data and no time will fix it. Look at "
             f"what draft {depth + 1} reads and which token it is compared with.",
             **figures,
         )
@@ -66,15 +66,15 @@ def overfit(subject: Subject) -> Finding:
         return unknown("The text is too short to be drafted.", **figures)
     figures["accepted_in_decoding"] = round(sum(depths) / len(depths), 3)
     known = f"{min(shares):.0%} at every depth"
-    if sum(depths) < PERFECT * heads.steps * len(depths):
+    if sum(depths) < PERFECT * heads.draft_steps * len(depths):
         return bad(
             f"The heads know one text by heart ({known}), and decoding the same prompt accepts "
-            f"{sum(depths) / len(depths):.2f} of {heads.steps} drafts a round: drafting is not what was trained.",
-            "Mend the family's open, expand and observe; equality names the first step that differs.",
+            f"{sum(depths) / len(depths):.2f} of {heads.draft_steps} drafts a round: drafting is not what was trained.",
+            "Fix the family's prefill, draft_step (depth_logits) or commit; equality names the step that differs.",
             **figures,
         )
     return good(
-        f"Fresh heads learn one text by heart in {steps} steps ({known}), and decoding accepts all {heads.steps} "
+        f"Fresh heads learn one text by heart in {steps} steps ({known}), and decoding accepts all {heads.draft_steps} "
         "drafts a round.",
         **figures,
     )
@@ -105,7 +105,7 @@ def _undisputed(subject: Subject, item: Conversation) -> Conversation:
     final_TE = subject.target.hidden_states([item.tokens], [FINAL])[0][FINAL]
     choices = subject.target.lm_head(final_TE[start - 1 : -1]).argmax(-1).tolist()
     pairs = zip(choices, item.tokens[start:], strict=True)
-    stop = next((place for place, (own, written) in enumerate(pairs) if own != written), len(choices))
+    stop = next((position for position, (own, written) in enumerate(pairs) if own != written), len(choices))
     end = start + max(stop, 1)
     return replace(item, tokens=item.tokens[:end], supervised=item.supervised[:end])
 
@@ -126,8 +126,8 @@ def _learn(subject: Subject, settings: dict[str, object], item: Conversation, fo
     )
     recipe = parse_recipe({"name": "doctor", "heads": settings, "train": section.model_dump()})
     config = make_config(recipe.heads, subject.target)
-    taps = sorted({*family(config.family)(config).taps, FINAL})
-    store = build_store(folder / "states", [item], subject.target, taps, budget_bytes=10**12)
+    aux_layers = sorted({*family(config.family)(config).aux_layers, FINAL})
+    store = build_store(folder / "states", [item], subject.target, aux_layers, budget_bytes=10**12)
     result = train(recipe, subject.target, store, store, folder / "train")
     return load_heads(result.last_folder, subject.target).to(subject.target.dtype).eval()
 
@@ -138,12 +138,14 @@ def _accepted(subject: Subject, heads: DraftHead, item: Conversation) -> list[in
     start = item.supervised.index(True)
     answer = item.tokens[start:]
     row = decode_chain(subject.target, heads, [item.tokens[:start]], len(answer))[0]
-    same = next((place for place, (a, b) in enumerate(zip(row.tokens, answer, strict=False)) if a != b), len(answer))
-    depths, place = [], 1  # the first token comes from the prompt
+    same = next(
+        (position for position, (a, b) in enumerate(zip(row.tokens, answer, strict=False)) if a != b), len(answer)
+    )
+    depths, position = [], 1  # the first token comes from the prompt
     for one in row.rounds:
         # A round near the end drafts what nobody has learned.
-        if place + heads.steps + 1 > min(same, len(answer)):
+        if position + heads.draft_steps + 1 > min(same, len(answer)):
             break
         depths.append(one.emitted - 1)
-        place += one.emitted
+        position += one.emitted
     return depths

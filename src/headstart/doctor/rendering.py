@@ -50,23 +50,23 @@ def template(subject: Subject) -> Finding:
     for split, item in _sample(subject):
         looked += 1
         tokens, _ = rendered(item, subject)
-        # What stands behind the last turn is the mask's concern.
-        if (place := _parting(item.tokens[: len(tokens)], tokens)) is not None:
-            parted.append((split, item, place, tokens))
+        # What stands after the last turn is the mask's concern.
+        if (index := _parting(item.tokens[: len(tokens)], tokens)) is not None:
+            parted.append((split, item, index, tokens))
     if not looked:
         raise Absent("the conversations keep no messages to render")
     if not parted:
         return good(f"{looked} conversations rendered again give the tokens that are stored.", conversations=looked)
-    split, item, place, tokens = parted[0]
+    split, item, index, tokens = parted[0]
     where = (
         f"{len(parted)} of {looked} conversations are rendered otherwise now than they are stored; conversation "
-        f"{item.id!r} ({split}) parts at token {place}: stored {_word(item.tokens, place, tokenizer)}, now "
-        f"{_word(tokens, place, tokenizer)}."
+        f"{item.id!r} ({split}) parts at token {index}: stored {_word(item.tokens, index, tokenizer)}, now "
+        f"{_word(tokens, index, tokenizer)}."
     )
-    figures = {"conversations": looked, "parted": len(parted), "id": item.id, "token": place}
+    figures = {"conversations": looked, "parted": len(parted), "id": item.id, "token": index}
     if "strftime_now" in str(tokenizer.chat_template):
         return unknown(f"The chat template writes the date. {where}", **figures)
-    cause = _cause(subject, item, place)
+    cause = _cause(subject, item, index)
     return bad(
         f"{cause} {where} In decoding the heads read other prompts than those they learned from.",
         "Decode with the tokenizer and template that wrote the data (those in target/tokenizer of the run), or write "
@@ -75,7 +75,7 @@ def template(subject: Subject) -> Finding:
     )
 
 
-def _cause(subject: Subject, item: Conversation, place: int) -> str:
+def _cause(subject: Subject, item: Conversation, index: int) -> str:
     """One sentence: what changed since the data were written."""
     now, kept = subject.target.tokenizer, subject.kept_tokenizer
     if kept is not None:
@@ -87,7 +87,7 @@ def _cause(subject: Subject, item: Conversation, place: int) -> str:
             return "The special tokens are others than when the data were written."
     first = _first_answer(item)
     text = render(item.messages[:first], now, answer=True)
-    if max(item.tokens) < subject.target.vocab_size and text.startswith(now.decode(item.tokens[: place + 1])):
+    if max(item.tokens) < subject.target.vocab_size and text.startswith(now.decode(item.tokens[: index + 1])):
         return "The tokenizer cuts the same text into other tokens than when the data were written."
     return "Another chat template or tokenizer wrote the data."
 
@@ -109,7 +109,7 @@ def rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[bool
             continue
         fresh = _added(item.messages, answered, turn, tokens, tokenizer)
         rest = item.tokens[len(tokens) + len(fresh) :]
-        stop = next((place + 1 for place, token in enumerate(rest) if token in ends), len(rest))
+        stop = next((index + 1 for index, token in enumerate(rest) if token in ends), len(rest))
         tokens += [*fresh, *rest[:stop]]
         mask += [False] * len(fresh) + [True] * stop
         answered = turn + 1
@@ -130,22 +130,22 @@ def _parting(stored: Sequence[int], now: Sequence[int]) -> int | None:
     return None if list(stored) == list(now) else alike(stored, now)
 
 
-def _word(tokens: Sequence[int], place: int, tokenizer: Any) -> str:
+def _word(tokens: Sequence[int], index: int, tokenizer: Any) -> str:
     """A token for people: its text and its number."""
-    if place >= len(tokens):
+    if index >= len(tokens):
         return "the end"
     try:
-        return f"{tokenizer.decode([tokens[place]])!r} ({tokens[place]})"
+        return f"{tokenizer.decode([tokens[index]])!r} ({tokens[index]})"
     except (OverflowError, IndexError, TypeError):  # a number that this tokenizer does not know
-        return f"token {tokens[place]}"
+        return f"token {tokens[index]}"
 
 
 def _sample(subject: Subject) -> Iterator[tuple[str, Conversation]]:
     for split in SPLITS:
         items = subject.conversations(split)
-        for place in spread(len(items), 8 if subject.quick else _LOOKED_AT):
-            if _first_answer(items[place]) is not None:
-                yield split, items[place]
+        for index in spread(len(items), 8 if subject.quick else _LOOKED_AT):
+            if _first_answer(items[index]) is not None:
+                yield split, items[index]
 
 
 def _first_answer(item: Conversation) -> int | None:
@@ -157,7 +157,7 @@ def _first_answer(item: Conversation) -> int | None:
 
 @dataclass
 class _Masked:
-    """A conversation's tokens and mask as one place stores them, and the mask they should have (None: not known)."""
+    """A conversation's tokens and mask as one file stores them, and the mask they should have (None: not known)."""
 
     where: str
     id: str
@@ -183,11 +183,11 @@ def mask(subject: Subject) -> Finding:
         )  # fmt: skip
     known = [item for item in found if item.wanted is not None]
     wrong = [item for item in known if item.mask != item.wanted]
-    behind = [item for item in found if _behind_end(item, subject.target.end_tokens)]
+    trailing = [item for item in found if _after_end(item, subject.target.end_tokens)]
     sentence, shift = _describe(wrong) if wrong else ("", 0)
-    if behind and not shift:
-        wrong = behind
-        sentence = "Tokens behind the end of the turn are supervised: padding, or the template's own text."
+    if trailing and not shift:
+        wrong = trailing
+        sentence = "Tokens after the end of the turn are supervised: padding, or the template's own text."
     if wrong:
         where = f"{len(wrong)} of {len(found)} conversations, such as {wrong[0].id!r} in {wrong[0].where}"
         return bad(f"{sentence} This is so in {where}.", remedy, shift=shift, **figures)
@@ -207,8 +207,8 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
             store = subject.stores[split]
         except (Absent, UserError):  # none yet, or `files` has reported it
             store = None
-        for place in spread(len(items), 8 if subject.quick else _LOOKED_AT):
-            item = items[place]
+        for index in spread(len(items), 8 if subject.quick else _LOOKED_AT):
+            item = items[index]
             wanted: list[bool] | None = None
             if _first_answer(item) is not None:
                 tokens, mask_now = rendered(item, subject)
@@ -216,13 +216,13 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
                     wanted = mask_now + [False] * (len(item.tokens) - len(tokens))
             file = str(subject.conversation_file(split))
             yield _Masked(file, item.id, item.tokens, item.supervised, wanted)
-            if store is not None and place < len(store):
-                sample = store.get(place)
+            if store is not None and index < len(store):
+                sample = store.get(index)
                 kept, supervised = sample.tokens_T.tolist(), sample.supervised_T.tolist()
                 if kept != item.tokens:
                     raise UserError(
                         f"The store {store.folder} was built from other conversations than {file} holds: number "
-                        f"{place} parts at token {_parting(kept, item.tokens)}.",
+                        f"{index} parts at token {_parting(kept, item.tokens)}.",
                         "Remove the shards that its manifest names and build the states again (headstart data build).",
                     )
                 yield _Masked(str(store.folder), item.id, kept, supervised, wanted)
@@ -240,20 +240,20 @@ def _describe(wrong: Sequence[_Masked]) -> tuple[str, int]:
     item = wrong[0]
     assert item.wanted is not None, "only masks that are known to be wrong are described"
     pairs = zip(item.mask, item.wanted, [*item.wanted[1:], False], strict=True)
-    differing = [(place, flag, following) for place, (flag, wanted, following) in enumerate(pairs) if flag != wanted]
+    differing = [(index, flag, following) for index, (flag, wanted, following) in enumerate(pairs) if flag != wanted]
     if not any(flag or following for _, flag, following in differing):
         return "The mask ends early: the end of each turn is not learned.", 0
-    place, flag, _ = differing[0]
+    index, flag, _ = differing[0]
     what = "is supervised and not the assistant's" if flag else "is the assistant's and not supervised"
-    return f"The mask is not that of the assistant's tokens: token {place} {what}.", 0
+    return f"The mask is not that of the assistant's tokens: token {index} {what}.", 0
 
 
 def _misses(item: _Masked, late: int) -> int:
-    """Tokens whose mask is not that of the token `late` places before them."""
+    """Tokens whose mask is not that of the token `late` tokens before them."""
     assert item.wanted is not None, "only masks that are known to be wrong are compared"
     return sum(a != b for a, b in zip(item.mask[max(late, 0) :], item.wanted[max(-late, 0) :], strict=False))
 
 
-def _behind_end(item: _Masked, ends: frozenset[int]) -> bool:
+def _after_end(item: _Masked, ends: frozenset[int]) -> bool:
     triples = zip(item.tokens, item.mask, item.mask[1:], strict=False)
     return any(token in ends and here and following for token, here, following in triples)

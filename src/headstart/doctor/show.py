@@ -17,7 +17,7 @@ _MARKS = {True: Text("✓", "green"), False: Text("✗", "bold red"), None: Text
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """A table of all checks, then a paragraph for each problem: what, where, and how to mend it."""
+    """A table of all checks, then a paragraph for each problem: what, where, and how to fix it."""
     table = Table(box=None, pad_edge=False)
     for title in ("", "check", "stage", "finding"):
         table.add_column(title)
@@ -41,7 +41,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         console.print(Text(f"Nothing wrong in {looked} checks."))
 
 
-def write(findings: Sequence[Finding], place: str, file: Path) -> None:
-    """The findings as JSON: {"place", "ok", "findings": [{check, stage, ok, sentence, remedy, figures}]}."""
+def write(findings: Sequence[Finding], path: str, file: Path) -> None:
+    """The findings as JSON: {"path", "ok", "findings": [{check, stage, ok, sentence, remedy, figures}]}."""
     healthy = all(finding.ok is not False for finding in findings)
-    write_json(file, {"place": place, "ok": healthy, "findings": [asdict(finding) for finding in findings]})
+    write_json(file, {"path": path, "ok": healthy, "findings": [asdict(finding) for finding in findings]})

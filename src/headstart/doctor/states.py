@@ -1,4 +1,5 @@
-"""Checks of the stored hidden states: are they what the taps say, and does the LM head read the answers from them?
+"""Checks of the stored hidden states: are they what the aux layers say, and does the LM head read the answers from
+them?
 
 Shape suffixes: T tokens, S supervised tokens, E hidden size, V vocabulary.
 """
@@ -37,7 +38,7 @@ _REBUILD = (
 
 @check("states")
 def states(subject: Subject) -> Finding:
-    """Whether the stored states are those of the target at the taps they are filed under."""
+    """Whether the stored states are those of the target at the aux layers they are filed under."""
     target = subject.target
     found: dict[int, str] = {}
     worst = 0.0
@@ -47,61 +48,71 @@ def states(subject: Subject) -> Finding:
                 f"The states in {store.folder} are those of another model than {target.name}, or of other weights.",
                 "Use the target that the data were written with, or build the data again in another --run-dir.",
             )
-        for place in spread(len(store), 1 if subject.quick else 3):
-            sample = store.get(place)
+        for index in spread(len(store), 1 if subject.quick else 3):
+            sample = store.get(index)
             tokens = sample.tokens_T[:_READ].tolist()
             fresh = target.hidden_states([tokens], [*range(target.num_layers + 1), FINAL])[0]
-            for tap in store.taps:
-                distance, said = _identify(tap, sample.states[tap][:_READ], fresh, target)
+            for aux_layer in store.aux_layers:
+                distance, said = _identify(aux_layer, sample.states[aux_layer][:_READ], fresh, target)
                 worst = max(worst, distance)
                 if said:
-                    found.setdefault(tap, f"{said} (conversation {place} of {store.folder})")
-    missing = [tap for tap in _taps(subject) if any(tap not in store.taps for store in subject.stores.values())]
-    taps = sorted({tap for store in subject.stores.values() for tap in store.taps})
-    figures = {"taps": taps, "distance": worst, "wrong": {str(tap): said for tap, said in found.items()}}
+                    found.setdefault(aux_layer, f"{said} (conversation {index} of {store.folder})")
+    missing = [
+        aux_layer
+        for aux_layer in _aux_layers(subject)
+        if any(aux_layer not in store.aux_layers for store in subject.stores.values())
+    ]
+    aux_layers = sorted({aux_layer for store in subject.stores.values() for aux_layer in store.aux_layers})
+    figures = {
+        "aux_layers": aux_layers,
+        "distance": worst,
+        "wrong": {str(aux_layer): said for aux_layer, said in found.items()},
+    }
     if missing:
         found[missing[0]] = f"The heads read {_called(missing[0], target)}, and the store does not hold it"
     if found:
         return bad(f"{'; '.join(found.values())}.", _REBUILD, **figures)
-    return good(f"The stored states are the target's own at {len(taps)} tap{'s' * (len(taps) > 1)}.", **figures)
+    return good(
+        f"The stored states are the target's own at {len(aux_layers)} layer{'s' * (len(aux_layers) > 1)}.", **figures
+    )
 
 
-def _taps(subject: Subject) -> tuple[int, ...]:
+def _aux_layers(subject: Subject) -> tuple[int, ...]:
     try:
-        return subject.heads.taps
+        return subject.heads.aux_layers
     except (Absent, ValueError):  # none yet, or reported by `files`
         return ()
 
 
-def _called(tap: int, target: Target) -> str:
-    if tap == FINAL:
+def _called(aux_layer: int, target: Target) -> str:
+    if aux_layer == FINAL:
         return "the final state"
-    return "the embeddings" if tap == 0 else f"layer {tap}"
+    return "the embeddings" if aux_layer == 0 else f"layer {aux_layer}"
 
 
-def _identify(tap: int, stored_TE: Tensor, fresh: dict[int, Tensor], target: Target) -> tuple[float, str]:
-    """Distance of the stored states from the target's own at this tap, and what they are instead ("" when alike)."""
-    exact = stored_TE.dtype == fresh[tap].dtype == torch.float32
+def _identify(aux_layer: int, stored_TE: Tensor, fresh: dict[int, Tensor], target: Target) -> tuple[float, str]:
+    """Distance of the stored states from the target's own at this layer, and what they are instead ("" when alike)."""
+    exact = stored_TE.dtype == fresh[aux_layer].dtype == torch.float32
     limit = _TOLERANCE[torch.float32] if exact else _TOLERANCE_COARSE
-    own = _distance(stored_TE, fresh[tap])
-    name = "FINAL" if tap == FINAL else f"tap {tap}"
+    own = _distance(stored_TE, fresh[aux_layer])
+    name = "FINAL" if aux_layer == FINAL else f"layer {aux_layer}"
     if not stored_TE.isfinite().all():
         return own, f"The store's {name} holds numbers that are not finite"
-    others = {other: _distance(stored_TE, state_TE) for other, state_TE in fresh.items() if other != tap}
+    others = {other: _distance(stored_TE, state_TE) for other, state_TE in fresh.items() if other != aux_layer}
     nearest = min(others, key=lambda other: others[other])
     # In bfloat16 neighbouring layers of a deep target can be as close as the rounding: the nearer one decides.
     if own <= limit and own <= 2 * others[nearest] + _TOLERANCE[torch.float32]:
         return own, ""
     last = target.num_layers
     if others[nearest] <= limit:
-        if (tap, nearest) == (FINAL, last):
+        if (aux_layer, nearest) == (FINAL, last):
             return own, "The store's FINAL holds the state before the final norm: the norm is missing"
-        if (tap, nearest) == (last, FINAL):
-            return own, f"The store's tap {last} holds the state after the final norm: a norm too many"
-        side = ": off by one" if FINAL not in (tap, nearest) and abs(tap - nearest) == 1 else ""
+        if (aux_layer, nearest) == (last, FINAL):
+            return own, f"The store's layer {last} holds the state after the final norm: a norm too many"
+        side = ": off by one" if FINAL not in (aux_layer, nearest) and abs(aux_layer - nearest) == 1 else ""
         return own, f"The store's {name} holds {_called(nearest, target)}{side}"
     for late, said in ((1, "late"), (-1, "early")):
-        if _distance(stored_TE[max(late, 0) :][: len(stored_TE) - 1], fresh[tap][max(-late, 0) :]) <= limit:
+        if _distance(stored_TE[max(late, 0) :][: len(stored_TE) - 1], fresh[aux_layer][max(-late, 0) :]) <= limit:
             return (
                 own,
                 f"The store's {name} is one token {said}: state t stands at token {'t + 1' if late > 0 else 't - 1'}",
@@ -112,8 +123,8 @@ def _identify(tap: int, stored_TE: Tensor, fresh: dict[int, Tensor], target: Tar
                 own,
                 f"The store's {name} holds {_called(other, target)} with a norm that the target does not apply there",
             )
-    if _distance(_normed(stored_TE), _normed(fresh[tap])) <= limit:
-        return own, f"The store's {name} holds {_called(tap, target)} in another scale"
+    if _distance(_normed(stored_TE), _normed(fresh[aux_layer])) <= limit:
+        return own, f"The store's {name} holds {_called(aux_layer, target)} in another scale"
     return own, f"The store's {name} holds no state that {target.name} has on these tokens ({own:.0%} off)"
 
 
@@ -160,15 +171,16 @@ _EXCESS = 0.5
 
 @check("states")
 def teacher(subject: Subject) -> Finding:
-    """Whether the LM head reads the answers out of the stored states: right norm, right tap, answers of the target."""
+    """Whether the LM head reads the answers out of the stored states: right norm, right layer, answers of the
+    target."""
     items = _drawn(subject)
     kind = _kind(items[0][1])
     stored, fresh = _Verdict(), _Verdict()
-    for store, item, place in items:
+    for store, item, index in items:
         final_TE = subject.target.hidden_states([item.tokens], [FINAL])[0][FINAL]
         _judge(subject.target, final_TE, item, fresh)
-        if store is not None and place < len(store):
-            _judge(subject.target, store.get(place).states[FINAL], item, stored)
+        if store is not None and index < len(store):
+            _judge(subject.target, store.get(index).states[FINAL], item, stored)
     if not fresh.tokens:
         return unknown("No answer is longer than a token.")
     figures = {
@@ -179,7 +191,7 @@ def teacher(subject: Subject) -> Finding:
     if stored.tokens and stored.agreement < min(_AGREE, fresh.agreement - 0.05):
         return bad(
             f"From the stored final states the target's LM head chooses {stored.agreement:.0%} {of}, from states "
-            f"computed now {fresh.agreement:.0%}: the stored states are not what the LM head reads (a norm, a tap or "
+            f"computed now {fresh.agreement:.0%}: the stored states are not what the LM head reads (a norm, a layer or "
             "other weights; see states).", _REBUILD, **figures
         )  # fmt: skip
     if kind == "greedy" and fresh.agreement < _AGREE:
@@ -214,12 +226,12 @@ def _kind(item: Conversation) -> str:
 
 
 def _drawn(subject: Subject) -> list[tuple[StateStore | None, Conversation, int]]:
-    """Some conversations of the kind that says most (greedy ones first), each with its place in its store."""
-    most = 4 if subject.quick else 16
+    """Some conversations of the kind that says most (greedy ones first), each with its index in its store."""
+    maximum = 4 if subject.quick else 16
     found = list(_all(subject))
     for kind in ("greedy", "given", "sampled"):
         if some := [row for row in found if _kind(row[1]) == kind]:
-            return [some[place] for place in spread(len(some), most)]
+            return [some[index] for index in spread(len(some), maximum)]
     raise Absent("there are no conversations")
 
 
@@ -229,9 +241,9 @@ def _all(subject: Subject) -> Iterator[tuple[StateStore | None, Conversation, in
             store: StateStore | None = subject.stores[split]
         except (Absent, ValueError):  # none yet, or reported by `files`
             store = None
-        for place, item in enumerate(subject.conversations(split)):
+        for index, item in enumerate(subject.conversations(split)):
             if any(item.supervised):
-                yield store, item, place
+                yield store, item, index
 
 
 @torch.no_grad()

@@ -144,13 +144,13 @@ class Subject:
         Raises:
             UserError: the conversations are damaged, or the target cannot chat.
         """
-        most = 3 if self.quick else 8
+        maximum = 3 if self.quick else 8
         try:
             found = [item for item in self.conversations("calibration") if any(item.supervised)]
         except Absent:
             asked = self.asked or [self._prompt(text) for text in _QUESTIONS]
-            found = self.answered(asked[:most], 48 if self.quick else 96)
-        return found[:most]
+            found = self.answered(asked[:maximum], 48 if self.quick else 96)
+        return found[:maximum]
 
     @cached_property
     def asked(self) -> list[list[int]]:
@@ -183,20 +183,20 @@ class Subject:
         ]
 
 
-def spread(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`, evenly spread.
+def spread(count: int, maximum: int) -> list[int]:
+    """At most `maximum` of the numbers below `count`, evenly spread.
 
     >>> spread(3, 5), spread(10, 4)
     ([0, 1, 2], [0, 2, 5, 7])
     """
-    return [math.floor(i * count / most) for i in range(most)] if count > most else list(range(count))
+    return [math.floor(i * count / maximum) for i in range(maximum)] if count > maximum else list(range(count))
 
 
 # -- finding it ------------------------------------------------------------------------------------------------------
 
 
 def find_subject(
-    place: str,
+    path: str,
     run_dir: Path | None = None,
     questions: Path | None = None,
     target: str | None = None,
@@ -205,7 +205,7 @@ def find_subject(
     """What a user means by a name or a path, with its target loaded.
 
     Args:
-        place: a packaged recipe, a recipe's file, the folder of a run, a folder of heads, or a Hub id of heads.
+        path: a packaged recipe, a recipe's file, the folder of a run, a folder of heads, or a Hub id of heads.
         run_dir: the run that a recipe or heads belong to; by default runs/<name>, and the folder that heads lie in.
         questions: a question file.
         target: where the target is, when it is not where the recipe or the heads say.
@@ -215,18 +215,18 @@ def find_subject(
         UserError: nothing of the kind is there, or the target cannot be loaded.
     """
     asked = read_questions(questions) if questions else []
-    folder = Path(place).expanduser()
+    folder = Path(path).expanduser()
     if run_dir is not None and not run_dir.is_dir():
         raise UserError(f"No folder at {run_dir}.", "Give the folder of a run, such as runs/quickstart.")
     if (folder / "recipe.yaml").is_file():
         return _of_run(load_recipe(str(folder / "recipe.yaml")), folder, asked, target, quick)
-    if place in packaged_recipes() or folder.is_file() or (folder.suffix in (".yaml", ".yml")):
-        recipe = load_recipe(place)
+    if path in packaged_recipes() or folder.is_file() or (folder.suffix in (".yaml", ".yml")):
+        recipe = load_recipe(path)
         run = run_dir or Path("runs") / recipe.name
         return _of_run(recipe, run if run.is_dir() else None, asked, target, quick)
-    if "/" not in place and not folder.is_dir():
-        load_recipe(place)  # says what is known
-    folder = locate(place)
+    if "/" not in path and not folder.is_dir():
+        load_recipe(path)  # says what is known
+    folder = locate(path)
     above = next((up for up in list(folder.absolute().parents)[:2] if (up / "recipe.yaml").is_file()), None)
     home = run_dir or above
     if home is not None and (home / "recipe.yaml").is_file():
@@ -240,8 +240,8 @@ def find_subject(
 def _of_run(recipe: Recipe, run: Path | None, asked: list[Question], target: str | None, quick: bool) -> Subject:
     section = recipe.target
     loaded = load_target(target or section.spec, section.dtype, section.device, None if target else section.revision)
-    places = [run / HEADS, run / TRAIN / "best"] if run else []
-    return Subject(loaded, recipe, run, next((place for place in places if place.is_dir()), None), asked, quick)
+    paths = [run / HEADS, run / TRAIN / "best"] if run else []
+    return Subject(loaded, recipe, run, next((path for path in paths if path.is_dir()), None), asked, quick)
 
 
 def is_exported(folder: Path) -> bool:

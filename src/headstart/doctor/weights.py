@@ -104,7 +104,7 @@ def _coverage_of_choices(subject: Subject, ids_D: Tensor) -> float:
     target, chosen = subject.target, []
     for item in subject.judged:
         final_TE = target.hidden_states([item.tokens], [FINAL])[0][FINAL]
-        before = [place for place, flag in enumerate(item.supervised[1:]) if flag]
+        before = [index for index, flag in enumerate(item.supervised[1:]) if flag]
         chosen += [target.lm_head(part_SE).argmax(-1).cpu() for part_SE in torch.split(final_TE[before], 512)]
     return float(torch.isin(torch.cat(chosen), ids_D).float().mean())
 
@@ -149,11 +149,11 @@ def _stored_numbers(subject: Subject, kinds: dict[str, torch.dtype], figures: di
     """Problems of the stored states; notes their dtype and their largest number."""
     largest, broken = 0.0, list[str]()
     for split, store in subject.stores.items():
-        for place in spread(len(store), 8 if subject.quick else 64):
-            for tap, state_TE in store.get(place).states.items():
+        for index in spread(len(store), 8 if subject.quick else 64):
+            for aux_layer, state_TE in store.get(index).states.items():
                 kinds["states"] = state_TE.dtype
                 if not state_TE.isfinite().all():
-                    broken.append(f"conversation {place} of {split} at tap {tap}")
+                    broken.append(f"conversation {index} of {split} at layer {aux_layer}")
                 largest = max(largest, float(state_TE.float().nan_to_num().abs().max()))
     figures["largest_state"] = largest
     if not broken:

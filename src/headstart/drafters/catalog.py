@@ -34,7 +34,7 @@ def make_drafter(name: str, target: Target, heads: Drafter | None = None) -> Dra
     """The drafter that a name stands for; None for plain decoding.
 
     Args:
-        name: one of `DRAFTERS`, with its argument behind a colon where it takes one, or several joined with +.
+        name: one of `DRAFTERS`, with its argument after a colon where it takes one, or several joined with +.
         target: the model that verifies.
         heads: what "heads" stands for.
 

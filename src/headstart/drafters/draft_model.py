@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.proposal import Children, Committed, Drawn, Proposal, Request, Root
+from headstart.proposal import Children, Committed, Proposal, Request, Root, SampledChildren
 from headstart.rng import draw
 from headstart.target import DraftTree, Target, TreeCache, TreeShape
 
@@ -33,7 +33,7 @@ class _Session:
     Attributes:
         cache: the draft's; row b holds the first `cache.lengths[b]` tokens of its text, after `propose` drafts too.
         texts: committed tokens of each row.
-        read: drafted tokens that the cache holds behind the root, of the last proposal.
+        read: drafted tokens that the cache holds after the root, of the last proposal.
     """
 
     cache: TreeCache
@@ -46,43 +46,45 @@ class _Chain:
     """One row's drafts; node 0 is the root."""
 
     tokens: list[int]
-    gains: list[float]
-    drawn: dict[int, Drawn]
+    accept_probs: list[float]
+    sampled: dict[int, SampledChildren]
     going: bool = True
 
 
 class DraftModelDrafter:
     """Draft a chain with another language model.
 
-    The gain of a draft is the product of the probabilities that the draft model gives to its best token at each step.
+    The acceptance probability of a draft is taken to be the product of the probabilities that the draft model gives to
+    its best token at each step.
     A chain ends where it falls below what the request asks for. That never depends on the token drawn last, only on
     those before it, so drawn chains stay lossless.
 
     Args:
         draft: the small model, with the target's vocabulary.
         target: the model that verifies.
-        steps: longest chain.
+        draft_steps: longest chain.
         name: what reports call it.
 
     Raises:
         UserError: when the two models do not share a vocabulary.
     """
 
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
-    def __init__(self, draft: Target, target: Target, steps: int = 6, name: str = "draft-model") -> None:
+    def __init__(self, draft: Target, target: Target, draft_steps: int = 6, name: str = "draft-model") -> None:
         check_tokenizers(draft, target)
         self.draft = draft
         self.name = name
-        self.steps = steps
-        self.max_nodes = steps + 1
-        self.draft_share = (steps + 1) / 2 * draft.parameters / target.parameters  # chains are cut short about half way
+        self.draft_steps = draft_steps
+        self.max_nodes = draft_steps + 1
+        # Chains are cut short about half way.
+        self.draft_share = (draft_steps + 1) / 2 * draft.parameters / target.parameters
         # Embeddings are often padded, each model's in its own way: only the tokens that both have can be drafted.
         self._width = min(draft.vocab_size, target.vocab_size)
         same = self._width == target.vocab_size
         self._draft_to_target_D = None if same else torch.arange(self._width, device=target.device)
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> _Session:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> _Session:
         texts = [self._known(prompt) for prompt in prompts]
         session = _Session(self._cache(texts), texts, [[] for _ in texts])
         if max(map(len, texts)) <= self.draft.max_length:
@@ -92,7 +94,7 @@ class DraftModelDrafter:
     def propose(self, session: _Session, root: Root, request: Request) -> Proposal:
         chains = [_Chain([token], [1.0], {}) for token in root.tokens]
         longest = max(map(len, session.texts)) + 1
-        steps = min(self.steps, request.max_nodes - 1, self.draft.max_length - longest + 1)
+        steps = min(self.draft_steps, request.max_nodes - 1, self.draft.max_length - longest + 1)
         if steps < 1:
             return Proposal.roots(root.tokens)
         for step in range(steps):
@@ -110,11 +112,11 @@ class DraftModelDrafter:
         return Proposal(
             [chain.tokens for chain in chains],
             [list(range(-1, len(chain.tokens) - 1)) for chain in chains],
-            [chain.gains for chain in chains],
-            [chain.drawn for chain in chains] if any(chain.drawn for chain in chains) else None,
+            [chain.accept_probs for chain in chains],
+            [chain.sampled for chain in chains] if any(chain.sampled for chain in chains) else None,
         )
 
-    def observe(self, session: _Session, committed: Committed) -> None:
+    def commit(self, session: _Session, committed: Committed) -> None:
         lengths = session.cache.lengths
         for row, tokens in enumerate(committed.tokens):
             before = len(session.texts[row])
@@ -127,8 +129,8 @@ class DraftModelDrafter:
             session.texts[row] += self._known(tokens)
             session.read[row] = []
 
-    def select(self, session: _Session, rows: Sequence[int]) -> None:
-        session.cache.select(rows)
+    def reorder(self, session: _Session, rows: Sequence[int]) -> None:
+        session.cache.reorder(rows)
         session.texts = [session.texts[row] for row in rows]
         session.read = [session.read[row] for row in rows]
 
@@ -160,12 +162,12 @@ class DraftModelDrafter:
         """Add one draft to each chain that goes on, or end it."""
         logits_BV = logits_BV.float()
         best_B = logits_BV.max(-1)
-        chances = (best_B.values - logits_BV.logsumexp(-1)).exp().tolist()
+        probs = (best_B.values - logits_BV.logsumexp(-1)).exp().tolist()
         tokens = best_B.indices.tolist()
-        drawing = request.children is not Children.TOP and request.warp is not None
+        drawing = request.children is not Children.TOP_K and request.warp is not None
         for row, chain in enumerate(chains):
-            gain = chain.gains[-1] * chances[row]
-            chain.going = chain.going and gain >= request.worth
+            accept_prob = chain.accept_probs[-1] * probs[row]
+            chain.going = chain.going and accept_prob >= request.threshold
             if not chain.going:
                 continue
             token = tokens[row]
@@ -173,9 +175,11 @@ class DraftModelDrafter:
                 assert request.warp is not None, "drawing needs a distribution"
                 q_draft_D = request.warp(logits_BV[row])
                 token = draw(q_draft_D, request.streams[row])
-                chain.drawn[len(chain.tokens) - 1] = Drawn([len(chain.tokens)], q_draft_D, self._draft_to_target_D)
+                chain.sampled[len(chain.tokens) - 1] = SampledChildren(
+                    [len(chain.tokens)], q_draft_D, self._draft_to_target_D
+                )
             chain.tokens.append(token)
-            chain.gains.append(gain)
+            chain.accept_probs.append(accept_prob)
 
 
 def _unread(session: _Session, roots: Sequence[int]) -> list[list[int]]:

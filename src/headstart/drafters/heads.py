@@ -49,11 +49,11 @@ class HeadDrafter:
         self.calibration = calibration or Calibration()
         self._sampled = sampled
         self._warm: dict[float, Calibration] = {}
-        self.taps = heads.taps
+        self.aux_layers = heads.aux_layers
         self.max_nodes = max_nodes if self.shape is None else self.shape.size
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        return self.heads.open(prompts, states)
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
+        return self.heads.prefill(prompts, states)
 
     def propose(self, session: Any, root: Root, request: Request) -> Proposal:
         nodes, shape = min(request.max_nodes, self.max_nodes), self.shape
@@ -71,8 +71,8 @@ class HeadDrafter:
             self._warm[share] = self.calibration.towards(self._sampled, share)
         return self._warm[share]
 
-    def observe(self, session: Any, committed: Committed) -> None:
-        self.heads.observe(session, committed)
+    def commit(self, session: Any, committed: Committed) -> None:
+        self.heads.commit(session, committed)
 
-    def select(self, session: Any, rows: Sequence[int]) -> None:
-        self.heads.select(session, rows)
+    def reorder(self, session: Any, rows: Sequence[int]) -> None:
+        self.heads.reorder(session, rows)

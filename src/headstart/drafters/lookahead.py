@@ -1,14 +1,14 @@
 """Lookahead decoding (Fu et al., arXiv 2402.02057): drafting without a draft model, from the target's own guesses.
 
-A window of guessed tokens rides along in every verified tree. What the target says behind each guess (a Jacobi step)
+A window of guessed tokens rides along in every verified tree. What the target says after each guess (a Jacobi step)
 makes the next guesses and fills a pool of n-grams; n-grams that begin with the root token are the drafts.
 
-The window has W columns. Column j is a guess of the tokens j, j+1, ..., j+n-2 behind the root, each entry a Jacobi
+The window has W columns. Column j is a guess of the tokens j, j+1, ..., j+n-2 after the root, each entry a Jacobi
 iteration newer than the one above it, and the first entries of the columns follow each other. As a tree this is a trunk
 with a branch at each of its nodes, which gives every guess exactly the context it has in the paper's two-dimensional
 attention mask; for W = 3 columns a, b, c of n = 3 (two entries each):
 
-    root - a0 - b0 - c0 - c1     behind a1, b1, c1 the target says a2, b2, c2:
+    root - a0 - b0 - c0 - c1     after a1, b1, c1 the target says a2, b2, c2:
             |    |               the pool learns (a0 a1 a2), (b0 b1 b2), (c0 c1 c2), and
             a1   b1              the columns become (a1 a2), (b1 b2), (c1 c2)
 
@@ -30,7 +30,7 @@ from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
 
 
 class Trie:
-    """One row's tree while it is built from token paths behind the root.
+    """One row's tree while it is built from token paths below the root.
 
     Args:
         root: the root token.
@@ -58,7 +58,7 @@ class Trie:
         return trie
 
     def add(self, path: Iterable[int]) -> bool:
-        """Put a path behind the root, sharing nodes with those there; false when there is no room for all of it."""
+        """Add a path below the root, sharing nodes with those there; false when there is no room for all of it."""
         node = 0
         for token in path:
             child = self._children.get((node, token))
@@ -73,7 +73,7 @@ class Trie:
         return True
 
     def find(self, path: Iterable[int]) -> int | None:
-        """The node at the end of a path behind the root."""
+        """The node at the end of a path below the root."""
         node: int | None = 0
         for token in path:
             if node is not None:
@@ -99,7 +99,7 @@ class _Row:
 class LookaheadDrafter:
     """Draft n-grams that the target's own Jacobi iterations came up with.
 
-    Gains are unknown, so its trees are verified whole.
+    Acceptance probabilities are unknown, so its trees are verified as they are.
 
     Args:
         window: W, guesses that are iterated side by side.
@@ -109,7 +109,7 @@ class LookaheadDrafter:
     """
 
     name = "lookahead"
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     draft_share = 0.01
 
     def __init__(self, window: int = 4, ngram: int = 4, guesses: int = 3, seed: int = 0) -> None:
@@ -120,11 +120,11 @@ class LookaheadDrafter:
         self.seed = seed
         self.max_nodes = 1 + (window + guesses) * (ngram - 1)
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
         rows = []
         for prompt in prompts:
-            chance = random.Random(self.seed)
-            row = _Row([chance.choices(prompt, k=self.ngram - 1) for _ in range(self.window)])
+            rng = random.Random(self.seed)
+            row = _Row([rng.choices(prompt, k=self.ngram - 1) for _ in range(self.window)])
             self._read(row, prompt)
             rows.append(row)
         return rows
@@ -149,11 +149,11 @@ class LookaheadDrafter:
                     self._keep(row, (*column, chosen[end]))
                     column[:] = [*column[1:], chosen[end]]
 
-    def observe(self, session: list[_Row], committed: Committed) -> None:
+    def commit(self, session: list[_Row], committed: Committed) -> None:
         for row, tokens in zip(session, committed.tokens, strict=True):
             self._read(row, tokens)
 
-    def select(self, session: list[_Row], rows: Sequence[int]) -> None:
+    def reorder(self, session: list[_Row], rows: Sequence[int]) -> None:
         session[:] = [session[row] for row in rows]
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:
@@ -172,10 +172,10 @@ class LookaheadDrafter:
 
 
 def _paths(columns: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The path of each column behind the root: the trunk down to its first entry, then the rest of it.
+    """The path of each column below the root: the trunk down to its first entry, then the rest of it.
 
     >>> _paths([[1, 2], [3, 4]])
     [[1, 2], [1, 3, 4]]
     """
     trunk = [column[0] for column in columns]
-    return [[*trunk[: place + 1], *column[1:]] for place, column in enumerate(columns)]
+    return [[*trunk[: index + 1], *column[1:]] for index, column in enumerate(columns)]

@@ -22,13 +22,13 @@ PRIORS = ((1, 0.2), (2, 0.53), (3, 0.62), (4, 0.7), (5, 0.77), (6, 0.79), (8, 0.
 """(match length from which it holds, share of right continuations), before a text has shown its own.
 
 Counted over greedy answers of SmolLM2-135M-Instruct to 399 prompts of its own (34,600 predictions) and to 240 of
-MT-bench, GSM8K and HumanEval, which agree within about .1. The share depends on the match's length, not on how much
+MT-bench, GSM8K and HumanEval, which agree within about 0.1. The share depends on the match's length, not on how much
 of it is accepted drafts. In 2 % of the searches the first continuation was wrong and another of that length at hand;
 that one was right in a quarter of them: not worth a branch.
 """
 
 _LENGTHS = [length for length, _ in PRIORS]
-_CLASS = [bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 1)]  # place in PRIORS of each length
+_CLASS = [bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 1)]  # index into PRIORS of each length
 _LONGEST = _LENGTHS[-1]  # matches are not compared further
 _LOOKS = 64  # occurrences of a pair that a search looks at, latest first
 _PRIOR_WEIGHT = 8.0  # observations that a prior counts for
@@ -57,29 +57,29 @@ class Index:
         self._single = -1  # where the last token stood before
 
     def append(self, token: int) -> None:
-        """Put a token behind the text."""
-        text, place = self.text, len(self.text)
+        """Append a token to the text."""
+        text, index = self.text, len(self.text)
         pair = text[-1] << 32 | token if text else -1
         self._earlier.append(self._last_pair.get(pair, -1))
-        self._last_pair[pair] = place
+        self._last_pair[pair] = index
         self._single = self._last.get(token, -1)
-        self._last[token] = place
+        self._last[token] = index
         text.append(token)
 
     def longest(self) -> tuple[int, int]:
-        """(place of the token that followed, tokens that match); the latest of the longest matches, (-1, 0) if none."""
+        """(index of the token that followed, tokens that match); the latest of the longest matches, (-1, 0) if none."""
         text, last = self.text, len(self.text) - 1
         best, best_length = self._single, int(self._single >= 0)
-        place, looks = self._earlier[last], self._looks
-        while place >= 0 and looks and best_length < _LONGEST:
+        index, looks = self._earlier[last], self._looks
+        while index >= 0 and looks and best_length < _LONGEST:
             # Only what matches one token further back than the best can be better.
-            if best_length <= place and text[place - best_length] == text[last - best_length]:
+            if best_length <= index and text[index - best_length] == text[last - best_length]:
                 length = 2
-                while length < _LONGEST and length <= place and text[place - length] == text[last - length]:
+                while length < _LONGEST and length <= index and text[index - length] == text[last - length]:
                     length += 1
                 if length > best_length:
-                    best, best_length = place, length
-            place = self._earlier[place]
+                    best, best_length = index, length
+            index = self._earlier[index]
             looks -= 1
         return (best + 1, best_length) if best_length else (-1, 0)
 
@@ -89,7 +89,7 @@ class _Row:
     """One row: its text, the match it follows, and how often matches of each class went on rightly.
 
     Attributes:
-        source: place of the token that the match predicts next, -1 without a match.
+        source: index of the token that the match predicts next, -1 without a match.
         length: of the match.
         rates: by class of length; see `PRIORS`.
         seen: observations of each class.
@@ -113,23 +113,25 @@ class _Row:
             self.source, self.length = (self.source + 1, self.length + 1) if hit else (-1, 0)
         self.index.append(token)
 
-    def chain(self, longest: int, least: float) -> tuple[list[int], list[float]]:
+    def chain(self, longest: int, minimum: float) -> tuple[list[int], list[float]]:
         """Tokens that the match predicts, and the probability that each is accepted with all before it."""
         if self.source < 0:
             self.source, self.length = self.index.longest()
         tokens: list[int] = []
-        gains: list[float] = []
+        accept_probs: list[float] = []
         if self.source < 0:
-            return tokens, gains
-        text, end, gain = self.index.text, len(self.index.text), 1.0
+            return tokens, accept_probs
+        text, end, accept_prob = self.index.text, len(self.index.text), 1.0
         for step in range(longest):
-            gain *= self.rates[_CLASS[min(self.length + step, _LONGEST)]]
-            if gain < least:
+            accept_prob *= self.rates[_CLASS[min(self.length + step, _LONGEST)]]
+            if accept_prob < minimum:
                 break
-            place = self.source + step
-            tokens.append(text[place] if place < end else tokens[place - end])  # a text that repeats its own end
-            gains.append(gain)
-        return tokens, gains
+            position = self.source + step
+            tokens.append(
+                text[position] if position < end else tokens[position - end]
+            )  # a text that repeats its own end
+            accept_probs.append(accept_prob)
+        return tokens, accept_probs
 
 
 class NgramDrafter:
@@ -137,18 +139,18 @@ class NgramDrafter:
 
     Args:
         max_nodes: longest chain, root included.
-        least: drafts less likely to be accepted than this are never proposed, whatever the request says.
+        minimum: drafts less likely to be accepted than this are never proposed, whatever the request says.
     """
 
     name = "ngram"
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     draft_share = 0.005
 
-    def __init__(self, max_nodes: int = 32, least: float = 0.03) -> None:
+    def __init__(self, max_nodes: int = 32, minimum: float = 0.03) -> None:
         self.max_nodes = max_nodes
-        self.least = least
+        self.minimum = minimum
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
         rows = []
         for prompt in prompts:
             row = _Row()
@@ -159,22 +161,22 @@ class NgramDrafter:
 
     def propose(self, session: list[_Row], root: Root, request: Request) -> Proposal:
         longest = min(self.max_nodes, request.max_nodes) - 1
-        least = max(self.least, request.worth)
-        tokens, parents, gains = [], [], []
+        minimum = max(self.minimum, request.threshold)
+        tokens, parents, accept_probs = [], [], []
         for row, token in zip(session, root.tokens, strict=True):
             row.append(token)
             row.ahead = True
-            drafts, chances = row.chain(longest, least)
+            drafts, probs = row.chain(longest, minimum)
             tokens.append([token, *drafts])
             parents.append(list(range(-1, len(drafts))))
-            gains.append([1.0, *chances])
-        return Proposal(tokens, parents, gains)
+            accept_probs.append([1.0, *probs])
+        return Proposal(tokens, parents, accept_probs)
 
-    def observe(self, session: list[_Row], committed: Committed) -> None:
+    def commit(self, session: list[_Row], committed: Committed) -> None:
         for row, tokens in zip(session, committed.tokens, strict=True):
             for token in tokens[row.ahead :]:
                 row.append(token)
             row.ahead = False
 
-    def select(self, session: list[_Row], rows: Sequence[int]) -> None:
+    def reorder(self, session: list[_Row], rows: Sequence[int]) -> None:
         session[:] = [session[row] for row in rows]

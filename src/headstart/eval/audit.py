@@ -60,7 +60,7 @@ class AlwaysWrongDrafter:
     """
 
     name = "always wrong"
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, shape: TreeShape, tokens: Sequence[int]) -> None:
         assert len(set(tokens)) == len(tokens) >= shape.width, "each rank needs a token of its own"
@@ -68,7 +68,7 @@ class AlwaysWrongDrafter:
         self.max_nodes = shape.size
         self._tokens = list(tokens)
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
         return None
 
     def propose(self, session: None, root: Root, request: Request) -> Proposal:
@@ -78,10 +78,10 @@ class AlwaysWrongDrafter:
         drafts = [self._tokens[rank] for rank in shape.ranks[1:]]
         return Proposal([[token, *drafts] for token in root.tokens], [list(shape.parents) for _ in root.tokens])
 
-    def observe(self, session: None, committed: Committed) -> None:
+    def commit(self, session: None, committed: Committed) -> None:
         return None
 
-    def select(self, session: None, rows: Sequence[int]) -> None:
+    def reorder(self, session: None, rows: Sequence[int]) -> None:
         return None
 
 

@@ -30,7 +30,7 @@ from headstart.errors import UserError
 from headstart.eval.audit import AlwaysWrongDrafter, AuditResult, audit, plain_answers, random_weights, unused_tokens
 from headstart.eval.bits import count_bits
 from headstart.eval.compare import Drafters, named
-from headstart.eval.distribution import LEAST_EXPECTED, Exact, Text, compare, enumerate_texts
+from headstart.eval.distribution import MIN_EXPECTED, Exact, Text, compare, enumerate_texts
 from headstart.eval.divergence import Judge
 from headstart.eval.measure import environment
 from headstart.eval.target_wrappers import RememberingTarget
@@ -163,7 +163,7 @@ def run_audit(
             "target_fingerprint": source.target.identity().fingerprint,
             "prompts": len(prompts),
             "level": LEVEL,
-            "least_expected": LEAST_EXPECTED,
+            "least_expected": MIN_EXPECTED,
             "seconds": round(perf_counter() - started, 1),
         },
         "environment": environment(source.target),
@@ -247,7 +247,7 @@ def _drafter(source: Source, name: str) -> Drafter:
 
 def _narrow(heads: DraftHead) -> TreeShape:
     """A small tree for drafters that know nothing."""
-    return TreeShape.from_paths([(0,) * min(2, heads.steps), (1,)])
+    return TreeShape.from_paths([(0,) * min(2, heads.draft_steps), (1,)])
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def _sharpness(exact: Exact, samples: int) -> float:
 
     It is 0 for a certain text, and for one that is spread over a thousand rare ones.
     """
-    kept = [prob for prob in exact.probs.values() if prob * samples >= LEAST_EXPECTED]
+    kept = [prob for prob in exact.probs.values() if prob * samples >= MIN_EXPECTED]
     return sum(math.sqrt(prob * (1 - prob)) for prob in kept) * sum(kept)
 
 

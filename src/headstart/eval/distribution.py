@@ -29,7 +29,7 @@ from transformers import (
 from headstart.decode.sampling import Sampling
 from headstart.target import Target
 
-LEAST_EXPECTED = 5.0
+MIN_EXPECTED = 5.0
 """Cells expected fewer times than this are pooled into one: the chi-square approximation wants no rarer ones."""
 _ROWS = 32
 """Texts read in one forward while enumerating."""
@@ -92,7 +92,7 @@ class Fit:
 
 
 @torch.inference_mode()
-def enumerate_texts(target: Target, prompt: Sequence[int], sampling: Sampling, depth: int, most: int = 64) -> Exact:
+def enumerate_texts(target: Target, prompt: Sequence[int], sampling: Sampling, depth: int, maximum: int = 64) -> Exact:
     """The exact distribution of the first `depth` tokens after a prompt.
 
     Args:
@@ -100,7 +100,7 @@ def enumerate_texts(target: Target, prompt: Sequence[int], sampling: Sampling, d
         prompt: token ids.
         sampling: settings, temperature above 0, without processors of the user's own.
         depth: tokens.
-        most: texts of one length that are read on: the most probable ones.
+        maximum: texts of one length that are read on: the most probable ones.
     """
     assert not sampling.greedy and not sampling.processors, "sampling with settings that transformers has warpers for"
     warpers = _warpers(sampling)
@@ -112,8 +112,8 @@ def enumerate_texts(target: Target, prompt: Sequence[int], sampling: Sampling, d
         rest = 0.0
         for length in range(depth):
             ranked = sorted(level, key=lambda text: (-level[text], text))
-            rest += sum(level[text] for text in ranked[most:])
-            texts, longer = ranked[:most], dict[Text, float]()
+            rest += sum(level[text] for text in ranked[maximum:])
+            texts, longer = ranked[:maximum], dict[Text, float]()
             for first in range(0, len(texts), _ROWS):
                 some = texts[first : first + _ROWS]
                 logits_NV = read.logits[:, -1] if length == 0 else _read_on(model, prompt_1T, read, some)
@@ -131,19 +131,19 @@ def enumerate_texts(target: Target, prompt: Sequence[int], sampling: Sampling, d
 def compare(counts: Mapping[Text, int], exact: Exact) -> Fit:
     """Test samples (texts of `exact.depth` tokens, with how often each was drawn) against the exact distribution."""
     samples = sum(counts.values())
-    kept = [text for text, prob in exact.probs.items() if prob * samples >= LEAST_EXPECTED]
+    kept = [text for text, prob in exact.probs.items() if prob * samples >= MIN_EXPECTED]
     probs_C = torch.tensor([exact.probs[text] for text in kept], dtype=torch.float64)
     seen_C = torch.tensor([counts.get(text, 0) for text in kept], dtype=torch.float64)
     impossible = sum(count for text, count in counts.items() if not exact.possible(text))
     # Everything rare stands together in a last cell. Too small for one of its own, it joins the least likely cell.
     rare, seen_rare = max(0.0, 1.0 - float(probs_C.sum())), samples - float(seen_C.sum())
-    if rare * samples >= LEAST_EXPECTED or not kept:
+    if rare * samples >= MIN_EXPECTED or not kept:
         probs_C = torch.cat([probs_C, probs_C.new_tensor([rare])])
         seen_C = torch.cat([seen_C, seen_C.new_tensor([seen_rare])])
     else:
-        least = int(probs_C.argmin())
-        probs_C[least] += rare
-        seen_C[least] += seen_rare
+        minimum = int(probs_C.argmin())
+        probs_C[minimum] += rare
+        seen_C[minimum] += seen_rare
     statistic = float((((seen_C - samples * probs_C) ** 2) / (samples * probs_C)).sum())
     return Fit(
         samples=samples,
@@ -181,7 +181,7 @@ def expected_variation(probs_C: Tensor, samples: int) -> float:
 
 
 def _read_on(model: Any, prompt_1T: Tensor, read: Any, texts: Sequence[Text]) -> Tensor:
-    """Logits [N, V] after the prompt and each of these texts of one length, behind the prompt's cache."""
+    """Logits [N, V] after the prompt and each of these texts of one length, after the prompt's cache."""
     cache = copy.deepcopy(read.past_key_values)
     cache.batch_repeat_interleave(len(texts))
     tokens_NT = torch.tensor(texts, device=prompt_1T.device)

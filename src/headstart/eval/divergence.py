@@ -33,7 +33,7 @@ MEASURED_PROMPTS = 16
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where an output differs from the plain loop's.
+    """The first token at which an output differs from the plain loop's.
 
     Attributes:
         prompt: index among the compared prompts.
@@ -99,7 +99,7 @@ class Judge:
 
     Args:
         target: what decoded.
-        sampling: how; a repetition penalty moves logits, so margins are measured behind it.
+        sampling: how; a repetition penalty moves logits, so margins are measured after it.
         say: takes a sentence for the user before the first difference is looked at.
     """
 
@@ -134,7 +134,7 @@ class Judge:
             self._say = None
         margins = [self._margin(prompts, plain, one) for one in differences]
         # The text where the gap is largest is where rounding must have done most: the error is measured there first.
-        worst = sorted(range(len(differences)), key=lambda place: -(margins[place] or 0.0))[:MEASURED_PROMPTS]
+        worst = sorted(range(len(differences)), key=lambda index: -(margins[index] or 0.0))[:MEASURED_PROMPTS]
         limit = self.limit([(prompts[differences[k].prompt], plain[differences[k].prompt]) for k in worst])
         verdicts = [
             Verdict(one.prompt, one.position, one.tokens, margin, margin is not None and margin <= limit)
@@ -151,10 +151,10 @@ class Judge:
 
     def margin(self, prefix: Sequence[int], tokens: Sequence[int | None]) -> float:
         """How far the worse of these tokens lies below the best one after `prefix`, in float32 logits."""
-        place = tuple(prefix)
-        if place not in self._last:  # several drafters often leave the plain loop at the same near-tie
-            self._last[place] = self._exact_logits(prefix, 1)[0]
-        logits_V = self._last[place]
+        index = tuple(prefix)
+        if index not in self._last:  # several drafters often leave the plain loop at the same near-tie
+            self._last[index] = self._exact_logits(prefix, 1)[0]
+        logits_V = self._last[index]
         if self._sampling.needs_prefix:
             logits_V = self._sampling.process(logits_V, prefix)
         return float(logits_V.max() - min(logits_V[token] for token in tokens if token is not None))

@@ -54,7 +54,7 @@ class EvalOptions(DraftingOptions):
         drafter: the one under test.
         limit: questions at most; None for all.
         batch_size: prompts decoded together. transformers' prompt lookup takes one only and is left out above 1.
-        multi_turn: ask every turn, behind the plain loop's answers to the earlier ones; without it the first only.
+        multi_turn: ask every turn, after the plain loop's answers to the earlier ones; without it the first only.
         prompt_lookup_tokens: drafts per round of transformers' prompt lookup.
         baselines: measure transformers too; without it those entries are null.
         predicted_speedup: what tuning promised over the plain loop, to stand beside what was measured.

@@ -1,4 +1,4 @@
-"""The ways of decoding that a report compares, each behind the same call: a batch of prompts in, a timed `Run` out.
+"""The ways of decoding that a report compares, each with the same call: a batch of prompts in, a timed `Run` out.
 
 Clocks start before the prompts become tensors and stop when the tokens are back as Python lists, for every method.
 
@@ -145,7 +145,7 @@ class Transformers:
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
         device = self._target.device
-        clock = _Clock(len(prompts))
+        clock = _TokenTimes(len(prompts))
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), _quiet(), self._target.stock() as model, self._helper() as helper:
             torch.manual_seed(seed)
@@ -182,7 +182,7 @@ def _check_same_words(target: Target, assistant: Target) -> None:
         )
 
 
-class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers has no types
+class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers has no types
     """Notes when `generate` hands over tokens; it hands the prompt over first."""
 
     def __init__(self, rows: int) -> None:
@@ -237,7 +237,7 @@ def _cut(tokens: list[int], ends: frozenset[int]) -> list[int]:
     >>> _cut([5, 2, 0, 0], frozenset({2}))
     [5, 2]
     """
-    stop = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
+    stop = next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[:stop]
 
 

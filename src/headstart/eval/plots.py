@@ -153,8 +153,8 @@ def _round_time(
         widths = [ms[part] for _, ms in shown]
         axes.barh([label for label, _ in shown], widths, left=left, height=0.55, color=colour, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    for place, total in enumerate(left):
-        axes.text(total, place, f" {total:.1f} ms", va="center")
+    for index, total in enumerate(left):
+        axes.text(total, index, f" {total:.1f} ms", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.set_xlabel("milliseconds per round")
@@ -172,9 +172,9 @@ def _categories(rows: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
     height = 0.8 / len(keys)
     for number, key in enumerate(keys):
         label = BASELINES[key]
-        places = [place + (number - (len(keys) - 1) / 2) * height for place, row in enumerate(rows) if row.get(key)]
+        indices = [index + (number - (len(keys) - 1) / 2) * height for index, row in enumerate(rows) if row.get(key)]
         means = [row[key]["mean"] for row in rows if row.get(key)]
-        axes.barh(places, means, height=height * 0.9, color=label.colour, label=f"over {label.short}")
+        axes.barh(indices, means, height=height * 0.9, color=label.colour, label=f"over {label.short}")
     axes.axvline(1.0, color="#333", linewidth=1)
     axes.set_yticks(range(len(rows)), [str(row["category"]) or "(none)" for row in rows])
     axes.invert_yaxis()

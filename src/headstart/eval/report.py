@@ -28,7 +28,7 @@ DEFINITIONS = {
     "Verified in vain": "Nodes of the drafted trees that the target read and then dropped, per token emitted.",
     "Host share": "The share of a round that is neither drafting nor verifying: accepting, committing, bookkeeping.",
     "Divergence": "A prompt whose greedy output with drafts is not the plain loop's. It is explained when rounding "
-    "alone accounts for it: in float32, at the same place, both tokens lie within a measured margin of the best one.",
+    "alone accounts for it: in float32, after the same text, both tokens lie within a measured margin of the best one.",
 }
 
 
@@ -114,7 +114,7 @@ def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]
 
 
 def tested(results: Mapping[str, Any]) -> str:
-    """What the report is about, in words; a drafter behind a lossy verifier is called lossy wherever it is named.
+    """What the report is about, in words; a drafter with a lossy verifier is called lossy wherever it is named.
 
     >>> tested({"summary": {"drafter": "ngram", "lossless": False}})
     'ngram (LOSSY)'

@@ -18,7 +18,7 @@ from headstart.eval.methods import Run
 from headstart.labels import HEADS, LOOKUP, METHODS, PLAIN, STOCK
 
 RESAMPLES = 10_000
-"""Bootstrap resamples behind each interval."""
+"""Bootstrap resamples for each interval."""
 
 
 class Interval(TypedDict):
@@ -201,7 +201,7 @@ def per_prompt(units: Sequence[Unit]) -> list[dict[str, Any]]:
     """One row per prompt. In a batch each prompt is given an equal share of the batch's seconds."""
     rows = []
     for number, unit in enumerate(units):
-        for place, prompt in enumerate(unit.prompts):
+        for index, prompt in enumerate(unit.prompts):
             runs = {name: unit.runs.get(name) for name in METHODS}
             rows.append(
                 {
@@ -209,9 +209,9 @@ def per_prompt(units: Sequence[Unit]) -> list[dict[str, Any]]:
                     "category": prompt.category,
                     "unit": number,
                     "prompt_tokens": len(prompt.tokens),
-                    "tokens": {name: len(run.tokens[place]) if run else None for name, run in runs.items()},
+                    "tokens": {name: len(run.tokens[index]) if run else None for name, run in runs.items()},
                     "seconds": {name: run.seconds / len(unit.prompts) if run else None for name, run in runs.items()},
-                    "tokens_per_round": tokens_per_round(steps(unit.runs[HEADS])[place]),
+                    "tokens_per_round": tokens_per_round(steps(unit.runs[HEADS])[index]),
                     "divergence": None,
                 }
             )

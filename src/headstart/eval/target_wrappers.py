@@ -16,11 +16,11 @@ from headstart.target import DraftTree, Target, TargetOutput
 from headstart.target.cache import TreeCache
 from headstart.target.tree import depths_of
 
-MOST_TEXTS = 4000
+MAX_TEXTS = 4000
 """Texts that `RememberingTarget` keeps."""
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Memory for their logits; a vocabulary of 50k takes 0.2 MB a text."""
-_MOST_NODES = 256
+_MAX_NODES = 256
 """Nodes read in one forward."""
 
 Text = tuple[int, ...]
@@ -43,11 +43,11 @@ class TargetView(Target):
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         return self.original.new_cache(rows, capacity)
 
-    def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> TargetOutput:
-        return self.original.prefill(cache, rows, taps)
+    def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
+        return self.original.prefill(cache, rows, aux_layers)
 
-    def forward_tree(self, cache: TreeCache, tree: DraftTree, taps: Sequence[int] = ()) -> TargetOutput:
-        return self.original.forward_tree(cache, tree, taps)
+    def forward_tree(self, cache: TreeCache, tree: DraftTree, aux_layers: Sequence[int] = ()) -> TargetOutput:
+        return self.original.forward_tree(cache, tree, aux_layers)
 
 
 class WatchedTarget(TargetView):
@@ -57,13 +57,13 @@ class WatchedTarget(TargetView):
         super().__init__(target)
         self._trees: list[DraftTree] = []
 
-    def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> TargetOutput:
+    def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
         self._trees = []
-        return super().prefill(cache, rows, taps)
+        return super().prefill(cache, rows, aux_layers)
 
-    def forward_tree(self, cache: TreeCache, tree: DraftTree, taps: Sequence[int] = ()) -> TargetOutput:
+    def forward_tree(self, cache: TreeCache, tree: DraftTree, aux_layers: Sequence[int] = ()) -> TargetOutput:
         self._trees.append(tree)
-        return super().forward_tree(cache, tree, taps)
+        return super().forward_tree(cache, tree, aux_layers)
 
     def depths(self, rounds_B: Sequence[int]) -> list[list[int]]:
         """Depth of the tree of each round, for each row of the last generation.
@@ -74,14 +74,14 @@ class WatchedTarget(TargetView):
         depths_B: list[list[int]] = [[] for _ in rounds_B]
         for number, tree in enumerate(self._trees):
             running = [row for row, count in enumerate(rounds_B) if count > number]
-            for place, row in enumerate(running):
-                depths_B[row].append(max(depths_of(tree.parents_of(place))))
+            for index, row in enumerate(running):
+                depths_B[row].append(max(depths_of(tree.parents_of(index))))
         return depths_B
 
 
 @dataclass
 class Texts:
-    """What stands in for the cache: the tokens that each row has committed behind the prompt."""
+    """What stands in for the cache: the tokens that each row has committed after the prompt."""
 
     prompt_length: int
     rows_B: list[Text]
@@ -106,19 +106,19 @@ class Texts:
             for row, (text, path) in enumerate(zip(self.rows_B, paths, strict=True))
         ]
 
-    def select(self, rows: Sequence[int]) -> None:
-        """See `TreeCache.select`."""
+    def reorder(self, rows: Sequence[int]) -> None:
+        """See `TreeCache.reorder`."""
         self.rows_B = [self.rows_B[row] for row in rows]
 
 
 class RememberingTarget(TargetView):
-    """Reads every text behind one prompt only once, for drawing thousands of samples from it.
+    """Reads every text after one prompt only once, for drawing thousands of samples from it.
 
     Thousands of rows with the same prompt take the same few paths. What the target says after a text does not depend on
-    the row, so it is computed once, by the target's own tree forward behind its own cache, and looked up from then on.
-    The decode loop, drafter, rules and random streams run as always; only the batched cache is left out (batches have a
-    test of their own, see `headstart.eval.audit`). All rows must have the same prompt, of at least two tokens. Logits
-    are good until the next forward.
+    the row, so it is computed once, by the target's own tree forward on top of its own cache, and looked up from then
+    on. The decode loop, drafter, rules and random streams run as always; only the batched cache is left out (batches
+    have a test of their own, see `headstart.eval.audit`). All rows must have the same prompt, of at least two tokens.
+    Logits are good until the next forward.
 
     Args:
         target: what is asked.
@@ -132,53 +132,53 @@ class RememberingTarget(TargetView):
         self._prompt: Text = ()
         self._asked: tuple[int, ...] = ()
         self._places: dict[Text, int] = {}
-        most = max(_MOST_NODES, min(MOST_TEXTS, MOST_BYTES // (4 * self.vocab_size)))
+        maximum = max(_MAX_NODES, min(MAX_TEXTS, MAX_BYTES // (4 * self.vocab_size)))
         with torch.inference_mode():
-            self._logits_MV = torch.empty(most, self.vocab_size, device=self.device)
+            self._logits_MV = torch.empty(maximum, self.vocab_size, device=self.device)
             self._found_XV = torch.empty(0, self.vocab_size, device=self.device)
         self._states: dict[int, Tensor] = {}
 
     def new_cache(self, rows: int, capacity: int) -> Any:
         return Texts(0, [()] * rows)
 
-    def prefill(self, cache: Any, rows: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> TargetOutput:
+    def prefill(self, cache: Any, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
         prompt = tuple(rows[0])
         assert len(prompt) > 1 and all(tuple(row) == prompt for row in rows), "one prompt for all rows"
-        if (prompt, tuple(taps)) != (self._prompt, self._asked):
-            self._start(prompt, tuple(taps))
+        if (prompt, tuple(aux_layers)) != (self._prompt, self._asked):
+            self._start(prompt, tuple(aux_layers))
         cache.prompt_length = len(prompt)
         return TargetOutput(
             self._first.logits_BTV.expand(len(rows), -1, -1),
-            {tap: state.expand(len(rows), -1, -1) for tap, state in self._first.taps.items()},
+            {layer: state.expand(len(rows), -1, -1) for layer, state in self._first.aux_hidden_states.items()},
         )
 
     @torch.inference_mode()
-    def forward_tree(self, cache: Any, tree: DraftTree, taps: Sequence[int] = ()) -> TargetOutput:
+    def forward_tree(self, cache: Any, tree: DraftTree, aux_layers: Sequence[int] = ()) -> TargetOutput:
         cache.tree = tree
         texts_BN = [_texts(before, tree, row) for row, before in enumerate(cache.rows_B)]
         texts_X = [text[: self._horizon] for texts_N in texts_BN for text in texts_N]
         self._read(dict.fromkeys(texts_X))
-        places_X = torch.tensor([self._places[text] for text in texts_X], device=self.device)
+        index_X = torch.tensor([self._places[text] for text in texts_X], device=self.device)
         if len(texts_X) > len(self._found_XV):  # kept from call to call: fresh memory costs more than the copy
             self._found_XV = torch.empty(len(texts_X), self.vocab_size, device=self.device)
-        found_XV = torch.index_select(self._logits_MV, 0, places_X, out=self._found_XV[: len(texts_X)])
+        found_XV = torch.index_select(self._logits_MV, 0, index_X, out=self._found_XV[: len(texts_X)])
         return TargetOutput(
             found_XV.view(cache.rows, tree.size, -1),
-            {tap: self._states[tap][places_X].view(cache.rows, tree.size, -1) for tap in taps},
+            {layer: self._states[layer][index_X].view(cache.rows, tree.size, -1) for layer in aux_layers},
         )
 
-    def _start(self, prompt: Text, taps: tuple[int, ...]) -> None:
-        self._prompt, self._asked = prompt, taps
+    def _start(self, prompt: Text, aux_layers: tuple[int, ...]) -> None:
+        self._prompt, self._asked = prompt, aux_layers
         self._places.clear()
-        self._first = self.original.prefill(self.original.new_cache(1, len(prompt)), [prompt], taps)
+        self._first = self.original.prefill(self.original.new_cache(1, len(prompt)), [prompt], aux_layers)
         size = len(self._logits_MV), self.hidden_size
-        self._states = {tap: torch.empty(size, dtype=self.dtype, device=self.device) for tap in taps}
+        self._states = {layer: torch.empty(size, dtype=self.dtype, device=self.device) for layer in aux_layers}
         # The prompt's last token is the root of every tree that is read, so that one tree can hold many first tokens.
-        self._cache = self.original.new_cache(1, len(prompt) + _MOST_NODES)
+        self._cache = self.original.new_cache(1, len(prompt) + _MAX_NODES)
         self.original.prefill(self._cache, [prompt[:-1]])
 
     def _read(self, texts: Iterable[Text]) -> None:
-        """Compute what is not known yet, as trees behind the prompt."""
+        """Compute what is not known yet, as trees after the prompt."""
         texts = set(texts)
         if len(self._places) + len(texts - self._places.keys()) > len(self._logits_MV):
             self._places.clear()
@@ -188,7 +188,7 @@ class RememberingTarget(TargetView):
             nodes: dict[Text, int] = {(): 0}
             taken = 0
             for text in waiting:
-                if taken and len(nodes) + len(text) > _MOST_NODES:
+                if taken and len(nodes) + len(text) > _MAX_NODES:
                     break
                 for length in range(1, len(text) + 1):
                     nodes.setdefault(text[:length], len(nodes))
@@ -203,8 +203,8 @@ class RememberingTarget(TargetView):
             read = torch.tensor([nodes[text] for text in waiting[:taken]], device=self.device)
             first = len(self._places)
             self._logits_MV[first : first + taken] = out.logits_BTV[0, read]
-            for tap, state_BNE in out.taps.items():
-                self._states[tap][first : first + taken] = state_BNE[0, read]
+            for layer, state_BNE in out.aux_hidden_states.items():
+                self._states[layer][first : first + taken] = state_BNE[0, read]
             self._places.update(zip(waiting[:taken], range(first, first + taken), strict=True))
             waiting = waiting[taken:]
 

@@ -24,7 +24,7 @@ from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.generation.lend import lent
-from headstart.generation.request import Chain, Ending, Prompts, check_mode
+from headstart.generation.request import Ending, LogitsChain, Prompts, check_mode
 from headstart.options import Draft, GenerateOptions, Tree
 
 
@@ -147,7 +147,7 @@ class CustomGenerate:
         streamer = _asked("streamer")
         check_mode(model, generation_config, _asked("assistant_model"), _asked("synced_gpus"))
         prompts = Prompts.read(input_ids, model_kwargs)
-        chain = Chain.read(logits_processor, bool(generation_config.do_sample), prompts)
+        chain = LogitsChain.read(logits_processor, bool(generation_config.do_sample), prompts)
         ending = Ending.read(stopping_criteria, stop_strings, self.tokenizer)
         text = _Text(input_ids, ending, generation_config._pad_token_tensor, streamer)
         generations: dict[int, Generation] = {}
@@ -161,11 +161,11 @@ class CustomGenerate:
                 processors=chain.processors(input_ids[group[0], :padding].tolist()),
                 verifier=verifier,
                 draft=draft,
-                stop=lambda place, tokens: text.ends(group[place], tokens),
+                stop=lambda index, tokens: text.ends(group[index], tokens),
                 **chain.settings,
             )
             rows = [prompts.rows[row] for row in group]
-            return engine.generate(rows, options, lambda place, tokens: text.add(group[place], tokens))
+            return engine.generate(rows, options, lambda index, tokens: text.add(group[index], tokens))
 
         with lent(model, self.heads, self.revision) as decoder:
             engine = decoder.engine(drafter, tree, draft != "off")
@@ -218,16 +218,16 @@ class _Text:
     def sequences_BS(self) -> Tensor:
         """Prompts and new tokens, rows that ended early padded on the right."""
         width = max(map(len, self._tokens))
-        rows = [[self._at(row, place) for place in range(width)] for row in range(len(self._tokens))]
+        rows = [[self._at(row, index) for index in range(width)] for row in range(len(self._tokens))]
         return torch.cat([self._prompt_BL, self._prompt_BL.new_tensor(rows)], dim=-1)
 
-    def _complete(self, place: int) -> bool:
-        reached = [len(tokens) > place for tokens in self._tokens]
+    def _complete(self, index: int) -> bool:
+        reached = [len(tokens) > index for tokens in self._tokens]
         return any(reached) and all(there or ended for there, ended in zip(reached, self._ended, strict=True))
 
-    def _at(self, row: int, place: int) -> int:
+    def _at(self, row: int, index: int) -> int:
         tokens = self._tokens[row]
-        return tokens[place] if place < len(tokens) else self._pad
+        return tokens[index] if index < len(tokens) else self._pad
 
 
 def _seed() -> int:

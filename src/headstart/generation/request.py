@@ -53,7 +53,7 @@ _WHOLE_BATCH = (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
 )
-"""Processors that tell rows apart by their place in the batch; the decode loop calls them one row at a time."""
+"""Processors that tell rows apart by their index in the batch; the decode loop calls them one row at a time."""
 
 _HARMLESS = {"attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache"}
 """Model arguments that transformers prepares and the decode loop has its own of; the first three are checked."""
@@ -125,14 +125,14 @@ class Prompts:
             mask_BL = torch.ones_like(input_ids_BL)
         mask_BL = mask_BL.to(input_ids_BL.device) != 0
         padding_B = length - mask_BL.sum(-1)
-        places_L = torch.arange(length, device=mask_BL.device)
-        if mask_BL.shape != (rows, length) or not torch.equal(mask_BL, places_L >= padding_B[:, None]):
+        index_L = torch.arange(length, device=mask_BL.device)
+        if mask_BL.shape != (rows, length) or not torch.equal(mask_BL, index_L >= padding_B[:, None]):
             raise UserError(
                 "The attention mask leaves out tokens that are not padding on the left.",
                 "Tokenize with padding_side='left'.",
             )
         positions_BL = model_kwargs.get("position_ids")
-        usual_BL = (places_L - padding_B[:, None]).clamp(min=0)
+        usual_BL = (index_L - padding_B[:, None]).clamp(min=0)
         if positions_BL is not None and not bool((positions_BL.to(usual_BL.device) == usual_BL)[mask_BL].all()):
             raise UserError("position_ids are not those of a text read from its start.", "Leave them out.")
         padding = padding_B.tolist()
@@ -146,7 +146,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Chain:
+class LogitsChain:
     """A list of logits processors, split.
 
     Attributes:
@@ -158,7 +158,7 @@ class Chain:
     rest: list[Any]
 
     @classmethod
-    def read(cls, processors: Sequence[Any], do_sample: bool, prompts: Prompts) -> Chain:
+    def read(cls, processors: Sequence[Any], do_sample: bool, prompts: Prompts) -> LogitsChain:
         """Take what the decode loop does itself off the ends of the list, where its order is the loop's.
 
         Raises:
@@ -179,7 +179,7 @@ class Chain:
         return cls(settings, rest)
 
     def processors(self, padding_ids: list[int]) -> tuple[Processor, ...]:
-        """The rest, for rows that stood behind this padding."""
+        """The rest, for rows that stood after this padding."""
         skip = len(padding_ids)
         chosen = [
             RepetitionPenaltyLogitsProcessor(processor.penalty, skip)
@@ -191,7 +191,7 @@ class Chain:
 
 
 class Padded:
-    """A processor that sees the padding which its row came with: some count places from the start of it."""
+    """A processor that sees the padding which its row came with: some count positions from the start of it."""
 
     def __init__(self, processor: Any, padding_ids: list[int]) -> None:
         self.processor = processor
@@ -245,7 +245,7 @@ def _check_processor(processor: Any, prompts: Prompts) -> None:
     if isinstance(processor, _STATEFUL):
         raise UserError(f"{name} keeps a state and cannot be applied to a token tree.", f"Leave it out, or {PLAIN}.")
     if isinstance(processor, _WHOLE_BATCH) and len(prompts.rows) > 1:
-        raise UserError(f"{name} tells rows apart by their place in the batch.", f"Give one prompt a call, or {PLAIN}.")
+        raise UserError(f"{name} tells rows apart by their index in the batch.", f"Give one prompt a call, or {PLAIN}.")
     ignored = _ignored(processor)
     if isinstance(ignored, Tensor) and ignored.tolist() != prompts.padding:
         raise UserError(

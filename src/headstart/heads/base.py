@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
 from headstart.heads.growing import grow
-from headstart.heads.int8_weights import unpack
+from headstart.heads.int8_weights import drop_int8
 from headstart.heads.published import Layout, Published
 from headstart.proposal import Committed, Proposal, Request, Root
 from headstart.recipe import FromTarget, HeadSettings, parse_heads
@@ -65,14 +65,15 @@ class HeadBatch:
     Attributes:
         tokens_BT: int64 token ids.
         supervised_BT: bool, true where the token was written by the target (the loss mask); false on padding.
-        states: {tap: [B, T, E]}; state t was computed after reading token t.
-        reach_BT: int64, how many draft steps learn from each position as their origin; None: as many as there are.
+        states: {layer: [B, T, E]}; state t was computed after reading token t.
+        subsampled_steps_BT: int64, how many draft steps learn from each position as their origin; None: as many as
+            there are.
     """
 
     tokens_BT: Tensor
     supervised_BT: Tensor
     states: dict[int, Tensor]
-    reach_BT: Tensor | None = None
+    subsampled_steps_BT: Tensor | None = None
 
 
 @dataclass
@@ -109,11 +110,11 @@ class StepPrediction:
 
 
 class DraftHead(nn.Module, ABC):
-    """A head family. Training (`unroll`) and drafting (`open`, `draft`, `observe`, `select`) are separate methods.
+    """A head family. Training (`unroll`) and drafting (`prefill`, `draft`, `commit`, `reorder`) are separate methods.
 
-    A family drafts in one of two ways: level by level (`expand`), when what it says behind a node depends on the tokens
-    on the way there, or all depths in one forward (`OneForwardHead`). What goes into training steps of its own choice
-    is said by `HeadBatch.reach_BT`: an origin with a reach of 0 is no anchor.
+    A family drafts in one of two ways: level by level (`draft_step`), when what it says after a node depends on the
+    tokens on the way there, or all depths in one forward (`OneForwardHead`). `HeadBatch.subsampled_steps_BT` says which
+    positions drafts start from in training, and how deep they go: an origin with 0 steps is no anchor.
 
     Attributes:
         family: registered name.
@@ -149,19 +150,19 @@ class DraftHead(nn.Module, ABC):
     def train(self, mode: bool = True) -> Self:
         """As torch's; training mode drops the weights in 8 bits, which would not learn."""
         if mode:
-            unpack(self)
+            drop_int8(self)
         return super().train(mode)
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
-    def steps(self) -> int:
+    def draft_steps(self) -> int:
         """K: how deep it can draft."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """Hidden states of the target that it reads, by tap."""
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states it reads."""
         return (FINAL,)
 
     @abstractmethod
@@ -222,37 +223,37 @@ class DraftHead(nn.Module, ABC):
     # -- drafting ------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
         """Start drafting for a batch of prompts.
 
         Args:
             prompts: token ids of each row.
-            states: {tap: [B, T, E]} of the prefill, right-padded: row b is good up to len(prompts[b]).
+            states: {layer: [B, T, E]} of the prefill, right-padded: row b is good up to len(prompts[b]).
 
         Returns:
-            A state of the family's own that `expand`, `observe` and `select` take.
+            A state of the family's own that `draft_step`, `commit` and `reorder` take.
         """
 
     def draft(self, state: Any, root: Root, request: Request) -> Proposal:
-        """Draft behind each row's root.
+        """Draft after each row's root.
 
         Args:
-            state: from `open`.
+            state: from `prefill`.
             root: decided, not yet read by the target.
             request: of the decode loop, with the tree to fill or the calibration to choose one by.
         """
         return grow(self, state, root, request)
 
     @abstractmethod
-    def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        """Draft behind the nodes of one level of a tree; the levels of a round come in order.
+    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        """Draft after the nodes of one level of a tree; the levels of a round come in order.
 
         Args:
-            state: from `open`.
+            state: from `prefill`.
             tokens_BW: int64, tokens of the nodes at this depth that get children. Level 0 is each row's root alone:
                 decided, not yet read by the target. Rows with fewer nodes are padded.
-            parents_BW: int64, each node's parent as a place in the level before; 0 at level 0.
-            depth: of these nodes, from 0 to `steps` - 1.
+            parents_BW: int64, index of each node's parent in the level before; 0 at level 0.
+            depth: of these nodes, from 0 to `draft_steps` - 1.
 
         Returns:
             logits [B, W, D] over the draft vocabulary for their children; [B, 1, D] when all nodes of a level share
@@ -260,16 +261,16 @@ class DraftHead(nn.Module, ABC):
         """
 
     @abstractmethod
-    def observe(self, state: Any, committed: Committed) -> None:
+    def commit(self, state: Any, committed: Committed) -> None:
         """Learn what was accepted.
 
         Args:
-            state: from `open`.
+            state: from `prefill`.
             committed: the tokens now committed in this round, root first, and their states.
         """
 
     @abstractmethod
-    def select(self, state: Any, rows: Sequence[int]) -> None:
+    def reorder(self, state: Any, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
 
     # -- shared --------------------------------------------------------------------------------------------------
@@ -281,8 +282,10 @@ class DraftHead(nn.Module, ABC):
             UserError: when it is deeper than the heads, or wider than their draft vocabulary.
         """
         remedy = "Tune the heads again (headstart tune), or export them with the tree that was tuned for them."
-        if shape.depth > self.steps:
-            raise UserError(f"The tree is {shape.depth} deep and the heads draft {self.steps} tokens ahead.", remedy)
+        if shape.depth > self.draft_steps:
+            raise UserError(
+                f"The tree is {shape.depth} deep and the heads draft {self.draft_steps} tokens ahead.", remedy
+            )
         if shape.width > self.config.draft_width:
             raise UserError(
                 f"The tree uses {shape.width} drafts of a depth and the draft vocabulary has "
@@ -299,25 +302,25 @@ class DraftHead(nn.Module, ABC):
     def flops_per_draft(self) -> int:
         """Floating-point operations of one drafted token, LM head included; a multiply-add is two.
 
-        Counted, not derived: a chain of `steps` drafts behind a text of one token, divided by `steps`. What a family
-        does once a round is thus shared by the drafts of a round, and attention over the text, which grows with it, is
-        left out. The heads are bound to their target.
+        Counted, not derived: a chain of `draft_steps` drafts after a text of one token, divided by `draft_steps`. What
+        a family does once a round is thus shared by the drafts of a round, and attention over the text, which grows
+        with it, is left out. The heads are bound to their target.
         """
         where = self.draft_to_target_D.device
         dtype = next((p.dtype for p in self.parameters()), torch.float32)
         state_11E = torch.zeros(1, 1, self.config.hidden_size, dtype=dtype, device=where)
         node_11 = torch.zeros(1, 1, dtype=torch.long, device=where)
         with FlopCounterMode(display=False) as counter:
-            session = self.open([[0]], dict.fromkeys(self.taps, state_11E))
-            for depth in range(self.steps):
-                self.expand(session, node_11, node_11, depth)
-        return int(counter.get_total_flops()) // self.steps
+            session = self.prefill([[0]], dict.fromkeys(self.aux_layers, state_11E))
+            for depth in range(self.draft_steps):
+                self.draft_step(session, node_11, node_11, depth)
+        return int(counter.get_total_flops()) // self.draft_steps
 
     def frozen_lm_head(self, target: Target, like: Tensor) -> Tensor:
         """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it.
 
-        Sets `lm_bias_D` and `finish`, which belong to such logits. In dtype and place of `like`; no copy where that is
-        the target's own and the draft vocabulary is whole.
+        Sets `lm_bias_D` and `finish`, which belong to such logits. In the dtype and on the device of `like`; no copy
+        where those are the target's own and there is no draft vocabulary.
         """
         bias_V = target.lm_head_bias
         self.lm_bias_D = None if bias_V is None else self._drafted(bias_V.detach()).to(like)
@@ -356,10 +359,10 @@ class OneForwardHead(DraftHead):
 
     @abstractmethod
     def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor:
-        """Logits of the tokens at these depths behind each row's root.
+        """Logits of the tokens at these depths after each row's root.
 
         Args:
-            state: from `open`; what the first call of a round computes for all depths may be kept there.
+            state: from `prefill`; what the first call of a round computes for all depths may be kept there.
             root_B: int64, decided, not yet read by the target.
             depths: from 0, the child of the root; the calls of a round come in order and never twice.
 
@@ -370,28 +373,33 @@ class OneForwardHead(DraftHead):
     def draft(self, state: Any, root: Root, request: Request) -> Proposal:
         return grow(self, state, root, request, depth_logits=self.depth_logits)
 
-    def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         return self.depth_logits(state, tokens_BW[:, 0], range(depth, depth + 1))
 
 
-def positions(supervised_BT: Tensor, step: int) -> Tensor:
+def supervised_origins(supervised_BT: Tensor, step: int) -> Tensor:
     """Flat indices b * T + t from which draft step `step` learns: tokens t + 1 .. t + step + 2 are all supervised.
 
     The drafted tokens then belong to one answer, as they do when decoding.
     """
-    reach = step + 2
-    if supervised_BT.shape[1] <= reach:
+    window = step + 2
+    if supervised_BT.shape[1] <= window:
         return torch.zeros(0, dtype=torch.long, device=supervised_BT.device)
     valid_BT = torch.zeros_like(supervised_BT)
-    stop = supervised_BT.shape[1] - reach
-    valid_BT[:, :stop] = supervised_BT.unfold(1, reach, 1)[:, 1:].all(-1)
+    stop = supervised_BT.shape[1] - window
+    valid_BT[:, :stop] = supervised_BT.unfold(1, window, 1)[:, 1:].all(-1)
     return valid_BT.flatten().nonzero()[:, 0]
 
 
 def origins(batch: HeadBatch, step: int) -> Tensor:
-    """Flat indices from which draft step `step` of a batch learns: `positions`, as far as `reach_BT` lets them."""
-    origin_M = positions(batch.supervised_BT, step)
-    return origin_M if batch.reach_BT is None else origin_M[batch.reach_BT.flatten()[origin_M] > step]
+    """Flat indices from which draft step `step` of a batch learns: `supervised_origins`, as far as
+    `subsampled_steps_BT` lets them."""
+    origin_M = supervised_origins(batch.supervised_BT, step)
+    return (
+        origin_M
+        if batch.subsampled_steps_BT is None
+        else origin_M[batch.subsampled_steps_BT.flatten()[origin_M] > step]
+    )
 
 
 _FAMILIES: dict[str, type[DraftHead]] = {}

@@ -4,7 +4,7 @@ The state of token t and the embedding of token t + 1 are joined by a linear map
 turns them into a guess of the final state of token t + 1, which the target's own frozen LM head reads. The guess is fed
 back. With dynamic trees this is EAGLE-2 (arXiv 2406.16858). See `recurrent` for what each step reads and drafts.
 
-Shape suffixes: E hidden size, D draft vocabulary, M positions, J what the joining map reads, X = B * T flat positions.
+Shape suffixes: E hidden size, D draft vocabulary, M predictions, J inputs of the joining map, X = B * T flat positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.base import HeadBatch, positions, register
+from headstart.heads.base import HeadBatch, register, supervised_origins
 from headstart.heads.exchange import (
     detached,
     layer_settings,
@@ -40,8 +40,8 @@ class EagleConfig(LayerConfig):
     """Settings of EAGLE-1 heads."""
 
     family: str = "eagle"
-    steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
-    start: Literal["target", "cold"] = Field(
+    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
+    init: Literal["target", "random"] = Field(
         "target", description="Start from the target's last layer and a linear guess, or from random numbers."
     )
     embedding_norm: bool = Field(
@@ -63,7 +63,7 @@ class EagleHead(RecurrentHead):
 
     def __init__(self, config: EagleConfig) -> None:
         size = config.hidden_size
-        super().__init__(config, config.steps, [DraftLayer(config, size, input_norm=False)])
+        super().__init__(config, config.draft_steps, [DraftLayer(config, size, input_norm=False)])
         self.fc = Linear(2 * size, size)
         self.register_buffer("_frozen_DE", torch.zeros(config.draft_width, size), persistent=False)
 
@@ -80,12 +80,12 @@ class EagleHead(RecurrentHead):
     def warm_start(self, target: Target) -> None:
         """The target's last layer; the map starts as the state alone."""
         self.bind(target)
-        if self.config.start == "cold":
+        if self.config.init == "random":
             return
         size = self.config.hidden_size
         (layer,) = self.stack
         layer.warm_start(target)
-        layer.silence()  # the joined state is a final one already
+        layer.zero_init()  # the joined state is a final one already
         self.fc.weight.zero_()
         self.fc.weight[:, size:] = torch.eye(size)
         self.fc.bias.zero_()
@@ -93,38 +93,38 @@ class EagleHead(RecurrentHead):
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
         """Join state and embedding into the best linear guess of the next final state, by ridge regression."""
-        if self.config.start == "cold":
+        if self.config.init == "random":
             return
 
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
             final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
-            origin_M = positions(batch.supervised_BT, 0)
+            origin_M = supervised_origins(batch.supervised_BT, 0)
             joined_MJ = self._join(final_XE[origin_M], self._embed(tokens_X[origin_M + 1], final_XE))
             return joined_MJ, [final_XE[origin_M + 1]]
 
         start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
-        for map_EJ in start.learn(batches, read):
+        for map_EJ in start.solve(batches, read):
             self.fc.weight.copy_(map_EJ)
 
-    def see(self, states: dict[int, Tensor]) -> Tensor:
+    def select_states(self, states: dict[int, Tensor]) -> Tensor:
         return states[FINAL]
 
-    def fuse(self, seen: Tensor) -> Tensor:
+    def project(self, seen: Tensor) -> Tensor:
         return seen
 
-    def enter(self, fed: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        joined: Tensor = self.fc(self._join(fed, embedded))
+    def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        joined: Tensor = self.fc(self._join(feedback, embedded))
         return joined, joined
 
-    def leave(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         return stream, stream
 
-    def feature(self, fed_ME: Tensor) -> Tensor:
-        return fed_ME
+    def feature(self, feedback_ME: Tensor) -> Tensor:
+        return feedback_ME
 
-    def _join(self, fed: Tensor, embedded: Tensor) -> Tensor:
+    def _join(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         """Embedding first."""
-        return torch.cat([self._own(embedded), fed], dim=-1)
+        return torch.cat([self._own(embedded), feedback], dim=-1)
 
     def _own(self, embedded: Tensor) -> Tensor:
         """Embeddings as the map reads them."""
@@ -153,7 +153,7 @@ class EagleHead(RecurrentHead):
             layout=Layout.EAGLE,
             hidden_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
-            steps=self.steps,
+            steps=self.draft_steps,
             tensors=detached(tensors),
             layer=layer_sizes(self.config),
             normed_embeddings=self.config.embedding_norm,
@@ -173,7 +173,7 @@ class EagleHead(RecurrentHead):
             "family": cls.family,
             "hidden_size": published.hidden_size,
             "vocab_size": published.vocab_size,
-            "steps": published.steps,
+            "draft_steps": published.steps,
             "embedding_norm": is_normed,
         }
         heads = cls(EagleConfig.model_validate(settings))

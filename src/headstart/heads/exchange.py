@@ -90,11 +90,11 @@ def refuse_norm_before_fc(published: Published) -> None:
     """Refuse the one published variant of the fusion that heads of ours do not have.
 
     Raises:
-        UserError: the checkpoint norms all tapped states together.
+        UserError: the checkpoint norms all aux states together.
     """
     if published.norm_before_fc:
         raise UserError(
-            "The checkpoint norms all tapped states together before the fusion (norm_before_fc), and headstart norms "
+            "The checkpoint norms all aux states together before the fusion (norm_before_fc), and headstart norms "
             "each by itself.",
             "Take a checkpoint without norm_before_fc.",
         )

@@ -1,9 +1,9 @@
 """What EAGLE-3 and transition heads share: fused states of several target layers, a norm and an LM head of their own.
 
-A linear map fuses what is tapped; attention reads the normed embedding of the next token beside the normed fused
+A linear map fuses what is read; attention reads the normed embedding of the next token beside the normed fused
 state. See `recurrent` for what each step reads and drafts.
 
-Shape suffixes: E hidden size, D draft vocabulary, X = taps * E.
+Shape suffixes: E hidden size, D draft vocabulary, X = aux layers * E.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from headstart.target import FINAL, Target
 class FusedConfig(LayerConfig):
     """Settings of heads that fuse several target layers."""
 
-    steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
+    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
     num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
-    tap_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
+    aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
         description="Target layers whose outputs are read, as transformers' hidden_states; (2, L // 2, L - 3) for "
         "eagle3, (2, L // 2, -1) for transition.",
     )
-    tap_norms: bool = Field(False, description="Normalise each tapped state before the fusion (EAGLE-3.1).")
-    start: Literal["target", "cold"] = Field(
+    aux_norms: bool = Field(False, description="Normalise each aux hidden state before the fusion (EAGLE-3.1).")
+    init: Literal["target", "random"] = Field(
         "target", description="Start from the target's last layer, norm and LM head, or from random numbers."
     )
 
     def check(self) -> None:
-        taps = self.tap_layers
-        if len(set(taps)) < len(taps) or any(tap < 1 and tap != FINAL for tap in taps):
-            raise self.refused_taps()
+        aux_layers = self.aux_layers
+        if len(set(aux_layers)) < len(aux_layers) or any(
+            aux_layer < 1 and aux_layer != FINAL for aux_layer in aux_layers
+        ):
+            raise self.refused_layers()
 
-    def refused_taps(self) -> UserError:
+    def refused_layers(self) -> UserError:
         """Why these layers cannot be read."""
         return UserError(
-            f"The heads would read layers {list(self.tap_layers)} of the target, which must be different ones, from 1 "
+            f"The heads would read layers {list(self.aux_layers)} of the target, which must be different ones, from 1 "
             "on.",
-            "Name them, for example heads.tap_layers=[1,2,3]; a target of few layers needs it.",
+            "Name them, for example heads.aux_layers=[1,2,3]; a target of few layers needs it.",
         )
 
 
@@ -58,12 +60,12 @@ class FusedHead(RecurrentHead):
 
     def __init__(self, config: FusedConfig) -> None:
         config.check()
-        if not config.tap_layers:
-            raise config.refused_taps()
+        if not config.aux_layers:
+            raise config.refused_layers()
         size = config.hidden_size
         first = DraftLayer(config, 2 * size, input_norm=False)
         super().__init__(
-            config, config.steps, [first, *(DraftLayer(config, size) for _ in range(config.num_layers - 1))]
+            config, config.draft_steps, [first, *(DraftLayer(config, size) for _ in range(config.num_layers - 1))]
         )
         self._add_inputs(size)
         self.embedding_norm = nn.RMSNorm(size, config.rms_norm_eps)
@@ -73,14 +75,14 @@ class FusedHead(RecurrentHead):
 
     def _add_inputs(self, size: int) -> None:
         """The modules ahead of the layers; saved optimisers know parameters by the order in which they are added."""
-        count = len(self.config.tap_layers)
-        norms = count if self.config.tap_norms else 0
-        self.tap_norms = nn.ModuleList(nn.RMSNorm(size, self.config.rms_norm_eps) for _ in range(norms))
+        count = len(self.config.aux_layers)
+        norms = count if self.config.aux_norms else 0
+        self.aux_norms = nn.ModuleList(nn.RMSNorm(size, self.config.rms_norm_eps) for _ in range(norms))
         self.fc = Linear(count * size, size, bias=False)
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.config.tap_layers
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
 
     @property
     def lm_head_DE(self) -> Tensor:
@@ -88,7 +90,7 @@ class FusedHead(RecurrentHead):
 
     @torch.no_grad()
     def warm_start(self, target: Target) -> None:
-        """The target's last layer on the deepest tapped state, then its final norm and LM head."""
+        """The target's last layer on the deepest aux hidden state, then its final norm and LM head."""
         if self.config.num_layers > target.num_layers:
             raise UserError(
                 f"heads.num_layers is {self.config.num_layers} and the target has {target.num_layers} layers to start "
@@ -96,7 +98,7 @@ class FusedHead(RecurrentHead):
                 "Lower heads.num_layers.",
             )
         self.bind(target)
-        if self.config.start == "cold":
+        if self.config.init == "random":
             return
         self.fc.weight.zero_()
         self.fc.weight[:, -self.config.hidden_size :] = torch.eye(self.config.hidden_size)
@@ -108,24 +110,24 @@ class FusedHead(RecurrentHead):
         self.norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), self.norm.weight))
         self.lm_head.weight.copy_(self.first_lm_head(target))
 
-    def see(self, states: dict[int, Tensor]) -> Tensor:
-        return torch.cat([states[tap] for tap in self.config.tap_layers], dim=-1)
+    def select_states(self, states: dict[int, Tensor]) -> Tensor:
+        return torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
 
-    def fuse(self, seen: Tensor) -> Tensor:
-        fused: Tensor = self.fc(self.normed_taps(seen))
+    def project(self, seen: Tensor) -> Tensor:
+        fused: Tensor = self.fc(self.normed_states(seen))
         return fused
 
-    def enter(self, fed: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         embedded = normed(self.embedding_norm, embedded)
-        return torch.cat([embedded, normed(self.hidden_norm, fed)], dim=-1), self.stream(fed, embedded)
+        return torch.cat([embedded, normed(self.hidden_norm, feedback)], dim=-1), self.stream(feedback, embedded)
 
-    def stream(self, fed: Tensor, embedded: Tensor) -> Tensor:
+    def stream(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         """What the first layer adds to, from the fused (or fed back) state and the normed embedding, [..., E]."""
-        return fed
+        return feedback
 
-    def normed_taps(self, seen: Tensor) -> Tensor:
+    def normed_states(self, seen: Tensor) -> Tensor:
         """What was read of the target, [..., X], each state normed where the settings say so."""
-        if not self.config.tap_norms:
+        if not self.config.aux_norms:
             return seen
-        parts = seen.chunk(len(self.config.tap_layers), dim=-1)
-        return torch.cat([normed(norm, part) for norm, part in zip(self.tap_norms, parts, strict=True)], dim=-1)
+        parts = seen.chunk(len(self.config.aux_layers), dim=-1)
+        return torch.cat([normed(norm, part) for norm, part in zip(self.aux_norms, parts, strict=True)], dim=-1)

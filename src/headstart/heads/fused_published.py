@@ -35,11 +35,11 @@ def publish_fused(heads: FusedHead, norm_before_residual: bool, norm_output: boo
         UserError: they read a state that no engine gives.
     """
     config = heads.config
-    if FINAL in config.tap_layers:
+    if FINAL in config.aux_layers:
         raise UserError(
-            f"The heads read layers {list(config.tap_layers)} of the target; {FINAL}, the state after the final norm, "
+            f"The heads read layers {list(config.aux_layers)} of the target; {FINAL}, the state after the final norm, "
             "is what no engine gives them.",
-            "Train with the last layer itself or an earlier one in heads.tap_layers.",
+            "Train with the last layer itself or an earlier one in heads.aux_layers.",
         )
     tensors = {
         "fc.weight": heads.fc.weight,
@@ -50,21 +50,21 @@ def publish_fused(heads: FusedHead, norm_before_residual: bool, norm_output: boo
     }
     for number, layer in enumerate(heads.stack):
         tensors |= publish_layer(layer, number)
-    for tap, norm in enumerate(heads.tap_norms):
+    for tap, norm in enumerate(heads.aux_norms):
         tensors[f"fc_norm.{tap}.weight"] = cast(nn.RMSNorm, norm).weight
     return Published(
         layout=Layout.EAGLE3,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        steps=heads.steps,
+        steps=heads.draft_steps,
         tensors=detached(tensors),
         draft_ids_D=heads.draft_to_target_D.cpu().clone() if config.draft_vocab_size else None,
         layer=layer_sizes(config),
         num_layers=config.num_layers,
-        taps=config.tap_layers,
+        aux_layers=config.aux_layers,
         norm_before_residual=norm_before_residual,
         norm_output=norm_output,
-        tap_norms=config.tap_norms,
+        aux_norms=config.aux_norms,
     )
 
 
@@ -80,10 +80,10 @@ def fused_settings(published: Published) -> dict[str, Any]:
         "hidden_size": published.hidden_size,
         "vocab_size": published.vocab_size,
         "draft_vocab_size": 0 if published.draft_ids_D is None else published.draft_width,
-        "steps": published.steps,
+        "draft_steps": published.steps,
         "num_layers": published.num_layers,
-        "tap_layers": published.taps,
-        "tap_norms": published.tap_norms,
+        "aux_layers": published.aux_layers,
+        "aux_norms": published.aux_norms,
     }
 
 
@@ -105,7 +105,7 @@ def fill_fused(heads: F, published: Published, target: Target) -> F:
     heads.lm_head.weight.copy_(tensors["lm_head.weight"])
     for number, layer in enumerate(heads.stack):
         take_layer(layer, tensors, number)
-    for tap, norm in enumerate(heads.tap_norms):
+    for tap, norm in enumerate(heads.aux_norms):
         cast(nn.RMSNorm, norm).weight.copy_(tensors[f"fc_norm.{tap}.weight"])
     if published.draft_ids_D is not None:
         heads.set_draft_vocabulary(published.draft_ids_D)

@@ -1,6 +1,6 @@
-"""Growing a token tree from draft heads, level by level: which children each node gets, and what they promise.
+"""Growing a token tree from draft heads, level by level: which children each node gets, and how probable each is.
 
-Static trees take the ranks that their shape names. Dynamic trees take every child whose path is worth its verification,
+Static trees take the ranks that their shape names. Dynamic trees take every child whose path pays for its verification,
 by the heads' own probabilities turned into probabilities of acceptance (EAGLE-2's idea, arXiv 2406.16858, with measured
 calibration and costs). How many children a node has never depends on which tokens were drawn for them, so sampling
 stays lossless.
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.calibration import Calibration
-from headstart.proposal import Children, Drawn, Proposal, Request, Root
+from headstart.proposal import Children, Proposal, Request, Root, SampledChildren
 from headstart.rng import draw_each
 from headstart.target import TreeShape
 
@@ -45,16 +45,16 @@ class Levels(Protocol):
     def config(self) -> Sizes: ...
 
     @property
-    def steps(self) -> int: ...
+    def draft_steps(self) -> int: ...
 
-    def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor: ...
+    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor: ...
 
 
 DepthLogits = Callable[[Any, Tensor, range], Tensor]
 """See `OneForwardHead.depth_logits`."""
 Draft = tuple[int, int, float, float]
-"""A candidate child: its place in the draft vocabulary, its token, its chance of acceptance behind its parent, and the
-chance of a child that is drawn instead of it."""
+"""A candidate child: its index in the draft vocabulary, its token, its probability of acceptance after its parent, and
+the probability of a child that is drawn instead of it."""
 
 
 @dataclass
@@ -62,22 +62,22 @@ class _Growing:
     """One row's tree while it grows; node 0 is the root.
 
     Attributes:
-        places: node of the static shape that each node fills; unused in a dynamic tree.
-        level: nodes of the last level that may get children, each with its parent's place in the level before.
+        shape_nodes: node of the static shape that each node fills; unused in a dynamic tree.
+        level: nodes of the last level that may get children, each with its parent's index in the level before.
     """
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
-    gains: list[float] = field(default_factory=lambda: [1.0])
-    places: list[int] = field(default_factory=lambda: [0])
-    drawn: dict[int, Drawn] = field(default_factory=dict)
+    accept_probs: list[float] = field(default_factory=lambda: [1.0])
+    shape_nodes: list[int] = field(default_factory=lambda: [0])
+    sampled: dict[int, SampledChildren] = field(default_factory=dict)
     level: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
 
-    def add(self, parent: int, token: int, gain: float) -> int:
+    def add(self, parent: int, token: int, accept_prob: float) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
-        self.gains.append(gain)
-        self.places.append(0)
+        self.accept_probs.append(accept_prob)
+        self.shape_nodes.append(0)
         return len(self.tokens) - 1
 
 
@@ -90,13 +90,13 @@ def grow(
     max_rank: int = MAX_RANK,
     depth_logits: DepthLogits | None = None,
 ) -> Proposal:
-    """Draft a tree behind each row's root, level by level.
+    """Draft a tree after each row's root, level by level.
 
     The host waits for the device once a level; for heads that draft all depths in one forward, once in all.
 
     Args:
         heads: what drafts.
-        state: of its `open`.
+        state: of its `prefill`.
         root: each row's root.
         request: of the decode loop; its `shape` is filled where there is one.
         max_rank: children of a node at most, in a dynamic tree.
@@ -105,14 +105,18 @@ def grow(
     shape, calibration = request.shape, request.calibration or Calibration()
     rows = [_Growing([token]) for token in root.tokens]
     ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.config.draft_width)
-    levels = min(shape.depth if shape else heads.steps, request.max_nodes - 1)
+    levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
     reading_is_free = root.tokens_B.device.type == "cpu"
     table, first, drafted = _Table.empty(), 0, 0
     for depth in range(levels):
         if depth and shape is None:
-            reach = calibration.reach(depth)  # each node's best child, less what verifying it costs
-            net = sum(max(0.0, row.gains[node] * reach - request.worth) for row in rows for node, _ in row.level)
-            if net < request.level_worth:
+            best_child = calibration.best_child(depth)  # each node's best child, less what verifying it costs
+            net = sum(
+                max(0.0, row.accept_probs[node] * best_child - request.threshold)
+                for row in rows
+                for node, _ in row.level
+            )
+            if net < request.level_threshold:
                 break
         if depth_logits is None:
             if depth:
@@ -120,7 +124,7 @@ def grow(
             else:
                 tokens_BW = root.tokens_B[:, None]
                 parents_BW = torch.zeros_like(tokens_BW)
-            table = _Table.read(heads.expand(state, tokens_BW, parents_BW, depth), ranks, heads.draft_to_target_D)
+            table = _Table.read(heads.draft_step(state, tokens_BW, parents_BW, depth), ranks, heads.draft_to_target_D)
         elif depth >= first + table.width:
             # Where reading is free, the next depth waits until it is known to be worth its LM head.
             depths, first = range(depth, depth + 1 if reading_is_free else levels), depth
@@ -134,21 +138,21 @@ def grow(
             picks = _static(row, shape) if shape else _dynamic(row, tables, request)
             chosen = {above: [tables[above][rank] for rank in ranks] for above, ranks in enumerate(picks) if ranks}
             q_draft_WD = None
-            if chosen and request.children is not Children.TOP:
+            if chosen and request.children is not Children.TOP_K:
                 assert request.warp is not None, "drawing needs a distribution"
                 q_draft_WD = request.warp(table.logits_BWD[number, [columns[above] for above in chosen]])
             grown = _add(row, chosen, q_draft_WD, heads.draft_to_target_D, request, number)
             if shape:
                 _settle(row, [child for child, _ in grown], shape)
-                grown = [pair for pair in grown if row.places[pair[0]] in shape.inner]
+                grown = [pair for pair in grown if row.shape_nodes[pair[0]] in shape.inner]
             row.level = grown
         if not any(row.level for row in rows):
             break
     return Proposal(
         [row.tokens for row in rows],
         [row.parents for row in rows],
-        None if shape else [row.gains for row in rows],  # a static tree is verified whole
-        [row.drawn for row in rows] if any(row.drawn for row in rows) else None,
+        None if shape else [row.accept_probs for row in rows],  # a static tree is verified as it is
+        [row.sampled for row in rows] if any(row.sampled for row in rows) else None,
         drafted,
     )
 
@@ -193,9 +197,9 @@ class _Table:
         """By row and node, the candidates from the best on; of one column alone where it serves a whole level."""
         part = slice(None) if column is None else slice(column, column + 1)
         log_probs = self.log_probs[:, part]
-        chances = calibration.chances(depth, log_probs).tolist()
-        draws = calibration.drawn.chances(depth, log_probs).tolist() if calibration.drawn else chances
-        columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), chances, draws)
+        probs = calibration.probs(depth, log_probs).tolist()
+        draws = calibration.sampled.probs(depth, log_probs).tolist() if calibration.sampled else probs
+        columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), probs, draws)
         return [
             [list(zip(*nodes, strict=True)) for nodes in zip(*row, strict=True)] for row in zip(*columns, strict=True)
         ]
@@ -203,7 +207,7 @@ class _Table:
 
 def _static(row: _Growing, shape: TreeShape) -> list[list[int]]:
     """Ranks that the shape names, for each node of the level."""
-    return [[shape.ranks[child] for child in shape.children[row.places[node]]] for node, _ in row.level]
+    return [[shape.ranks[child] for child in shape.children[row.shape_nodes[node]]] for node, _ in row.level]
 
 
 def _settle(row: _Growing, grown: Sequence[int], shape: TreeShape) -> None:
@@ -211,7 +215,7 @@ def _settle(row: _Growing, grown: Sequence[int], shape: TreeShape) -> None:
     taken: dict[int, int] = {}
     for node in grown:
         parent = row.parents[node]
-        row.places[node] = shape.children[row.places[parent]][taken.get(parent, 0)]
+        row.shape_nodes[node] = shape.children[row.shape_nodes[parent]][taken.get(parent, 0)]
         taken[parent] = taken.get(parent, 0) + 1
 
 
@@ -220,10 +224,10 @@ def _dynamic(row: _Growing, tables: list[list[Draft]], request: Request) -> list
     found = []
     for above, (node, _) in enumerate(row.level):
         for rank, more in enumerate(_marginals(tables[above], request.children)):
-            gain = row.gains[node] * more
-            if gain < request.worth or gain <= 0:
+            accept_prob = row.accept_probs[node] * more
+            if accept_prob < request.threshold or accept_prob <= 0:
                 break
-            found.append((-gain, above, rank))
+            found.append((-accept_prob, above, rank))
     room = 1 if request.chain else request.max_nodes - len(row.tokens)
     if len(found) > room:
         found = sorted(found)[:room]
@@ -234,32 +238,33 @@ def _dynamic(row: _Growing, tables: list[list[Draft]], request: Request) -> list
 
 
 def _marginals(drafts: Sequence[Draft], children: Children) -> Iterator[float]:
-    """What each further child adds to the chance that one of them is accepted; never more than the one before adds."""
-    if children is Children.TOP:
-        yield from (chance for _, _, chance, _ in drafts)
+    """What each further child adds to the probability that one of them is accepted; never more than the one before
+    adds."""
+    if children is Children.TOP_K:
+        yield from (prob for _, _, prob, _ in drafts)
         return
     before, more = 0.0, 1.0
     for count in range(1, len(drafts) + 1):
-        together = sum(_chances(drafts[:count], children))
+        together = sum(_probs(drafts[:count], children))
         more = min(more, together - before)
         yield more
         before = together
 
 
-def _chances(chosen: Sequence[Draft], children: Children) -> list[float]:
-    """Each child's chance of acceptance, the guessed ones first."""
-    fixed = _guessed(len(chosen), children)
-    chances = [chance for _, _, chance, _ in chosen[:fixed]]
+def _probs(chosen: Sequence[Draft], children: Children) -> list[float]:
+    """Each child's probability of acceptance, the top-k ones first."""
+    fixed = _top_k_count(len(chosen), children)
+    probs = [prob for _, _, prob, _ in chosen[:fixed]]
     rejected = 1.0
-    for _, _, _, drawn in chosen[fixed:]:  # tried one after the other
-        chances.append(rejected * drawn)
-        rejected *= 1 - drawn
-    return chances
+    for _, _, _, sampled in chosen[fixed:]:  # tried one after the other
+        probs.append(rejected * sampled)
+        rejected *= 1 - sampled
+    return probs
 
 
-def _guessed(count: int, children: Children) -> int:
-    """How many of so many children are guessed rather than drawn."""
-    return {Children.TOP: count, Children.TOP_AND_DRAWN: count - 1, Children.DRAWN: 0}[children]
+def _top_k_count(count: int, children: Children) -> int:
+    """How many of so many children are the most likely ones rather than sampled."""
+    return {Children.TOP_K: count, Children.TOP_K_AND_SAMPLED: count - 1, Children.SAMPLED: 0}[children]
 
 
 def _add(
@@ -274,37 +279,37 @@ def _add(
 
     Args:
         row: gets the children.
-        chosen: the drafts whose places they take, by the node's own place in the level.
-        q_draft_WD: the heads' distribution behind each of these nodes, in this order; None when nothing is drawn.
+        chosen: the drafts that they replace, by the node's own index in the level.
+        q_draft_WD: the heads' distribution after each of these nodes, in this order; None when nothing is drawn.
         draft_to_target_D: the target's token of each draft token.
         request: of the decode loop.
         number: of the row.
 
     Returns:
-        The new nodes, each with its parent's place in the level.
+        The new nodes, each with its parent's index in the level.
     """
-    fixed = [_guessed(len(drafts), request.children) for drafts in chosen.values()]
-    drawn: list[list[int]] = [[] for _ in chosen]
+    fixed = [_top_k_count(len(drafts), request.children) for drafts in chosen.values()]
+    sampled: list[list[int]] = [[] for _ in chosen]
     if q_draft_WD is not None:
         own = [[index for index, *_ in drafts[:known]] for drafts, known in zip(chosen.values(), fixed, strict=True)]
-        places = [place for place, indices in enumerate(own) for _ in indices]
-        q_draft_WD[places, [index for indices in own for index in indices]] = 0.0
+        positions = [position for position, indices in enumerate(own) for _ in indices]
+        q_draft_WD[positions, [index for indices in own for index in indices]] = 0.0
         q_draft_WD /= q_draft_WD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         counts = [len(drafts) - known for drafts, known in zip(chosen.values(), fixed, strict=True)]
-        drawn = _draws(q_draft_WD, counts, request.streams[number])
-    drawn_tokens = iter(draft_to_target_D[list(chain.from_iterable(drawn))].tolist() if any(drawn) else ())
+        sampled = _draws(q_draft_WD, counts, request.streams[number])
+    sampled_tokens = iter(draft_to_target_D[list(chain.from_iterable(sampled))].tolist() if any(sampled) else ())
     grown: list[tuple[int, int]] = []
-    for place, (above, drafts) in enumerate(chosen.items()):
+    for position, (above, drafts) in enumerate(chosen.items()):
         node, _ = row.level[above]
-        tokens = [token for _, token, _, _ in drafts[: fixed[place]]]
-        tokens += islice(drawn_tokens, len(drawn[place]))
-        chances = _chances(drafts, request.children)[: len(tokens)]
+        tokens = [token for _, token, _, _ in drafts[: fixed[position]]]
+        tokens += islice(sampled_tokens, len(sampled[position]))
+        probs = _probs(drafts, request.children)[: len(tokens)]
         children = [
-            row.add(node, token, row.gains[node] * chance) for token, chance in zip(tokens, chances, strict=True)
+            row.add(node, token, row.accept_probs[node] * prob) for token, prob in zip(tokens, probs, strict=True)
         ]
         grown += [(child, above) for child in children]
-        if q_draft_WD is not None and drawn[place]:
-            row.drawn[node] = Drawn(children[fixed[place] :], q_draft_WD[place], draft_to_target_D)
+        if q_draft_WD is not None and sampled[position]:
+            row.sampled[node] = SampledChildren(children[fixed[position] :], q_draft_WD[position], draft_to_target_D)
     return grown
 
 
@@ -313,16 +318,16 @@ def _draws(q_draft_WD: Tensor, counts: Sequence[int], stream: torch.Generator) -
     found: list[list[int]] = [[] for _ in counts]
     for turn in range(max(counts)):
         index_W = draw_each(q_draft_WD, stream)
-        for place, index in enumerate(index_W.tolist()):
-            if turn < counts[place] and index < q_draft_WD.shape[1]:
-                found[place].append(index)
+        for position, index in enumerate(index_W.tolist()):
+            if turn < counts[position] and index < q_draft_WD.shape[1]:
+                found[position].append(index)
         if turn + 1 < max(counts):
             q_draft_WD = q_draft_WD.scatter(1, index_W[:, None].clamp(max=q_draft_WD.shape[1] - 1), 0.0)
     return found
 
 
 def _next_level(rows: Sequence[_Growing], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens of the level's nodes and their parents' places in the level before, [B, W], short rows padded."""
+    """Tokens of the level's nodes and their parents' indices in the level before, [B, W], short rows padded."""
     width = max(len(row.level) for row in rows)
     tokens, parents = [], []
     for row in rows:

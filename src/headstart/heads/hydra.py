@@ -7,8 +7,8 @@ which are what stands on an accepted path. On tokens a b c d e f, from the state
 >>> import torch
 >>> text = "abcdef"
 >>> for step in range(3):
-...     origin_M = positions(torch.tensor([[False, False, True, True, True, True]]), step)[:1]
-...     read = " ".join(text[place] for place in read_places(origin_M, step)[0])
+...     origin_M = supervised_origins(torch.tensor([[False, False, True, True, True, True]]), step)[:1]
+...     read = " ".join(text[index] for index in read_positions(origin_M, step)[0])
 ...     print(f"head {step}: state({text[origin_M]}) {read} -> {text[origin_M + step + 2]}")
 head 0: state(b) c -> d
 head 1: state(b) c d -> e
@@ -17,7 +17,7 @@ head 2: state(b) c d e -> f
 Hydra++ (`prefix_attention`, with `num_layers: 4`) replaces h_t by the output of a decoder layer of the heads' own over
 the final states of the whole text. It runs once for each committed token, not for each draft.
 
-While drafting, a node keeps what its head read, and its children put their own embedding behind it. Partial sums would
+While drafting, a node keeps what its head read, and its children append their own embedding. Partial sums would
 save multiplications instead, but a level would then read the maps of all deeper heads as well, and a tree that ends
 early would have read them for nothing; at a few nodes a level, reading weights is what takes the time.
 
@@ -35,7 +35,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, positions, register
+from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, register, supervised_origins
 from headstart.heads.int8_weights import linear
 from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, causal_attention
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
@@ -55,7 +55,7 @@ class HydraConfig(LayerConfig):
     prefix_attention: bool = Field(
         False, description="Put a decoder layer between the target's final states and the heads (Hydra++)."
     )
-    start: Literal["target", "cold"] = Field(
+    init: Literal["target", "random"] = Field(
         "target", description="Start from the target's weights and a linear guess, or from random numbers."
     )
 
@@ -114,7 +114,7 @@ class HydraHead(DraftHead):
         self._embedding_VE: Tensor | None = None
 
     @property
-    def steps(self) -> int:
+    def draft_steps(self) -> int:
         return self.config.num_heads
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class HydraHead(DraftHead):
         """Every head starts as the target's own LM head, cut to the draft vocabulary, on the target's own state."""
         self.bind(target)
         size = self.config.hidden_size
-        if self.config.start == "cold":
+        if self.config.init == "random":
             for head in self._heads():
                 for weight in (head.input_EF, head.lm_head_DE):
                     if weight is not None:
@@ -135,7 +135,7 @@ class HydraHead(DraftHead):
         if self.prefix is not None:
             # Its features are those of the target's last layer; it starts without effect and learns what to add.
             self.prefix.warm_start(target)
-            self.prefix.silence()
+            self.prefix.zero_init()
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
@@ -144,19 +144,19 @@ class HydraHead(DraftHead):
         Ridge regression gives the input map that takes all that the head reads closest to h_{t+k+1}, the state from
         which the target itself predicts head k's token.
         """
-        if self.config.start == "cold":
+        if self.config.init == "random":
             return
         assert self._embedding_VE is not None, "heads are bound to their target"
         size = self.config.hidden_size
-        widths = [(step + 2) * size for step in range(self.steps)]
+        widths = [(step + 2) * size for step in range(self.draft_steps)]
 
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
             final_XE = batch.states[FINAL].flatten(0, 1)
-            origin_M = positions(batch.supervised_BT, self.steps - 1)
-            seen_MF = _seen(*self._inputs(batch), origin_M, self.steps - 1)
-            return seen_MF, [final_XE[origin_M + step + 1] for step in range(self.steps)]
+            origin_M = supervised_origins(batch.supervised_BT, self.draft_steps - 1)
+            seen_MF = _seen(*self._inputs(batch), origin_M, self.draft_steps - 1)
+            return seen_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)]
 
-        maps = LinearStart(widths, size, self._embedding_VE.device).learn(batches, read)
+        maps = LinearStart(widths, size, self._embedding_VE.device).solve(batches, read)
         for head, map_EF in zip(self._heads(), maps, strict=False):
             head.input_EF.copy_(map_EF)
 
@@ -181,14 +181,14 @@ class HydraHead(DraftHead):
         final_BTE, length = batch.states[FINAL], batch.tokens_BT.shape[1]
         embedded_XE = self._embed(batch.tokens_BT, final_BTE).flatten(0, 1)
         if self.prefix is not None:
-            places_1T = torch.arange(length, device=final_BTE.device)[None]
-            turn = self._rotary.at(places_1T, final_BTE.dtype, length)
-            final_BTE = self.prefix.write(final_BTE, causal_attention(*self.prefix.read(final_BTE, turn)))
+            index_1T = torch.arange(length, device=final_BTE.device)[None]
+            rotary = self._rotary.at(index_1T, final_BTE.dtype, length)
+            final_BTE = self.prefix.write(final_BTE, causal_attention(*self.prefix.read(final_BTE, rotary)))
         return final_BTE.flatten(0, 1), embedded_XE
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> HydraState:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> HydraState:
         counts, final_BPE = [len(prompt) for prompt in prompts], states[FINAL]
         cache = None
         if self.prefix is not None:
@@ -196,7 +196,7 @@ class HydraHead(DraftHead):
         final_BE = self._follow(cache, final_BPE, counts, torch.tensor(counts, device=final_BPE.device))
         return HydraState(final_BE, final_BE[:, None], cache)
 
-    def expand(self, state: HydraState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, state: HydraState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         above_BWF = state.final_BE[:, None]
         if depth:
             rows_B1 = torch.arange(len(tokens_BW), device=tokens_BW.device)[:, None]
@@ -205,13 +205,13 @@ class HydraHead(DraftHead):
         head = cast(HydraStep, self.heads[depth])
         return self.finished(linear(head(state.seen_BWF), self._lm_head(head), self.lm_bias_D))
 
-    def observe(self, state: HydraState, committed: Committed) -> None:
+    def commit(self, state: HydraState, committed: Committed) -> None:
         state.final_BE = self._follow(state.cache, committed.states[FINAL], committed.counts, committed.counts_B)
 
-    def select(self, state: HydraState, rows: Sequence[int]) -> None:
+    def reorder(self, state: HydraState, rows: Sequence[int]) -> None:
         state.final_BE = state.final_BE[list(rows)]
         if state.cache is not None:
-            state.cache.select(rows)
+            state.cache.reorder(rows)
 
     @torch.no_grad()
     def _follow(self, cache: LayerCache | None, final_BPE: Tensor, counts: Sequence[int], counts_B: Tensor) -> Tensor:
@@ -220,9 +220,9 @@ class HydraHead(DraftHead):
             return last_states(final_BPE, counts_B)
         device, width = final_BPE.device, final_BPE.shape[1]
         starts, cache.lengths = cache.lengths, [a + b for a, b in zip(cache.lengths, counts, strict=True)]
-        places_BP = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
-        turn = self._rotary.at(places_BP, final_BPE.dtype, max(starts) + width)
-        queries, keys, values = self.prefix.read(final_BPE, turn)
+        index_BP = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        rotary = self._rotary.at(index_BP, final_BPE.dtype, max(starts) + width)
+        queries, keys, values = self.prefix.read(final_BPE, rotary)
         cache.reserve(max(starts) + width)
         cache.put(0, starts, keys, values)
         # Only the last token's output is read: the rest of the layer runs for it alone.
@@ -248,11 +248,11 @@ class HydraHead(DraftHead):
         return embed(tokens, self._embedding_VE, like)
 
 
-def read_places(origin_M: Tensor, step: int) -> Tensor:
-    """Flat positions of the tokens that the head of a step reads, [M, step + 1]: those behind the origin."""
+def read_positions(origin_M: Tensor, step: int) -> Tensor:
+    """Flat positions of the tokens that the head of a step reads, [M, step + 1]: those after the origin."""
     return origin_M[:, None] + torch.arange(1, step + 2, device=origin_M.device)
 
 
 def _seen(final_XE: Tensor, embedded_XE: Tensor, origin_M: Tensor, step: int) -> Tensor:
     """What the head of a step reads, [M, F]: the state at the origin, then the tokens' embeddings, first to last."""
-    return torch.cat([final_XE[origin_M], embedded_XE[read_places(origin_M, step)].flatten(1)], dim=-1)
+    return torch.cat([final_XE[origin_M], embedded_XE[read_positions(origin_M, step)].flatten(1)], dim=-1)

@@ -22,17 +22,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 _FEW_ROWS = 12
 """Rows up to which the product with 8 bits is the faster one: 2 to 3 times up to 4 rows, even at 16."""
-_LEAST = 1 << 16
+_MIN = 1 << 16
 """Numbers of a matrix from which rounding it pays."""
 _BLOCK = 32
 """Inputs are a multiple of it: torch's product reads whole blocks, beyond the end of other rows. Outputs are padded."""
 _ROWS = 4096
 """Outputs that are rounded at a time, in float32."""
-_NAME = "packed"
+_NAME = "int8"
 
 
 @dataclass(frozen=True)
-class Packed:
+class Int8Weight:
     """A matrix in 8 bits: what number (o, i) stands for is `int8_NI[o, i] * scale_N[o]`.
 
     The last rows may be padding.
@@ -49,35 +49,35 @@ class Packed:
 
 
 class Linear(nn.Linear):
-    """A linear map that uses the packed form of its weights when it has one."""
+    """A linear map that uses its 8-bit weights when it has them."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
 def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`F.linear`, in 8 bits where the weight was packed and x [..., I] has few rows."""
-    packed: Packed | None = getattr(weight_NI, _NAME, None)
-    if packed is None or packed.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
+    """`F.linear`, in 8 bits where the weight has them and x [..., I] has few rows."""
+    int8: Int8Weight | None = getattr(weight_NI, _NAME, None)
+    if int8 is None or int8.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
         return F.linear(x, weight_NI, bias_N)
-    if x.numel() > _FEW_ROWS * x.shape[-1] or x.dtype != packed.scale_N.dtype or not x.is_cpu:
+    if x.numel() > _FEW_ROWS * x.shape[-1] or x.dtype != int8.scale_N.dtype or not x.is_cpu:
         return F.linear(x, weight_NI, bias_N)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, packed.int8_NI, packed.scale_N)
+    product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, int8.int8_NI, int8.scale_N)
     product = product[:, : len(weight_NI)].reshape(*x.shape[:-1], len(weight_NI))
     return product if bias_N is None else product + bias_N
 
 
 def unstack(weight_KNI: Tensor) -> list[Tensor]:
-    """The matrices of a stack, with their packed forms."""
+    """The matrices of a stack, with their 8-bit weights."""
     parts = list(weight_KNI.unbind(0))
-    for part, packed in zip(parts, getattr(weight_KNI, _NAME, ()), strict=False):
-        setattr(part, _NAME, packed)
+    for part, int8 in zip(parts, getattr(weight_KNI, _NAME, ()), strict=False):
+        setattr(part, _NAME, int8)
     return parts
 
 
 @torch.no_grad()
-def pack(heads: nn.Module) -> bool:
+def to_int8(heads: nn.Module) -> bool:
     """Keep the large matrices of heads, and stacks of them, in 8 bits, too; says whether there are any.
 
     Does nothing where the heads are not on a CPU, or torch has no such product. What is packed already and did not
@@ -85,13 +85,13 @@ def pack(heads: nn.Module) -> bool:
     """
     found = [weight for weight in _matrices(heads) if weight.is_cpu and _multiplies(weight.dtype)]
     for weight in found:
-        if not _is_packed(weight):
-            whole = _pack(weight) if weight.dim() == 2 else [_pack(part) for part in weight.unbind(0)]
-            setattr(weight, _NAME, whole)
+        if not _is_int8(weight):
+            complete = _pack(weight) if weight.dim() == 2 else [_pack(part) for part in weight.unbind(0)]
+            setattr(weight, _NAME, complete)
     return bool(found)
 
 
-def unpack(heads: nn.Module) -> None:
+def drop_int8(heads: nn.Module) -> None:
     """Drop the forms in 8 bits."""
     for weight in _matrices(heads):
         if hasattr(weight, _NAME):
@@ -105,14 +105,14 @@ def _matrices(heads: nn.Module) -> list[Tensor]:
         for weight in found
         if weight.is_floating_point()
         and weight.dim() in (2, 3)
-        and weight.shape[-2:].numel() >= _LEAST
+        and weight.shape[-2:].numel() >= _MIN
         and not weight.shape[-1] % _BLOCK
     ]
 
 
-def _is_packed(weight: Tensor) -> bool:
+def _is_int8(weight: Tensor) -> bool:
     """Whether its form in 8 bits is there and is that of the numbers it holds now."""
-    known: Packed | list[Packed] | None = getattr(weight, _NAME, None)
+    known: Int8Weight | list[Int8Weight] | None = getattr(weight, _NAME, None)
     first = known[0] if isinstance(known, list) else known
     return first is not None and first.version == _version(weight)
 
@@ -133,7 +133,7 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return bool((product == _BLOCK).all())
 
 
-def _pack(weight_NI: Tensor) -> Packed:
+def _pack(weight_NI: Tensor) -> Int8Weight:
     outputs, inputs = weight_NI.shape
     padded = -(-outputs // _BLOCK) * _BLOCK
     int8_NI = torch.zeros(padded, inputs, dtype=torch.int8)
@@ -143,7 +143,7 @@ def _pack(weight_NI: Tensor) -> Packed:
         rows = slice(start, start + len(part_RI))
         scale_N[rows] = (part_RI.abs().amax(1) / 127).clamp(min=1e-12)
         int8_NI[rows] = (part_RI / scale_N[rows, None].float()).round().clamp(-127, 127).to(torch.int8)
-    return Packed(int8_NI, scale_N, _version(weight_NI))
+    return Int8Weight(int8_NI, scale_N, _version(weight_NI))
 
 
 if hasattr(torch.ops.aten, "_weight_int8pack_mm"):

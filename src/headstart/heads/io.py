@@ -32,20 +32,20 @@ RUN_HEADS = "heads"
 """Where a run keeps the heads that it came to."""
 
 
-def heads_folder(place: Path) -> Path:
+def heads_folder(path: Path) -> Path:
     """Where the heads lie that a user means by a folder: a folder of heads, or that of a run.
 
     Raises:
         UserError: a run that has not come to its heads yet.
     """
-    if (place / CONFIG).is_file() or not (place / RUN_RECIPE).is_file():
-        return place
-    if not (place / RUN_HEADS / CONFIG).is_file():
+    if (path / CONFIG).is_file() or not (path / RUN_RECIPE).is_file():
+        return path
+    if not (path / RUN_HEADS / CONFIG).is_file():
         raise UserError(
-            f"The run in {place} has no heads yet.",
-            f"Finish it: headstart run {place / RUN_RECIPE} --run-dir {place}",
+            f"The run in {path} has no heads yet.",
+            f"Finish it: headstart run {path / RUN_RECIPE} --run-dir {path}",
         )
-    return place / RUN_HEADS
+    return path / RUN_HEADS
 
 
 def save_heads(heads: DraftHead, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
@@ -94,9 +94,9 @@ def settings_of(heads: DraftHead) -> dict[str, Any]:
 def write_weights(heads: DraftHead, path: Path, state: Mapping[str, Tensor] | None = None) -> None:
     """Write everything the heads save (parameters and draft vocabulary) to one safetensors file; see `save_heads`."""
     given = heads.state_dict() if state is None else state
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
+    complete = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
     try:
-        save_file(whole, path, metadata={"format": "pt"})
+        save_file(complete, path, metadata={"format": "pt"})
     except SafetensorError as error:  # its text is all that it says of the system's reason
         if reason := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(path)) from None

@@ -1,6 +1,6 @@
 """A decoder layer that belongs to the heads: Llama's arrangement, warm-started from a layer of the target.
 
-Training reads whole conversations (`chain_attention`), drafting one tree level after the other behind a KV cache
+Training reads whole conversations (`chain_attention`), drafting one tree level after the other with a KV cache
 (`LayerCache`, `cached_attention`). Both give the same numbers.
 
 Shape suffixes: B rows, T tokens, A origins of a row, W nodes, S cache slots in sight, E hidden size, I width of what
@@ -35,7 +35,7 @@ _ROTARY: dict[str, set[str]] = {
     "yarn": {"rope_theta", "factor"},
 }
 """Rotary kinds whose angles depend on the position alone, and the settings that each needs."""
-_LEAST_PLACES = 256
+_MIN_POSITIONS = 256
 """Positions of the first table of angles."""
 _SPARE = 256
 """Cache slots beyond the prompt that a session starts with."""
@@ -74,8 +74,8 @@ class LayerConfig(HeadConfig):
         if act in ACT2FN:
             found["hidden_act"] = act
         if rope.get("partial_rotary_factor", 1.0) == 1.0 and "rope_theta" in rope:
-            whole = rope.get("rope_type", "default") in _ROTARY
-            found["rope_parameters"] = rope if whole else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+            complete = rope.get("rope_type", "default") in _ROTARY
+            found["rope_parameters"] = rope if complete else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         return found
 
     @field_validator("hidden_act")
@@ -94,7 +94,7 @@ class LayerConfig(HeadConfig):
         if missing := sorted(name for name in _ROTARY[kind] if not isinstance(rope.get(name), int | float)):
             raise ValueError(f"{kind} positions need a number as {missing[0]}")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("the layers of the heads turn whole heads: partial_rotary_factor can only be 1")
+            raise ValueError("the layers of the heads rotate all of a head: partial_rotary_factor can only be 1")
         return {"rope_type": kind, **rope}
 
 
@@ -109,7 +109,7 @@ class Rotary:
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def at(self, positions_BT: Tensor, dtype: torch.dtype, stop: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [B, T, d] of these positions; those behind the longest context take its last.
+        """(cos, sin) [B, T, d] of these positions; those after the longest context take its last.
 
         Args:
             positions_BT: int64.
@@ -136,9 +136,9 @@ class Rotary:
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=config.rope_parameters,
         )
-        places = min(config.max_position_embeddings, max(_LEAST_PLACES, 1 << (needed - 1).bit_length()))
-        places_1P = torch.arange(places)[None]
-        cos, sin = LlamaRotaryEmbedding(llama)(torch.zeros(1), places_1P)
+        indices = min(config.max_position_embeddings, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
+        index_1P = torch.arange(indices)[None]
+        cos, sin = LlamaRotaryEmbedding(llama)(torch.zeros(1), index_1P)
         return cos[0].to(device, dtype), sin[0].to(device, dtype)
 
 
@@ -165,7 +165,7 @@ class DraftLayer(nn.Module):
             )
         if config.head_dim % 2:
             raise UserError(
-                f"heads.head_dim is {config.head_dim}, and rotary positions turn pairs of numbers.",
+                f"heads.head_dim is {config.head_dim}, and rotary positions rotate pairs of numbers.",
                 "Give an even number, or leave it out for the target's own.",
             )
         self.input_norm = nn.RMSNorm(inputs, config.rms_norm_eps) if input_norm else None
@@ -185,31 +185,31 @@ class DraftLayer(nn.Module):
         rows, width = x_BTI.shape[:2]
         all_BHTd = self.qkv(x_BTI).view(rows, width, -1, size).transpose(1, 2)
         heads = config.num_attention_heads
-        turned_BHTd = _rotate(all_BHTd[:, : heads + kv_heads], *rotary)
-        queries = turned_BHTd[:, :heads].reshape(rows, kv_heads, heads // kv_heads, width, size)
-        return queries, turned_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
+        rotated_BHTd = _rotate(all_BHTd[:, : heads + kv_heads], *rotary)
+        queries = rotated_BHTd[:, :heads].reshape(rows, kv_heads, heads // kv_heads, width, size)
+        return queries, rotated_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
 
     def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
-        """The stream behind this layer, from the stream before it and what attention brought."""
+        """The stream after this layer, from the stream before it and what attention brought."""
         x_BTE = residual_BTE + self.o(by_token(mixed_BNGTd))
         gate_BTF, up_BTF = self.gate_up(normed(self.mlp_norm, x_BTE)).chunk(2, dim=-1)
         stream_BTE: Tensor = x_BTE + self.down(self._act(gate_BTF) * up_BTF)
         return stream_BTE
 
     @torch.no_grad()
-    def silence(self) -> None:
+    def zero_init(self) -> None:
         """Let the layer add nothing to the stream for now; what it reads and computes stays, and learns what to add."""
         self.o.weight.zero_()
         self.down.weight.zero_()
 
     @torch.no_grad()
-    def warm_start(self, target: Target, number: int = -1, behind: int = 0) -> None:
+    def warm_start(self, target: Target, number: int = -1, offset: int = 0) -> None:
         """Take over a layer of the target, as far as it is built alike; the rest starts without any effect.
 
         Args:
             target: the frozen model.
             number: of its layer.
-            behind: columns of the input before those that the target's layer knows; they start at zero.
+            offset: columns of the input before those that the target's layer knows; they start at zero.
         """
         config, layer = self.config, cast(Any, target.layers[number])
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
@@ -224,12 +224,12 @@ class DraftLayer(nn.Module):
         self.o.weight.zero_()
         if query and key and value and sizes == [count * config.head_dim for count in heads]:
             scale = getattr(attention, "scaling", config.head_dim**-0.5) / config.head_dim**-0.5
-            self.qkv.weight[:, :behind] = 0
-            self.qkv.weight[:, behind:] = torch.cat([scale * query.weight, key.weight, value.weight])
+            self.qkv.weight[:, :offset] = 0
+            self.qkv.weight[:, offset:] = torch.cat([scale * query.weight, key.weight, value.weight])
             if self.input_norm is not None:
                 self.input_norm.weight.copy_(norm_scale(norm, self.input_norm.weight))
             alike = plain and _is_rms(norm) and _without_bias(query, key, value, out)
-            if out and alike and not hasattr(attention, "q_norm") and self._turns_as(target, attention):
+            if out and alike and not hasattr(attention, "q_norm") and self._rotary_as(target, attention):
                 self.o.weight.copy_(share * out.weight)
 
         gate, up, down = (_linear(mlp, f"{name}_proj") for name in ("gate", "up", "down"))
@@ -242,11 +242,11 @@ class DraftLayer(nn.Module):
             self.down.weight.copy_(share * down.weight)
             self.mlp_norm.weight.copy_(norm_scale(norm, self.mlp_norm.weight))
 
-    def _turns_as(self, target: Target, attention: object) -> bool:
+    def _rotary_as(self, target: Target, attention: object) -> bool:
         """Whether the target's attention turns queries and keys by position as this layer does."""
-        turn = getattr(sys.modules[type(attention).__module__], "rotate_half", rotate_half)
+        rotary = getattr(sys.modules[type(attention).__module__], "rotate_half", rotate_half)
         x_4 = torch.arange(4.0)
-        return self.config.rope_parameters == _rope(target) and torch.equal(turn(x_4), rotate_half(x_4))
+        return self.config.rope_parameters == _rope(target) and torch.equal(rotary(x_4), rotate_half(x_4))
 
 
 def _rope(target: Target) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def _is_rms(norm: Any) -> bool:
 
 
 class LayerCache:
-    """Keys and values of committed tokens, and behind them those of the tree that is being drafted.
+    """Keys and values of committed tokens, and after them those of the tree that is being drafted.
 
     Args:
         config: sizes.
@@ -310,7 +310,7 @@ class LayerCache:
         keys[rows_B1, :, slots_BT] = keys_BNTd.transpose(1, 2)
         values[rows_B1, :, slots_BT] = values_BNTd.transpose(1, 2)
 
-    def select(self, rows: Sequence[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self.kv = [(keys[list(rows)], values[list(rows)]) for keys, values in self.kv]
         self.lengths = [self.lengths[row] for row in rows]
@@ -356,7 +356,7 @@ def chain_attention(
         queries_BNGAd: one query an origin.
         keys_BNTd: of the text.
         values_BNTd: of the text.
-        hidden_BAT: bool, places of the text behind the origin.
+        hidden_BAT: bool, positions of the text after the origin, which it must not see.
         chain: keys and values [B, N, A, d] of the origin's own drafted tokens, first to last, this step's included.
 
     Returns:
@@ -399,5 +399,5 @@ def norm_scale(norm: nn.Module | None, like: Tensor) -> Tensor:
 
 def _rotate(x_BHTd: Tensor, cos_BTd: Tensor, sin_BTd: Tensor) -> Tensor:
     left, right = x_BHTd.chunk(2, dim=-1)
-    turned: Tensor = x_BHTd * cos_BTd[:, None] + torch.cat([-right, left], dim=-1) * sin_BTd[:, None]
-    return turned
+    rotated: Tensor = x_BHTd * cos_BTd[:, None] + torch.cat([-right, left], dim=-1) * sin_BTd[:, None]
+    return rotated

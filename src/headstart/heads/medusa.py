@@ -7,7 +7,7 @@ target's own LM head predicts token t + 1. On tokens a b c d e (positions 0-4), 
 
 >>> import torch
 >>> supervised = torch.tensor([[False, False, True, True, True]])
->>> [positions(supervised, step).tolist() for step in range(2)]
+>>> [supervised_origins(supervised, step).tolist() for step in range(2)]
 [[1, 2], [1]]
 
 Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, F what a head reads, M predictions, K heads,
@@ -25,7 +25,15 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.heads.base import HeadBatch, HeadConfig, OneForwardHead, StepPrediction, origins, positions, register
+from headstart.heads.base import (
+    HeadBatch,
+    HeadConfig,
+    OneForwardHead,
+    StepPrediction,
+    origins,
+    register,
+    supervised_origins,
+)
 from headstart.heads.exchange import detached
 from headstart.heads.int8_weights import linear, unstack
 from headstart.heads.published import Layout, Published
@@ -100,7 +108,7 @@ class MedusaHead(OneForwardHead):
         self._embedding_VE: Tensor | None = None
 
     @property
-    def steps(self) -> int:
+    def draft_steps(self) -> int:
         return self.config.num_heads
 
     def warm_start(self, target: Target) -> None:
@@ -123,12 +131,12 @@ class MedusaHead(OneForwardHead):
             return
         size = self.config.hidden_size
         inputs = 2 * size if self.config.see_root else size
-        start = LinearStart([inputs] * self.steps, size)
+        start = LinearStart([inputs] * self.draft_steps, size)
         for batch in batches:
             final_XE = batch.states[FINAL].flatten(0, 1)
-            origin_M = positions(batch.supervised_BT, self.steps - 1)
+            origin_M = supervised_origins(batch.supervised_BT, self.draft_steps - 1)
             seen_MF = self.read(final_XE[origin_M], batch.tokens_BT.flatten()[origin_M + 1])
-            start.add(seen_MF, [final_XE[origin_M + step + 1] for step in range(self.steps)])
+            start.add(seen_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)])
         for step, map_EF in enumerate(start.maps()):
             if self.input_KEF is not None:
                 self.input_KEF.data[step] = map_EF
@@ -153,9 +161,9 @@ class MedusaHead(OneForwardHead):
         Unbound once rather than indexed head by head: the gradient of an index is a whole table of zeros with one
         head filled in, and adding four of those was a fifth of a training step.
         """
-        lm_heads = [self.lm_head_DE] * self.steps if self.config.shared_lm_head else unstack(self.lm_head_KDE)
+        lm_heads = [self.lm_head_DE] * self.draft_steps if self.config.shared_lm_head else unstack(self.lm_head_KDE)
         blocks = self.block_weight_KLEE.unbind(0), self.block_bias_KLE.unbind(0)
-        maps = [None] * self.steps if self.input_KEF is None else unstack(self.input_KEF)
+        maps = [None] * self.draft_steps if self.input_KEF is None else unstack(self.input_KEF)
         return list(zip(maps, *blocks, lm_heads, strict=True))
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
@@ -190,7 +198,7 @@ class MedusaHead(OneForwardHead):
         tensors = {
             f"blocks.{head}.layers.{block}.{name}": stacked[head, block]
             for name, stacked in (("weight", self.block_weight_KLEE), ("bias", self.block_bias_KLE))
-            for head in range(self.steps)
+            for head in range(self.draft_steps)
             for block in range(config.num_layers)
         }
         if config.shared_lm_head:
@@ -201,7 +209,7 @@ class MedusaHead(OneForwardHead):
             layout=Layout.MEDUSA,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            steps=self.steps,
+            steps=self.draft_steps,
             tensors=detached(tensors),
             draft_ids_D=self.draft_to_target_D.cpu().clone() if config.draft_vocab_size else None,
             num_layers=config.num_layers,
@@ -236,7 +244,7 @@ class MedusaHead(OneForwardHead):
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> MedusaState:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> MedusaState:
         counts_B = torch.tensor([len(prompt) for prompt in prompts], device=states[FINAL].device)
         final_BE = last_states(states[FINAL], counts_B)
         return MedusaState(final_BE, final_BE)
@@ -250,8 +258,8 @@ class MedusaHead(OneForwardHead):
             logits.append(linear(hidden_BE, lm_head_DE, self.lm_bias_D))
         return self.finished(torch.stack(logits, dim=1))
 
-    def observe(self, state: MedusaState, committed: Committed) -> None:
+    def commit(self, state: MedusaState, committed: Committed) -> None:
         state.final_BE = last_states(committed.states[FINAL], committed.counts_B)
 
-    def select(self, state: MedusaState, rows: Sequence[int]) -> None:
+    def reorder(self, state: MedusaState, rows: Sequence[int]) -> None:
         state.final_BE = state.final_BE[list(rows)]

@@ -2,11 +2,11 @@
 
 Three arrangements are published. Their tensors carry the field's common names here:
 
-    eagle3  `fc.weight` [E, taps * E]; `layers.0.input_layernorm.weight` (of the embedding) and
+    eagle3  `fc.weight` [E, aux layers * E]; `layers.0.input_layernorm.weight` (of the embedding) and
             `layers.0.hidden_norm.weight` (of the fused state); `layers.{i}.self_attn.{q,k,v,o}_proj.weight`, the first
             layer's q, k and v reading [embedding; state]; `layers.{i}.post_attention_layernorm.weight`,
-            `layers.{i}.mlp.{gate,up,down}_proj.weight`; `norm.weight`; `lm_head.weight` [D, E]; with `tap_norms`
-            `fc_norm.{tap}.weight`; with `norm_before_fc` one `input_norm.weight` [taps * E]
+            `layers.{i}.mlp.{gate,up,down}_proj.weight`; `norm.weight`; `lm_head.weight` [D, E]; with `aux_norms`
+            `fc_norm.{tap}.weight`; with `norm_before_fc` one `input_norm.weight` [aux layers * E]
     eagle   `fc.weight` [E, 2 * E], embedding first, and `fc.bias`; `layers.0.*` as above without the two norms of the
             input; `embed_tokens.weight` where it is not the target's own
     medusa  `blocks.{head}.layers.{block}.{weight,bias}`, and `lm_heads.{head}.weight` [D, E], or one
@@ -63,12 +63,12 @@ class Published:
         draft_ids_D: the target's token id of each draft token; None when all of them are drafted.
         layer: of the decoder layers; None for heads without.
         num_layers: decoder layers, or blocks of a Medusa head.
-        taps: indices of transformers' `hidden_states` that are fused; empty where the state after the final norm is
-            read.
+        aux_layers: indices of transformers' `hidden_states` that are fused; empty where the state after the final
+            norm is read.
         norm_before_residual: the first layer adds to the normed state instead of the state.
         norm_output: what is fed back went through the final norm.
-        tap_norms: each tapped state is normed before the fusion.
-        norm_before_fc: all tapped states together are normed before the fusion.
+        aux_norms: each aux state is normed before the fusion.
+        norm_before_fc: all aux states together are normed before the fusion.
         normed_embeddings: `embed_tokens.weight` holds the target's embeddings, each normed.
     """
 
@@ -80,10 +80,10 @@ class Published:
     draft_ids_D: Tensor | None = None
     layer: LayerSizes | None = None
     num_layers: int = 1
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     norm_before_residual: bool = False
     norm_output: bool = False
-    tap_norms: bool = False
+    aux_norms: bool = False
     norm_before_fc: bool = False
     normed_embeddings: bool = False
 
@@ -108,8 +108,8 @@ class Published:
 
 
 _SETTINGS = (
-    *("hidden_size", "vocab_size", "num_layers", "taps"),
-    *("norm_before_residual", "norm_output", "tap_norms", "norm_before_fc"),
+    *("hidden_size", "vocab_size", "num_layers", "aux_layers"),
+    *("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"),
 )
 
 
@@ -133,11 +133,11 @@ def expected_tensors(published: Published) -> dict[str, tuple[int, ...]]:
         wanted |= layer_tensors(published.layer, size, first, number)
     if published.layout is Layout.EAGLE:
         return {"fc.weight": (size, 2 * size), **wanted}
-    taps = len(published.taps)
+    taps = len(published.aux_layers)
     wanted["layers.0.hidden_norm.weight"] = (size,)
     for number in range(published.num_layers):
         wanted[f"layers.{number}.input_layernorm.weight"] = (size,)
-    if published.tap_norms:
+    if published.aux_norms:
         wanted |= {f"fc_norm.{tap}.weight": (size,) for tap in range(taps)}
     if published.norm_before_fc:
         wanted["input_norm.weight"] = (taps * size,)

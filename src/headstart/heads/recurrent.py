@@ -41,7 +41,7 @@ from headstart.proposal import Committed
 from headstart.target import Target
 
 _WORTH_A_COPY = 0.9
-"""Origins of a batch are packed anew when fewer than this share of them go on."""
+"""Origins of a batch are copied together again when fewer than this share of them go on."""
 
 
 @dataclass
@@ -50,12 +50,12 @@ class RecurrentState:
 
     Attributes:
         cache: keys and values of the entries so far.
-        seen_BPX: target states of committed tokens whose entries are not in the cache yet.
-        tokens_BP: the token behind each of them; that of a row's last one is the root, known when drafting begins.
+        seen_BPX: target states of committed tokens whose keys and values are not in the cache yet.
+        tokens_BP: the token after each of them; that of a row's last one is the root, known when drafting begins.
         counts: how many are real, for each row.
         drafted: whether their entries were computed (with the root) in this round.
-        base: slot of each row's root entry.
-        fed_BWE: what the nodes of the last level feed back.
+        base: cache slot of each row's root.
+        feedback_BWE: what the nodes of the last level feed back.
         visible_BWS: nodes of this round that each node of the last level sees, by order of drafting.
     """
 
@@ -65,31 +65,31 @@ class RecurrentState:
     counts: list[int]
     drafted: bool = False
     base: list[int] | None = None
-    fed_BWE: Tensor | None = None
+    feedback_BWE: Tensor | None = None
     visible_BWS: Tensor | None = None
 
 
 class RecurrentHead(DraftHead):
-    """A stack of decoder layers over (state, next token's embedding); families say how the two enter and leave.
+    """A stack of decoder layers over (state, next token's embedding); families say what goes in and what comes out.
 
     Args:
         config: sizes.
-        steps: K, in training and drafting.
-        layers: from the first, which reads what `enter` mixes, to the last.
+        draft_steps: K, in training and drafting.
+        layers: from the first, which reads what `layer_input` mixes, to the last.
     """
 
     config: LayerConfig
 
-    def __init__(self, config: LayerConfig, steps: int, layers: Sequence[DraftLayer]) -> None:
+    def __init__(self, config: LayerConfig, draft_steps: int, layers: Sequence[DraftLayer]) -> None:
         super().__init__(config)
-        self._steps = steps
+        self._draft_steps = draft_steps
         self.layers = nn.ModuleList(layers)
         self._rotary = Rotary(config)
         self._embedding_VE: Tensor | None = None
 
     @property
-    def steps(self) -> int:
-        return self._steps
+    def draft_steps(self) -> int:
+        return self._draft_steps
 
     @property
     def stack(self) -> list[DraftLayer]:
@@ -103,19 +103,19 @@ class RecurrentHead(DraftHead):
     # -- what a family says --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def see(self, states: dict[int, Tensor]) -> Tensor:
+    def select_states(self, states: dict[int, Tensor]) -> Tensor:
         """What is read of the target's states, [..., X]."""
 
     @abstractmethod
-    def fuse(self, seen: Tensor) -> Tensor:
+    def project(self, seen: Tensor) -> Tensor:
         """From what was read of the target to the form that is fed back, [..., E]."""
 
     @abstractmethod
-    def enter(self, fed: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """What the first layer's attention reads [..., I] and the stream that it adds to [..., E]."""
 
     @abstractmethod
-    def leave(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """From the last layer's stream: what the LM head reads, and what is fed back, both [..., E]."""
 
     @property
@@ -123,7 +123,7 @@ class RecurrentHead(DraftHead):
     def lm_head_DE(self) -> Tensor:
         """The LM head over the draft vocabulary."""
 
-    def feature(self, fed_ME: Tensor) -> Tensor | None:
+    def feature(self, feedback_ME: Tensor) -> Tensor | None:
         """What is fed back, where it stands for the target's FINAL state."""
         return None
 
@@ -141,56 +141,56 @@ class RecurrentHead(DraftHead):
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         text: _Text | None = None
-        for step in range(self.steps):
+        for step in range(self.draft_steps):
             origin_M = origins(batch, step)
             if not len(origin_M):
                 return
             if text is None:
-                text = _Text(self, self.fuse(self.see(batch.states)), batch.tokens_BT, origin_M)
+                text = _Text(self, self.project(self.select_states(batch.states)), batch.tokens_BT, origin_M)
             else:
                 text.keep(origin_M)
-            hidden_BAE, text.fed_BAE = self.leave(text.step(step))
-            feature_ME = self.feature(text.fed_BAE[text.real_BA])
+            hidden_BAE, text.feedback_BAE = self.layer_output(text.step(step))
+            feature_ME = self.feature(text.feedback_BAE[text.real_BA])
             own = (feature_ME, self.lm_bias_D, self.finish)
             hidden_ME = hidden_BAE[text.real_BA]
             yield StepPrediction(hidden_ME, self.lm_head_DE, origin_M + step + 1, origin_M, *own)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
-    def open(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> RecurrentState:
-        seen_BPX = self.see(states)
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> RecurrentState:
+        seen_BPX = self.select_states(states)
         width = seen_BPX.shape[1]
         following = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
         cache = LayerCache(self.config, len(self.layers), len(prompts), width, seen_BPX)
         tokens_BP = torch.tensor(following, device=seen_BPX.device)
         return RecurrentState(cache, seen_BPX, tokens_BP, [len(prompt) for prompt in prompts])
 
-    def expand(self, state: RecurrentState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, state: RecurrentState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         cache, device = state.cache, tokens_BW.device
         rows_B = torch.arange(len(tokens_BW), device=device)
         if depth == 0:
             last_B = torch.tensor(state.counts, device=device) - 1
             tokens_BP = state.tokens_BP.index_put((rows_B, last_B), tokens_BW[:, 0])
-            stream_BWE = self._run(state, self.fuse(state.seen_BPX), tokens_BP, cache.lengths, None, 0, last_B)
+            stream_BWE = self._run(state, self.project(state.seen_BPX), tokens_BP, cache.lengths, None, 0, last_B)
             state.base = [length + count - 1 for length, count in zip(cache.lengths, state.counts, strict=True)]
             state.visible_BWS = torch.zeros(len(rows_B), 1, 0, dtype=torch.bool, device=device)
             state.drafted = True
         else:
-            assert state.base is not None and state.fed_BWE is not None and state.visible_BWS is not None, (
+            assert state.base is not None and state.feedback_BWE is not None and state.visible_BWS is not None, (
                 "levels in order"
             )
             width = tokens_BW.shape[1]
             above_BWS = state.visible_BWS[rows_B[:, None], parents_BW]
             own = torch.eye(width, dtype=torch.bool, device=device).expand(len(rows_B), width, width)
             state.visible_BWS = torch.cat([above_BWS, own], dim=-1)
-            fed_BWE = state.fed_BWE[rows_B[:, None], parents_BW]
+            feedback_BWE = state.feedback_BWE[rows_B[:, None], parents_BW]
             starts = [base + 1 + above_BWS.shape[2] for base in state.base]
-            stream_BWE = self._run(state, fed_BWE, tokens_BW, starts, state.visible_BWS, depth)
-        hidden_BWE, state.fed_BWE = self.leave(stream_BWE)
+            stream_BWE = self._run(state, feedback_BWE, tokens_BW, starts, state.visible_BWS, depth)
+        hidden_BWE, state.feedback_BWE = self.layer_output(stream_BWE)
         return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
-    def observe(self, state: RecurrentState, committed: Committed) -> None:
-        seen_BPX, tokens_BP, counts = self.see(committed.states), committed.tokens_BP, committed.counts
+    def commit(self, state: RecurrentState, committed: Committed) -> None:
+        seen_BPX, tokens_BP, counts = self.select_states(committed.states), committed.tokens_BP, committed.counts
         if state.drafted:  # the entries of what was pending are in the cache, with the root that is now committed
             state.cache.lengths = [a + b for a, b in zip(state.cache.lengths, state.counts, strict=True)]
             state.seen_BPX, state.counts, state.drafted = seen_BPX, counts, False
@@ -204,8 +204,8 @@ class RecurrentHead(DraftHead):
             state.seen_BPX[row, start : start + count] = seen_BPX[row, :count]
             state.tokens_BP[row, start - 1 : start - 1 + count] = tokens_BP[row, :count]
 
-    def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
-        state.cache.select(rows)
+    def reorder(self, state: RecurrentState, rows: Sequence[int]) -> None:
+        state.cache.reorder(rows)
         state.seen_BPX, state.tokens_BP = state.seen_BPX[list(rows)], state.tokens_BP[list(rows)]
         state.counts = [state.counts[row] for row in rows]
         state.drafted = False
@@ -213,7 +213,7 @@ class RecurrentHead(DraftHead):
     def _run(
         self,
         state: RecurrentState,
-        fed_BWE: Tensor,
+        feedback_BWE: Tensor,
         tokens_BW: Tensor,
         starts: Sequence[int],
         visible_BWS: Tensor | None,
@@ -224,8 +224,8 @@ class RecurrentHead(DraftHead):
 
         Args:
             state: of the session.
-            fed_BWE: what enters.
-            tokens_BW: the token behind each entry.
+            feedback_BWE: what the first layer reads beside the embeddings.
+            tokens_BW: the token after each entry.
             starts: first slot of each row.
             visible_BWS: drafted nodes that each sees; None for entries of the text, which see all before them.
             depth: of the nodes.
@@ -242,19 +242,19 @@ class RecurrentHead(DraftHead):
             steps_W = torch.arange(width, device=device)
             visible_BWS = (steps_W <= steps_W[:, None]).expand(len(starts), width, width)
         else:
-            assert state.base is not None, "nodes stand behind a root"
+            assert state.base is not None, "drafted nodes are below a root"
             first = [base + 1 for base in state.base]
             steps_W = torch.full((width,), depth - 1, device=device)
         positions_BW = torch.tensor(first, device=device)[:, None] + steps_W
         chain = visible_BWS.shape[2] == max(1, depth)  # every level so far had a single node
         mask = _allowed(visible_BWS, first, slots, chain)
-        attended_BWI, stream_BWE = self.enter(fed_BWE, self._embed(tokens_BW, fed_BWE))
-        turn = self._rotary.at(positions_BW, fed_BWE.dtype, slots)
+        attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self._embed(tokens_BW, feedback_BWE))
+        rotary = self._rotary.at(positions_BW, feedback_BWE.dtype, slots)
         for number, layer in enumerate(self.stack):
-            queries, keys, values = layer.read(attended_BWI, turn)
+            queries, keys, values = layer.read(attended_BWI, rotary)
             cache.put(number, starts, keys, values)
             if last_B is not None and number == len(self.layers) - 1:
-                # Only the root's entry is drafted from: behind the last keys and values the layer runs for it alone.
+                # Only the root's entry is drafted from: after the last keys and values the layer runs for it alone.
                 rows_B = torch.arange(len(last_B), device=device)
                 queries = queries[rows_B, :, :, last_B][:, :, :, None]
                 stream_BWE = stream_BWE[rows_B, last_B][:, None]
@@ -269,70 +269,70 @@ def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool)
 
     Args:
         visible_BWS: new slots, from `first` on, that it sees.
-        first: of each row, behind the text.
+        first: of each row, after the text.
         slots: in all.
         chain: whether the new slots are a chain that ends with a single new entry, which then sees all of them.
     """
     rows, width, new = visible_BWS.shape
     if rows == 1:
         return None if chain else F.pad(visible_BWS, (first[0], 0), value=True)
-    place_BS = torch.arange(slots, device=visible_BWS.device) - torch.tensor(first, device=visible_BWS.device)[:, None]
-    inside_BWS = visible_BWS.gather(2, place_BS.clamp(0, new - 1)[:, None].expand(-1, width, -1))
-    return (place_BS < 0)[:, None] | (inside_BWS & ((place_BS >= 0) & (place_BS < new))[:, None])
+    index_BS = torch.arange(slots, device=visible_BWS.device) - torch.tensor(first, device=visible_BWS.device)[:, None]
+    inside_BWS = visible_BWS.gather(2, index_BS.clamp(0, new - 1)[:, None].expand(-1, width, -1))
+    return (index_BS < 0)[:, None] | (inside_BWS & ((index_BS >= 0) & (index_BS < new))[:, None])
 
 
 class _Text:
     """One batch of conversations while its origins are unrolled: the entries of the text, and each origin's own.
 
     Attributes:
-        place_BA: places of the origins, short rows padded with place 0.
+        index_BA: positions of the origins, short rows padded with 0.
         real_BA: which of them are not padding.
-        fed_BAE: what the step before feeds back; at step 0 the text's own, [B, T, E].
+        feedback_BAE: what the step before feeds back; at step 0 the text's own, [B, T, E].
     """
 
-    def __init__(self, heads: RecurrentHead, fed_BTE: Tensor, tokens_BT: Tensor, origin_M: Tensor) -> None:
-        self.heads, self.tokens_BT, self.fed_BAE = heads, tokens_BT, fed_BTE
-        self.place_BA, self.real_BA = _by_row(origin_M, tokens_BT.shape)
+    def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, tokens_BT: Tensor, origin_M: Tensor) -> None:
+        self.heads, self.tokens_BT, self.feedback_BAE = heads, tokens_BT, feedback_BTE
+        self.index_BA, self.real_BA = _by_row(origin_M, tokens_BT.shape)
         self.kv: list[tuple[Tensor, Tensor]] = []
         self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in heads.layers]
-        places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        self.hidden_BAT = places_T > self.place_BA[:, :, None]
+        index_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        self.hidden_BAT = index_T > self.index_BA[:, :, None]
 
     def keep(self, origin_M: Tensor) -> None:
         """Go on with these of the origins alone; what the others take is dropped when it is worth a copy."""
-        rows, most = self.place_BA.shape
+        rows, maximum = self.index_BA.shape
         row_B1 = torch.arange(rows, device=origin_M.device)[:, None]
         wanted_X = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool, device=origin_M.device)
         wanted_X[origin_M] = True
-        wanted_BA = wanted_X[self.place_BA + self.tokens_BT.shape[1] * row_B1] & self.real_BA
-        if int(wanted_BA.sum(1).max()) > _WORTH_A_COPY * most:
+        wanted_BA = wanted_X[self.index_BA + self.tokens_BT.shape[1] * row_B1] & self.real_BA
+        if int(wanted_BA.sum(1).max()) > _WORTH_A_COPY * maximum:
             self.real_BA = wanted_BA
             return
-        column_BA, self.real_BA = _by_row(wanted_BA.flatten().nonzero()[:, 0], torch.Size([rows, most]))
-        self.place_BA = self.place_BA[row_B1, column_BA]
-        self.hidden_BAT, self.fed_BAE = self.hidden_BAT[row_B1, column_BA], self.fed_BAE[row_B1, column_BA]
+        column_BA, self.real_BA = _by_row(wanted_BA.flatten().nonzero()[:, 0], torch.Size([rows, maximum]))
+        self.index_BA = self.index_BA[row_B1, column_BA]
+        self.hidden_BAT, self.feedback_BAE = self.hidden_BAT[row_B1, column_BA], self.feedback_BAE[row_B1, column_BA]
         at = row_B1[:, None], torch.arange(self.kv[0][0].shape[1], device=origin_M.device)[:, None], column_BA[:, None]
         self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
 
     def step(self, step: int) -> Tensor:
         """The last layer's stream at step `step` of every origin, [B, A, E]."""
-        heads, place_BA = self.heads, self.place_BA
+        heads, index_BA = self.heads, self.index_BA
         if step == 0:
-            places = torch.arange(self.tokens_BT.shape[1], device=place_BA.device).expand_as(self.tokens_BT)
+            indices = torch.arange(self.tokens_BT.shape[1], device=index_BA.device).expand_as(self.tokens_BT)
             tokens = F.pad(self.tokens_BT[:, 1:], (0, 1))
         else:
-            places = place_BA + step
-            tokens = self.tokens_BT.gather(1, (places + 1).clamp(max=self.tokens_BT.shape[1] - 1))
-        turn = heads._rotary.at(places, self.fed_BAE.dtype, self.tokens_BT.shape[1] + step)
-        attended, stream = heads.enter(self.fed_BAE, heads._embed(tokens, self.fed_BAE))
+            indices = index_BA + step
+            tokens = self.tokens_BT.gather(1, (indices + 1).clamp(max=self.tokens_BT.shape[1] - 1))
+        rotary = heads._rotary.at(indices, self.feedback_BAE.dtype, self.tokens_BT.shape[1] + step)
+        attended, stream = heads.layer_input(self.feedback_BAE, heads._embed(tokens, self.feedback_BAE))
         for number, layer in enumerate(heads.stack):
-            queries, keys, values = layer.read(attended, turn)
+            queries, keys, values = layer.read(attended, rotary)
             if step == 0:
                 self.kv.append((keys, values))
-                if number == len(heads.layers) - 1:  # behind the last layer only the origins matter
-                    place_BA1 = place_BA[:, :, None]
-                    stream = stream.gather(1, place_BA1.expand(-1, -1, stream.shape[2]))
-                    index = place_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
+                if number == len(heads.layers) - 1:  # after the last layer only the origins matter
+                    index_BA1 = index_BA[:, :, None]
+                    stream = stream.gather(1, index_BA1.expand(-1, -1, stream.shape[2]))
+                    index = index_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
                     mixed = chain_attention(queries.gather(3, index), keys, values, self.hidden_BAT)
                 else:
                     mixed = causal_attention(queries, keys, values)
@@ -344,7 +344,7 @@ class _Text:
 
 
 def _by_row(origin_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Origins by row: places [B, A], short rows padded with place 0, and which of them are real.
+    """Origins by row: positions [B, A], short rows padded with 0, and which of them are real.
 
     >>> [part.tolist() for part in _by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]))]
     [[[1, 2], [1, 0]], [[True, True], [True, False]]]
@@ -352,7 +352,7 @@ def _by_row(origin_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     valid_BT = torch.zeros(shape, dtype=torch.bool, device=origin_M.device)
     valid_BT.view(-1)[origin_M] = True
     counts_B = valid_BT.sum(1)
-    most = int(counts_B.max())
-    place_BA = (~valid_BT).long().argsort(dim=1, stable=True)[:, :most]
-    real_BA = torch.arange(most, device=origin_M.device) < counts_B[:, None]
-    return place_BA.masked_fill(~real_BA, 0), real_BA
+    maximum = int(counts_B.max())
+    index_BA = (~valid_BT).long().argsort(dim=1, stable=True)[:, :maximum]
+    real_BA = torch.arange(maximum, device=origin_M.device) < counts_B[:, None]
+    return index_BA.masked_fill(~real_BA, 0), real_BA

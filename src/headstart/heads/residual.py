@@ -23,7 +23,7 @@ a tenth of what is left to learn at most, and takes seconds of a run of minutes.
 
 
 def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
-    """The target's embeddings of tokens of any shape, in dtype and place of `like`.
+    """The target's embeddings of tokens of any shape, in the dtype and on the device of `like`.
 
     Normalised: embeddings are an order of magnitude smaller than final states.
     """
@@ -61,7 +61,7 @@ class LinearStart:
         self.cross_KFE = [torch.zeros(width, size, device=device) for width in widths]
         self.rows = 0
 
-    def learn(
+    def solve(
         self, batches: Iterable[HeadBatch], read: Callable[[HeadBatch], tuple[Tensor, Sequence[Tensor]]]
     ) -> list[Tensor]:
         """`add` what `read` makes of the batches until more would hardly change the maps; returns `maps`."""

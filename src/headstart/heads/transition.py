@@ -11,8 +11,8 @@ On tokens a b c d e (positions 0-4), the draft that starts from the state after 
     step 0   state(b), emb(c) -> guess of state(c), which drafts d
     step 1   that guess, emb(d) -> guess of state(d), which drafts e
 
-Shape suffixes: E hidden size, M positions, P places, X = taps * E (of final states: flat positions), J what is solved
-for reads.
+Shape suffixes: E hidden size, M predictions, P positions, X = aux layers * E (final states: flat positions), J inputs
+of the linear map that is solved for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.base import HeadBatch, positions, register
+from headstart.heads.base import HeadBatch, register, supervised_origins
 from headstart.heads.fused import FusedConfig, FusedHead
 from headstart.heads.induction import FAR, slow_pairs, solve
 from headstart.heads.int8_weights import Linear
@@ -35,7 +35,7 @@ from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target
 
 _FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000
-"""Tokens for each number that is tapped, from which the code of a token is learnt: `_ROWS`, but beyond `_MANY` in all
+"""Tokens for each number that is read, from which the code of a token is learnt: `_ROWS`, but beyond `_MANY` in all
 no more than `_FEW_ROWS`."""
 
 
@@ -46,15 +46,15 @@ class TransitionConfig(FusedConfig):
 
     @classmethod
     def of_target(cls, target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {**super().of_target(target, settings), "tap_layers": (2, target.num_layers // 2, FINAL)}
+        return {**super().of_target(target, settings), "aux_layers": (2, target.num_layers // 2, FINAL)}
 
     def check(self) -> None:
         super().check()
-        if self.tap_layers[-1:] not in ((), (FINAL,)):
+        if self.aux_layers[-1:] not in ((), (FINAL,)):
             raise UserError(
-                f"Transition heads go from final state to final state, and heads.tap_layers is "
-                f"{list(self.tap_layers)}.",
-                f"End heads.tap_layers with {FINAL}, for example [2,15,{FINAL}].",
+                f"Transition heads go from final state to final state, and heads.aux_layers is "
+                f"{list(self.aux_layers)}.",
+                f"End heads.aux_layers with {FINAL}, for example [2,15,{FINAL}].",
             )
 
 
@@ -74,10 +74,10 @@ class TransitionHead(FusedHead):
     def warm_start(self, target: Target) -> None:
         """The target's last layer, norm and LM head; the layers add nothing and the state passes through."""
         super().warm_start(target)
-        if self.config.start == "cold":
+        if self.config.init == "random":
             return
         for layer in self.stack:
-            layer.silence()  # the fused state is a final one already
+            layer.zero_init()  # the fused state is a final one already
         self.joined.weight.zero_()
         self.joined.weight[:, self.config.hidden_size :] = torch.eye(self.config.hidden_size)
 
@@ -85,7 +85,7 @@ class TransitionHead(FusedHead):
     def fit(self, batches: Iterable[HeadBatch]) -> None:
         """Make the layer copy, then guess the next final state linearly from the final state, the next token's
         embedding and what the attention copies: ridge regression, undone by the target's norm."""
-        if self.config.start == "cold":
+        if self.config.init == "random":
             return
         rest = iter(batches)
         first = self._first(rest)
@@ -93,19 +93,21 @@ class TransitionHead(FusedHead):
         size, layer = self.config.hidden_size, self.stack[0]
 
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
-            final_BTE, origin_M = batch.states[FINAL].float(), positions(batch.supervised_BT, 0)
+            final_BTE, origin_M = batch.states[FINAL].float(), supervised_origins(batch.supervised_BT, 0)
             embedded_BTE = self._embed(F.pad(batch.tokens_BT[:, 1:], (0, 1)), final_BTE)
-            fed_BTE = self.fuse(self.see(batch.states).float())
-            parts = [normed(self.embedding_norm, embedded_BTE), fed_BTE]
+            feedback_BTE = self.project(self.select_states(batch.states).float())
+            parts = [normed(self.embedding_norm, embedded_BTE), feedback_BTE]
             if copies:
-                places = torch.arange(fed_BTE.shape[1], device=fed_BTE.device).expand(fed_BTE.shape[:2])
-                turn = self._rotary.at(places, fed_BTE.dtype, fed_BTE.shape[1])
-                parts.append(by_token(causal_attention(*layer.read(self.enter(fed_BTE, embedded_BTE)[0], turn))))
+                indices = torch.arange(feedback_BTE.shape[1], device=feedback_BTE.device).expand(feedback_BTE.shape[:2])
+                rotary = self._rotary.at(indices, feedback_BTE.dtype, feedback_BTE.shape[1])
+                parts.append(
+                    by_token(causal_attention(*layer.read(self.layer_input(feedback_BTE, embedded_BTE)[0], rotary)))
+                )
             read_MJ = torch.cat(parts, dim=-1).flatten(0, 1)[origin_M]
             return read_MJ, [final_BTE.flatten(0, 1)[origin_M + 1] / self.norm.weight.float()]
 
         start = LinearStart([2 * size + (layer.o.in_features if copies else 0)], size, self.device_of_target)
-        for map_EJ in start.learn(chain(first, rest), read):
+        for map_EJ in start.solve(chain(first, rest), read):
             self.joined.weight.copy_(map_EJ[:, : 2 * size])
             if copies:
                 layer.o.weight.copy_(map_EJ[:, 2 * size :])
@@ -124,21 +126,23 @@ class TransitionHead(FusedHead):
         if not batches or len(self.layers) > 1:
             return False
         size = self.config.hidden_size
-        tapped_MX = torch.cat([self.normed_taps(self.see(one.states)).flatten(0, 1).float() for one in batches])
-        own_ME = torch.cat([self._embed(one.tokens_BT.flatten(), tapped_MX) for one in batches])
+        aux_MX = torch.cat(
+            [self.normed_states(self.select_states(one.states)).flatten(0, 1).float() for one in batches]
+        )
+        own_ME = torch.cat([self._embed(one.tokens_BT.flatten(), aux_MX) for one in batches])
         own_ME = normed(self.embedding_norm, own_ME)
         cos_1Pd, _ = self._rotary.at(torch.arange(FAR + 1)[None], torch.float32, FAR + 1)
-        code = solve(self.stack[0], slow_pairs(self.config, cos_1Pd[0]), tapped_MX, tapped_MX[:, -size:], own_ME)
+        code = solve(self.stack[0], slow_pairs(self.config, cos_1Pd[0]), aux_MX, aux_MX[:, -size:], own_ME)
         if code is None:
             return False
         self.hidden_norm.weight.fill_(1)
         self.fc.weight.copy_(code.into(self.fc.weight))
         return True
 
-    def stream(self, fed: Tensor, embedded: Tensor) -> Tensor:
-        joined: Tensor = self.joined(torch.cat([embedded, fed], dim=-1))
+    def stream(self, feedback: Tensor, embedded: Tensor) -> Tensor:
+        joined: Tensor = self.joined(torch.cat([embedded, feedback], dim=-1))
         return joined
 
-    def leave(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         hidden = normed(self.norm, stream)
         return hidden, hidden

@@ -111,7 +111,7 @@ def _training(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_local(value: Any) -> bool:
-    """Whether a value names a place on this machine."""
+    """Whether a value names a path on this machine."""
     if not isinstance(value, str) or value in PACKAGED or not Path(value).name:
         return False
     path = Path(value).expanduser()

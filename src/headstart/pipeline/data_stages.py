@@ -38,7 +38,7 @@ def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> 
     data, target = run.recipe.data, run.target
     if tokens is None:
         tokens = expected_tokens(data, target, prompts_of(data, target.tokenizer))
-    size = estimate_bytes(int(conversations * tokens), len(taps(run)), target.hidden_size, target.dtype)
+    size = estimate_bytes(int(conversations * tokens), len(aux_layers(run)), target.hidden_size, target.dtype)
     return min(size, int(1e9 * data.cache_gigabytes))
 
 
@@ -60,8 +60,8 @@ def kept_state_bytes(run: Run) -> int:
 
 
 def _target_settings(run: Run) -> dict[str, Any]:
-    place = Path(run.recipe.target.spec).expanduser()
-    files = sorted(place.iterdir()) if place.is_dir() else [place] if place.is_file() else []
+    path = Path(run.recipe.target.spec).expanduser()
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
     stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
     return {**flat("target", run.recipe.target), "the target's files": stamps}
 
@@ -71,9 +71,9 @@ def _target(run: Run) -> Outcome:
 
     target = run.target
     check_template(target.tokenizer)
-    taps(run)  # a mistake in the heads' settings shows now, not after the data
+    aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
     if run.recipe.data.minutes is None:
-        count = run.recipe.data.conversations + run.recipe.data.calibration
+        count = run.recipe.data.conversations + run.recipe.data.validation
         need_disk(run.folder, state_bytes(run, count) - kept_state_bytes(run), "Keeping hidden states")
     target.tokenizer.save_pretrained(run.folder / TARGET / "tokenizer")
     kind = str(target.dtype).removeprefix("torch.")
@@ -83,7 +83,7 @@ def _target(run: Run) -> Outcome:
     )
 
 
-def taps(run: Run) -> list[int]:
+def aux_layers(run: Run) -> list[int]:
     """Hidden states that the recipe's heads need, FINAL among them. Remembered, so that asking again loads no model.
 
     Raises:
@@ -95,7 +95,7 @@ def taps(run: Run) -> list[int]:
     if file.is_file():
         known = read_json(file)
         if {name: known.get(name) for name in key} == key:
-            return [int(tap) for tap in known["taps"]]
+            return [int(layer) for layer in known["taps"]]
     import torch
 
     from headstart.heads import family, make_config
@@ -103,7 +103,7 @@ def taps(run: Run) -> list[int]:
 
     config = make_config(run.recipe.heads, run.target)
     with torch.device("meta"):
-        needed = sorted({*family(config.family)(config).taps, FINAL})
+        needed = sorted({*family(config.family)(config).aux_layers, FINAL})
     write_json(file, {**key, "target": target_identity(run.target), "taps": needed})
     return needed
 
@@ -112,7 +112,7 @@ def _conversation_settings(run: Run) -> dict[str, Any]:
     return {
         **flat("data", run.recipe.data),
         "the prompts' content": _prompts_content(run.recipe.data.prompts),
-        "states of a token": len(taps(run)),
+        "states of a token": len(aux_layers(run)),
         **{name: content(str(run.folder / TARGET / "tokenizer" / name)) for name in _TOKENIZER},
     }
 
@@ -137,12 +137,12 @@ def _conversations(run: Run) -> Outcome:
             settings["revision"] = begun["revision"]  # what the run began with, whatever is newer
     made = artifact(run.folder, "conversations", slug, identity(target, settings))
     # More text than there is room for states of would be written for nothing.
-    most = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(taps(run)), target.hidden_size, target.dtype)
+    maximum = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype)
     folder = run.folder / CONVERSATIONS
-    with held(made, run.console) as place:
+    with held(made, run.console) as path:
         run.refer("conversations", made)
         pinned = data.model_copy(update={"revision": made.identity["revision"]})
-        splits = build_conversations(target, pinned, folder, run.console, place / "parts", most)
+        splits = build_conversations(target, pinned, folder, run.console, path / "parts", maximum)
     questions = [
         {
             "question_id": item.id,
@@ -156,7 +156,7 @@ def _conversations(run: Run) -> Outcome:
     held_out = content(str(folder / "heldout.jsonl"))
     used = [content(str(folder / f"{split}.jsonl")) for split in _SPLITS]
     return Outcome(
-        f"{len(splits.train)} conversations with {answers} answer tokens; {len(splits.calibration)} for calibration, "
+        f"{len(splits.train)} conversations with {answers} answer tokens; {len(splits.validation)} for validation, "
         f"{len(splits.heldout)} held out",
         identity=" ".join(map(str, [made.name, *used, held_out])),
     )
@@ -170,7 +170,7 @@ def conversations(run: Run, split: str) -> list[Conversation]:
 
 
 def _state_settings(run: Run) -> dict[str, Any]:
-    return {"data.cache_gigabytes": run.recipe.data.cache_gigabytes, "taps of the heads": taps(run)}
+    return {"data.cache_gigabytes": run.recipe.data.cache_gigabytes, "taps of the heads": aux_layers(run)}
 
 
 def _states(run: Run) -> Outcome:
@@ -179,7 +179,7 @@ def _states(run: Run) -> Outcome:
     size = format_bytes(sum(part.bytes for part in stores.values()))
     return Outcome(
         f"hidden states of {sum(part.tokens for part in stores.values())} tokens, {size}{notice}",
-        identity=" ".join([*(part.fingerprint for part in stores.values()), *map(str, taps(run))]),
+        identity=" ".join([*(part.fingerprint for part in stores.values()), *map(str, aux_layers(run))]),
     )
 
 
@@ -211,12 +211,12 @@ def both_stores(run: Run) -> dict[str, StateStore]:
                     run.folder / STATES / split,
                     conversations(run, split),
                     target,
-                    taps(run),
+                    aux_layers(run),
                     budget_bytes=budget,
                     shards=shards,
                     advance=bar.update,
                 )
-            budget -= estimate_bytes(stores[split].tokens, len(taps(run)), target.hidden_size, target.dtype)
+            budget -= estimate_bytes(stores[split].tokens, len(aux_layers(run)), target.hidden_size, target.dtype)
     return stores
 
 

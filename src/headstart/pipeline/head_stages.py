@@ -21,7 +21,7 @@ _TUNE_VERSION = 4
 
 def _train_settings(run: Run) -> dict[str, Any]:
     from headstart.recipe import FREE_TO_CHANGE
-    from headstart.train.place import AMOUNT, weights_hash
+    from headstart.train.artifact import AMOUNT, weights_hash
 
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
     settings = flat("train", run.recipe.train, leave_out=FREE_TO_CHANGE - set(AMOUNT))
@@ -30,18 +30,18 @@ def _train_settings(run: Run) -> dict[str, Any]:
 
 def _train(run: Run) -> Outcome:
     from headstart.heads import make_config
+    from headstart.train.artifact import RESULT, finished, go_on_from_shorter, training
     from headstart.train.loop import train
-    from headstart.train.place import RESULT, finished, go_on_from_shorter, training
 
     stores = both_stores(run)
-    lessons, judged = stores["train"], stores["calibration"]
-    made = training(run.folder, run.recipe, make_config(run.recipe.heads, run.target), lessons, judged)
+    train_store, judged = stores["train"], stores["calibration"]
+    made = training(run.folder, run.recipe, make_config(run.recipe.heads, run.target), train_store, judged)
     with held(made, run.console) as folder:
         if not finished(folder):  # before the shorter one is referred to no more
             go_on_from_shorter(made, 1, lambda text: run.console.print(text, highlight=False, soft_wrap=True))
         run.refer("train", made, TRAIN)
         if not finished(folder):
-            train(run.recipe, run.target, lessons, judged, folder, run.console)
+            train(run.recipe, run.target, train_store, judged, folder, run.console)
     result = read_json(folder / RESULT)
     return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=made.name)
 

@@ -70,7 +70,7 @@ def runs_in(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise UserError(f"No folder at {folder}.", "Runs lie in runs/ by default; name their folder with --runs.")
-    return sorted(place for place in folder.iterdir() if (place / "recipe.yaml").is_file())
+    return sorted(path for path in folder.iterdir() if (path / "recipe.yaml").is_file())
 
 
 def run_states(folder: Path) -> list[RunState]:
@@ -98,12 +98,12 @@ def _state(folder: Path) -> RunState:
         family = str(read_values(str(folder / "recipe.yaml"))["heads"]["family"])
     except (UserError, KeyError, TypeError):
         family = "?"
-    places = {folder, *(place for stage in references(folder) if (place := referred(folder, stage)) is not None)}
+    paths = {folder, *(path for stage in references(folder) if (path := referred(folder, stage)) is not None)}
     stamps = [file.stat().st_mtime for file in (folder / "stages").glob("*.json")]
     return RunState(
         folder,
         state,
-        sum(size(place) for place in places if place.is_dir()),
+        sum(size(path) for path in paths if path.is_dir()),
         family,
         summary.get("tokens_per_round", trained),
         (summary.get("speedup_vs_plain") or {}).get("mean"),
@@ -161,34 +161,34 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
                 f"What {run} refers to cannot be read, so nothing can be said to be unused.",
                 "Run it once more (headstart run), or move it away.",
             )
-    used = {place for run in runs for stage in references(run) if (place := referred(run, stage)) is not None}
-    used = {place.resolve() for place in used}
+    used = {file_path for run in runs for stage in references(run) if (file_path := referred(run, stage)) is not None}
+    used = {file_path.resolve() for file_path in used}
     found = []
-    places = {note.parent for note in (folder / FOLDER).glob(f"*/*/{NOTE}")}
-    for place in sorted(places | set((folder / FOLDER).glob(f"*/*{PARTIAL}"))):
-        if place != mine and not _idle(place):
+    paths = {note.parent for note in (folder / FOLDER).glob(f"*/*/{NOTE}")}
+    for file_path in sorted(paths | set((folder / FOLDER).glob(f"*/*{PARTIAL}"))):
+        if file_path != mine and not _idle(file_path):
             continue
-        if place.suffix == PARTIAL:
-            found.append(Free(place, size(place), "half deleted"))
-        elif place.resolve() not in used:
-            found.append(Free(place, size(place), f"{place.parent.name} that no run refers to"))
+        if file_path.suffix == PARTIAL:
+            found.append(Free(file_path, size(file_path), "half deleted"))
+        elif file_path.resolve() not in used:
+            found.append(Free(file_path, size(file_path), f"{file_path.parent.name} that no run refers to"))
         else:
-            if place.parent.name == "states":
-                found += _unused_shards(place, runs)
-            found += [Free(path, size(path), "half written") for path in sorted(place.rglob(f"*{PARTIAL}"))]
+            if file_path.parent.name == "states":
+                found += _unused_shards(file_path, runs)
+            found += [Free(path, size(path), "half written") for path in sorted(file_path.rglob(f"*{PARTIAL}"))]
     return found
 
 
-def _unused_shards(place: Path, runs: Sequence[Path]) -> Iterator[Free]:
+def _unused_shards(path: Path, runs: Sequence[Path]) -> Iterator[Free]:
     read: set[str] = set()
     for run in runs:
-        if referred(run, "states") is None or not _same(referred(run, "states"), place):
+        if referred(run, "states") is None or not _same(referred(run, "states"), path):
             continue
         if not _json(run / "stages" / "states.json").get("whole"):
             return
         for manifest in (run / STATES).glob("*/manifest.json"):
             read |= {str(file["file"]) for file in _json(manifest).get("files", ())}
-    for shard in sorted(place.glob("shard-*.safetensors")):
+    for shard in sorted(path.glob("shard-*.safetensors")):
         if shard.name not in read:
             yield Free(shard, shard.stat().st_size, "hidden states that no run reads")
 
@@ -223,11 +223,11 @@ def free(folder: Path, found: Sequence[Free]) -> int:
     return freed
 
 
-def size(place: Path) -> int:
+def size(path: Path) -> int:
     """Bytes of all files under a folder, or of a file; links are not followed."""
-    if not place.is_dir():
-        return _size_of(place)
-    return sum(_size_of(Path(folder, name)) for folder, _, names in os.walk(place) for name in names)
+    if not path.is_dir():
+        return _size_of(path)
+    return sum(_size_of(Path(folder, name)) for folder, _, names in os.walk(path) for name in names)
 
 
 def _size_of(file: Path) -> int:
@@ -237,22 +237,22 @@ def _size_of(file: Path) -> int:
         return 0
 
 
-def _own_bytes(place: Path) -> int:
+def _own_bytes(folder: Path) -> int:
     """Bytes of the files that have no second name elsewhere."""
-    files = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
+    files = [folder] if folder.is_file() else [path for path in folder.rglob("*") if path.is_file()]
     return sum(file.lstat().st_size for file in files if file.lstat().st_nlink == 1)
 
 
-def _delete(place: Path) -> None:
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        place.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
-def _idle(place: Path) -> bool:
+def _idle(path: Path) -> bool:
     try:
-        with locked(place):
+        with locked(path):
             return True
     except Busy:
         return False

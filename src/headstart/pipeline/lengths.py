@@ -112,17 +112,17 @@ def _row(prompt: Prompt, data: DataSection, target: Target, template: int) -> Le
         later = prompt.messages[len(prompt.opening) :]
         given = opening + sum(_words(turn["content"], tokenizer) for turn in later) + template * (len(later) // 2)
         return Lengths(float(min(given, target.max_length)), float(opening), 0.0, 0.0, 0, 1)
-    likely, most = float(opening), opening  # with answers of the usual length, and with the longest
+    likely, maximum = float(opening), opening  # with answers of the usual length, and with the longest
     read, turns, cached = 0.0, 0, 0
     fresh = [opening, *(_words(text, tokenizer) + template for text in prompt.turns[1:])]
     for turn, tokens in enumerate(fresh):
         if turn:
             if tokens > data.max_prompt_tokens or likely + tokens > room:
                 break
-            likely, most = likely + tokens, most + tokens
+            likely, maximum = likely + tokens, maximum + tokens
         read, turns = read + likely, turns + 1
-        cached = min(most + data.max_new_tokens, target.max_length)
-        likely, most = likely + ANSWER_SHARE * data.max_new_tokens, most + data.max_new_tokens
+        cached = min(maximum + data.max_new_tokens, target.max_length)
+        likely, maximum = likely + ANSWER_SHARE * data.max_new_tokens, maximum + data.max_new_tokens
     return Lengths(min(likely, float(target.max_length)), float(opening), float(turns), read, cached, 1)
 
 

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from headstart.data.conversations import check_template
-from headstart.data.lanes import Lanes
 from headstart.data.questions import read_questions
 from headstart.data.sampling import CACHE_PEAK
+from headstart.data.workers import Workers
 from headstart.errors import UserError
 from headstart.files import format_bytes
 from headstart.heads import DraftHead, HeadBatch, family, make_config
-from headstart.pipeline.data_stages import state_bytes, taps
+from headstart.pipeline.data_stages import aux_layers, state_bytes
 from headstart.pipeline.lengths import ANSWER_SHARE, SAMPLE, Lengths, expected_lengths, prompts_of
 from headstart.pipeline.run import Run, left_to_do
 from headstart.pipeline.stages import STAGES
@@ -37,8 +37,8 @@ from headstart.train.losses import Teacher, soft_ce, weighted
 
 EVAL_METHODS = 4
 """Ways of decoding that every report times: heads, plain, transformers, transformers' prompt lookup."""
-_LANES_GAIN = 1.3
-"""What two batches side by side bring on a CPU; see `headstart.data.lanes`."""
+_WORKERS_GAIN = 1.3
+"""What two batches side by side bring on a CPU; see `headstart.data.workers`."""
 _GRADIENTS_AND_MOMENTS = 12
 """Bytes of a trained parameter beside itself: its gradient and two moments of AdamW, in float32."""
 
@@ -96,7 +96,7 @@ def make_plan(run: Run) -> Plan:
     target = run.target
     loading = perf_counter() - start
     check_template(target.tokenizer)
-    needed = taps(run)
+    needed = aux_layers(run)
     config = make_config(run.recipe.heads, target)
     heads = family(config.family)(config).to(target.device)
     heads.warm_start(target)
@@ -105,23 +105,23 @@ def make_plan(run: Run) -> Plan:
     lengths, problems = _lengths(run, target)
 
     answer = ANSWER_SHARE * data.max_new_tokens
-    lanes = Lanes(target.device, -(-data.conversations // data.batch_size)).count
+    workers = Workers(target.device, -(-data.conversations // data.batch_size)).count
     # A batch is written together: its steps are those of its longest answer, and its prompts are written the same way.
     rounds = data.max_new_tokens * lengths.turns + (data.max_new_tokens / 2 if data.prompts == "self" else 0)
     per_conversation = rounds * speeds.step_B / data.batch_size + lengths.read * speeds.prefill_token
-    per_conversation /= _LANES_GAIN if lanes > 1 else 1.0
+    per_conversation /= _WORKERS_GAIN if workers > 1 else 1.0
     count = float(data.conversations)
     if 0 < lengths.sample < SAMPLE:  # these are all there are
-        count = min(count, max(1.0, lengths.sample - data.heldout - data.calibration))
+        count = min(count, max(1.0, lengths.sample - data.heldout - data.validation))
     train_seconds = count * per_conversation
     if data.minutes is not None and train_seconds > 60 * data.minutes:
         count = 60 * data.minutes / per_conversation
         train_seconds = 60 * data.minutes
-    kept_apart = data.calibration * per_conversation
+    kept_apart = data.validation * per_conversation
     if data.prompts == "self":
         kept_apart += data.heldout * per_conversation / 3  # written, and not answered
-    tokens = int((count + data.calibration) * lengths.tokens)
-    states = state_bytes(run, count + data.calibration, lengths.tokens)
+    tokens = int((count + data.validation) * lengths.tokens)
+    states = state_bytes(run, count + data.validation, lengths.tokens)
     weights = sum(parameter.numel() for parameter in heads.parameters())
     # A checkpoint has float32 weights, two Adam moments and the best heads; two are kept while one is being written.
     checkpoints = 4 * weights * 4 * 3
@@ -135,9 +135,9 @@ def make_plan(run: Run) -> Plan:
     disk = sum(size for stage, size in written.items() if stage in left)
     free = shutil.disk_usage(_existing(run.folder)).free
 
-    steps = training.epochs * max(1.0, tokens / training.batch_tokens / training.accumulate)
+    steps = training.epochs * max(1.0, tokens / training.batch_tokens / training.gradient_accumulation_steps)
     steps = min(steps, training.steps or steps)
-    seconds_training = steps * training.accumulate * speeds.train_step
+    seconds_training = steps * training.gradient_accumulation_steps * speeds.train_step
     if training.minutes is not None:
         seconds_training = min(seconds_training, 60 * training.minutes)
     asked = run.recipe.eval.questions
@@ -151,7 +151,7 @@ def make_plan(run: Run) -> Plan:
         "train": seconds_training,
         # Widths are timed 32 times, wide ones cost more; 64 rounds of sampling 24 answers cost about three each.
         "tune": (48 * len(run.recipe.tune.widths) + 100 + 3 * 64) * speeds.single
-        + data.calibration * 2 * answer * speeds.prefill_token,
+        + data.validation * 2 * answer * speeds.prefill_token,
         "eval": prompts * run.recipe.eval.max_new_tokens * speeds.single * ways,
         "export": 2.0,
     }
@@ -167,7 +167,7 @@ def make_plan(run: Run) -> Plan:
             "data.max_prompt_tokens or data.max_new_tokens."
         )
     cache = data.batch_size * lengths.cached * target.kv_bytes_per_token
-    memory = _memory(run, target, heads, lengths, speeds, lanes)
+    memory = _memory(run, target, heads, lengths, speeds, workers)
     own = target.parameters * target.dtype.itemsize
     room = free_bytes(target.device)
     for what, more in (
@@ -181,13 +181,13 @@ def make_plan(run: Run) -> Plan:
                 f"{target.device}: lower {_REMEDIES[what]}."
             )
     beside = f"{format_bytes(cache)} at most, {data.batch_size} conversations of {lengths.cached} tokens"
-    beside += ", and two batches at once" if lanes > 1 else ""
+    beside += ", and two batches at once" if workers > 1 else ""
     if memory["writing"] - own > room:
         beside += f"; {format_bytes(room)} are free: larger batches are written in halves"
     facts = [
         ("Target", f"{target.name}, {str(target.dtype).removeprefix('torch.')} on {target.device}"),
         ("Parameters", f"{target.parameters / 1e6:.1f} M, {format_bytes(own)}"),
-        ("Heads", f"{config.family}, {heads.steps} steps, {heads.trainable_parameters / 1e6:.1f} M to train"),
+        ("Heads", f"{config.family}, {heads.draft_steps} steps, {heads.trainable_parameters / 1e6:.1f} M to train"),
         ("A drafted token", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
         ("Conversations", f"about {count:.0f} (of {data.conversations} at most), {tokens} tokens"),
         ("A conversation", _described(lengths)),
@@ -227,7 +227,9 @@ def _described(lengths: Lengths) -> str:
     return f"about {lengths.tokens:.0f} tokens, {turns} ({known})"
 
 
-def _memory(run: Run, target: Target, heads: DraftHead, lengths: Lengths, speeds: Speeds, lanes: int) -> dict[str, int]:
+def _memory(
+    run: Run, target: Target, heads: DraftHead, lengths: Lengths, speeds: Speeds, workers: int
+) -> dict[str, int]:
     """Bytes on the target's device at most, by what needs them; the target itself is in each."""
     data, training, size = run.recipe.data, run.recipe.train, target.dtype.itemsize
     own = target.parameters * size
@@ -236,14 +238,14 @@ def _memory(run: Run, target: Target, heads: DraftHead, lengths: Lengths, speeds
     draft = heads.config.draft_width
     # The teacher's LM head is the target's own unless it is cut to the draft vocabulary.
     teacher = draft * target.hidden_size * size if draft < target.vocab_size else 0
-    state = (len(taps(run)) * target.hidden_size + draft) * (4 if target.dtype == torch.float32 else size)
+    state = (len(aux_layers(run)) * target.hidden_size + draft) * (4 if target.dtype == torch.float32 else size)
     exact = 0
     if target.dtype.itemsize < 4:  # where a difference is judged, one part at a time is cast to float32
         layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in target.layers]
         exact = 4 * max(*layers, target.vocab_size * target.hidden_size)
     asked = data.max_prompt_tokens + run.recipe.eval.max_new_tokens + run.recipe.tune.max_nodes
     return {
-        "writing": int(own + lanes * CACHE_PEAK * cache),
+        "writing": int(own + workers * CACHE_PEAK * cache),
         "training": own
         + 4 * weights
         + _GRADIENTS_AND_MOMENTS * heads.trainable_parameters
@@ -284,7 +286,7 @@ def measure(target: Target, heads: DraftHead, needed: list[int], rows: int, batc
         batch = HeadBatch(
             torch.ones(copies, length, dtype=torch.long, device=target.device),
             torch.ones(copies, length, dtype=torch.bool, device=target.device),
-            {tap: state.to(kind).expand(copies, -1, -1) for tap, state in states.items()},
+            {aux_layer: state.to(kind).expand(copies, -1, -1) for aux_layer, state in states.items()},
         )
         with torch.autocast(target.device.type, dtype=kind, enabled=kind != torch.float32):
             loss = weighted(heads.unroll(batch), soft_ce, teacher.read(batch), 1.0)

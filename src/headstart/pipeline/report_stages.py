@@ -42,11 +42,11 @@ def _exported(run: Run) -> Artifact:
     return artifact(run.folder, "exports", run.recipe.heads.family, identity)
 
 
-def _give(source: Path, place: Path) -> None:
+def _give(source: Path, path: Path) -> None:
     """Let a run have the heads of an artifact; refuses to replace a folder that somebody put other files into."""
-    if place.exists():
-        refuse_other_files(place)
-    give(source, place)
+    if path.exists():
+        refuse_other_files(path)
+    give(source, path)
 
 
 def _training_facts(run: Run) -> dict[str, str]:
@@ -60,8 +60,8 @@ def _training_facts(run: Run) -> dict[str, str]:
         "prompts": source,
         "answers": "the target's own" if data.regenerate or data.prompts == "self" else "as given",
         "training conversations": str(len(StateStore(run.folder / STATES / "train"))),
-        "steps": f"{result['steps']} of at most {training.batch_tokens * training.accumulate} tokens; these are the "
-        f"heads of step {result['best']['step']}",
+        "steps": f"{result['steps']} of at most {training.batch_tokens * training.gradient_accumulation_steps} tokens; "
+        f"these are the heads of step {result['best']['step']}",
         "loss": training.loss,
         "supervised tokens that the heads can draft": f"{result['coverage']:.1%}",
     }

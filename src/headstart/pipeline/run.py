@@ -298,8 +298,8 @@ def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str
 def _lost(run: Run, stage: Stage, record: Record) -> str | None:
     """What a finished stage has lost since; None when it is as it was left."""
     gone = [output for output in stage.outputs if not (run.folder / output).exists()]
-    if (place := referred(run.folder, stage.name)) is not None and not place.is_dir():
-        gone.append(str(place))
+    if (path := referred(run.folder, stage.name)) is not None and not path.is_dir():
+        gone.append(str(path))
     if gone:
         return f"{gone[0]} is gone"
     if references(run.folder).get(stage.name, "") != record.artifact:

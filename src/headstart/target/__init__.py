@@ -1,4 +1,4 @@
-"""The frozen model: loading, tapped hidden states, static KV cache, forward over a token tree."""
+"""The frozen model: loading, aux hidden states, static KV cache, forward over a token tree."""
 
 from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL

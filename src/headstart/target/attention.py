@@ -63,19 +63,19 @@ class Running:
 
     Attributes:
         mask: of its tokens; None when its only token sees everything, or when it is causal.
-        taps: whose hidden states are wanted.
+        aux_layers: whose hidden states are wanted.
         ends_BT: int64 [B, T], for each token the length of the text as it stood when a plain loop would have read it;
             None where nothing depends on it.
         ends: the least and the greatest of them.
         causal: whether its tokens are the end of one text, each seeing itself and all before it.
         window: of the layers with a sliding window; None when every layer sees everything.
         bits: whether a row must have the same bits whatever else is in the forward.
-        wanted: rows [R] and places [R] of the tokens whose logits are wanted; None for those of all tokens.
-        captured: hidden states so far, by tap.
+        wanted: rows [R] and positions [R] of the tokens whose logits are wanted; None for those of all tokens.
+        captured: hidden states so far, by layer.
     """
 
     mask: TreeMask | None = None
-    taps: frozenset[int] = frozenset()
+    aux_layers: frozenset[int] = frozenset()
     ends_BT: Tensor | None = None
     ends: tuple[int, int] = (0, 0)
     causal: bool = False

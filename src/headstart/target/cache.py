@@ -1,7 +1,7 @@
 """A preallocated KV cache that takes token trees.
 
-Each row of a batch has its own committed length. A forward writes its tokens behind that length; `commit` keeps the
-accepted ones by moving them down in place, and whatever lies behind the new length is garbage that the masks hide and
+Each row of a batch has its own committed length. A forward writes its tokens after that length; `commit` keeps the
+accepted ones by moving them down in place, and whatever lies after the new length is garbage that the masks hide and
 the next forward overwrites. Nothing is ever padded on the left, so slot number equals position for committed tokens.
 
 Shape suffixes: B rows, H key-value heads, C capacity in tokens, D head size, T new tokens, P accepted nodes.
@@ -131,26 +131,26 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             paths_BP: the same on the device, short rows padded with any node; saves an upload.
         """
         moved = [
-            (row, self.lengths[row] + node, self.lengths[row] + place)
+            (row, self.lengths[row] + node, self.lengths[row] + index)
             for row, path in enumerate(paths)
-            for place, node in enumerate(path)
-            if node != place
+            for index, node in enumerate(path)
+            if node != index
         ]
         if moved and paths_BP is not None and paths_BP.device.type != "cpu":
-            # What padding moves lies behind the new length, where everything is garbage.
+            # What padding moves lies after the new length, where everything is garbage.
             starts_B1 = self.lengths_B1(paths_BP.device)
-            places_BP = starts_B1 + torch.arange(paths_BP.shape[1], device=paths_BP.device)
+            index_BP = starts_B1 + torch.arange(paths_BP.shape[1], device=paths_BP.device)
             for store in self._stores:
                 sources = (starts_B1 + paths_BP).to(store.device)
                 rows_B1 = torch.arange(self.rows, device=store.device)[:, None]
-                store[:, rows_B1, :, places_BP.to(store.device)] = store[:, rows_B1, :, sources]
+                store[:, rows_B1, :, index_BP.to(store.device)] = store[:, rows_B1, :, sources]
         elif moved:
             columns = torch.tensor(moved).T
             placed = {device: columns.to(device) for device in self._devices}
             for store in self._stores:
-                rows, sources, places = placed[store.device]
+                rows, sources, indices = placed[store.device]
                 # Indexing gathers a copy before the write, so overlapping moves are safe.
-                store[:, rows, :, places] = store[:, rows, :, sources]
+                store[:, rows, :, indices] = store[:, rows, :, sources]
         for row, path in enumerate(paths):
             self.lengths[row] += len(path)
 
@@ -163,7 +163,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._lengths[device] = known = list(self.lengths), torch.tensor(self.lengths, device=device)[:, None]
         return known[1]
 
-    def select(self, rows: Sequence[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order: rows that have ended stop costing anything."""
         index = torch.tensor(list(rows))
         placed = {device: index.to(device) for device in self._devices}
@@ -196,17 +196,17 @@ def _allocate(
 ) -> tuple[list[Tensor], list[tuple[tuple[int, int], tuple[int, int]]]]:
     """One tensor [count, B, H, C, D] per distinct kind, so that a commit is one operation for all layers."""
     counts: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
-    places = []
+    indices = []
     for layer in layers:
         spots = []
         for heads, size in (layer.keys, layer.values):
             kind = (heads, size, layer.dtype, layer.device)
             spots.append((kind, counts.setdefault(kind, 0)))
             counts[kind] += 1
-        places.append(spots)
+        indices.append(spots)
     order = list(counts)
     stores = [
         torch.zeros(count, rows, heads, capacity, size, dtype=dtype, device=device)
         for (heads, size, dtype, device), count in counts.items()
     ]
-    return stores, [((order.index(keys[0]), keys[1]), (order.index(values[0]), values[1])) for keys, values in places]
+    return stores, [((order.index(keys[0]), keys[1]), (order.index(values[0]), values[1])) for keys, values in indices]

@@ -1,11 +1,11 @@
 """How forwards of ours run through a transformers model beside the model's own.
 
 Nothing about the model is switched from one to the other. Its parts ask, in every call, which forward runs in their
-thread (`attention.running`): forwards of ours in several threads with different taps, and the model's own `generate` in
-another, do not see each other, and outside of our forwards the model does what it did before.
+thread (`attention.running`): forwards of ours in several threads with different aux layers, and the model's own
+`generate` in another, do not see each other, and outside of our forwards the model does what it did before.
 
 - Configs are replaced by a `Config` that names our attention to forwards of ours.
-- Hooks on tapped layers give the states to the forward that asks for them.
+- Hooks on aux layers give the states to the forward that asks for them.
 - Rotary embeddings whose frequencies depend on the length of the text choose them for each token, see `_turn`.
 - Linear layers run so many rows at a time that each row has the bits it has alone, in forwards that ask for it.
 - The LM head reads the tokens alone whose logits are wanted.
@@ -30,7 +30,7 @@ from headstart.target.attention import NAME, running
 from headstart.target.rows import SameBits, in_pieces, is_matrix, same_bits
 
 FINAL = -1
-"""Tap of the last hidden state, after the final norm: what the LM head reads."""
+"""The layer number of the last hidden state, after the final norm: what the LM head reads."""
 
 
 class Config:
@@ -85,19 +85,19 @@ class Fitting:
         limits = [_limit(module, kind) for module in decoder.modules() for kind in _long_types(module)]
         self.limit = min(limits, default=None)
 
-    def ensure(self, taps: Iterable[int]) -> None:
-        """Have everything in place for a forward with these taps."""
+    def ensure(self, aux_layers: Iterable[int]) -> None:
+        """Have everything in place for a forward with these aux layers."""
         if self._chooser is None:
             with self._lock:
                 if self._chooser is None:
                     self._chooser = self._lm_head.register_forward_pre_hook(_choose)
         if type(vars(self._decoder).get("config")) is not Config:
             self._fit()
-        missing = set(taps) - self._hooks.keys()
+        missing = set(aux_layers) - self._hooks.keys()
         if missing:
             with self._lock:
-                for tap in missing - self._hooks.keys():
-                    self._hooks[tap] = self._hook(tap)
+                for layer in missing - self._hooks.keys():
+                    self._hooks[layer] = self._hook(layer)
 
     def release(self) -> None:
         """Take everything off again that this target has added; the next forward of ours puts it back."""
@@ -159,12 +159,12 @@ class Fitting:
                     self._rotary.append(module)
                     vars(module)["forward"] = partial(_turn, module)
 
-    def _hook(self, tap: int) -> Any:
-        if tap == FINAL:
-            return self._decoder.register_forward_hook(partial(_keep_output, tap))
-        if tap == 0:
+    def _hook(self, layer: int) -> Any:
+        if layer == FINAL:
+            return self._decoder.register_forward_hook(partial(_keep_output, layer))
+        if layer == 0:
             return self._layers[0].register_forward_pre_hook(_keep_input, with_kwargs=True)
-        return self._layers[tap - 1].register_forward_hook(partial(_keep_output, tap))
+        return self._layers[layer - 1].register_forward_hook(partial(_keep_output, layer))
 
 
 class _Pieces:
@@ -180,10 +180,10 @@ class _Pieces:
             return self._own(*args, **kwargs)
         threads, rows = torch.get_num_threads(), args[0].numel() // args[0].shape[-1]
         known = self._known
-        if known is None or known[0] != threads or rows > known[1].most:
+        if known is None or known[0] != threads or rows > known[1].maximum:
             known = self._known = threads, same_bits(self._module, rows)
         same = known[1]
-        if same.fewest <= rows <= same.most:
+        if same.fewest <= rows <= same.maximum:
             return self._own(*args, **kwargs)
         return in_pieces(self._own, same, args, kwargs)
 
@@ -193,20 +193,20 @@ def _choose(_module: nn.Module, args: tuple[Any, ...]) -> Any:
     forward = running()
     if forward is None or forward.wanted is None:
         return None
-    rows, places = (index.to(args[0].device) for index in forward.wanted)
+    rows, indices = (index.to(args[0].device) for index in forward.wanted)
     forward.wanted = None  # two targets may have the same model
-    return (args[0][rows, places][:, None], *args[1:])
+    return (args[0][rows, indices][:, None], *args[1:])
 
 
-def _keep_output(tap: int, _module: nn.Module, _args: Any, output: Any) -> None:
+def _keep_output(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
     forward = running()
-    if forward is not None and tap in forward.taps:
-        forward.captured[tap] = output if isinstance(output, Tensor) else output[0]
+    if forward is not None and layer in forward.aux_layers:
+        forward.captured[layer] = output if isinstance(output, Tensor) else output[0]
 
 
 def _keep_input(_module: nn.Module, args: Any, kwargs: Any) -> None:
     forward = running()
-    if forward is not None and 0 in forward.taps:
+    if forward is not None and 0 in forward.aux_layers:
         forward.captured[0] = args[0] if args else kwargs["hidden_states"]
 
 
@@ -234,9 +234,9 @@ def _turn(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None =
     if forward is None or forward.ends_BT is None or layer_type not in _long_types(module):
         return type(module).forward(module, x, position_ids, **more)
     limit = _limit(module, layer_type)
-    least, most = forward.ends
-    if least > limit or most <= limit:
-        return _fixed(module, layer_type, least > limit, x.device)(x, position_ids, **more)
+    minimum, maximum = forward.ends
+    if minimum > limit or maximum <= limit:
+        return _fixed(module, layer_type, minimum > limit, x.device)(x, position_ids, **more)
     short, long = (_fixed(module, layer_type, which, x.device)(x, position_ids, **more) for which in (False, True))
     is_long_BT1 = (forward.ends_BT > limit)[:, :, None].to(x.device)
     return tuple(torch.where(is_long_BT1, b, a) for a, b in zip(short, long, strict=True))

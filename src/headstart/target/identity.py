@@ -61,8 +61,8 @@ def sketch(model: nn.Module, tokenizer: Any, architecture: str) -> dict[str, Any
 
     Packed weights are left out: what they stand for is not what the model was trained to.
     """
-    whole = [(name, weight) for name, weight in sorted(model.named_parameters()) if _is_plain(weight)]
-    chosen = [whole[len(whole) * place // _PARAMETERS] for place in range(_PARAMETERS)] if whole else []
+    complete = [(name, weight) for name, weight in sorted(model.named_parameters()) if _is_plain(weight)]
+    chosen = [complete[len(complete) * index // _PARAMETERS] for index in range(_PARAMETERS)] if complete else []
     weights = {
         name: {"shape": list(weight.shape), "numbers": [float(number) for number in _sampled(weight)]}
         for name, weight in dict(chosen).items()
@@ -105,14 +105,14 @@ def _is_plain(weight: Tensor) -> bool:
     return weight.is_floating_point() and weight.dtype.itemsize >= 2 and weight.numel() >= _NUMBERS
 
 
-def _places(count: int) -> Tensor:
-    """Places of the numbers of a weight, in none of its columns more often than in others."""
+def _indices(count: int) -> Tensor:
+    """Indices of some numbers of a weight, spread evenly over its columns."""
     return (2 * torch.arange(_NUMBERS) + 1) * count // (2 * _NUMBERS + 1)
 
 
 def _sampled(weight: Tensor) -> Tensor:
     flat = weight.detach().reshape(-1)
-    return flat[_places(flat.numel()).to(flat.device)].float().cpu()
+    return flat[_indices(flat.numel()).to(flat.device)].float().cpu()
 
 
 @torch.no_grad()
@@ -127,11 +127,11 @@ def _through_layer(model: nn.Module, name: str, shape: tuple[int, ...]) -> Tenso
             return None
         where = next(part for part in (*layer.parameters(), *layer.buffers(), *model.parameters())).device
         dtype = next((part.dtype for part in model.parameters() if _is_plain(part)), torch.float32)
-        places = _places(shape[0] * shape[1])
+        indices = _indices(shape[0] * shape[1])
         units = torch.zeros(_NUMBERS + 1, shape[1], dtype=dtype, device=where)  # the last row gives the bias
-        units[torch.arange(_NUMBERS), (places % shape[1]).to(where)] = 1
+        units[torch.arange(_NUMBERS), (indices % shape[1]).to(where)] = 1
         out: Tensor = layer(units).float().cpu()
-        return (out[:-1] - out[-1])[torch.arange(_NUMBERS), places // shape[1]]
+        return (out[:-1] - out[-1])[torch.arange(_NUMBERS), indices // shape[1]]
     except (AttributeError, RuntimeError, TypeError, ValueError, IndexError, StopIteration):
         return None
 

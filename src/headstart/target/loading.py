@@ -83,8 +83,8 @@ def load_target(
             transformers.logging.enable_progress_bar()
     if kind == torch.float16:
         _check_range(model, spec)
-    # Only the place: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
-    # Quantised models come with a place.
+    # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
+    # Quantised models are on theirs already.
     return Target(model if getattr(model, "hf_device_map", None) else model.to(where), tokenizer, spec, exact)
 
 
@@ -127,7 +127,7 @@ def _dequantised(folder: Path, gguf: str) -> Path:
     file = folder / gguf
     stamp = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {transformers.__version__}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "gguf"
-    place = cache / f"{file.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
+    path = cache / f"{file.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
 
     def convert(partial: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
@@ -139,14 +139,14 @@ def _dequantised(folder: Path, gguf: str) -> Path:
         tokenizer.save_pretrained(partial)
         model.save_pretrained(partial)
 
-    if not place.is_dir():
+    if not path.is_dir():
         need_disk(cache, 8 * file.stat().st_size, f"Converting {gguf}")
         cache.mkdir(parents=True, exist_ok=True)
-        with (cache / f"{place.name}.lock").open("w") as lock:  # the processes of one training all come here at once
+        with (cache / f"{path.name}.lock").open("w") as lock:  # the processes of one training all come here at once
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not place.is_dir():
-                write_atomic(place, convert)
-    return place
+            if not path.is_dir():
+                write_atomic(path, convert)
+    return path
 
 
 def _check_range(model: torch.nn.Module, spec: str) -> None:

@@ -1,4 +1,4 @@
-"""The frozen model that everything else is about: prefill, forward over a token tree, commit, tapped hidden states.
+"""The frozen model that everything else is about: prefill, forward over a token tree, commit, aux hidden states.
 
 Shape suffixes: B rows, T tokens of one forward, V vocabulary, E hidden size, S cache slots in sight, N tree nodes.
 """
@@ -45,12 +45,12 @@ class TargetOutput:
 
     Attributes:
         logits_BTV: next-token logits; T is 1 after a prefill (the last token of each row).
-        taps: hidden states [B, T, E] by tap; tap k > 0 is the output of layer k (transformers' `hidden_states[k]`),
+        aux_hidden_states: [B, T, E] by layer; layer k > 0 is the output of layer k (transformers' `hidden_states[k]`),
             0 the embeddings, FINAL the state after the final norm.
     """
 
     logits_BTV: Tensor
-    taps: dict[int, Tensor] = field(default_factory=dict)
+    aux_hidden_states: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Target:
@@ -63,7 +63,7 @@ class Target:
         exact: see the attribute; "auto" keeps the tokens, since the bits cost more than 3 % of a round.
 
     Attributes:
-        device: where tokens go in, and logits and tapped states come out.
+        device: where tokens go in, and logits and aux hidden states come out.
         dtype: of hidden states.
         kv_layers: what each layer keeps of a token.
 
@@ -210,14 +210,14 @@ class Target:
         return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
 
     @torch.inference_mode()
-    def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], taps: Sequence[int] = ()) -> TargetOutput:
-        """Read each row's tokens behind what the cache holds, and commit them.
+    def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
+        """Read each row's tokens after what the cache holds, and commit them.
 
-        Rows of different length are padded on the right; what is tapped behind a row's own length is garbage. Texts are
+        Rows of different length are padded on the right; what is read after a row's own length is garbage. Texts are
         read a piece at a time, and no logits but those of last tokens computed.
 
         Returns:
-            logits [B, 1, V] after each row's last token; taps [B, longest row, E].
+            logits [B, 1, V] after each row's last token; aux hidden states [B, longest row, E].
         """
         lengths = [len(row) for row in rows]
         assert min(lengths) > 0, "a row to prefill has at least one token"
@@ -225,7 +225,7 @@ class Target:
         ends = [before + length for before, length in zip(cache.lengths, lengths, strict=True)]
         if len(set(cache.lengths)) > 1:
             last = {row: length - 1 for row, length in enumerate(lengths)}
-            out = self._forward(cache, _chain(tokens_BT), taps, 0, last, ends)
+            out = self._forward(cache, _chain(tokens_BT), aux_layers, 0, last, ends)
             cache.commit([range(length) for length in lengths])
             return out
         if self._reads_again:
@@ -234,8 +234,8 @@ class Target:
         logits_BTV: Tensor | None = None
         for start in range(0, max(lengths), PIECE):
             last = {row: length - 1 - start for row, length in enumerate(lengths) if start < length <= start + PIECE}
-            out = self._read_causal(cache, tokens_BT[:, start : start + PIECE], taps, last or {0: 0}, ends)
-            pieces.append(out.taps)
+            out = self._read_causal(cache, tokens_BT[:, start : start + PIECE], aux_layers, last or {0: 0}, ends)
+            pieces.append(out.aux_hidden_states)
             if len(last) == len(rows):
                 logits_BTV = out.logits_BTV
             elif last:
@@ -248,17 +248,17 @@ class Target:
         return TargetOutput(logits_BTV, _together(pieces))
 
     @torch.inference_mode()
-    def forward_tree(self, cache: TreeCache, tree: DraftTree, taps: Sequence[int] = ()) -> TargetOutput:
-        """Read a token tree behind what the cache holds; commit the accepted path with `cache.commit`.
+    def forward_tree(self, cache: TreeCache, tree: DraftTree, aux_layers: Sequence[int] = ()) -> TargetOutput:
+        """Read a token tree after what the cache holds; commit the accepted path with `cache.commit`.
 
         Returns:
-            logits [B, N, V] after each node; taps [B, N, E].
+            logits [B, N, V] after each node; aux hidden states [B, N, E].
         """
-        return self._forward(cache, tree, taps, 0 if self._fitting.limit is None else tree.depth)
+        return self._forward(cache, tree, aux_layers, 0 if self._fitting.limit is None else tree.depth)
 
     @torch.no_grad()  # not inference mode: heads train on these
-    def hidden_states(self, rows: Sequence[Sequence[int]], taps: Sequence[int]) -> list[dict[int, Tensor]]:
-        """Tapped states of whole sequences, each {tap: [its length, E]}.
+    def hidden_states(self, rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> list[dict[int, Tensor]]:
+        """Aux hidden states of whole sequences, each {layer: [its length, E]}.
 
         No logits are computed, and no keys and values kept. Rows that make too large a batch are read in several.
         """
@@ -266,12 +266,15 @@ class Target:
         found: list[dict[int, Tensor]] = []
         for first in range(0, len(rows), together):
             group = rows[first : first + together]
-            out = self._read_causal(None, self._padded(group), taps, {0: 0}, [len(row) for row in group])
-            found += [{tap: out.taps[tap][b, : len(row)].clone() for tap in taps} for b, row in enumerate(group)]
+            out = self._read_causal(None, self._padded(group), aux_layers, {0: 0}, [len(row) for row in group])
+            found += [
+                {aux_layer: out.aux_hidden_states[aux_layer][b, : len(row)].clone() for aux_layer in aux_layers}
+                for b, row in enumerate(group)
+            ]
         return found
 
     def lm_head(self, final_state: Tensor) -> Tensor:
-        """Logits [..., V] from states tapped at FINAL, as the model itself computes them."""
+        """Logits [..., V] from states read at FINAL, as the model itself computes them."""
         logits: Tensor = self.model.get_output_embeddings()(final_state)
         return self.finish(logits)
 
@@ -318,24 +321,24 @@ class Target:
         self,
         cache: TreeCache | None,
         tokens_BT: Tensor,
-        taps: Sequence[int],
+        aux_layers: Sequence[int],
         wanted: Mapping[int, int],
         ends: Sequence[int],
     ) -> TargetOutput:
-        """Read texts behind what the cache holds, which is equally long for all rows, with causal attention.
+        """Read texts after what the cache holds, which is equally long for all rows, with causal attention.
 
         Args:
             cache: is written, not committed; None keeps no keys and values.
             tokens_BT: new tokens.
-            taps: hidden states to return.
-            wanted: for some rows, the place of the token whose logits are wanted; they come in this order.
+            aux_layers: hidden states to return.
+            wanted: for some rows, the index of the token whose logits are wanted; they come in this order.
             ends: length of each row's text as a whole, tokens yet to come included.
         """
         rows, width = tokens_BT.shape
         before = cache.lengths[0] if cache is not None else 0
         positions_1T = torch.arange(before, before + width, device=self.device)[None].clamp(max=self.max_length - 1)
-        places = self._rows_and_places(wanted)
-        forward = Running(None, frozenset(taps), causal=True, window=self.window, wanted=places)
+        indices = self._rows_and_positions(wanted)
+        forward = Running(None, frozenset(aux_layers), causal=True, window=self.window, wanted=indices)
         if self._fitting.limit is not None:
             forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(tokens_BT.shape)
             forward.ends = min(ends), max(ends)
@@ -345,17 +348,17 @@ class Target:
         self,
         cache: TreeCache,
         tree: DraftTree,
-        taps: Sequence[int],
+        aux_layers: Sequence[int],
         depth: int,
         wanted: Mapping[int, int] | None = None,
         ends: Sequence[int] | None = None,
     ) -> TargetOutput:
-        """Read a tree behind what the cache holds.
+        """Read a tree after what the cache holds.
 
         Args:
             cache: is written, not committed.
             tree: its tokens, and which of them each sees.
-            taps: hidden states to return.
+            aux_layers: hidden states to return.
             depth: of the deepest node, for targets that ask.
             wanted: as of `_read_causal`; None for the logits of all nodes.
             ends: as of `_read_causal`, for chains that are texts to read; None for trees, where each path stands for
@@ -371,9 +374,9 @@ class Target:
         shape = tree.tokens_BN.shape
         positions_BN = (lengths_B1 + tree.depths_BN).clamp(max=self.max_length - 1).expand(shape)
         mask = self._mask(lengths_B1, tree.visible_BNN, positions_BN, width, seen)
-        forward = Running(mask, frozenset(taps), window=self.window, bits=self.exact == "bits" and ends is None)
+        forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
         if wanted is not None:
-            forward.wanted = self._rows_and_places(wanted)
+            forward.wanted = self._rows_and_positions(wanted)
         if self._fitting.limit is not None and ends is not None:
             forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(shape)
             forward.ends = min(ends), max(ends)
@@ -386,10 +389,10 @@ class Target:
         """One forward of the model; see `_read_causal` and `_forward`.
 
         Raises:
-            UserError: a tap that does not exist.
+            UserError: a layer that does not exist.
         """
-        self._check_taps(sorted(forward.taps))
-        self._fitting.ensure(forward.taps)
+        self._check_aux_layers(sorted(forward.aux_layers))
+        self._fitting.ensure(forward.aux_layers)
         if forward.bits:
             self._fitting.ensure_bits()
         if cache is not None:
@@ -406,13 +409,14 @@ class Target:
                 logits_to_keep=0,
             )
         return TargetOutput(
-            out.logits.to(self.device), {tap: state.to(self.device) for tap, state in forward.captured.items()}
+            out.logits.to(self.device),
+            {aux_layer: state.to(self.device) for aux_layer, state in forward.captured.items()},
         )
 
-    def _rows_and_places(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
-        """Rows and places, as `Running.wanted`."""
-        rows, places = torch.tensor([list(wanted), list(wanted.values())], device=self.device)
-        return rows, places
+    def _rows_and_positions(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
+        """Rows and positions, as `Running.wanted`."""
+        rows, indices = torch.tensor([list(wanted), list(wanted.values())], device=self.device)
+        return rows, indices
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Tokens [B, T], padded on the right."""
@@ -456,13 +460,13 @@ class Target:
         if one_length:
             allowed_BTS[:, :, seen - width :] = visible_BTT
         else:
-            places_BTT = (lengths_B1[:, None] + torch.arange(width, device=self.device)).expand(rows, width, width)
-            allowed_BTS.scatter_(2, places_BTT, visible_BTT.expand(rows, width, width))
+            index_BTT = (lengths_B1[:, None] + torch.arange(width, device=self.device)).expand(rows, width, width)
+            allowed_BTS.scatter_(2, index_BTT, visible_BTT.expand(rows, width, width))
         sliding = None
         if self.window is not None and windowed:
             slot_positions_BS = slots_S.expand(positions_BT.shape[0], seen).clone()
-            places_BT = (lengths_B1 + torch.arange(width, device=self.device)).expand(positions_BT.shape)
-            slot_positions_BS.scatter_(1, places_BT, positions_BT)
+            index_BT = (lengths_B1 + torch.arange(width, device=self.device)).expand(positions_BT.shape)
+            slot_positions_BS.scatter_(1, index_BT, positions_BT)
             near_BTS = positions_BT[:, :, None] - slot_positions_BS[:, None] < self.window
             sliding = self._additive(allowed_BTS & near_BTS)
         return TreeMask(self._additive(allowed_BTS), sliding)
@@ -473,12 +477,12 @@ class Target:
 
     # -- checks --------------------------------------------------------------------------------------------------
 
-    def _check_taps(self, taps: Sequence[int]) -> None:
-        for tap in taps:
-            if tap != FINAL and not 0 <= tap <= self.num_layers:
+    def _check_aux_layers(self, aux_layers: Sequence[int]) -> None:
+        for aux_layer in aux_layers:
+            if aux_layer != FINAL and not 0 <= aux_layer <= self.num_layers:
                 raise UserError(
-                    f"Tap {tap} does not exist: {self.name} has {self.num_layers} layers.",
-                    f"Choose taps from 0 (embeddings) to {self.num_layers}, or {FINAL} for the final state.",
+                    f"Layer {aux_layer} does not exist: {self.name} has {self.num_layers} layers.",
+                    f"Choose layers from 0 (embeddings) to {self.num_layers}, or {FINAL} for the final state.",
                 )
 
     def _probe(self) -> tuple[list[LayerKeys], torch.dtype]:
@@ -488,7 +492,7 @@ class Target:
         """
         cache = DynamicCache()
         self._fitting.ensure([FINAL])
-        with torch.inference_mode(), run(Running(taps=frozenset([FINAL]))) as forward:
+        with torch.inference_mode(), run(Running(aux_layers=frozenset([FINAL]))) as forward:
             self.model(torch.zeros(1, 1, dtype=torch.long, device=self.device), past_key_values=cache, use_cache=True)
         if len(cache.layers) != self.num_layers:
             raise _cannot_tree(self.name, f"only {len(cache.layers)} of its {self.num_layers} layers keep a KV cache")
@@ -541,10 +545,10 @@ def _chain(tokens_BT: Tensor) -> DraftTree:
 
 
 def _together(pieces: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
-    """States [B, T, E] by tap, from those of the pieces of a text."""
+    """States [B, T, E] by layer, from those of the pieces of a text."""
     if len(pieces) == 1:
         return dict(pieces[0])
-    return {tap: torch.cat([piece[tap] for piece in pieces], dim=1) for tap in pieces[0]}
+    return {aux_layer: torch.cat([piece[aux_layer] for piece in pieces], dim=1) for aux_layer in pieces[0]}
 
 
 def _freeze(model: Any) -> Callable[[], None]:
@@ -568,7 +572,7 @@ def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UserError(
-        f"{type(decoder).__name__} has no list of {count} layers to tap.", "Use a decoder-only language model."
+        f"{type(decoder).__name__} has no list of {count} layers to read.", "Use a decoder-only language model."
     )
 
 

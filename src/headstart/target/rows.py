@@ -40,11 +40,11 @@ class SameBits:
 
     Attributes:
         fewest: single rows are filled up to these.
-        most: more than these run in pieces. 1 when no two numbers of rows agree: every row then runs alone.
+        maximum: more than these run in pieces. 1 when no two numbers of rows agree: every row then runs alone.
     """
 
     fewest: int = 1
-    most: int = 1
+    maximum: int = 1
 
     def pieces(self, rows: int) -> list[tuple[int, int]]:
         """Starts and stops of as many rows.
@@ -54,7 +54,7 @@ class SameBits:
         >>> SameBits(2, 32).pieces(33)
         [(0, 17), (17, 33)]
         """
-        size = -(-rows // -(-rows // self.most))
+        size = -(-rows // -(-rows // self.maximum))
         return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -79,7 +79,7 @@ def can_try(module: nn.Module) -> bool:
 
 
 def same_bits(module: nn.Module, rows: int = 1) -> SameBits:
-    """Numbers of rows at which this layer gives a row the same bits; tried once for each shape, dtype and place.
+    """Numbers of rows at which this layer gives a row the same bits; tried once for each shape, dtype and device.
 
     Args:
         module: the layer.
@@ -128,20 +128,20 @@ def agreeing(products: dict[int, Tensor]) -> SameBits:
 
     >>> one = torch.arange(8.0).view(8, 1) % 4
     >>> agreeing({1: one[:1] + 1, 2: one[:2], 4: one[:4], 8: one + 1})
-    SameBits(fewest=2, most=4)
+    SameBits(fewest=2, maximum=4)
     """
     numbers = list(products)
     even = {rows: torch.equal(out[4:], out[:-4]) if rows > 4 else True for rows, out in products.items()}
-    for most in reversed(numbers):
-        if not even[most]:
+    for maximum in reversed(numbers):
+        if not even[maximum]:
             continue
-        fewest = most
-        for rows in reversed(numbers[: numbers.index(most)]):
-            if not even[rows] or not torch.equal(products[rows], products[most][:rows]):
+        fewest = maximum
+        for rows in reversed(numbers[: numbers.index(maximum)]):
+            if not even[rows] or not torch.equal(products[rows], products[maximum][:rows]):
                 break
             fewest = rows
         if fewest <= _PADDED:
-            return SameBits(fewest, most)
+            return SameBits(fewest, maximum)
     return ALONE
 
 

@@ -22,8 +22,8 @@ from headstart.lock import locked
 from headstart.provenance import note_provenance
 from headstart.recipe import load_recipe, recipe_text
 from headstart.target import load_target
+from headstart.train.artifact import finished, go_on_from_shorter, training
 from headstart.train.loop import train
-from headstart.train.place import finished, go_on_from_shorter, training
 from headstart.train.processes import (
     LOST_CONTACT,
     has_spoken,
@@ -44,7 +44,7 @@ def main(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example train.lr=3e-4.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<name> by default.")] = None,
 ) -> None:
-    """Train draft heads on the states that `headstart data RECIPE` stored.
+    """Train draft heads on the states that `headstart data build RECIPE` stored.
 
     Example: accelerate launch -m headstart.train quickstart train.minutes=3
     """
@@ -81,18 +81,18 @@ def _train(name: str, overrides: list[str], run_dir: Path | None, console: Conso
     check_training(recipe)
     run = run_dir or Path("runs") / recipe.name
     state, device = join_processes(recipe.target.device)
-    places = {part: run / "data" / "states" / part for part in ("train", "calibration")}
-    for place in places.values():
-        if not place.is_dir():
+    paths = {part: run / "data" / "states" / part for part in ("train", "calibration")}
+    for path in paths.values():
+        if not path.is_dir():
             raise UserError(
-                f"The run has no stored states at {place}.",
+                f"The run has no stored states at {path}.",
                 f"Make them first: headstart data {' '.join([name, *overrides])}"
                 + (f" --run-dir {run_dir}" if run_dir else ""),
             )
     main = state.is_main_process
     with _on_main(state, locked(run)):
         with together():
-            stores = {part: StateStore(place) for part, place in places.items()}
+            stores = {part: StateStore(path) for part, path in paths.items()}
             section = recipe.target
             target = load_target(section.spec, section.dtype, device, section.revision)
             made = training(run, recipe, make_config(recipe.heads, target), stores["train"], stores["calibration"])

@@ -48,18 +48,18 @@ def epoch_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: i
     return [batches[i] for i in random.permutation(len(batches))]
 
 
-def epoch_steps(batches: Sequence[Batch], ranks: int, accumulate: int) -> list[list[Batch]]:
-    """The epoch's batches in groups of `ranks * accumulate`, one group for each optimiser step.
+def epoch_steps(batches: Sequence[Batch], ranks: int, gradient_accumulation_steps: int) -> list[list[Batch]]:
+    """The epoch's batches in groups of `ranks * gradient_accumulation_steps`, one group for each optimiser step.
 
     What does not fill a group waits for the next epoch, where the order is another one; an epoch smaller than one
     group repeats itself to fill it.
 
-    >>> epoch_steps([[0], [1], [2], [3], [4]], ranks=2, accumulate=1)
+    >>> epoch_steps([[0], [1], [2], [3], [4]], ranks=2, gradient_accumulation_steps=1)
     [[[0], [1]], [[2], [3]]]
-    >>> epoch_steps([[0]], ranks=2, accumulate=1)
+    >>> epoch_steps([[0]], ranks=2, gradient_accumulation_steps=1)
     [[[0], [0]]]
     """
-    group = ranks * accumulate
+    group = ranks * gradient_accumulation_steps
     if len(batches) < group:
         return [[batches[i % len(batches)] for i in range(group)]]
     return [list(batches[start : start + group]) for start in range(0, len(batches) - group + 1, group)]
@@ -71,14 +71,14 @@ def share(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
 
 
 def collate(
-    store: StateStore, batch: Batch, taps: Sequence[int], dtype: torch.dtype, device: torch.device
+    store: StateStore, batch: Batch, aux_layers: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> HeadBatch:
     """Read conversations from the store and pad them on the right.
 
     Args:
         store: of tokens, masks and states.
         batch: indices of conversations.
-        taps: the states to read.
+        aux_layers: the states to read.
         dtype: of the states.
         device: where the batch goes.
     """
@@ -90,7 +90,7 @@ def collate(
     return HeadBatch(
         tokens_BT=pad([sample.tokens_T for sample in samples]).to(device),
         supervised_BT=pad([sample.supervised_T for sample in samples]).to(device),
-        states={tap: pad([sample.states[tap] for sample in samples]).to(device, dtype) for tap in taps},
+        states={layer: pad([sample.states[layer] for sample in samples]).to(device, dtype) for layer in aux_layers},
     )
 
 
@@ -98,7 +98,7 @@ def noisy(batch: HeadBatch, noise: float, seed: Sequence[int]) -> HeadBatch:
     """The batch with uniform noise on its states, so that heads learn to bear states that are not quite right.
 
     EAGLE (arXiv 2401.15077) adds noise from [-0.1, 0.1] to final states, whose components are of about size 1. Here
-    the noise is relative to the root mean square of each state, so it means the same at every tap of every model.
+    the noise is relative to the root mean square of each state, so it means the same at every layer of every model.
 
     Args:
         batch: of clean states; it is left as it is.
@@ -108,14 +108,14 @@ def noisy(batch: HeadBatch, noise: float, seed: Sequence[int]) -> HeadBatch:
     drawn = int(np.random.SeedSequence(seed).generate_state(1)[0])
     random = torch.Generator(batch.tokens_BT.device).manual_seed(drawn)
     states = {}
-    for tap, state_BTE in sorted(batch.states.items()):
+    for layer, state_BTE in sorted(batch.states.items()):
         size_BT1 = state_BTE.float().square().mean(-1, keepdim=True).sqrt().to(state_BTE.dtype)
         uniform_BTE = torch.empty_like(state_BTE).uniform_(-noise, noise, generator=random)
-        states[tap] = state_BTE + size_BT1 * uniform_BTE
+        states[layer] = state_BTE + size_BT1 * uniform_BTE
     return dataclasses.replace(batch, states=states)
 
 
-def thinned(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
+def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
     """The batch with an end drawn for every draft: of those that learn at a step, `share` go on to the next.
 
     A loss then comes to what it would be with all of them and step k weighted by `share` to the power k, on average,
@@ -129,11 +129,13 @@ def thinned(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
     if share == 1:
         return batch
     uniform_BT = 1 - np.random.default_rng(seed).random(tuple(batch.tokens_BT.shape))  # in (0, 1]
-    reach_BT = 1 + np.floor(np.log(uniform_BT) / np.log(share)).astype(np.int64)
-    return dataclasses.replace(batch, reach_BT=torch.from_numpy(reach_BT).to(batch.tokens_BT.device))
+    subsampled_steps_BT = 1 + np.floor(np.log(uniform_BT) / np.log(share)).astype(np.int64)
+    return dataclasses.replace(
+        batch, subsampled_steps_BT=torch.from_numpy(subsampled_steps_BT).to(batch.tokens_BT.device)
+    )
 
 
 def predictions(batch: HeadBatch) -> int:
-    """How many predictions the first draft step makes: places whose next two tokens are both supervised."""
+    """How many predictions the first draft step makes: positions whose next two tokens are both supervised."""
     supervised_BT = batch.supervised_BT
     return int((supervised_BT[:, 1:-1] & supervised_BT[:, 2:]).sum())

@@ -1,10 +1,10 @@
-"""Checkpoints: folders that are whole or are not used.
+"""Checkpoints: folders that are complete, or are not used.
 
 A checkpoint holds what accelerate saves (heads, optimiser, gradient scaler, random states of every process) and
 `checkpoint.json`, written last: where the run stands, and the size of every file. The two newest are kept.
 
-The best heads so far are in it as well. A run that was killed may have found better ones behind its last checkpoint,
-and the run that goes on from there need not come by them again: its schedule may follow the clock, or a new budget.
+The best heads so far are in it as well. A run that was killed may have found better ones after its last checkpoint,
+and the run that goes on from there may never find them again: its schedule may follow the clock, or a new budget.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROCESSES = "number of processes"
 
 
 @dataclass
-class Standing:
+class TrainerState:
     """Where a run stands.
 
     Attributes:
@@ -61,7 +61,9 @@ class Standing:
     onward_lr: float = 0.0
 
 
-def save(accelerator: Accelerator, folder: Path, standing: Standing, settings: dict[str, Any], best: Path) -> None:
+def save(
+    accelerator: Accelerator, folder: Path, trainer_state: TrainerState, settings: dict[str, Any], best: Path
+) -> None:
     """Write a checkpoint into `folder`, move it into place in one step, and delete those beyond the newest two.
 
     Every process calls it.
@@ -69,12 +71,12 @@ def save(accelerator: Accelerator, folder: Path, standing: Standing, settings: d
     Args:
         accelerator: with the prepared heads and optimiser.
         folder: of all checkpoints.
-        standing: where the run stands.
+        trainer_state: where the run stands.
         settings: what must be equal for a run to continue from here.
-        best: folder with the heads of `standing.best_step`.
+        best: folder with the heads of `trainer_state.best_step`.
     """
-    place = folder / f"step-{standing.step:08d}"
-    partial = place.with_name(place.name + PARTIAL)
+    path = folder / f"step-{trainer_state.step:08d}"
+    partial = path.with_name(path.name + PARTIAL)
     if accelerator.is_main_process:
         for unfinished in folder.glob(f"step-*{PARTIAL}"):  # of a run that was killed; perhaps at another step
             shutil.rmtree(unfinished)
@@ -85,26 +87,26 @@ def save(accelerator: Accelerator, folder: Path, standing: Standing, settings: d
     if accelerator.is_main_process:
         shutil.copytree(best, partial / BEST, copy_function=link_or_copy)
         files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
-        manifest = {"standing": dataclasses.asdict(standing), "settings": settings, "files": files}
+        manifest = {"standing": dataclasses.asdict(trainer_state), "settings": settings, "files": files}
         write_json(partial / MANIFEST, manifest)
-        if place.exists():  # the same step once more; the one before it is still there
-            shutil.rmtree(place)
-        partial.rename(place)
+        if path.exists():  # the same step once more; the one before it is still there
+            shutil.rmtree(path)
+        partial.rename(path)
         for old in _newest_first(folder)[KEEP:]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
-def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) -> tuple[Path, Standing] | None:
-    """The newest whole checkpoint, or None when there is none; one that was cut short is passed over with a warning.
+def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) -> tuple[Path, TrainerState] | None:
+    """The newest complete checkpoint, or None when there is none; one that was cut short is skipped with a warning.
 
     Raises:
         UserError: when it belongs to other settings.
     """
-    for place in _newest_first(folder):
-        manifest = _manifest(place)
+    for path in _newest_first(folder):
+        manifest = _manifest(path)
         if manifest is None:
-            warn(f"The checkpoint {place} is cut short; falling back to the one before it.")
+            warn(f"The checkpoint {path} is cut short; falling back to the one before it.")
             continue
         kept = settings_now(manifest["settings"])
         for key, value in settings.items():
@@ -115,20 +117,20 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
                     f"The run in {folder.parent} was trained with {name} = {was!r}, and now it is {wanted!r}{more}.",
                     "Go on with the same settings, or begin anew in another folder of runs (--run-dir elsewhere/NAME).",
                 )
-        return place, Standing(**manifest["standing"])
+        return path, TrainerState(**manifest["standing"])
     return None
 
 
-def restore_best(place: Path, best: Path) -> None:
+def restore_best(path: Path, best: Path) -> None:
     """Put the best heads that a checkpoint knows of into the folder `best`, whatever is there now.
 
     Checkpoints of before they held any leave `best` as it is.
     """
 
     def link(partial: Path) -> None:
-        shutil.copytree(place / BEST, partial, copy_function=link_or_copy)
+        shutil.copytree(path / BEST, partial, copy_function=link_or_copy)
 
-    if (place / BEST).is_dir():
+    if (path / BEST).is_dir():
         write_atomic(best, link)
 
 
@@ -149,18 +151,18 @@ def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def _manifest(place: Path) -> dict[str, Any] | None:
+def _manifest(path: Path) -> dict[str, Any] | None:
     """The checkpoint's manifest, or None when a file is missing or has another size than it was written with."""
     try:
-        manifest: dict[str, Any] = read_json(place / MANIFEST)
-        whole = all((place / name).stat().st_size == size for name, size in manifest["files"].items())
+        manifest: dict[str, Any] = read_json(path / MANIFEST)
+        complete = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
     except (UserError, OSError, KeyError, TypeError):
         return None
-    return manifest if whole else None
+    return manifest if complete else None
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted((place for place in folder.glob("step-*") if place.suffix != PARTIAL), reverse=True)
+    return sorted((path for path in folder.glob("step-*") if path.suffix != PARTIAL), reverse=True)
 
 
 def _files(folder: Path) -> Iterator[Path]:

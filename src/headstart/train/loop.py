@@ -1,9 +1,9 @@
 """The training loop: draft heads learn what the frozen target says, from its stored hidden states.
 
-One optimiser step reads `accumulate` batches on each process, sums the losses of all draft steps and divides once by
-the predictions of the first draft step over all of them, so the result does not depend on how a step's batches are
-spread. The order of the batches and the learning rate are pure functions of where the run stands, which is what makes
-a resumed run equal to an uninterrupted one.
+One optimiser step reads `gradient_accumulation_steps` batches on each process, sums the losses of all draft steps and
+divides once by the predictions of the first draft step over all of them, so the result does not depend on how a step's
+batches are spread. The order of the batches and the learning rate are pure functions of where the run stands, which is
+what makes a resumed run equal to an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from headstart.target import FINAL, Target
 from headstart.terminal import format_seconds
 from headstart.train import checkpoint
 from headstart.train.allocator import keep_freed_memory
-from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, noisy, predictions, share, thinned
-from headstart.train.checkpoint import Standing
+from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, noisy, predictions, share, subsampled
+from headstart.train.checkpoint import TrainerState
 from headstart.train.display import Display
 from headstart.train.interrupt import Interrupt
 from headstart.train.losses import Teacher, find_loss, weighted
@@ -84,7 +84,7 @@ class Unrolled(nn.Module):
     def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
         """What `consume` makes of the batch's predictions.
 
-        A loss reaches every parameter, whatever the batch holds: without a place to learn from it is zero, and so are
+        A loss reaches every parameter, whatever the batch holds: without a position to learn from it is 0, and so are
         its gradients. The processes of a training all wait for the gradients of all parameters.
         """
         taken = 0
@@ -96,7 +96,7 @@ class Unrolled(nn.Module):
                 yield prediction
 
         made = consume(counted())
-        if isinstance(made, Tensor) and torch.is_grad_enabled() and taken < self.heads.steps:
+        if isinstance(made, Tensor) and torch.is_grad_enabled() and taken < self.heads.draft_steps:
             return cast(R, made + sum(p.flatten()[:0].sum() for p in self.heads.parameters() if p.requires_grad))
         return made
 
@@ -167,7 +167,7 @@ class _Run:
             need_disk(folder, 4 * copies * sum(p.numel() for p in self.heads.parameters()), "Training")
             self.settings = self._settings(recipe)
             self.found = checkpoint.find(folder / "checkpoints", self.settings, self._say)
-        self.taps = sorted({*self.heads.taps, FINAL})
+        self.aux_layers = sorted({*self.heads.aux_layers, FINAL})
         self.flops = self.heads.flops_per_draft()  # here: what `prepare` makes of the heads may be a part of them
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
@@ -182,7 +182,7 @@ class _Run:
         self.valid = self._validation_batches()
         self.per_epoch = len(self._epoch(0))
         self.total = min(self.section.steps or math.inf, self.section.epochs * self.per_epoch)
-        self.standing = Standing()
+        self.trainer_state = TrainerState()
         self.earlier = 0.0
         self.records: list[dict[str, Any]] = []
 
@@ -193,17 +193,17 @@ class _Run:
         for line in describe_processes(self.accelerator):
             self._say(line)
         self._say(
-            f"{self.heads.steps} draft steps, {self.heads.trainable_parameters / 1e6:.1f} M parameters to train, "
+            f"{self.heads.draft_steps} draft steps, {self.heads.trainable_parameters / 1e6:.1f} M parameters to train, "
             f"{self.flops / 1e6:.1f} MFLOP a drafted token; the "
             f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
             f"answers. {len(self.store)} conversations, {self.per_epoch} steps per epoch."
         )
         start_tracker(self.accelerator, self.section, self.settings)  # before anything of an earlier session changes
         self._resume()
-        saved = self.standing.step if self.standing.step else -1
+        saved = self.trainer_state.step if self.trainer_state.step else -1
         losses: list[float] = []
         asked = False
-        with Interrupt() as interrupt, Display(self.console, self._fraction(self.standing.elapsed)) as display:
+        with Interrupt() as interrupt, Display(self.console, self._fraction(self.trainer_state.elapsed)) as display:
             if not self.records:
                 self._validate(display, None)
             started, learnt = monotonic(), 0
@@ -213,11 +213,11 @@ class _Run:
                 fraction = self._fraction(elapsed)
                 if asked or fraction >= 1:
                     break
-                lr = self.standing.lr = self._lr(fraction)
-                loss = self._step(group, batches, max(count, 1), lr, fraction >= 1 - self.section.finish)
+                lr = self.trainer_state.lr = self._lr(fraction)
+                loss = self._step(group, batches, max(count, 1), lr, fraction >= 1 - self.section.round_starts_fraction)
                 learnt += count
                 self._advance(count)
-                step = self.standing.step
+                step = self.trainer_state.step
                 losses.append(loss)
                 now = monotonic()
                 speed = learnt / (now - started)
@@ -229,21 +229,23 @@ class _Run:
                 if step % self.section.save_every == 0:
                     self._save()
                     saved = step
-            if self.records[-1]["step"] != self.standing.step and not asked:
+            if self.records[-1]["step"] != self.trainer_state.step and not asked:
                 self._validate(display, losses)
                 saved = -1  # a checkpoint of this very step would not know that these heads are the best
             # A run that the clock has ended needs a checkpoint that says so, or the next session would train on.
-            if saved != self.standing.step or (not asked and self._fraction(self.standing.elapsed) < 1):
+            if saved != self.trainer_state.step or (not asked and self._fraction(self.trainer_state.elapsed) < 1):
                 self._save()
             if asked:
-                display.say(f"Stopped after step {self.standing.step}; the same command goes on from there.")
+                display.say(f"Stopped after step {self.trainer_state.step}; the same command goes on from there.")
                 raise KeyboardInterrupt
         result = self._finish()
-        if interrupt.asked:  # behind the last step: the training is whole, but what would follow it should not begin
+        if interrupt.asked:  # after the last step: the training is complete, but what would follow it should not begin
             raise KeyboardInterrupt
         return result
 
-    def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, lr: float, on_policy: bool) -> float:
+    def _step(
+        self, group: list[Batch], batches: list[HeadBatch], count: int, lr: float, round_starts_only: bool
+    ) -> float:
         """One optimiser step; returns the loss per prediction of the first draft step, over all processes."""
         for optimizer in self.optimizers:
             for parameters in optimizer.param_groups:
@@ -254,19 +256,19 @@ class _Run:
             consume = partial(
                 weighted,
                 loss=self.loss,
-                lesson=self.teacher.read(batch),
+                teacher_logits=self.teacher.read(batch),
                 step_weight=self.section.step_weight,
                 position_weight=self.section.position_weight,
                 feature_weight=self.section.feature_weight,
-                on_policy=on_policy,
+                round_starts_only=round_starts_only,
             )
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self.model(self._augment(batch, i, on_policy), consume)
+                loss = self.model(self._augment(batch, i, round_starts_only), consume)
                 # The one place that normalises: processes average their gradients, hence the factor.
                 self.accelerator.backward(loss * (self.ranks / count))
             summed += loss.detach()
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.section.clip)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.section.max_grad_norm)
         mean = float(self.accelerator.reduce(summed, "sum")) / count
         # With fp16 a gradient may overflow now and then: the scaler skips that step by itself.
         if not math.isfinite(mean) or not (math.isfinite(norm) or self.accelerator.mixed_precision == "fp16"):
@@ -276,14 +278,14 @@ class _Run:
             optimizer.zero_grad(set_to_none=True)
         return mean
 
-    def _augment(self, batch: HeadBatch, number: int, on_policy: bool) -> HeadBatch:
+    def _augment(self, batch: HeadBatch, number: int, round_starts_only: bool) -> HeadBatch:
         """The batch with what the recipe draws for it, which depends on nothing but where the run stands."""
-        place = self.rank + number * self.ranks  # in the group, however it is spread over processes
-        seed = [self.section.seed, self.standing.step, place]
+        index = self.rank + number * self.ranks  # in the group, however it is spread over processes
+        seed = [self.section.seed, self.trainer_state.step, index]
         if self.section.noise:
             batch = noisy(batch, self.section.noise, seed)
-        if self.section.position_weight == "sampled" and not on_policy:
-            batch = thinned(batch, self.section.step_weight, seed)
+        if self.section.position_weight == "subsampled" and not round_starts_only:
+            batch = subsampled(batch, self.section.step_weight, seed)
         return batch
 
     def _not_finite(self, group: list[Batch], batches: list[HeadBatch], loss: float) -> None:
@@ -295,7 +297,7 @@ class _Run:
             if not all(states[row].isfinite().all() for states in batch.states.values())
         ]
         broken = sorted(gather_object(broken))
-        step = self.standing.step + 1
+        step = self.trainer_state.step + 1
         if broken:
             where = f"the stored states of training conversations {_some(broken)} are not finite"
             remedy = "Build the data again; if it stays, use target.dtype=float32."
@@ -307,7 +309,7 @@ class _Run:
     def _validate(self, display: Display, losses: list[float] | None) -> None:
         """Judge the heads, note it, and keep them when they are the best so far; empties `losses`."""
         self.model.eval()
-        tally = Tally(self.heads.steps, self.accelerator.device)
+        tally = Tally(self.heads.draft_steps, self.accelerator.device)
         with torch.no_grad():
             for indices, chosen_X in self.valid:
                 self.model(
@@ -320,9 +322,9 @@ class _Run:
         if losses is not None:
             losses.clear()
         self._record(validation, loss)
-        display.validated(self.standing.step, self._elapsed(), loss, validation)
-        if validation.tau > self.standing.best_tau:
-            self.standing.best_tau, self.standing.best_step = validation.tau, self.standing.step
+        display.validated(self.trainer_state.step, self._elapsed(), loss, validation)
+        if validation.tau > self.trainer_state.best_tau:
+            self.trainer_state.best_tau, self.trainer_state.best_step = validation.tau, self.trainer_state.step
             self._keep_heads(self.folder / "best")
 
     def _keep_heads(self, folder: Path) -> None:
@@ -332,10 +334,10 @@ class _Run:
 
     def _record(self, validation: Validation, loss: float | None) -> None:
         row = {
-            "step": self.standing.step,
-            "epoch": self.standing.epoch,
+            "step": self.trainer_state.step,
+            "epoch": self.trainer_state.epoch,
             "elapsed_seconds": round(self._elapsed(), 1),
-            "tokens": self.standing.tokens,
+            "tokens": self.trainer_state.tokens,
             "loss": loss,
             **validation.to_json(),
             "coverage": round(self.coverage, 4),
@@ -344,19 +346,19 @@ class _Run:
         if self.accelerator.is_main_process:
             write_jsonl(self.folder / "metrics.jsonl", self.records)
         top1 = {f"valid/top1_step{k}": share for k, share in enumerate(validation.accuracy["top1"])}
-        self.accelerator.log({"valid/tau": validation.tau, **top1}, step=self.standing.step)
+        self.accelerator.log({"valid/tau": validation.tau, **top1}, step=self.trainer_state.step)
 
     def _finish(self) -> TrainResult:
-        best = next(row for row in self.records if row["step"] == self.standing.best_step)
-        result = TrainResult(self.folder / "best", self.folder / "last", self.standing.step, best, self.coverage)
+        best = next(row for row in self.records if row["step"] == self.trainer_state.best_step)
+        result = TrainResult(self.folder / "best", self.folder / "last", self.trainer_state.step, best, self.coverage)
         self._keep_heads(result.last_folder)
         if self.accelerator.is_main_process:
             write_json(
                 self.folder / "result.json",
                 {
                     "steps": result.steps,
-                    "epochs": self.standing.epoch + self.standing.index / self.per_epoch,
-                    "elapsed_seconds": round(self.standing.elapsed, 1),
+                    "epochs": self.trainer_state.epoch + self.trainer_state.index / self.per_epoch,
+                    "elapsed_seconds": round(self.trainer_state.elapsed, 1),
                     "trainable_parameters": self.heads.trainable_parameters,
                     "coverage": result.coverage,
                     "best": best,
@@ -378,21 +380,25 @@ class _Run:
 
     def _epoch(self, epoch: int) -> list[list[Batch]]:
         batches = epoch_batches(self.store.lengths, self.section.batch_tokens, self.section.seed, epoch)
-        return epoch_steps(batches, self.ranks, self.section.accumulate)
+        return epoch_steps(batches, self.ranks, self.section.gradient_accumulation_steps)
 
     def _groups(self) -> Iterator[list[Batch]]:
         """The batches of each step still to do; `_advance` moves on."""
         plan_of, plan = -1, list[list[Batch]]()
-        while self.standing.step < self.total:
-            if plan_of != self.standing.epoch:
-                plan_of, plan = self.standing.epoch, self._epoch(self.standing.epoch)
-            yield plan[self.standing.index]
+        while self.trainer_state.step < self.total:
+            if plan_of != self.trainer_state.epoch:
+                plan_of, plan = self.trainer_state.epoch, self._epoch(self.trainer_state.epoch)
+            yield plan[self.trainer_state.index]
 
     def _advance(self, count: int) -> None:
-        standing = self.standing
-        standing.step, standing.index, standing.tokens = standing.step + 1, standing.index + 1, standing.tokens + count
-        if standing.index == self.per_epoch:
-            standing.epoch, standing.index = standing.epoch + 1, 0
+        trainer_state = self.trainer_state
+        trainer_state.step, trainer_state.index, trainer_state.tokens = (
+            trainer_state.step + 1,
+            trainer_state.index + 1,
+            trainer_state.tokens + count,
+        )
+        if trainer_state.index == self.per_epoch:
+            trainer_state.epoch, trainer_state.index = trainer_state.epoch + 1, 0
 
     def _elapsed(self) -> float:
         return self.earlier + monotonic() - self.started
@@ -400,15 +406,18 @@ class _Run:
     def _fraction(self, elapsed: float) -> float:
         """How much of the run is done: by steps or by the clock, whichever is further."""
         by_clock = elapsed / (60 * self.section.minutes) if self.section.minutes else 0.0
-        return max(self.standing.step / self.total, by_clock)
+        return max(self.trainer_state.step / self.total, by_clock)
 
     def _lr(self, fraction: float) -> float:
         """The learning rate; where a larger budget took over it warms up again, from where the smaller one ended."""
-        rate, standing = learning_rate(self.section, fraction), self.standing
-        span = self.section.warmup * (1 - standing.onward)
-        if not standing.onward or fraction >= standing.onward + span:
+        rate, trainer_state = learning_rate(self.section, fraction), self.trainer_state
+        span = self.section.warmup * (1 - trainer_state.onward)
+        if not trainer_state.onward or fraction >= trainer_state.onward + span:
             return rate
-        return standing.onward_lr + (rate - standing.onward_lr) * max(0.0, fraction - standing.onward) / span
+        return (
+            trainer_state.onward_lr
+            + (rate - trainer_state.onward_lr) * max(0.0, fraction - trainer_state.onward) / span
+        )
 
     @property
     def _budget(self) -> list[float | None]:
@@ -424,24 +433,27 @@ class _Run:
         return int(ours[0]), ours[1], ours[2] > 0
 
     def _save(self) -> None:
-        self.standing.elapsed, self.standing.budget = self._elapsed(), self._budget
+        self.trainer_state.elapsed, self.trainer_state.budget = self._elapsed(), self._budget
         best = self.folder / "best"
-        checkpoint.save(self.accelerator, self.folder / "checkpoints", self.standing, self.settings, best)
+        checkpoint.save(self.accelerator, self.folder / "checkpoints", self.trainer_state, self.settings, best)
 
     def _resume(self) -> None:
         if self.found is None:
             return
-        place, self.standing = self.found
-        self.accelerator.load_state(str(place))
-        self.earlier = self.standing.elapsed
-        if self.standing.budget and self.standing.budget != self._budget:
-            self.standing.onward, self.standing.onward_lr = self._fraction(self.earlier), self.standing.lr
+        path, self.trainer_state = self.found
+        self.accelerator.load_state(str(path))
+        self.earlier = self.trainer_state.elapsed
+        if self.trainer_state.budget and self.trainer_state.budget != self._budget:
+            self.trainer_state.onward, self.trainer_state.onward_lr = (
+                self._fraction(self.earlier),
+                self.trainer_state.lr,
+            )
         rows = [row for _, row in read_jsonl(self.folder / "metrics.jsonl")]
-        self.records = [row for row in rows if row["step"] <= self.standing.step]
-        if self.accelerator.is_main_process:  # what came behind the checkpoint never happened to this run
-            checkpoint.restore_best(place, self.folder / "best")
+        self.records = [row for row in rows if row["step"] <= self.trainer_state.step]
+        if self.accelerator.is_main_process:  # what came after the checkpoint never happened to this run
+            checkpoint.restore_best(path, self.folder / "best")
             write_jsonl(self.folder / "metrics.jsonl", self.records)
-        self._say(f"Going on from step {self.standing.step} ({format_seconds(self.earlier)} spent).")
+        self._say(f"Going on from step {self.trainer_state.step} ({format_seconds(self.earlier)} spent).")
 
     def _settings(self, recipe: Recipe) -> dict[str, Any]:
         section = recipe.train.model_dump(mode="json", exclude=FREE_TO_CHANGE | {"start_from"})
@@ -459,15 +471,15 @@ class _Run:
         if int(counts_V.sum()) == 0:
             raise UserError(
                 "Nothing is supervised in the validation data.",
-                "Raise data.calibration, or look at the data with `headstart data show`.",
+                "Raise data.validation, or look at the data with `headstart data show`.",
             )
         return coverage(counts_V, self.heads.draft_to_target_D)
 
     def _collate(self, store: StateStore, batch: Batch) -> HeadBatch:
-        return collate(store, batch, self.taps, self.dtype, self.accelerator.device)
+        return collate(store, batch, self.aux_layers, self.dtype, self.accelerator.device)
 
     def _validation_batches(self) -> list[tuple[Batch, Tensor]]:
-        """This process's share of the validation data, with what the target chooses at each place.
+        """This process's share of the validation data, with what the target chooses at each position.
 
         The states are read again in each validation: they are many times larger than what is kept here.
         """

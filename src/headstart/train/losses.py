@@ -1,8 +1,8 @@
 """Losses between what a head drafts and what the target would have said, both over the draft vocabulary.
 
 A loss is a plain function (draft logits [M, D], target probabilities [M, D]) -> one number per prediction [M], in
-float32; any family trains with any of them. `alpha`, the mass the two distributions share, is the chance that a draft
-sampled from the head is accepted by lossless verification.
+float32; any family trains with any of them. `alpha`, the mass the two distributions share, is the probability that a
+draft sampled from the head is accepted by lossless verification.
 
 `summed` goes from what the LM head reads to the summed loss and its gradients in one pass over blocks of rows, so a
 table of logits of all predictions never exists. `summed_plain` is its reference: the loss applied to the whole table.
@@ -28,7 +28,7 @@ from headstart.errors import UserError, nearest
 from headstart.heads import HeadBatch, StepPrediction
 from headstart.recipe import PositionWeight
 from headstart.target import FINAL, Finish, Target
-from headstart.train.position_weights import dpace, exponential, until_failure, where_drafting_starts
+from headstart.train.position_weights import accept_until_failure, dpace, exponential, round_starts
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -73,7 +73,7 @@ def js(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
 
 
 def tv(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
-    """Total variation, 1 - alpha: the chance that a sampled draft is rejected."""
+    """Total variation, 1 - alpha: the probability that a sampled draft is rejected."""
     return 1 - _alpha(draft_logits_MD, target_probs_MD)
 
 
@@ -153,15 +153,15 @@ class Teacher:
 
     def __init__(self, target: Target, draft_to_target_D: Tensor) -> None:
         self._target = target
-        whole = len(draft_to_target_D) == target.vocab_size
+        complete = len(draft_to_target_D) == target.vocab_size
         ids_D = draft_to_target_D.to(target.device)
         weight, bias = target.lm_head_weight.detach(), target.lm_head_bias
-        self._weight_DE: Tensor = weight if whole else weight[ids_D]
-        self._bias_D: Tensor | None = bias if bias is None or whole else bias.detach()[ids_D]
+        self._weight_DE: Tensor = weight if complete else weight[ids_D]
+        self._bias_D: Tensor | None = bias if bias is None or complete else bias.detach()[ids_D]
 
     @torch.no_grad()
-    def read(self, batch: HeadBatch) -> Lesson:
-        """What the target would say at every place of a batch that a draft step can be asked about.
+    def read(self, batch: HeadBatch) -> TeacherLogits:
+        """The target's logits at every position of a batch that a draft step can be asked about.
 
         The logits are computed once here, although most positions are used by several steps.
         """
@@ -173,11 +173,11 @@ class Teacher:
         final_SE = batch.states[FINAL].flatten(0, 1)[positions_S].to(self._weight_DE.dtype)
         with torch.autocast(final_SE.device.type, enabled=False):
             logits_SD = self._target.finish(F.linear(final_SE, self._weight_DE, self._bias_D))
-        return Lesson(logits_SD, final_SE, row_X)
+        return TeacherLogits(logits_SD, final_SE, row_X)
 
 
 @dataclass
-class Lesson:
+class TeacherLogits:
     """The target's logits over the draft vocabulary for one batch, and the states they come from.
 
     Attributes:
@@ -191,7 +191,7 @@ class Lesson:
     row_X: Tensor
 
     def rows(self, source_M: Tensor) -> Tensor:
-        """Rows of the lesson for flat positions, all of which precede a supervised token."""
+        """Rows of the teacher logits for flat positions, all of which precede a supervised token."""
         rows_M = self.row_X[source_M]
         assert not (rows_M < 0).any(), "a step predicts supervised tokens only"
         return rows_M
@@ -200,46 +200,47 @@ class Lesson:
 def weighted(
     predictions: Iterable[StepPrediction],
     loss: Loss,
-    lesson: Lesson,
+    teacher_logits: TeacherLogits,
     step_weight: float,
     position_weight: PositionWeight = "exponential",
     feature_weight: float = 0.0,
-    on_policy: bool = False,
+    round_starts_only: bool = False,
 ) -> Tensor:
     """Sum over all predictions of a batch of weight times loss: a float32 scalar, not yet normalised.
 
     Args:
         predictions: of each step in turn.
         loss: between draft and target distributions.
-        lesson: the target's side of the batch.
+        teacher_logits: the target's side of the batch.
         step_weight: step k weighs this to the power k (not with `dpace`).
-        position_weight: see `headstart.train.position_weights`; `sampled` takes the batch as `thinned` left it.
-            `dpace` and `auf` cost one more product with the LM head, to see first how the drafts fare; `auf` then
-            skips what weighs nothing.
+        position_weight: see `headstart.train.position_weights`; `subsampled` takes the batch as `subsampled` left it.
+            `dpace` and `accept_until_failure` cost one more product with the LM head, to see first how the drafts fare;
+            `accept_until_failure` then skips what weighs nothing.
         feature_weight: of `smooth_l1` between drafted features and final states, with the same position weights.
-        on_policy: learn only from origins at which drafting would really start; they weigh as much as all together.
+        round_starts_only: learn only from origins at which drafting would really start; they weigh as much as all
+            together.
 
     Raises:
         UserError: a feature loss for heads that draft no features.
     """
     steps = list(predictions)
-    weights = _position_weights(steps, lesson, step_weight, position_weight, on_policy)
-    total = torch.zeros((), device=lesson.logits_SD.device)
+    weights = _position_weights(steps, teacher_logits, step_weight, position_weight, round_starts_only)
+    total = torch.zeros((), device=teacher_logits.logits_SD.device)
     for members in _by_lm_head(steps):
         hidden_MH = torch.cat([steps[step].hidden_MH for step in members])
         source_M = torch.cat([steps[step].source_M for step in members])
         weight_M = torch.cat([weights[step] for step in members])
-        if position_weight == "auf" or on_policy:
+        if position_weight == "accept_until_failure" or round_starts_only:
             kept_M = weight_M.nonzero()[:, 0]
             hidden_MH, source_M, weight_M = hidden_MH[kept_M], source_M[kept_M], weight_M[kept_M]
         first = steps[members[0]]
         own = (first.bias_D, first.finish)
-        total = total + summed(loss, hidden_MH, first.lm_head_DH, lesson, source_M, weight_M, *own)
+        total = total + summed(loss, hidden_MH, first.lm_head_DH, teacher_logits, source_M, weight_M, *own)
     if feature_weight:
         for prediction, weight_M in zip(steps, weights, strict=True):
             if prediction.feature_ME is None:
                 raise UserError("These heads draft no features to compare.", "Set train.feature_weight=0.")
-            final_ME = lesson.final_SE[lesson.rows(prediction.source_M)]
+            final_ME = teacher_logits.final_SE[teacher_logits.rows(prediction.source_M)]
             total = total + feature_weight * (weight_M * smooth_l1(prediction.feature_ME, final_ME)).sum()
     return total
 
@@ -254,39 +255,39 @@ def _by_lm_head(steps: Sequence[StepPrediction]) -> list[list[int]]:
 
 def _position_weights(
     steps: Sequence[StepPrediction],
-    lesson: Lesson,
+    teacher_logits: TeacherLogits,
     step_weight: float,
     position_weight: PositionWeight,
-    on_policy: bool,
+    round_starts_only: bool,
 ) -> list[Tensor]:
     origins = [prediction.origin_M for prediction in steps]
-    drawn = position_weight == "sampled" and not on_policy  # the batch has been thinned
+    drawn = position_weight == "subsampled" and not round_starts_only  # the batch has been subsampled
     weights = exponential(origins, 1.0 if drawn else step_weight)
-    if not steps or (position_weight in ("exponential", "sampled") and not on_policy):
+    if not steps or (position_weight in ("exponential", "subsampled") and not round_starts_only):
         return weights
-    alphas, right = zip(*(agreement(prediction, lesson) for prediction in steps), strict=True)
+    alphas, right = zip(*(agreement(prediction, teacher_logits) for prediction in steps), strict=True)
     if position_weight == "dpace":
         weights = dpace(origins, alphas)
-    elif position_weight == "auf":
-        weights = until_failure(origins, right, step_weight)
-    if on_policy:
-        started = where_drafting_starts(origins, right)
+    elif position_weight == "accept_until_failure":
+        weights = accept_until_failure(origins, right, step_weight)
+    if round_starts_only:
+        started = round_starts(origins, right)
         scale = len(origins[0]) / max(1, int(started[0].sum()))
         weights = [scale * weight_M * started_M for weight_M, started_M in zip(weights, started, strict=True)]
     return weights
 
 
 @torch.no_grad()
-def agreement(prediction: StepPrediction, lesson: Lesson) -> tuple[Tensor, Tensor]:
+def agreement(prediction: StepPrediction, teacher_logits: TeacherLogits) -> tuple[Tensor, Tensor]:
     """How a step's drafts fare: alpha [M], and whether draft and target have the same most likely token, bool [M].
 
     Both are over the draft vocabulary: a token that cannot be drafted counts as little here as in the loss.
     """
-    rows_M = lesson.rows(prediction.source_M)
+    rows_M = teacher_logits.rows(prediction.source_M)
     alphas, right = [torch.zeros(0, device=rows_M.device)], [torch.zeros(0, dtype=torch.bool, device=rows_M.device)]
     for block, logits_BD in logits_by_block(prediction):
         for chunk in _chunks(logits_BD):
-            draft_CD, target_CD = logits_BD[chunk].float(), lesson.logits_SD[rows_M[block][chunk]].float()
+            draft_CD, target_CD = logits_BD[chunk].float(), teacher_logits.logits_SD[rows_M[block][chunk]].float()
             alphas.append(_alpha(draft_CD, target_CD.softmax(-1)))
             right.append(draft_CD.argmax(-1) == target_CD.argmax(-1))
     return torch.cat(alphas), torch.cat(right)
@@ -304,7 +305,7 @@ def summed_plain(
     loss: Loss,
     hidden_MH: Tensor,
     lm_head_DH: Tensor,
-    lesson: Lesson,
+    teacher_logits: TeacherLogits,
     source_M: Tensor,
     weight_M: Tensor,
     bias_D: Tensor | None = None,
@@ -314,7 +315,7 @@ def summed_plain(
     logits_MD = F.linear(hidden_MH, lm_head_DH, bias_D)
     logits_MD = logits_MD if finish is None else finish(logits_MD)
     kind = torch.promote_types(logits_MD.dtype, torch.float32)
-    target_probs_MD = lesson.logits_SD[lesson.rows(source_M)].softmax(-1, dtype=kind)
+    target_probs_MD = teacher_logits.logits_SD[teacher_logits.rows(source_M)].softmax(-1, dtype=kind)
     return (weight_M * loss(logits_MD.to(kind), target_probs_MD)).sum()
 
 
@@ -322,7 +323,7 @@ def summed(
     loss: Loss,
     hidden_MH: Tensor,
     lm_head_DH: Tensor,
-    lesson: Lesson,
+    teacher_logits: TeacherLogits,
     source_M: Tensor,
     weight_M: Tensor,
     bias_D: Tensor | None = None,
@@ -336,7 +337,7 @@ def summed(
         loss: between draft and target distributions.
         hidden_MH: what the LM head reads.
         lm_head_DH: the LM head over the draft vocabulary.
-        lesson: the target's side of the batch.
+        teacher_logits: the target's side of the batch.
         source_M: int64, the flat position whose distribution each prediction is compared with.
         weight_M: float32, how much each prediction counts; a constant.
         bias_D: of the LM head, a constant.
@@ -344,7 +345,7 @@ def summed(
     """
     assert hidden_MH.shape[0] == source_M.shape[0] == weight_M.shape[0], "one source and weight for each prediction"
     apply: Callable[..., Tensor] = _Summed.apply
-    return apply(hidden_MH, lm_head_DH, loss, lesson, source_M, weight_M, bias_D, finish)
+    return apply(hidden_MH, lm_head_DH, loss, teacher_logits, source_M, weight_M, bias_D, finish)
 
 
 class _Summed(torch.autograd.Function):
@@ -361,7 +362,7 @@ class _Summed(torch.autograd.Function):
         hidden_MH: Tensor,
         lm_head_DH: Tensor,
         loss: Loss,
-        lesson: Lesson,
+        teacher_logits: TeacherLogits,
         source_M: Tensor,
         weight_M: Tensor,
         bias_D: Tensor | None,
@@ -371,7 +372,7 @@ class _Summed(torch.autograd.Function):
         kind = torch.promote_types(read_MH.dtype, torch.float32)
         # float16 gradients overflow unless they are scaled, and what scales them comes with the backward pass.
         kept = kind if read_MH.dtype == torch.float16 else read_MH.dtype
-        rows_M, bias_D = lesson.rows(source_M), _like(bias_D, head_DH)
+        rows_M, bias_D = teacher_logits.rows(source_M), _like(bias_D, head_DH)
         judged = loss if finish is None else _finished(loss, finish)
         total = torch.zeros((), dtype=kind, device=hidden_MH.device)
         hidden_kind = torch.promote_types(hidden_MH.dtype, kept)
@@ -381,7 +382,9 @@ class _Summed(torch.autograd.Function):
         with torch.autocast(hidden_MH.device.type, enabled=False):
             for block in _blocks(read_MH, head_DH):
                 logits_BD = F.linear(read_MH[block], head_DH, bias_D).to(kept)
-                total += _differentiate(judged, logits_BD, lesson, rows_M[block], weight_M[block], kind, learning)
+                total += _differentiate(
+                    judged, logits_BD, teacher_logits, rows_M[block], weight_M[block], kind, learning
+                )
                 if hidden_gradient_MH is not None:
                     hidden_gradient_MH[block] = logits_BD @ head_DH.to(kept)
                 if head_gradient_DH is not None:
@@ -397,14 +400,20 @@ class _Summed(torch.autograd.Function):
 
 
 def _differentiate(
-    loss: Loss, logits_BD: Tensor, lesson: Lesson, rows_B: Tensor, weight_B: Tensor, kind: torch.dtype, learning: bool
+    loss: Loss,
+    logits_BD: Tensor,
+    teacher_logits: TeacherLogits,
+    rows_B: Tensor,
+    weight_B: Tensor,
+    kind: torch.dtype,
+    learning: bool,
 ) -> Tensor:
     """The weighted loss of a block; `learning` replaces its logits by their gradient."""
     total = torch.zeros((), dtype=kind, device=logits_BD.device)
     with torch.set_grad_enabled(learning):
         for chunk in _chunks(logits_BD):
             logits_CD = logits_BD[chunk].detach().to(kind).requires_grad_(learning)
-            target_probs_CD = lesson.logits_SD[rows_B[chunk]].softmax(-1, dtype=kind)
+            target_probs_CD = teacher_logits.logits_SD[rows_B[chunk]].softmax(-1, dtype=kind)
             part = (weight_B[chunk] * loss(logits_CD, target_probs_CD)).sum()
             total += part.detach()
             if learning:
@@ -440,11 +449,11 @@ def _chunks(logits_BD: Tensor) -> list[slice]:
     return _slices(logits_BD.shape[0], max(1, numbers // logits_BD.shape[1]))
 
 
-def _slices(rows: int, most: int) -> list[slice]:
-    """Parts of nearly one height, `most` rows at most.
+def _slices(rows: int, maximum: int) -> list[slice]:
+    """Parts of nearly one height, `maximum` rows at most.
 
     >>> _slices(5, 2), _slices(0, 2)
     ([slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)], [])
     """
-    height = -(-rows // max(1, -(-rows // most)))
+    height = -(-rows // max(1, -(-rows // maximum)))
     return [slice(start, min(rows, start + height)) for start in range(0, rows, max(1, height))]

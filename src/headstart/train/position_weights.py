@@ -11,16 +11,16 @@ three steps, whose second step names another token than the target:
 ...     return [round(weight_M.item(), 3) for weight_M in weights]
 >>> show(exponential(origins, 0.8))
 [1.0, 0.8, 0.64]
->>> show(until_failure(origins, right, 0.8))
+>>> show(accept_until_failure(origins, right, 0.8))
 [1.0, 0.8, 0.0]
 >>> show(dpace(origins, alphas))
 [2.0, 1.0, 0.5]
 
-Decoding starts a draft behind what the one before it came to, so the places that follow an accepted run are never
-started from. `where_drafting_starts` finds the others: hard places, mostly, and those are what a round is about.
+Decoding starts each draft where the round before ended, so the positions inside an accepted run are never started
+from. `round_starts` finds the others: hard positions, mostly, and those are what a round is about.
 
 >>> right = [torch.tensor([True, True, False, False]), torch.tensor([False, True, True, True])]
->>> [part.tolist() for part in where_drafting_starts([torch.tensor([4, 5, 6, 7])] * 2, right)]
+>>> [part.tolist() for part in round_starts([torch.tensor([4, 5, 6, 7])] * 2, right)]
 [[True, False, True, True], [True, False, True, True]]
 
 Shape suffixes: M predictions of one step, K draft steps, O distinct origins up to the largest.
@@ -52,12 +52,12 @@ def exponential(origins: Sequence[Tensor], step_weight: float) -> list[Tensor]:
 
 
 def dpace(origins: Sequence[Tensor], alphas: Sequence[Tensor]) -> list[Tensor]:
-    """D-PACE (arXiv 2605.18810, equations 7 and 8): w_k = sum over j >= k of prod over i <= j of (.5 alpha_i + .5).
+    """D-PACE (arXiv 2605.18810, equations 7 and 8): w_k = sum over j >= k of prod over i <= j of (0.5 alpha_i + 0.5).
 
-    The product is the chance that a draft reaches step j, smoothed so that a weak step still teaches those behind it;
-    w_k is how much the expected length of the draft gains with the logarithm of step k's factor. The paper takes for
-    alpha_i the draft's probability of the one token that the target chose; here it is the mass that the two
-    distributions share, which is the same where the target is certain. A draft that ends early has no terms behind
+    The product is the probability that a draft reaches step j, smoothed so that a weak step still teaches those after
+    it; w_k is how much the expected length of the draft gains with the logarithm of step k's factor. The paper takes
+    for alpha_i the draft's probability of the one token that the target chose; here it is the mass that the two
+    distributions share, which is the same where the target is certain. A draft that ends early has no terms after
     its end.
 
     Args:
@@ -76,7 +76,7 @@ def dpace(origins: Sequence[Tensor], alphas: Sequence[Tensor]) -> list[Tensor]:
     return [weights_KO[step, origin_M] for step, origin_M in enumerate(origins)]
 
 
-def until_failure(origins: Sequence[Tensor], right: Sequence[Tensor], step_weight: float) -> list[Tensor]:
+def accept_until_failure(origins: Sequence[Tensor], right: Sequence[Tensor], step_weight: float) -> list[Tensor]:
     """AUF, accept until fail (arXiv 2607.01893): a draft teaches up to and with its first wrong step, then no more.
 
     Verification throws away what follows a rejected token. The paper found its exponential decay without effect once
@@ -88,7 +88,7 @@ def until_failure(origins: Sequence[Tensor], right: Sequence[Tensor], step_weigh
         step_weight: as in `exponential`.
 
     Returns:
-        For each step float32 [M], 0 behind the first failure.
+        For each step float32 [M], 0 after the first failure.
     """
     size = 1 + max((int(origin_M.max()) for origin_M in origins if len(origin_M)), default=0)
     alive_O = torch.ones(size, dtype=torch.bool, device=origins[0].device)
@@ -99,7 +99,7 @@ def until_failure(origins: Sequence[Tensor], right: Sequence[Tensor], step_weigh
     return weights
 
 
-def where_drafting_starts(origins: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+def round_starts(origins: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
     """The origins at which a greedy chain of these heads would really start while it writes the same text.
 
     Args:

@@ -129,9 +129,9 @@ def whole_state(module: nn.Module, wanted: bool) -> dict[str, Tensor] | None:
     """
     state = {}
     for name, tensor in module.state_dict().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if wanted:
-            state[name] = whole.detach().cpu()
+            state[name] = complete.detach().cpu()
     return state if wanted else None
 
 

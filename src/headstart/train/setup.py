@@ -11,7 +11,7 @@ import torch
 
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch, family, make_config
-from headstart.heads.base import positions
+from headstart.heads.base import supervised_origins
 from headstart.heads.io import load_heads
 from headstart.recipe import Recipe, TrainSection
 from headstart.target import FINAL, Target
@@ -139,10 +139,10 @@ def take_over(heads: DraftHead, earlier: DraftHead) -> str:
         UserError: when nothing fits.
     """
     ours_D, theirs_D = heads.draft_to_target_D.cpu(), earlier.draft_to_target_D
-    ours_C = torch.isin(ours_D, theirs_D).nonzero()[:, 0]  # places of the common tokens
+    ours_C = torch.isin(ours_D, theirs_D).nonzero()[:, 0]  # indices of the common tokens
     theirs_C = torch.searchsorted(theirs_D, ours_D[ours_C])
     given = earlier.state_dict()
-    whole, rows = 0, 0
+    complete, rows = 0, 0
     state = {name: tensor for name, tensor in heads.state_dict().items() if name != "draft_to_target_D"}
     for name, tensor in state.items():
         if name not in given or tensor.ndim != given[name].ndim:
@@ -151,28 +151,28 @@ def take_over(heads: DraftHead, earlier: DraftHead) -> str:
         differing = [(axis, pair) for axis, pair in enumerate(sizes) if pair[0] != pair[1]]
         if not differing:
             tensor.copy_(given[name])
-            whole += 1
+            complete += 1
         elif [pair for _, pair in differing] == [(len(ours_D), len(theirs_D))]:
             axis = differing[0][0]
             tensor.index_copy_(axis, ours_C, given[name].index_select(axis, theirs_C).to(tensor))
             rows += 1
-    if not whole + rows:
+    if not complete + rows:
         raise UserError(
             f"None of the {len(given) - 1} tensors of these {earlier.family} heads has a name and shape of the "
             f"{heads.family} heads to train.",
             "Start from heads of the same family and width, or set train.start_from=null.",
         )
     by_token = f" ({rows} of them for {len(ours_C)} common draft tokens)" if rows else ""
-    return f"{whole + rows} of {len(state)} tensors are those of earlier {earlier.family} heads{by_token}"
+    return f"{complete + rows} of {len(state)} tensors are those of earlier {earlier.family} heads{by_token}"
 
 
 def check_store(store: StateStore, target: Target, heads: DraftHead) -> None:
     """Refuse states that these heads on this target cannot learn from.
 
     Raises:
-        UserError: a tap is missing, or the states are another model's.
+        UserError: a layer is missing, or the states are another model's.
     """
-    missing = sorted({*heads.taps, FINAL} - set(store.taps))
+    missing = sorted({*heads.aux_layers, FINAL} - set(store.aux_layers))
     if missing or store.hidden_size != target.hidden_size:
         what = f"lacks the states of layer {missing[0]}" if missing else f"has states of size {store.hidden_size}"
         raise UserError(
@@ -189,19 +189,19 @@ def check_store(store: StateStore, target: Target, heads: DraftHead) -> None:
 def _check_depth(heads: DraftHead, store: StateStore) -> None:
     """Refuse to train a step that no conversation reaches."""
     masks = (store.get(index).supervised_T for index in range(len(store)))
-    if not any(len(positions(supervised_T[None], heads.steps - 1)) for supervised_T in masks):
+    if not any(len(supervised_origins(supervised_T[None], heads.draft_steps - 1)) for supervised_T in masks):
         raise UserError(
-            f"The heads draft {heads.steps} tokens ahead and no answer of the training data has the "
-            f"{heads.steps + 1} tokens in a row that the last step learns from.",
+            f"The heads draft {heads.draft_steps} tokens ahead and no answer of the training data has the "
+            f"{heads.draft_steps + 1} tokens in a row that the last step learns from.",
             "Draft fewer steps, or write longer answers (data.max_new_tokens).",
         )
 
 
 def _first_look(store: StateStore, heads: DraftHead) -> Iterator[HeadBatch]:
     """Up to `_FIRST_LOOK` tokens of the training data, in float32, for a closed-form start."""
-    taps, read = sorted({*heads.taps, FINAL}), 0
+    aux_layers, read = sorted({*heads.aux_layers, FINAL}), 0
     for index in range(len(store)):
         if read >= _FIRST_LOOK:
             return
         read += store.lengths[index]
-        yield collate(store, [index], taps, torch.float32, torch.device("cpu"))
+        yield collate(store, [index], aux_layers, torch.float32, torch.device("cpu"))

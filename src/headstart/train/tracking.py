@@ -82,8 +82,8 @@ def finish_trackers(accelerator: Accelerator) -> None:
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
     """Settings as every tracker takes them: one level, with numbers, truths and texts only.
 
-    >>> flat({"heads": {"family": "medusa", "taps": [1, 2]}, "train.steps": None, "train.lr": 0.1})
-    {'heads.family': 'medusa', 'heads.taps': '[1, 2]', 'train.steps': 'None', 'train.lr': 0.1}
+    >>> flat({"heads": {"family": "medusa", "aux_layers": [1, 2]}, "train.steps": None, "train.lr": 0.1})
+    {'heads.family': 'medusa', 'heads.aux_layers': '[1, 2]', 'train.steps': 'None', 'train.lr': 0.1}
     """
     found: dict[str, bool | int | float | str] = {}
     for key, value in settings.items():

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.calibration import Calibration
-from headstart.decode.budget import Costs, node_worth
+from headstart.decode.budget import Costs, node_threshold
 
 _BINS = 40
 """Bins of equally many drafts that acceptance is counted in, at each depth."""
-_LEAST_GAIN = 0.01
+_MIN_ACCEPT_PROB = 0.01
 """Paths less likely than this are left out of the replay, whatever nodes cost."""
 _TRIED = 3
 """Drafts of a node that count as its best: what a tree usually verifies of them."""
@@ -26,7 +26,7 @@ def fit_calibration(
     ranks_OK: NDArray[np.int64],
     log_probs_OKR: NDArray[np.float32],
     likely_OKR: NDArray[np.float32] | None = None,
-    drawn_OKR: NDArray[np.float32] | None = None,
+    sampled_OKR: NDArray[np.float32] | None = None,
 ) -> Calibration:
     """Isotonic regression of acceptance on log-probability at each depth, over drafts whose path so far was drafted.
 
@@ -35,8 +35,8 @@ def fit_calibration(
         log_probs_OKR: of the best drafts of each step.
         likely_OKR: how likely each of them is to be accepted when it follows the true text; None: it is the true token
             or not, as in greedy decoding.
-        drawn_OKR: how likely a child drawn in place of each of the first drafts is to be accepted; None where nothing
-            is drawn. R may be smaller here.
+        sampled_OKR: how likely a child sampled instead of each of the first drafts is to be accepted; None where none
+            is. R may be smaller here.
     """
     ranks = log_probs_OKR.shape[2]
     alive_O = np.ones(len(ranks_OK), dtype=bool)
@@ -49,15 +49,17 @@ def fit_calibration(
         log_probs.append(knots)
         accepted.append(shares)
         best_OR = right_OR[:, :_TRIED]
-        if drawn_OKR is not None:
-            drawn_OR = drawn_OKR[alive_O, depth]
-            curves.append(_isotonic(log_probs_OKR[alive_O, depth, : drawn_OR.shape[1]].ravel(), drawn_OR.ravel()))
-            last = min(_TRIED, drawn_OR.shape[1]) - 1
-            best_OR = np.concatenate([right_OR[:, :last], drawn_OR[:, last, None]], axis=1)
+        if sampled_OKR is not None:
+            sampled_OR = sampled_OKR[alive_O, depth]
+            curves.append(_isotonic(log_probs_OKR[alive_O, depth, : sampled_OR.shape[1]].ravel(), sampled_OR.ravel()))
+            last = min(_TRIED, sampled_OR.shape[1]) - 1
+            best_OR = np.concatenate([right_OR[:, :last], sampled_OR[:, last, None]], axis=1)
         reached.append(float(best_OR.sum(1).mean()) if len(right_OR) else 0.0)
         alive_O &= ranks_OK[:, depth] < ranks
-    drawn = Calibration(tuple(knots for knots, _ in curves), tuple(shares for _, shares in curves)) if curves else None
-    return Calibration(tuple(log_probs), tuple(accepted), tuple(reached), drawn)
+    sampled = (
+        Calibration(tuple(knots for knots, _ in curves), tuple(shares for _, shares in curves)) if curves else None
+    )
+    return Calibration(tuple(log_probs), tuple(accepted), tuple(reached), sampled)
 
 
 def _isotonic(values: NDArray[np.float32], right: NDArray[np.generic]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -88,8 +90,8 @@ def replay_dynamic(
     Drafts of a depth are taken to be the same whatever the path before them; for families whose drafts follow the
     path this looks at the true path only.
     """
-    chances = np.stack(
-        [calibration.chances(depth, log_probs_OKR[:, depth]) for depth in range(ranks_OK.shape[1])], axis=1
+    probs = np.stack(
+        [calibration.probs(depth, log_probs_OKR[:, depth]) for depth in range(ranks_OK.shape[1])], axis=1
     ).tolist()
     truth = ranks_OK.tolist()
     costs_ms = [costs.verify(nodes) for nodes in range(max_nodes + 1)]
@@ -98,7 +100,7 @@ def replay_dynamic(
         position = rounds = emitted = 0
         spent = 0.0
         while position < len(truth):
-            tree, nodes, levels = _best_tree(chances[position], rate, calibration, costs, costs_ms)
+            tree, nodes, levels = _best_tree(probs[position], rate, calibration, costs, costs_ms)
             depth = 0
             while depth < len(truth[position]) and tuple(truth[position][: depth + 1]) in tree:
                 depth += 1
@@ -110,7 +112,7 @@ def replay_dynamic(
 
 
 def _best_tree(
-    chances_KR: Sequence[Sequence[float]],
+    probs_KR: Sequence[Sequence[float]],
     rate: float,
     calibration: Calibration,
     costs: Costs,
@@ -118,27 +120,27 @@ def _best_tree(
 ) -> tuple[set[tuple[int, ...]], int, int]:
     """The rank paths that pay at this rate, how many nodes that is with the root, and how many levels were drafted.
 
-    Grown as `decode.grow` grows, and pruned as `decode.budget` prunes.
+    Grown as `heads.growing.grow` grows, and pruned as `decode.budget` prunes.
     """
-    worth = node_worth(costs, rate)
+    threshold = node_threshold(costs, rate)
     found: list[tuple[float, tuple[int, ...]]] = []
     level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
     drafted = 0
-    for depth, chances_R in enumerate(chances_KR):
-        reach = calibration.reach(depth)
-        net = sum(max(0.0, gain * reach - worth) for gain, _ in level)
+    for depth, probs_R in enumerate(probs_KR):
+        best_child = calibration.best_child(depth)
+        net = sum(max(0.0, accept_prob * best_child - threshold) for accept_prob, _ in level)
         if depth and (not level or net < rate * costs.level_ms):
             break
         drafted += 1
         level = [
-            (gain * chance, (*path, rank))
-            for gain, path in level
-            for rank, chance in enumerate(chances_R)
-            if gain * chance >= max(worth, _LEAST_GAIN)
+            (accept_prob * prob, (*path, rank))
+            for accept_prob, path in level
+            for rank, prob in enumerate(probs_R)
+            if accept_prob * prob >= max(threshold, _MIN_ACCEPT_PROB)
         ]
         found += level
     found = sorted(found, key=lambda one: (-one[0], one[1]))[: len(costs_ms) - 2]
-    expected = accumulate([1.0, *(gain for gain, _ in found)])
-    nets = [gain - rate * costs_ms[nodes] for nodes, gain in enumerate(expected, start=1)]
+    expected = accumulate([1.0, *(accept_prob for accept_prob, _ in found)])
+    nets = [tokens - rate * costs_ms[nodes] for nodes, tokens in enumerate(expected, start=1)]
     best = max(range(len(nets)), key=nets.__getitem__)
     return {path for _, path in found[:best]}, best + 1, drafted

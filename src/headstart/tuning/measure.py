@@ -28,8 +28,8 @@ _TEXTS, _LONGEST = 24, 64
 """Prompts answered again at temperature 1, and tokens of these answers at most."""
 _ENOUGH = 256
 """Tokens of such answers below which the given ones count as well."""
-_DRAWN = 4
-"""Ranks in whose place drawing a child is measured; a node seldom has more children."""
+_SAMPLED = 4
+"""Ranks at which a sampled child instead of the draft is measured; a node seldom has more children."""
 
 
 class Supervised(Protocol):
@@ -88,11 +88,11 @@ def measure_sampling(
     max_rank: int,
     console: Console | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What sampling at temperature 1 would accept of the drafts behind a text.
+    """What sampling at temperature 1 would accept of the drafts after a text.
 
     Returns:
         Ranks and log-probabilities as of `measure_drafts`; the target's own probabilities of these drafts, [O, K, R];
-        and how likely a child drawn in place of each of the first drafts, beside those above it, is to be accepted,
+        and how likely a child sampled instead of each of the first drafts, beside those above it, is to be accepted,
         [O, K, R] with a smaller R: the mass that the target's distribution shares with the one it is drawn from.
 
     Raises:
@@ -102,15 +102,15 @@ def measure_sampling(
     def compare(logits_MD: Tensor, truth_M: Tensor, own_MD: Tensor) -> tuple[Tensor, ...]:
         log_probs_MR, best_MR = _best(logits_MD, max_rank)
         q_draft_MD = logits_MD.softmax(-1)
-        drawn = []
-        for rank in range(min(_DRAWN, best_MR.shape[1])):
+        sampled = []
+        for rank in range(min(_SAMPLED, best_MR.shape[1])):
             rest_M1 = q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            drawn.append(torch.minimum(own_MD, q_draft_MD / rest_M1).sum(-1))
+            sampled.append(torch.minimum(own_MD, q_draft_MD / rest_M1).sum(-1))
             q_draft_MD.scatter_(1, best_MR[:, rank, None], 0.0)
-        return _rank(logits_MD, truth_M, max_rank), log_probs_MR, own_MD.gather(1, best_MR), torch.stack(drawn, 1)
+        return _rank(logits_MD, truth_M, max_rank), log_probs_MR, own_MD.gather(1, best_MR), torch.stack(sampled, 1)
 
-    ranks_OK, log_probs_OKR, likely_OKR, drawn_OKR = _measure(target, heads, conversations, compare, True, console)
-    return ranks_OK, log_probs_OKR, likely_OKR, drawn_OKR
+    ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR = _measure(target, heads, conversations, compare, True, console)
+    return ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR
 
 
 def _rank(logits_MD: Tensor, truth_M: Tensor, max_rank: int) -> Tensor:
@@ -120,7 +120,7 @@ def _rank(logits_MD: Tensor, truth_M: Tensor, max_rank: int) -> Tensor:
 
 
 def _best(logits_MD: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and places of the best drafts, [M, R]."""
+    """Log-probabilities and indices of the best drafts, [M, R]."""
     best = logits_MD.topk(min(max_rank, logits_MD.shape[1]), dim=-1)
     return best.values - logits_MD.logsumexp(-1, keepdim=True), best.indices
 
@@ -136,7 +136,7 @@ def _measure(
     """Tables [O, K, ...] of what `compare` finds, over the origins from which every step is supervised.
 
     Args:
-        compare: of one step: draft logits [M, D], the true token's place among them or -1 [M], the target's own
+        compare: of one step: draft logits [M, D], the true token's index among them or -1 [M], the target's own
             probabilities of the draft vocabulary [M, D] (empty without `own`) to tables [M, ...].
         own: whether `compare` reads the target's probabilities.
     """
@@ -144,15 +144,15 @@ def _measure(
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
     found: list[list[Tensor]] = []
     for conversation in tracked(conversations, "measuring acceptance", len(conversations), console):
-        states = target.hidden_states([conversation.tokens], sorted({*heads.taps, FINAL}))[0]
+        states = target.hidden_states([conversation.tokens], sorted({*heads.aux_layers, FINAL}))[0]
         tokens_BT = torch.tensor([conversation.tokens], device=target.device)
         batch = HeadBatch(
             tokens_BT,
             torch.tensor([conversation.supervised], device=target.device),
-            {tap: state[None] for tap, state in states.items()},
+            {layer: state[None] for layer, state in states.items()},
         )
         own_TD = torch.zeros(len(conversation.tokens), len(heads.draft_to_target_D) if own else 0, device=target.device)
-        if own:  # behind the states that a supervised token follows
+        if own:  # after the states that a supervised token follows
             read = batch.supervised_BT[0, 1:].nonzero()[:, 0]
             own_TD[read] = target.lm_head(states[FINAL][read]).float().softmax(-1)[:, heads.draft_to_target_D]
         steps: list[dict[int, int]] = []
@@ -160,21 +160,21 @@ def _measure(
         for step in heads.unroll(batch):
             truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
             tables.append(tuple(part.cpu() for part in compare(step.logits_MD.float(), truth_M, own_TD[step.source_M])))
-            steps.append({origin: place for place, origin in enumerate(step.origin_M.tolist())})
-        if len(steps) < heads.steps:  # too short: families may end before a step that has no origin
+            steps.append({origin: index for index, origin in enumerate(step.origin_M.tolist())})
+        if len(steps) < heads.draft_steps:  # too short: families may end before a step that has no origin
             continue
         whole = sorted(set.intersection(*map(set, steps)))
-        places = [[place[origin] for origin in whole] for place in steps]
+        indices = [[index[origin] for origin in whole] for index in steps]
         found.append(
             [
-                torch.stack([one[at] for one, at in zip(table, places, strict=True)], 1)
+                torch.stack([one[at] for one, at in zip(table, indices, strict=True)], 1)
                 for table in zip(*tables, strict=True)
             ]
         )
     if not sum(len(tables[0]) for tables in found):
         raise UserError(
-            f"No calibration answer is longer than the {heads.steps + 1} tokens that the heads look ahead.",
-            "Write longer answers (data.max_new_tokens), or more of them (data.calibration).",
+            f"No calibration answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead.",
+            "Write longer answers (data.max_new_tokens), or more of them (data.validation).",
         )
     return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
@@ -197,14 +197,14 @@ class Text:
 
 
 def sampled_answers(
-    target: Target, conversations: Sequence[Supervised], least: int, console: Console | None = None
+    target: Target, conversations: Sequence[Supervised], minimum: int, console: Console | None = None
 ) -> list[Supervised]:
     """Some conversations' first prompts with answers that the target draws at temperature 1, always the same ones.
 
     Args:
         target: writes the answers.
         conversations: whose prompts.
-        least: tokens below which an answer is left out.
+        minimum: tokens below which an answer is left out.
         console: shows that something is going on.
 
     Returns:
@@ -233,6 +233,6 @@ def sampled_answers(
             texts += [
                 Text.of(prompt, answer.tokens)
                 for prompt, answer in zip(part, answers, strict=True)
-                if len(answer.tokens) >= least
+                if len(answer.tokens) >= minimum
             ]
     return texts if sum(sum(text.supervised) for text in texts) >= _ENOUGH else [*texts, *conversations]

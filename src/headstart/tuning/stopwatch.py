@@ -19,7 +19,7 @@ from headstart.decode.costs import Costs, Measured
 from headstart.decode.verify import GreedyVerifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads import DraftHead
-from headstart.heads.int8_weights import pack, unpack
+from headstart.heads.int8_weights import drop_int8, to_int8
 from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
 from headstart.target import Target, TreeShape
 from headstart.target.tree import RankPath
@@ -30,7 +30,7 @@ _SHORT_WIDTHS, _SHORT_CONTEXT = (1, 2, 4, 8, 16, 32), 256
 """Of the short measurement."""
 _SHORT_SECONDS = 1.5
 """After which each part of the short measurement ends, once it has seen enough."""
-_LEAST = 3
+_MIN = 3
 """Rounds of a measurement that are enough."""
 _STEADY = 1.25
 """Factor between two measurements of the same, some seconds apart, from which a machine is too busy to be measured."""
@@ -58,13 +58,13 @@ def measure_costs(
         context: committed tokens in the cache while timing.
         seconds: after which each part ends, at the earliest.
     """
-    unpack(heads)
+    drop_int8(heads)
     context = max(1, min(context, target.max_length - max(widths) - 1))
     widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
-    verify_ms = measure_verify(target, widths, context, heads.taps, 12, seconds)
+    verify_ms = measure_verify(target, widths, context, heads.aux_layers, 12, seconds)
     draft_ms, level_ms, read_ms, packed = draft_costs(target, heads, paths, context, 1, seconds)
-    (again_ms,) = measure_verify(target, [1], context, heads.taps, 4, seconds)
-    costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.steps, read_ms)
+    (again_ms,) = measure_verify(target, [1], context, heads.aux_layers, 4, seconds)
+    costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.draft_steps, read_ms)
     return Measured(costs, packed, steady=1 / _STEADY < again_ms / verify_ms[0] < _STEADY)
 
 
@@ -73,7 +73,7 @@ def measure_verify(
     target: Target,
     widths: Sequence[int],
     context: int,
-    taps: Sequence[int],
+    aux_layers: Sequence[int],
     repeats: int = 30,
     seconds: float = float("inf"),
 ) -> list[float]:
@@ -97,7 +97,7 @@ def measure_verify(
         for spent, proposal in zip(times, proposals, strict=True):
             start = perf_counter()
             tree = proposal.on(target.device)
-            out = target.forward_tree(cache, tree, taps)
+            out = target.forward_tree(cache, tree, aux_layers)
             verifier.accept(tree, out.logits_BTV)
             cache.commit([[0]])
             spent.append(1e3 * (perf_counter() - start))
@@ -120,9 +120,9 @@ def draft_costs(
     packed: list[tuple[float, float, float]] = []
     for _ in range(turns):  # in turns, so that a slow moment of the machine decides nothing
         full.append(draft_ms(target, heads, paths, context, seconds))
-        if pack(heads):
+        if to_int8(heads):
             packed.append(draft_ms(target, heads, paths, context, seconds))
-            unpack(heads)
+            drop_int8(heads)
     if packed and min(packed)[0] < _CLEARLY * min(full)[0]:
         return (*min(packed), True)
     return (*min(full), False)
@@ -132,19 +132,19 @@ def draft_costs(
 def draft_ms(
     target: Target, heads: DraftHead, paths: Sequence[RankPath], context: int, seconds: float = float("inf")
 ) -> tuple[float, float, float]:
-    """Milliseconds of one draft and one observation with a tree of up to 16 of the best nodes, of a further level, and
+    """Milliseconds of one draft and one commit with a tree of up to 16 of the best nodes, of a further level, and
     of reading another token of the text.
 
-    Trees cut after their first level and whole ones take turns. The target runs in between, as it does in decoding:
+    Trees cut after their first level and complete ones take turns. The target runs in between, as it does in decoding:
     its weights push those of the heads out of the caches.
     """
     paths = list(paths)[:15] or [(0,)]
     shapes = [TreeShape.from_paths([path for path in paths if len(path) == 1]), TreeShape.from_paths(paths)]
     prompt = [1 + i % (target.vocab_size - 1) for i in range(max(2, min(context, _READ_TOKENS)))]
     cache = target.new_cache(1, len(prompt) + 1)
-    states = target.prefill(cache, [prompt], heads.taps).taps
+    states = target.prefill(cache, [prompt], heads.aux_layers).aux_hidden_states
     root = Root.of([1], target.device)
-    last = {tap: state[:, -1:] for tap, state in states.items()}
+    last = {layer: state[:, -1:] for layer, state in states.items()}
     drafters = [HeadDrafter(heads, shape) for shape in shapes]
     times: list[list[float]] = [[], []]
 
@@ -152,11 +152,11 @@ def draft_ms(
         target.forward_tree(cache, ProposedTree.roots(root)).logits_BTV.sum().item()  # waits for the device, too
         start = perf_counter()
         drafter.propose(session, root, Request(drafter.max_nodes))
-        drafter.observe(session, Committed.of([root.tokens], last, target.device))
+        drafter.commit(session, Committed.of([root.tokens], last, target.device))
         return 1e3 * (perf_counter() - start)
 
     # A session's first draft reads the prompt; what follows read a token each.
-    sessions = [drafter.open([prompt], states) for drafter in [drafters[0]] * _LEAST + drafters]
+    sessions = [drafter.prefill([prompt], states) for drafter in [drafters[0]] * _MIN + drafters]
     reading = [timed(drafters[0], session) for session in sessions[:-1]]
     timed(drafters[1], sessions[-1])
     begun = perf_counter()
@@ -168,13 +168,13 @@ def draft_ms(
     first, whole = (_quartile(spent[2:]) for spent in times)
     level = max(0.0, whole - first) / max(1, shapes[1].depth - 1)
     read_ms = max(0.0, _quartile(reading[1:]) - first) / (len(prompt) - 1)
-    return whole + level * (heads.steps - shapes[1].depth), level, read_ms
+    return whole + level * (heads.draft_steps - shapes[1].depth), level, read_ms
 
 
 def _is_enough(rounds: int, begun: float, seconds: float) -> bool:
     """Whether a part of a measurement may end: in time after a few rounds, far beyond it after one."""
     spent = perf_counter() - begun
-    return (rounds >= _LEAST and spent > seconds) or (rounds >= 1 and spent > 3 * seconds)
+    return (rounds >= _MIN and spent > seconds) or (rounds >= 1 and spent > 3 * seconds)
 
 
 def _quartile(spent: Sequence[float]) -> float:

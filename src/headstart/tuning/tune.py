@@ -26,7 +26,7 @@ from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads import DraftHead
-from headstart.heads.int8_weights import pack, unpack
+from headstart.heads.int8_weights import drop_int8, to_int8
 from headstart.options import Tree
 from headstart.target import Target, TreeShape
 from headstart.target.tree import RankPath
@@ -55,7 +55,7 @@ class Tuning:
         tree: what decodes fastest by prediction: "dynamic" trees, or the "static" one.
         chain: length of the best chain.
         calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, `sampled_` for temperature 1,
-            `sampled_drawn_` for children that are drawn.
+            `sampled_drawn_` for sampled children.
         settings: target, dtype, device, threads, context, positions measured on given and on sampled answers, and
             `conditions` that the costs hold for, see `Conditions`.
     """
@@ -104,11 +104,11 @@ class Tuning:
         costs = measured.costs
         ranked = self.usual_paths[: max(len(self.paths), len(self.curve) - 1) or None]
         depths = list(accumulate((len(path) for path in ranked), max, initial=0))
-        gains = list(accumulate((_chance(path, self.acceptance) for path in ranked), initial=1.0))
-        for at, (nodes, speedup) in enumerate(self.curve[: len(gains)]):
+        accept_probs = list(accumulate((_prob(path, self.acceptance) for path in ranked), initial=1.0))
+        for at, (nodes, speedup) in enumerate(self.curve[: len(accept_probs)]):
             before_ms = self.costs.verify(int(nodes)) + self.costs.draft(depths[at])
-            gains[at] = speedup * before_ms / self.costs.verify(1)
-        best, curve = choose(gains, costs, depths)
+            accept_probs[at] = speedup * before_ms / self.costs.verify(1)
+        best, curve = choose(accept_probs, costs, depths)
         best_alone = list(
             accumulate((level[0] for level in self.acceptance), lambda all_, one: all_ * one, initial=1.0)
         )
@@ -129,16 +129,16 @@ class Tuning:
             tree="dynamic" if self.calibration and not same else self.tree,
             curve=curve,
             predicted={
-                "tokens_per_round": gains[best - 1],
+                "tokens_per_round": accept_probs[best - 1],
                 "speedup": curve[best - 1][1],
-                "tokens_per_second": 1e3 * gains[best - 1] / round_ms,
+                "tokens_per_second": 1e3 * accept_probs[best - 1] / round_ms,
             },
         )
 
     @property
     def usual_paths(self) -> list[RankPath]:
         """The tuned tree's paths, the likeliest first, then others that come next by `acceptance`."""
-        own = sorted(self.paths, key=lambda path: (-_chance(path, self.acceptance), len(path), path))
+        own = sorted(self.paths, key=lambda path: (-_prob(path, self.acceptance), len(path), path))
         count = max(len(own), len(self.curve) - 1, 15)
         return [*own, *(path for path in likely_paths(self.acceptance, count) if path not in own)][:count]
 
@@ -155,7 +155,7 @@ class Tuning:
             raise UserError("These heads have no calibration for dynamic trees.", "Tune them again: headstart tune.")
         if (tree == "chain" and not self.chain) or self.shape.size == 1:
             return None
-        (pack if self.packed else unpack)(heads)
+        (to_int8 if self.packed else drop_int8)(heads)
         if tree == "chain":
             return HeadDrafter(heads, TreeShape.chain(self.chain))
         calibration = Calibration.from_knots(self.calibration) or Calibration()
@@ -213,32 +213,32 @@ def tune(
     Raises:
         UserError: when the calibration conversations hold no position that reaches the last head.
     """
-    unpack(heads)
+    drop_int8(heads)
     context = min(context, target.max_length - max(widths) - 1)
     widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
     ranks_OK, log_probs_OKR = measure_drafts(target, heads, conversations, max_rank, console)
     values = path_values(ranks_OK, max_rank)
-    verify_ms = measure_verify(target, widths, context, heads.taps)
+    verify_ms = measure_verify(target, widths, context, heads.aux_layers)
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
     draft_ms, level_ms, read_ms, packed = draft_costs(target, heads, ordered, context)
-    costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.steps, read_ms)
+    costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.draft_steps, read_ms)
     largest = min(max_nodes, max(widths), len(ordered) + 1)
     # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
-    gains = [replay(ranks_OK, ordered[: nodes - 1]) for nodes in range(1, largest + 1)]
+    accept_probs = [replay(ranks_OK, ordered[: nodes - 1]) for nodes in range(1, largest + 1)]
     depths = list(accumulate((len(path) for path in ordered), max, initial=0))
-    best, curve = choose(gains, costs, depths)
-    chains = range(heads.steps + 1)
+    best, curve = choose(accept_probs, costs, depths)
+    chains = range(heads.draft_steps + 1)
     chain, _ = choose([replay(ranks_OK, TreeShape.chain(length).paths) for length in chains], costs, chains)
-    chosen, gain = tuple(ordered[: best - 1]), gains[best - 1]
+    chosen, accept_prob = tuple(ordered[: best - 1]), accept_probs[best - 1]
     round_ms = costs.verify(best) + costs.draft(depths[best - 1])
     calibration = fit_calibration(ranks_OK.numpy(), log_probs_OKR.numpy())
-    texts = sampled_answers(target, conversations, heads.steps + 2, console)
+    texts = sampled_answers(target, conversations, heads.draft_steps + 2, console)
     sampled_OK, *tables = measure_sampling(target, heads, texts, max_rank, console)
     sampled = fit_calibration(sampled_OK.numpy(), *(table.numpy() for table in tables))
-    dynamic_gain, dynamic_ms = replay_dynamic(ranks_OK.numpy(), log_probs_OKR.numpy(), calibration, costs)
-    dynamic = best > 1 and dynamic_gain / dynamic_ms > gain / round_ms
+    dynamic_accept_prob, dynamic_ms = replay_dynamic(ranks_OK.numpy(), log_probs_OKR.numpy(), calibration, costs)
+    dynamic = best > 1 and dynamic_accept_prob / dynamic_ms > accept_prob / round_ms
     if dynamic:
-        gain, round_ms = dynamic_gain, dynamic_ms
+        accept_prob, round_ms = dynamic_accept_prob, dynamic_ms
     return Tuning(
         paths=tuple(TreeShape.from_paths(chosen).paths),
         widths=tuple(widths),
@@ -246,9 +246,9 @@ def tune(
         draft_ms=draft_ms,
         acceptance=_acceptance(ranks_OK, max_rank),
         predicted={
-            "tokens_per_round": gain,
-            "speedup": gain * verify_ms[0] / round_ms,
-            "tokens_per_second": 1e3 * gain / round_ms,
+            "tokens_per_round": accept_prob,
+            "speedup": accept_prob * verify_ms[0] / round_ms,
+            "tokens_per_second": 1e3 * accept_prob / round_ms,
         },
         curve=curve,
         settings={
@@ -271,12 +271,12 @@ def tune(
 
 
 def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
-    """τ of a tree when the origins are decoded one after the other: each round goes on behind what it accepted.
+    """τ of a tree when the origins are decoded one after the other: each round goes on after what it accepted.
 
     Origins count as consecutive positions of one text; where conversations meet, a round may cross over, which changes
     one round in a conversation.
 
-    >>> replay(torch.tensor([[0], [5], [5], [5]]), [(0,)])  # accepts one, skips its place, then twice nothing
+    >>> replay(torch.tensor([[0], [5], [5], [5]]), [(0,)])  # accepts one and skips its position, then nothing, twice
     1.3333333333333333
     """
     tree, ranks, position, rounds, emitted = set(paths), ranks_OK.tolist(), 0, 0, 0
@@ -291,11 +291,11 @@ def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
     return emitted / rounds
 
 
-def choose(gains: Sequence[float], costs: Costs, depths: Sequence[int]) -> tuple[int, list[list[float]]]:
+def choose(accept_probs: Sequence[float], costs: Costs, depths: Sequence[int]) -> tuple[int, list[list[float]]]:
     """The node count (root included) with the most expected tokens per millisecond; 1 is plain decoding.
 
     Args:
-        gains: τ of the best tree of 1, 2, 3, ... nodes; the first is plain decoding.
+        accept_probs: τ of the best tree of 1, 2, 3, ... nodes; the first is plain decoding.
         costs: as measured.
         depths: of those trees, 0 for plain decoding.
 
@@ -308,8 +308,8 @@ def choose(gains: Sequence[float], costs: Costs, depths: Sequence[int]) -> tuple
     1
     """
     curve = [
-        [float(nodes), gain * costs.verify(1) / (costs.verify(nodes) + costs.draft(depth))]
-        for nodes, (gain, depth) in enumerate(zip(gains, depths, strict=False), start=1)
+        [float(nodes), accept_prob * costs.verify(1) / (costs.verify(nodes) + costs.draft(depth))]
+        for nodes, (accept_prob, depth) in enumerate(zip(accept_probs, depths, strict=False), start=1)
     ]
     return max(range(len(curve)), key=lambda i: curve[i][1]) + 1, curve
 
@@ -340,7 +340,7 @@ def likely_paths(acceptance: Sequence[Sequence[float]], count: int) -> list[Rank
     found: list[RankPath] = []
     open_: list[RankPath] = [(rank,) for rank in range(len(acceptance[0]))] if acceptance else []
     while open_ and len(found) < count:
-        best = min(open_, key=lambda path: (-_chance(path, acceptance), len(path), path))
+        best = min(open_, key=lambda path: (-_prob(path, acceptance), len(path), path))
         open_.remove(best)
         found.append(best)
         if len(best) < len(acceptance):
@@ -348,7 +348,7 @@ def likely_paths(acceptance: Sequence[Sequence[float]], count: int) -> list[Rank
     return found
 
 
-def _chance(path: RankPath, acceptance: Sequence[Sequence[float]]) -> float:
+def _prob(path: RankPath, acceptance: Sequence[Sequence[float]]) -> float:
     """How likely a rank path is, were its depths independent."""
     return prod(ranks[rank] if rank < len(ranks) else 0.0 for rank, ranks in zip(path, acceptance, strict=False))
 

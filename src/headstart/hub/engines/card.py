@@ -34,8 +34,8 @@ def write_engine_card(folder: Path, one: Format, published: Published, facts: Ta
         "trained to draft": f"{published.steps} tokens in a row; the commands ask for {drafts_of(published)}",
         "draft vocabulary": f"{published.draft_width} of {published.vocab_size} tokens",
     }
-    if published.taps:
-        rows["reads the layers"] = ", ".join(map(str, published.taps)) + " (transformers' hidden_states)"
+    if published.aux_layers:
+        rows["reads the layers"] = ", ".join(map(str, published.aux_layers)) + " (transformers' hidden_states)"
     write_text(
         folder / "README.md",
         environment()

@@ -136,11 +136,11 @@ def unpermuted(weight_NI: Tensor, heads: int) -> Tensor:
 
 def _limits(published: Published, model_type: str, layers: int) -> Iterator[tuple[bool, str, str]]:
     """(whether it is so, what llama.cpp would get wrong, what to do)."""
-    taps, rope = published.taps, {} if published.layer is None else published.layer.rope_parameters
+    taps, rope = published.aux_layers, {} if published.layer is None else published.layer.rope_parameters
     other = "Export with --format vllm, or train without that."
     yield published.num_layers != 1, f"llama.cpp runs one layer, and the heads have {published.num_layers}.", other
     yield len(taps) != 3, f"llama.cpp fuses 3 layers of the target, and the heads read {len(taps)}.", other
-    yield published.tap_norms, "llama.cpp has no norm of each tapped state (heads.tap_norms).", other
+    yield published.aux_norms, "llama.cpp has no norm of each aux state (heads.aux_norms).", other
     yield (
         published.norm_output,
         "llama.cpp feeds back the state before the norm, whatever norm_output says (heads.feedback).",
@@ -157,7 +157,7 @@ def _limits(published: Published, model_type: str, layers: int) -> Iterator[tupl
     yield (
         bool(taps) and layers > 0 and (max(taps) > deepest or min(taps) < 1),
         f"llama.cpp gives heads the layers 1 to {deepest} of this target, and these read {list(taps)}.",
-        f"Train with heads.tap_layers up to {deepest}, or export with --format vllm.",
+        f"Train with heads.aux_layers up to {deepest}, or export with --format vllm.",
     )
 
 
@@ -177,7 +177,7 @@ def _keys(published: Published, layer: LayerSizes) -> dict[str, Any]:
         f"{of}.rope.dimension_count": layer.head_dim,
         f"{of}.rope.freq_base": float(rope["rope_theta"]),
         f"{of}.vocab_size": published.vocab_size,
-        f"{of}.target_layers": list(published.taps),
+        f"{of}.target_layers": list(published.aux_layers),
         f"{of}.target_hidden_size": published.hidden_size,
         f"{of}.norm_before_residual": published.norm_before_residual,
         f"{of}.norm_before_fc": published.norm_before_fc,
@@ -349,7 +349,7 @@ def _settings(reader: Any) -> Published:
         draft_ids_D=ids_D,
         layer=layer,
         num_layers=int(_needed(reader, "block_count")),
-        taps=tuple(int(tap) for tap in _needed(reader, "target_layers")),
+        aux_layers=tuple(int(tap) for tap in _needed(reader, "target_layers")),
         norm_before_residual=bool(_value(reader, f"{ARCHITECTURE}.norm_before_residual", False)),
         norm_before_fc=bool(_value(reader, f"{ARCHITECTURE}.norm_before_fc", False)),
     )

@@ -72,7 +72,7 @@ def llama_config(published: Published, layer: LayerSizes, facts: TargetFacts, dt
 
 
 def layer_ids(taps: tuple[int, ...]) -> dict[str, Any]:
-    """The tapped layers in the two countings, see the module's docstring."""
+    """The aux layers in the two countings, see the module's docstring."""
     return {
         "eagle_aux_hidden_state_layer_ids": list(taps),
         "num_aux_hidden_states": len(taps),
@@ -103,9 +103,9 @@ def fused_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[d
         "target_hidden_size": published.hidden_size,
         "norm_before_residual": published.norm_before_residual,
         "norm_before_fc": published.norm_before_fc,
-        "fc_norm": published.tap_norms,
+        "fc_norm": published.aux_norms,
         "norm_output": published.norm_output,
-        **layer_ids(published.taps),
+        **layer_ids(published.aux_layers),
         NOTE: note(held, facts),
     }
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in held.tensors.items()}

@@ -75,7 +75,7 @@ def read_checked(folder: Path, target: Target) -> Published:
 
 def untuned(heads: DraftHead) -> dict[str, Any]:
     """A chain as deep as the heads, with costs and acceptance that nobody measured: decoding measures costs anew."""
-    steps = heads.steps
+    steps = heads.draft_steps
     return {
         "paths": [[0] * depth for depth in range(1, steps + 1)],
         "widths": [1, steps + 1],

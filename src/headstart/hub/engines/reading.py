@@ -106,10 +106,10 @@ def eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | 
         tensors={},
         layer=layer,
         num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", most=8),
-        taps=taps_of(checkpoint, facts) if fused else (),
+        aux_layers=taps_of(checkpoint, facts) if fused else (),
         norm_before_residual=fused and norm_before_residual(checkpoint),
         norm_output=fused and bool(config.get("norm_output", False)),
-        tap_norms=fused and bool(config.get("fc_norm", False)),
+        aux_norms=fused and bool(config.get("fc_norm", False)),
         norm_before_fc=fused and bool(nested(config).get("norm_before_fc", config.get("norm_before_fc", False))),
     )
 

@@ -229,7 +229,7 @@ def _ids(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Said
         if max(taps) > deepest or min(taps) < 1:
             yield (
                 f"{engine} cannot read the layers {taps} of a target with {layers}: {deepest} is the deepest.",
-                "Train with other heads.tap_layers.",
+                "Train with other heads.aux_layers.",
             )
 
 

@@ -69,17 +69,16 @@ def why_not_sglang(published: Published, facts: TargetFacts) -> str | None:
     if published.layout is Layout.EAGLE:
         own = "embed_tokens.weight" in published.tensors and published.normed_embeddings
         return "it takes the target's embeddings as they are (heads.embedding_norm=false)" if own else None
-    for name in ("norm_before_residual", "norm_output", "tap_norms", "norm_before_fc"):
+    for name in ("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"):
         if getattr(published, name):
-            return f"it does not know {'fc_norm' if name == 'tap_norms' else name}"
+            return f"it does not know {'fc_norm' if name == 'aux_norms' else name}"
     if published.num_layers != 1:
         return f"its layers after the first differ from vLLM's, and there are {published.num_layers}"
-    if len(published.taps) != 3:
-        return f"it fuses 3 layers of the target, and these heads {len(published.taps)}"
-    if max(published.taps) >= facts.num_layers:
-        return (
-            f"it gives no layer after {facts.num_layers - 1} of {facts.name}, and the heads read {published.taps[-1]}"
-        )
+    if len(published.aux_layers) != 3:
+        return f"it fuses 3 layers of the target, and these heads {len(published.aux_layers)}"
+    if max(published.aux_layers) >= facts.num_layers:
+        deepest = facts.num_layers - 1
+        return f"it gives no layer after {deepest} of {facts.name}, and the heads read {list(published.aux_layers)}"
     return None
 
 

@@ -32,9 +32,9 @@ class Speculators(Format):
                 "Export them with --format vllm.",
             )
         refuse_activation(published, "vLLM")
-        if len(published.taps) != 3:
+        if len(published.aux_layers) != 3:
             raise UserError(
-                f"vLLM fuses 3 layers of heads in the speculators format, and these read {len(published.taps)}.",
+                f"vLLM fuses 3 layers of heads in the speculators format, and these read {len(published.aux_layers)}.",
                 "Export them with --format vllm.",
             )
         return []
@@ -56,9 +56,9 @@ class Speculators(Format):
             "target_hidden_size": published.hidden_size,
             "norm_before_residual": published.norm_before_residual,
             "norm_before_fc": published.norm_before_fc,
-            "fc_norm": published.tap_norms,
+            "fc_norm": published.aux_norms,
             "norm_output": published.norm_output,
-            "eagle_aux_hidden_state_layer_ids": list(published.taps),
+            "eagle_aux_hidden_state_layer_ids": list(published.aux_layers),
             "embed_requires_grad": False,
             "tie_word_embeddings": False,
             "torch_dtype": dtype,

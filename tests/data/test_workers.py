@@ -12,7 +12,7 @@ import torch
 
 from headstart.data import answers
 from headstart.data.generate import build_conversations
-from headstart.data.lanes import Lanes, Stopped
+from headstart.data.workers import Stopped, Workers
 from headstart.recipe import DataSection
 from headstart.target import Target
 
@@ -27,14 +27,16 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_two_lanes_write_what_one_writes(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_write_what_one_writes(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     section = DataSection(
         conversations=10,
         heldout=5,
-        calibration=5,
+        validation=5,
         batch_size=4,
         max_new_tokens=8,
-        openers="none",
+        seed_prompts="none",
         seed=1,
         sampled_fraction=0.5,
     )
@@ -51,28 +53,28 @@ def test_two_lanes_write_what_one_writes(tiny_target: Target, tmp_path: Path, mo
     monkeypatch.setattr(answers, "sample_rows", noted)
     both = build_conversations(tiny_target, section, tmp_path / "two")
     assert len(both.train) == 10
-    assert {"lane_0", "lane_1"} <= set(writers)
+    assert {"worker_0", "worker_1"} <= set(writers)
     writers.clear()
-    monkeypatch.setattr("headstart.data.lanes._MOST", 1)
+    monkeypatch.setattr("headstart.data.workers._MAX", 1)
     torch.set_num_threads(1)
     assert build_conversations(tiny_target, section, tmp_path / "one") == both
     assert set(writers) == {threading.main_thread().name}
 
 
 def test_jobs_share_the_threads_and_give_them_back() -> None:
-    with Lanes(CPU, 5) as lanes:
-        assert lanes.count == 2
-        waiting = [lanes.submit(torch.get_num_threads) for _ in range(2)]
+    with Workers(CPU, 5) as workers:
+        assert workers.count == 2
+        waiting = [workers.submit(torch.get_num_threads) for _ in range(2)]
         assert [result() for result in waiting] == [1, 1]
     assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize(("device", "jobs"), [("cpu", 1), ("cuda", 5)])
-def test_a_single_lane_works_when_it_is_asked(device: str, jobs: int) -> None:
+def test_a_single_worker_works_when_it_is_asked(device: str, jobs: int) -> None:
     done: list[int] = []
-    with Lanes(torch.device(device), jobs) as lanes:
-        assert lanes.count == 1
-        result = lanes.submit(lambda: done.append(1))
+    with Workers(torch.device(device), jobs) as workers:
+        assert workers.count == 1
+        result = workers.submit(lambda: done.append(1))
         assert not done
         result()
     assert done
@@ -82,17 +84,17 @@ def test_leaving_stops_the_jobs_under_way() -> None:
     ended: list[str] = []
     begun = threading.Semaphore(0)
 
-    def endless(lanes: Lanes) -> None:
+    def endless(workers: Workers) -> None:
         begun.release()
         try:
             while True:
-                lanes.check()
+                workers.check()
         except Stopped:
             ended.append("stopped")
             raise
 
-    with pytest.raises(KeyboardInterrupt), Lanes(CPU, 2) as lanes:
-        jobs = [lanes.submit(lambda: endless(lanes)) for _ in range(3)]
+    with pytest.raises(KeyboardInterrupt), Workers(CPU, 2) as workers:
+        jobs = [workers.submit(lambda: endless(workers)) for _ in range(3)]
         assert begun.acquire(timeout=60) and begun.acquire(timeout=60), "both work"
         raise KeyboardInterrupt
     assert ended == ["stopped", "stopped"], "the third has not begun"

@@ -1,13 +1,13 @@
-"""Openers: how requests of many kinds begin, so that self-prompts cover the breadth of what people ask.
+"""Seed prompts: how requests of many kinds begin, so that self-prompts cover the breadth of what people ask.
 
 A target that writes prompts from nothing keeps to a few habits. Given the first words of a request, it goes on in that
-kind. `{topic}` is filled from TOPICS. The kinds are those that people (and benchmarks) ask for; no opener is taken from
-a benchmark or worded after a question of one.
+kind. `{topic}` is filled from TOPICS. The kinds are those that people (and benchmarks) ask for; no seed prompt is taken
+from a benchmark or worded after a question of one.
 """
 
 from __future__ import annotations
 
-OPENERS: dict[str, tuple[str, ...]] = {
+SEED_PROMPTS: dict[str, tuple[str, ...]] = {
     "open": ("", "", "", "", "I need help with", "Can you", "Please", "What", "How do I", "Tell me"),
     "writing": (
         "Write a short story about",
@@ -184,8 +184,8 @@ TOPICS: tuple[str, ...] = (
 )  # fmt: skip
 
 
-def opener_list(breadth: str) -> list[tuple[str, str]]:
-    """(category, opener) pairs to draw from in turn; "none" gives one empty opener, a prompt from nothing."""
+def seed_prompt_list(breadth: str) -> list[tuple[str, str]]:
+    """(category, seed prompt) pairs to draw from in turn; "none" gives one empty seed prompt, a prompt from nothing."""
     if breadth == "none":
         return [("open", "")]
-    return [(category, opener) for category, openers in OPENERS.items() for opener in openers]
+    return [(category, seed_prompt) for category, seed_prompts in SEED_PROMPTS.items() for seed_prompt in seed_prompts]

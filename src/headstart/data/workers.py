@@ -1,6 +1,6 @@
 """Work side by side on a CPU: two jobs with half of the threads each bring more than one after the other with all.
 
-Steps of generation are many small operations, few of which fill several threads: on two cores, two lanes wrote 1.3
+Steps of generation are many small operations, few of which fill several threads: on two cores, two workers wrote 1.3
 times as many tokens as one.
 """
 
@@ -16,16 +16,16 @@ import torch
 
 R = TypeVar("R")
 
-_MOST = 2
-"""Each lane has a KV cache and a batch of its own."""
+_MAX = 2
+"""Each worker has a KV cache and a batch of its own."""
 
 
 class Stopped(Exception):
     """Raised inside a job whose result nobody waits for any more."""
 
 
-class Lanes:
-    """A few threads that work on jobs of a CPU, each with its share of torch's threads; on a GPU there is one lane.
+class Workers:
+    """A few threads that work on jobs of a CPU, each with its share of torch's threads; on a GPU there is one worker.
 
     Use as a context: leaving it stops the jobs under way, as soon as they call `check`.
 
@@ -39,14 +39,14 @@ class Lanes:
 
     def __init__(self, device: torch.device, jobs: int) -> None:
         self._threads = torch.get_num_threads()
-        self.count = max(1, min(_MOST, self._threads, jobs)) if device.type == "cpu" else 1
+        self.count = max(1, min(_MAX, self._threads, jobs)) if device.type == "cpu" else 1
         self._pool: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
 
-    def __enter__(self) -> Lanes:
+    def __enter__(self) -> Workers:
         if self.count > 1:
             torch.set_num_threads(self._threads // self.count)
-            self._pool = ThreadPoolExecutor(self.count, "lane")
+            self._pool = ThreadPoolExecutor(self.count, "worker")
         return self
 
     def __exit__(
@@ -58,7 +58,7 @@ class Lanes:
             torch.set_num_threads(self._threads)
 
     def submit(self, job: Callable[[], R]) -> Callable[[], R]:
-        """Begin a job; the function that comes back waits for its result. A single lane works when it is asked."""
+        """Begin a job; the function that comes back waits for its result. A single worker works when it is asked."""
         return job if self._pool is None else self._pool.submit(job).result
 
     def check(self) -> None:

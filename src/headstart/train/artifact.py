@@ -83,14 +83,14 @@ def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> 
             best = found[1].step, found[0]
     if best is None:
         return
-    _, place = best
-    partial = checkpoints / (place.name + PARTIAL)
+    _, path = best
+    partial = checkpoints / (path.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     checkpoints.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(place.parent.parent / "metrics.jsonl", of.folder / "metrics.jsonl")
-    shutil.copytree(place, partial, copy_function=link_or_copy)
-    partial.rename(checkpoints / place.name)
-    say(f"A shorter training of these heads is there ({place.parent.parent.name}): going on from it.")
+    shutil.copyfile(path.parent.parent / "metrics.jsonl", of.folder / "metrics.jsonl")
+    shutil.copytree(path, partial, copy_function=link_or_copy)
+    partial.rename(checkpoints / path.name)
+    say(f"A shorter training of these heads is there ({path.parent.parent.name}): going on from it.")
 
 
 def _within(shorter: dict[str, Any], longer: dict[str, Any]) -> bool:
