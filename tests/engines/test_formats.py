@@ -27,10 +27,10 @@ HELD = [
 def ours(heads: DraftHead, target: Target, chain: list[int]) -> Tensor:
     """Draft logits after each token of a chain, over the target's vocabulary."""
     states = target.prefill(target.new_cache(1, len(TEXT)), [TEXT], heads.aux_layers).aux_hidden_states
-    session, level = heads.open([TEXT], states), torch.zeros(1, 1, dtype=torch.long)
+    session, level = heads.prefill([TEXT], states), torch.zeros(1, 1, dtype=torch.long)
     logits = []
     for depth, token in enumerate(chain[: heads.draft_steps]):
-        logits_D = heads.expand(session, torch.tensor([[token]]), level, depth)[0, 0]
+        logits_D = heads.draft_step(session, torch.tensor([[token]]), level, depth)[0, 0]
         logits.append(readers.into_vocabulary(logits_D, heads.draft_to_target_D, target.vocab_size))
     return torch.stack(logits)
 
