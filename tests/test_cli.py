@@ -23,7 +23,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 COMMANDS = (
     "run", "plan", "data", "data build", "data show", "train", "tune", "eval", "audit", "generate", "chat", "export",
-    "push", "runs", "gc", "recipes", "recipes show", "doctor",
+    "import",    "push", "runs", "gc", "recipes", "recipes show", "doctor",
 )  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def test_data_and_train_are_the_first_stages_of_a_run(recipe: Path, tmp_path: Pa
     out = works("train", recipe, "--run-dir", folder).stdout
     assert out.count("done, ") == 3
     assert (folder / "train" / "best" / "heads.safetensors").is_file()
-    assert "no heads yet" in refused("export", folder, tmp_path / "out")
+    assert "no heads yet" in refused("export", folder, "--out", tmp_path / "out")
 
 
 def test_plan_does_no_work(recipe: Path, tmp_path: Path) -> None:
@@ -201,18 +201,18 @@ def test_tuning_again_writes_the_heads_anew(finished: Path, heads: Path, tmp_pat
 
 
 def test_export_copies_heads_that_load_alone(finished: Path, tmp_path: Path, tiny_target_folder: Path) -> None:
-    works("export", finished, tmp_path / "out")
+    works("export", finished, "--out", tmp_path / "out")
     works("generate", tmp_path / "out", "--prompt", "hello", "--max-new-tokens", 4)
-    works("export", finished, tmp_path / "out")
+    works("export", finished, "--out", tmp_path / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
-    assert "would be lost: notes.txt" in refused("export", finished, tmp_path / "mine")
+    assert "would be lost: notes.txt" in refused("export", finished, "--out", tmp_path / "mine")
     shutil.copytree(tiny_target_folder, tmp_path / "model")
-    assert "would be lost" in refused("export", finished, tmp_path / "model")
+    assert "would be lost" in refused("export", finished, "--out", tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text("{}")
-    assert "not written by headstart" in refused("export", finished, tmp_path / "foreign")
+    assert "not written by headstart" in refused("export", finished, "--out", tmp_path / "foreign")
 
 
 def test_push_can_be_tried_without_sending(finished: Path) -> None:
@@ -326,7 +326,7 @@ def test_missing_files_and_folders_are_refused(finished: Path, questions: Path, 
     assert str(gone) in refused("generate", gone, "--prompt", "hello")
     assert str(gone) in refused("chat", gone)
     assert str(gone) in refused("data", "show", gone)
-    assert str(gone) in refused("export", gone, tmp_path / "out")
+    assert str(gone) in refused("export", gone, "--out", tmp_path / "out")
     assert str(gone) in refused("push", gone, "user/name", "--dry-run")
     assert str(gone) in refused("tune", gone)
     assert "0 to 11" in refused("data", "show", finished, "--index", 12)
@@ -384,10 +384,10 @@ def test_a_disk_that_fills_up_while_heads_are_exported(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "copyfile", full)  # copytree gathers what fails into an error without a number
-        line = refused("export", finished, tmp_path / "out" / "heads")
+        line = refused("export", finished, "--out", tmp_path / "out" / "heads")
     assert "The disk is full" in line and "Free some space" in line
     monkeypatch.setattr("headstart.files.os.fsync", full)
-    assert "The disk is full" in refused("export", finished, tmp_path / "out" / "heads")
+    assert "The disk is full" in refused("export", finished, "--out", tmp_path / "out" / "heads")
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
@@ -404,7 +404,7 @@ def test_places_that_cannot_be_written_to_are_refused(
     for nowhere in (Path("/proc/x"), tmp_path / "file" / "below"):
         for asked in (
             ("run", recipe, "--run-dir", nowhere),
-            ("export", finished, nowhere),
+            ("export", finished, "--out", nowhere),
             ("eval", finished / "heads", "--questions", questions, "--out", nowhere),
             ("audit", finished / "heads", "--out", nowhere),
             ("doctor", finished, "--json", nowhere / "findings.json"),

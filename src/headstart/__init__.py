@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "load": "headstart.api",
     "Decoder": "headstart.api",
+    "export": "headstart.api",
+    "import_heads": "headstart.api",
     "custom_generate": "headstart.generation",
 }
 

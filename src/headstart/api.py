@@ -1,4 +1,4 @@
-"""`headstart.load`: heads and their target, ready to generate, in one call."""
+"""What Python programs call: `headstart.load`, `headstart.export` and `headstart.import_heads`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from headstart.decoder import Decoder as Decoder
 from headstart.errors import UserError
 from headstart.hub import check_folder, locate, read_heads, target_spec
+from headstart.hub import engines as _engines
+from headstart.hub.engines import Exported as Exported
 from headstart.options import GenerateOptions as GenerateOptions
 from headstart.streaming import Answer as Answer
 from headstart.streaming import Stream as Stream
@@ -54,6 +56,51 @@ def load(
     elif exact != "auto":
         target.exact = exact
     return Decoder(target, *read_heads(folder, target, any_target))
+
+
+def export(
+    heads: str | Path, out: str | Path, format: str, target: Target | str | None = None, dtype: str | None = None
+) -> Exported:
+    """Write heads as a serving engine loads them.
+
+    Args:
+        heads: a folder of heads, the folder of a run, or a Hub id (user/name).
+        out: folder to write.
+        format: "vllm", "sglang", "speculators" or "gguf".
+        target: where the target is, when it is not where the heads say, or the loaded target.
+        dtype: of the weights: "bfloat16" by default, "float16", "float32", and for GGUF files "q8_0".
+
+    Returns:
+        What was written, with the command that serves it in each engine.
+
+    Raises:
+        UserError: no such heads or format, heads that no engine of the format can serve, or a folder in use.
+    """
+    return _engines.export_for(locate(heads), Path(out), format, target, dtype)
+
+
+def import_heads(
+    source: str | Path, target: Target | str, out: str | Path, revision: str | None = None, dtype: str = "auto"
+) -> Path:
+    """Write a published EAGLE, EAGLE-3 or Medusa checkpoint as a folder of heads of ours.
+
+    Args:
+        source: a folder with config.json and safetensors files, or a Hub id (user/name).
+        target: the model that the heads were trained on, or what `load_target` takes.
+        out: folder to write, for `headstart.load` and `train.start_from`.
+        revision: branch, tag or commit of a Hub id.
+        dtype: of the target while it is read, see `load_target`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: no such checkpoint, pickled or damaged files, a variant that headstart has no heads for, or another
+            target.
+    """
+    known = target if isinstance(target, Target) else load_target(target, dtype)
+    _engines.import_heads(source, known, Path(out), revision)
+    return Path(out)
 
 
 def _named_target(folder: Path) -> str:

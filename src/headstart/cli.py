@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from headstart.cli_doctor import doctor
+from headstart.cli_engines import export, import_checkpoint
 from headstart.cli_heads import audit, chat, evaluate, generate, load_decoder
 from headstart.cli_options import Dtype, DtypeOption, Overrides, RecipeName, RunDir, TargetOption
 from headstart.errors import UserError
@@ -222,21 +223,6 @@ def tune(
 
 
 @app.command()
-def export(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
-) -> None:
-    """Copy a run's heads, tree, calibration and model card to a folder of their own.
-
-    Example: headstart export runs/quickstart my-heads
-    """
-    from headstart.pipeline.actions import copy_heads
-
-    copy_heads(run_folder, out)
-    say(Console(), ("Heads", out), ("Share them", f"{program()} push {out} user/name"))
-
-
-@app.command()
 def push(
     heads: Annotated[Path, typer.Argument(metavar="HEADS", help="A folder of heads, or the folder of a run.")],
     repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub.")],
@@ -263,6 +249,8 @@ def push(
 # -- heads -----------------------------------------------------------------------------------------------------------
 
 
+app.command()(export)
+app.command("import")(import_checkpoint)
 app.command("eval")(evaluate)
 app.command()(audit)
 app.command()(doctor)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from headstart.errors import UserError
 from headstart.heads import HeadBatch
 from headstart.heads.base import supervised_origins
 from headstart.heads.medusa import MedusaConfig, MedusaHead
@@ -55,6 +57,23 @@ def test_linear_start_finds_a_linear_rule() -> None:
         power = torch.linalg.matrix_power(rotation, step + 1)
         # The ridge shrinks the map by about a thousandth of its size where the data is thinnest.
         torch.testing.assert_close(heads.input_KEF[step].T, power, rtol=0, atol=0.02)
+
+
+def test_without_input_maps_the_lm_heads_take_the_linear_start() -> None:
+    torch.manual_seed(0)
+    target = Target(tiny_model("llama", vocab_size=61))
+    tokens_BT = torch.randint(3, 61, (4, 40))
+    states = {FINAL: torch.randn(4, 40, 64)}
+    batch = HeadBatch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), states)
+    logits = []
+    for input_map in (True, False):
+        heads = MedusaHead(MedusaConfig(hidden_size=64, vocab_size=61, num_heads=2, input_map=input_map))
+        heads.warm_start(target)
+        heads.fit([batch])
+        logits.append(torch.stack([step.logits_MD[:5] for step in heads.unroll(batch)]))
+    torch.testing.assert_close(*logits)
+    with pytest.raises(UserError, match=r"heads\.input_map off"):
+        MedusaHead(MedusaConfig(hidden_size=64, vocab_size=61, see_root=True, input_map=False))
 
 
 def test_linear_start_needs_data() -> None:

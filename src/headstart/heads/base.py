@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headstart.errors import UserError, nearest
 from headstart.heads.growing import grow
 from headstart.heads.int8_weights import drop_int8
+from headstart.heads.published import Layout, Published
 from headstart.proposal import Committed, Proposal, Request, Root
 from headstart.recipe import FromTarget, HeadSettings, parse_heads
 from headstart.renamed import tensors_now
@@ -119,6 +120,7 @@ class DraftHead(nn.Module, ABC):
         family: registered name.
         Config: its config class.
         drafts_features: whether its predictions hold a `feature_ME`.
+        publishes: the published arrangement that it can be, if there is one; engines read those alone.
         config: its config, with the target's sizes filled in.
         draft_to_target_D: int64, the target's token id of each draft token (the identity without a draft vocabulary).
         lm_bias_D: bias of the target's LM head, for heads that read logits through it.
@@ -128,6 +130,7 @@ class DraftHead(nn.Module, ABC):
     family: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     drafts_features: ClassVar[bool] = False
+    publishes: ClassVar[Layout | None] = None
     config: HeadConfig
     draft_to_target_D: Tensor
     lm_bias_D: Tensor | None
@@ -175,6 +178,38 @@ class DraftHead(nn.Module, ABC):
 
     def bind(self, target: Target) -> None:
         """Take references to frozen weights of the target that are not saved with the heads; called after loading."""
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    @property
+    def publishing_reads_target(self) -> bool:
+        """Whether `publish` needs the heads to be bound to their target."""
+        return False
+
+    def publish(self) -> Published:
+        """The heads as serving engines know them; the tensors are copies on the CPU.
+
+        Raises:
+            UserError: no engine knows such heads, or not with these settings.
+        """
+        raise UserError(
+            f"No serving engine knows {self.family} heads.",
+            "headstart and transformers decode with them (--format headstart); for vLLM, SGLang and llama.cpp train "
+            "eagle3 heads.",
+        )
+
+    @classmethod
+    def from_published(cls, published: Published, target: Target) -> Self:
+        """Heads of this family from what was published, bound to their target; `publish` gives the same again.
+
+        Args:
+            published: in the arrangement that the family `publishes`, with all of its tensors in their shapes.
+            target: the model that they draft for.
+
+        Raises:
+            UserError: a variant that the family does not have.
+        """
+        raise NotImplementedError(f"{cls.family} heads publish nothing")
 
     # -- training ------------------------------------------------------------------------------------------------
 

@@ -10,16 +10,27 @@ Shape suffixes: E hidden size, D draft vocabulary, M predictions, J inputs of th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, register, supervised_origins
+from headstart.heads.exchange import (
+    detached,
+    layer_settings,
+    layer_sizes,
+    own_embeddings,
+    publish_layer,
+    same_embeddings,
+    take_layer,
+)
 from headstart.heads.int8_weights import Linear
 from headstart.heads.layer import DraftLayer, LayerConfig
+from headstart.heads.published import Layout, Published
 from headstart.heads.recurrent import RecurrentHead
 from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target
@@ -33,6 +44,11 @@ class EagleConfig(LayerConfig):
     init: Literal["target", "random"] = Field(
         "target", description="Start from the target's last layer and a linear guess, or from random numbers."
     )
+    embedding_norm: bool = Field(
+        True,
+        description="Normalise the token's embedding, which is much smaller than a final state; false is EAGLE-1 as "
+        "published, and as SGLang reads it.",
+    )
 
 
 @register
@@ -42,6 +58,7 @@ class EagleHead(RecurrentHead):
     family: ClassVar[str] = "eagle"
     Config: ClassVar[type[LayerConfig]] = EagleConfig
     drafts_features: ClassVar[bool] = True
+    publishes: ClassVar[Layout | None] = Layout.EAGLE
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
@@ -106,5 +123,85 @@ class EagleHead(RecurrentHead):
         return feedback_ME
 
     def _join(self, feedback: Tensor, embedded: Tensor) -> Tensor:
-        """Embedding first; normalised, since embeddings are an order of magnitude smaller than final states."""
-        return torch.cat([F.rms_norm(embedded, embedded.shape[-1:]), feedback], dim=-1)
+        """Embedding first."""
+        return torch.cat([self._own(embedded), feedback], dim=-1)
+
+    def _own(self, embedded: Tensor) -> Tensor:
+        """Embeddings as the map reads them."""
+        return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.embedding_norm else embedded
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    @property
+    def publishing_reads_target(self) -> bool:
+        return self.config.embedding_norm or bool(self.fc.bias.any())
+
+    @torch.no_grad()
+    def publish(self) -> Published:
+        """See `DraftHead.publish`. Normed embeddings become embeddings of the heads' own; the LM head stays the
+        target's, so that engines draft from the whole vocabulary."""
+        if self.lm_bias_D is not None:
+            raise UserError(
+                "The target's LM head has a bias, and engines leave it out when they draft with EAGLE-1 heads.",
+                "Train eagle3 heads, which have an LM head of their own.",
+            )
+        tensors = {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **publish_layer(self.stack[0], 0)}
+        if self.publishing_reads_target:
+            assert self._embedding_VE is not None, "heads are bound to their target"
+            tensors["embed_tokens.weight"] = self._own(self._embedding_VE.float())
+        return Published(
+            layout=Layout.EAGLE,
+            hidden_size=self.config.hidden_size,
+            vocab_size=self.config.vocab_size,
+            steps=self.draft_steps,
+            tensors=detached(tensors),
+            layer=layer_sizes(self.config),
+            normed_embeddings=self.config.embedding_norm,
+        )
+
+    @classmethod
+    @torch.no_grad()
+    def from_published(cls, published: Published, target: Target) -> Self:
+        if published.num_layers > 1:
+            raise UserError(
+                f"The checkpoint has {published.num_layers} decoder layers, and EAGLE-1 heads of headstart have one.",
+                "Take a checkpoint with one layer.",
+            )
+        is_normed, added_E = cls._embeddings_of(published, target.embedding_weight.detach().float().cpu())
+        settings = {
+            **layer_settings(published),
+            "family": cls.family,
+            "hidden_size": published.hidden_size,
+            "vocab_size": published.vocab_size,
+            "draft_steps": published.steps,
+            "embedding_norm": is_normed,
+        }
+        heads = cls(EagleConfig.model_validate(settings))
+        heads.fc.weight.copy_(published.tensors["fc.weight"])
+        bias_E = published.tensors.get("fc.bias")
+        heads.fc.bias.copy_(heads.fc.weight[:, : published.hidden_size] @ added_E)
+        if bias_E is not None:
+            heads.fc.bias.add_(bias_E)
+        take_layer(heads.stack[0], published.tensors, 0)
+        heads.bind(target)
+        return heads
+
+    @classmethod
+    def _embeddings_of(cls, published: Published, embedding_VE: Tensor) -> tuple[bool, Tensor]:
+        """Whether a checkpoint reads normed embeddings, and what it adds to all of them, [E].
+
+        Raises:
+            UserError: its embeddings have nothing to do with the target's.
+        """
+        own_VE = published.tensors.get("embed_tokens.weight")
+        nothing_E = torch.zeros(embedding_VE.shape[1])
+        if same_embeddings(own_VE, embedding_VE):
+            return False, nothing_E
+        assert own_VE is not None, "without embeddings of its own a checkpoint reads the target's"
+        normed_VE = F.rms_norm(embedding_VE, embedding_VE.shape[-1:])
+        if own_VE.shape == embedding_VE.shape:
+            for is_normed, base_VE in ((False, embedding_VE), (True, normed_VE)):
+                added_E = nothing_E if same_embeddings(own_VE, base_VE) else (own_VE.float() - base_VE).mean(0)
+                if same_embeddings(own_VE.float() - added_E, base_VE):
+                    return is_normed, added_E
+        raise own_embeddings()

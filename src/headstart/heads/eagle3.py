@@ -13,7 +13,7 @@ Shape suffixes: E hidden size, M predictions, X = aux layers * E (final states: 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from headstart.heads.base import HeadBatch, register, supervised_origins
 from headstart.heads.fused import FusedConfig, FusedHead
+from headstart.heads.fused_published import fill_fused, fused_settings, publish_fused
 from headstart.heads.layer import LayerConfig, normed
+from headstart.heads.published import Layout, Published
 from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target
 
@@ -46,7 +48,22 @@ class Eagle3Head(FusedHead):
 
     family: ClassVar[str] = "eagle3"
     Config: ClassVar[type[LayerConfig]] = Eagle3Config
+    publishes: ClassVar[Layout | None] = Layout.EAGLE3
     config: Eagle3Config
+
+    def publish(self) -> Published:
+        return publish_fused(
+            self,
+            norm_before_residual=getattr(self.config, "norm_before_residual", False),
+            norm_output=self.config.feedback == "post_norm",
+        )
+
+    @classmethod
+    def from_published(cls, published: Published, target: Target) -> Self:
+        feedback = "post_norm" if published.norm_output else "pre_norm"
+        added = {"norm_before_residual": True} if published.norm_before_residual else {}
+        settings = {**fused_settings(published), "family": cls.family, "feedback": feedback, **added}
+        return fill_fused(cls(Eagle3Config.model_validate(settings)), published, target)
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from headstart.errors import UserError
 from headstart.heads.base import (
     HeadBatch,
     HeadConfig,
@@ -33,7 +34,9 @@ from headstart.heads.base import (
     register,
     supervised_origins,
 )
+from headstart.heads.exchange import detached
 from headstart.heads.int8_weights import linear, unstack
+from headstart.heads.published import Layout, Published
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.proposal import Committed
 from headstart.target import FINAL, Target
@@ -53,6 +56,18 @@ class MedusaConfig(HeadConfig):
         description="Heads also read the embedding of token t + 1, which the target has decided when they draft "
         "(Hydra's first step, Ankner et al., arXiv 2402.05109); false is Medusa-1.",
     )
+    input_map: bool = Field(
+        True,
+        description="A linear map ahead of each head's blocks; false is Medusa-1 as published, which vLLM up to 0.32 "
+        "loads.",
+    )
+
+    def check(self) -> None:
+        if self.see_root and not self.input_map:
+            raise UserError(
+                "heads.see_root is on, and heads.input_map off: without the map a head reads the final state alone.",
+                "Set heads.input_map=true, or heads.see_root=false.",
+            )
 
 
 @dataclass
@@ -74,13 +89,15 @@ class MedusaHead(OneForwardHead):
 
     family: ClassVar[str] = "medusa"
     Config: ClassVar[type[HeadConfig]] = MedusaConfig
+    publishes: ClassVar[Layout | None] = Layout.MEDUSA
     config: MedusaConfig
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
+        config.check()
         size = config.hidden_size
         inputs = 2 * size if config.see_root else size
-        self.input_KEF = nn.Parameter(torch.zeros(config.num_heads, size, inputs))
+        self.input_KEF = nn.Parameter(torch.zeros(config.num_heads, size, inputs)) if config.input_map else None
         # Blocks start as the identity: x + SiLU(0) = x.
         self.block_weight_KLEE = nn.Parameter(torch.zeros(config.num_heads, config.num_layers, size, size))
         self.block_bias_KLE = nn.Parameter(torch.zeros(config.num_heads, config.num_layers, size))
@@ -97,7 +114,8 @@ class MedusaHead(OneForwardHead):
     def warm_start(self, target: Target) -> None:
         """Every head starts as the target's own LM head, cut to the draft vocabulary, on the target's own state."""
         self.bind(target)
-        self.input_KEF.data[:, :, : self.config.hidden_size] = torch.eye(self.config.hidden_size)
+        if self.input_KEF is not None:
+            self.input_KEF.data[:, :, : self.config.hidden_size] = torch.eye(self.config.hidden_size)
         if not self.config.shared_lm_head:
             self.lm_head_KDE.data.copy_(self.first_lm_head(target).to(self.lm_head_KDE).expand_as(self.lm_head_KDE))
 
@@ -107,9 +125,12 @@ class MedusaHead(OneForwardHead):
 
         Ridge regression gives the input map that takes what the head reads at t closest to h_{t+k+1}, the state from
         which the target itself predicts head k's token. Without it a head starts by predicting the token before its
-        own, with confidence.
+        own, with confidence. Without input maps the LM heads take it; the target's cannot.
         """
-        size, inputs = self.input_KEF.shape[1:]
+        if self.input_KEF is None and self.config.shared_lm_head:
+            return
+        size = self.config.hidden_size
+        inputs = 2 * size if self.config.see_root else size
         start = LinearStart([inputs] * self.draft_steps, size)
         for batch in batches:
             final_XE = batch.states[FINAL].flatten(0, 1)
@@ -117,7 +138,10 @@ class MedusaHead(OneForwardHead):
             seen_MF = self.read(final_XE[origin_M], batch.tokens_BT.flatten()[origin_M + 1])
             start.add(seen_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)])
         for step, map_EF in enumerate(start.maps()):
-            self.input_KEF.data[step] = map_EF
+            if self.input_KEF is not None:
+                self.input_KEF.data[step] = map_EF
+            else:
+                self.lm_head_KDE.data[step] = self.lm_head_KDE.data[step] @ map_EF.to(self.lm_head_KDE)
 
     def bind(self, target: Target) -> None:
         """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
@@ -131,7 +155,7 @@ class MedusaHead(OneForwardHead):
             return final_ME
         return torch.cat([final_ME, embed(root_M, self._embedding_VE, final_ME)], dim=-1)
 
-    def parts(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def parts(self) -> list[tuple[Tensor | None, Tensor, Tensor, Tensor]]:
         """Input map [E, F], block weights [L, E, E], block biases [L, E] and LM head [D, E] of each head.
 
         Unbound once rather than indexed head by head: the gradient of an index is a whole table of zeros with one
@@ -139,16 +163,84 @@ class MedusaHead(OneForwardHead):
         """
         lm_heads = [self.lm_head_DE] * self.draft_steps if self.config.shared_lm_head else unstack(self.lm_head_KDE)
         blocks = self.block_weight_KLEE.unbind(0), self.block_bias_KLE.unbind(0)
-        return list(zip(unstack(self.input_KEF), *blocks, lm_heads, strict=True))
+        maps = [None] * self.draft_steps if self.input_KEF is None else unstack(self.input_KEF)
+        return list(zip(maps, *blocks, lm_heads, strict=True))
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, tokens_X = batch.states[FINAL].flatten(0, 1), batch.tokens_BT.flatten()
         for step, part in enumerate(self.parts()):
             origin_M = origins(batch, step)
-            *body, lm_head_DE = part
-            hidden_ME = head_hidden(self.read(final_XE[origin_M], tokens_X[origin_M + 1]), *body)
+            input_EF, weight_LEE, bias_LE, lm_head_DE = part
+            seen_MF = self.read(final_XE[origin_M], tokens_X[origin_M + 1])
+            hidden_ME = head_hidden(seen_MF, input_EF, weight_LEE, bias_LE)
             own = (None, self.lm_bias_D, self.finish)
             yield StepPrediction(hidden_ME, lm_head_DE, origin_M + step + 1, origin_M, *own)
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    @property
+    def publishing_reads_target(self) -> bool:
+        return self.config.shared_lm_head
+
+    @torch.no_grad()
+    def publish(self) -> Published:
+        config = self.config
+        if self.input_KEF is not None:
+            raise UserError(
+                "No engine knows Medusa heads with a linear map ahead of their blocks.",
+                "Train them with heads.input_map=false, or decode with headstart (--format headstart).",
+            )
+        if config.shared_lm_head and self.lm_bias_D is not None:
+            raise UserError(
+                "The target's LM head has a bias, which published Medusa heads leave out.",
+                "Train with heads.shared_lm_head=false.",
+            )
+        tensors = {
+            f"blocks.{head}.layers.{block}.{name}": stacked[head, block]
+            for name, stacked in (("weight", self.block_weight_KLEE), ("bias", self.block_bias_KLE))
+            for head in range(self.draft_steps)
+            for block in range(config.num_layers)
+        }
+        if config.shared_lm_head:
+            tensors["lm_head.weight"] = self.lm_head_DE
+        else:
+            tensors |= {f"lm_heads.{head}.weight": weight_DE for head, weight_DE in enumerate(self.lm_head_KDE)}
+        return Published(
+            layout=Layout.MEDUSA,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            steps=self.draft_steps,
+            tensors=detached(tensors),
+            draft_ids_D=self.draft_to_target_D.cpu().clone() if config.draft_vocab_size else None,
+            num_layers=config.num_layers,
+        )
+
+    @classmethod
+    @torch.no_grad()
+    def from_published(cls, published: Published, target: Target) -> Self:
+        tensors, heads_K, blocks_L = published.tensors, range(published.steps), range(published.num_layers)
+        settings = {
+            "family": cls.family,
+            "hidden_size": published.hidden_size,
+            "vocab_size": published.vocab_size,
+            "draft_vocab_size": 0 if published.draft_ids_D is None else published.draft_width,
+            "num_heads": published.steps,
+            "num_layers": published.num_layers,
+            "input_map": False,
+        }
+        heads = cls(MedusaConfig.model_validate(settings))
+        for head in heads_K:
+            for block in blocks_L:
+                of = f"blocks.{head}.layers.{block}"
+                heads.block_weight_KLEE[head, block] = tensors[f"{of}.weight"]
+                if (bias_E := tensors.get(f"{of}.bias")) is not None:
+                    heads.block_bias_KLE[head, block] = bias_E
+            shared_DE = tensors.get("lm_head.weight")
+            heads.lm_head_KDE[head] = tensors[f"lm_heads.{head}.weight"] if shared_DE is None else shared_DE
+        if published.draft_ids_D is not None:
+            heads.set_draft_vocabulary(published.draft_ids_D)
+        heads.bind(target)
+        return heads
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -161,8 +253,9 @@ class MedusaHead(OneForwardHead):
         if depths.start == 0:
             state.seen_BF = self.read(state.final_BE, root_B)
         logits = []
-        for *body, lm_head_DE in self.parts()[depths.start : depths.stop]:
-            logits.append(linear(head_hidden(state.seen_BF, *body), lm_head_DE, self.lm_bias_D))
+        for input_EF, weight_LEE, bias_LE, lm_head_DE in self.parts()[depths.start : depths.stop]:
+            hidden_BE = head_hidden(state.seen_BF, input_EF, weight_LEE, bias_LE)
+            logits.append(linear(hidden_BE, lm_head_DE, self.lm_bias_D))
         return self.finished(torch.stack(logits, dim=1))
 
     def commit(self, state: MedusaState, committed: Committed) -> None:

@@ -36,9 +36,9 @@ def last_states(states_BTE: Tensor, counts_B: Tensor) -> Tensor:
     return states_BTE[torch.arange(len(counts_B), device=counts_B.device), counts_B - 1]
 
 
-def head_hidden(seen_MF: Tensor, input_EF: Tensor, weight_LEE: Tensor, bias_LE: Tensor) -> Tensor:
-    """What the LM head of one head reads, [..., E], from what the head reads, [..., F]."""
-    x_ME = linear(seen_MF, input_EF)
+def head_hidden(seen_MF: Tensor, input_EF: Tensor | None, weight_LEE: Tensor, bias_LE: Tensor) -> Tensor:
+    """What the LM head of one head reads, [..., E], from what the head reads, [..., F]; F is E without an input map."""
+    x_ME = seen_MF if input_EF is None else linear(seen_MF, input_EF)
     for weight_EE, bias_E in zip(unstack(weight_LEE), bias_LE, strict=True):
         x_ME = x_ME + F.silu(linear(x_ME, weight_EE, bias_E))
     return x_ME

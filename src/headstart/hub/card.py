@@ -42,7 +42,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
     spec = config["target"]["spec"]
     write_text(
         folder / "README.md",
-        _environment()
+        environment()
         .get_template("README.md.j2")
         .render(
             metadata=yaml.safe_dump(metadata(config, facts), sort_keys=False, allow_unicode=True),
@@ -144,7 +144,8 @@ def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Templates of this room."""
     environment = Environment(  # Markdown, not HTML: nothing to escape but the bars of its tables
         loader=PackageLoader("headstart.hub"),
         autoescape=False,

@@ -72,7 +72,7 @@ def export_heads(
         "headstart_version": headstart.__version__,
         "target": {
             "spec": _absolute(identity.spec),
-            "name": _display_name(identity.spec, identity.name),
+            "name": display_name(identity.spec, identity.name),
             "fingerprint": identity.fingerprint,
             "sketch": target.sketch(),
         },
@@ -226,7 +226,7 @@ def _absolute(spec: str) -> str:
     return str(path.resolve()) if spec and spec not in PACKAGED and path.exists() else spec
 
 
-def _display_name(spec: str, name: str) -> str:
+def display_name(spec: str, name: str) -> str:
     """What people call the target: never somebody's path."""
     if spec in PACKAGED:
         return PACKAGED[spec].title

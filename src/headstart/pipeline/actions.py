@@ -11,7 +11,7 @@ from rich.console import Console
 
 from headstart.errors import UserError
 from headstart.files import write_atomic
-from headstart.pipeline.layout import CONVERSATIONS, HEADS, TARGET
+from headstart.pipeline.layout import CONVERSATIONS, TARGET
 
 if TYPE_CHECKING:
     from headstart.api import Decoder
@@ -78,22 +78,14 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
     return f"{describe_tuning(tuning)}. Tree, calibration and model card in {folder} are new"
 
 
-def copy_heads(run_folder: Path, out: Path) -> None:
-    """Copy a run's exported heads to a folder of their own, which must not hold anything else yet.
+def copy_heads(heads: Path, out: Path) -> None:
+    """Copy exported heads to a folder of their own, which must not hold anything else yet.
 
     Raises:
-        UserError: no run there, a run that has not come to its heads yet, or a folder in use.
+        UserError: no whole folder of heads there, or a folder in use.
     """
     from headstart.hub import check_folder
 
-    if not (run_folder / "recipe.yaml").is_file():
-        raise UserError(f"{run_folder} is not the folder of a run.", "Give one, such as runs/quickstart.")
-    heads = run_folder / HEADS
-    if not heads.is_dir():
-        raise UserError(
-            f"The run in {run_folder} has no heads yet.",
-            f"Finish it first: headstart run {run_folder / 'recipe.yaml'} --run-dir {run_folder}",
-        )
     check_folder(heads)
     if out.exists():
         refuse_other_files(out)

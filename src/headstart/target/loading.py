@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headstart.errors import UserError, nearest
 from headstart.files import need_disk, write_atomic
@@ -86,6 +86,35 @@ def load_target(
     # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
     # Quantised models are on theirs already.
     return Target(model if getattr(model, "hf_device_map", None) else model.to(where), tokenizer, spec, exact)
+
+
+def loadable_folder(spec: str) -> str:
+    """What other programs load a target from with transformers: its folder, its hub id, or its converted GGUF file.
+
+    Raises:
+        UserError: an unknown target, or a missing package.
+    """
+    folder, gguf = _locate(spec)
+    return folder if gguf is None else str(_dequantised(Path(folder), gguf))
+
+
+def gguf_file(spec: str) -> Path | None:
+    """The GGUF file that a target is loaded from; None where it is not one.
+
+    Raises:
+        UserError: as `loadable_folder`.
+    """
+    folder, gguf = _locate(spec)
+    return None if gguf is None else Path(folder) / gguf
+
+
+def load_config(spec: str) -> Any:
+    """The text config of a target, without its weights; None where it cannot be had."""
+    try:
+        config = AutoConfig.from_pretrained(loadable_folder(spec))
+    except (OSError, ValueError):
+        return None
+    return config.get_text_config()
 
 
 def _dequantised(folder: Path, gguf: str) -> Path:

@@ -1,0 +1,154 @@
+"""The commands that exchange heads with serving engines: export and import. Rooms are imported inside."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headstart.cli_options import Dtype, Revision, listed
+from headstart.errors import UserError
+from headstart.terminal import program, say
+
+
+class FormatChoice(StrEnum):
+    """What `--format` takes."""
+
+    headstart = "headstart"
+    vllm = "vllm"
+    sglang = "sglang"
+    speculators = "speculators"
+    gguf = "gguf"
+
+
+class WeightDtype(StrEnum):
+    """What `--dtype` of an export takes."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+    q8_0 = "q8_0"
+
+
+_Heads = Annotated[
+    str | None, typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
+]
+
+
+def export(
+    heads: _Heads = None,
+    format: Annotated[FormatChoice, typer.Option(help="headstart is our own; the others are for engines.")] = (
+        FormatChoice.headstart
+    ),
+    out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
+    dtype: Annotated[
+        WeightDtype | None, typer.Option(help="Of the weights; q8_0 in GGUF files alone.", show_default="bfloat16")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Where the target is, when it is not where the heads say.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads, whoever wrote it.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME,NAME...", help="With --check: vllm, sglang, llama.cpp or speculators."),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="HEADS", help="With --check: heads of ours that the folder should hold.")
+    ] = None,
+) -> None:
+    """Write heads for a serving engine, or check a folder of heads; prints the command that serves them.
+
+    Example: headstart export runs/quickstart --format vllm --out served
+
+    Example: headstart export --check served --engine vllm,sglang
+    """
+    if check is not None:
+        if heads is not None or out is not None:
+            raise UserError(
+                "--check writes nothing.", f"Leave HEADS and --out away: {program()} export --check {check}"
+            )
+        _check(check, listed(engine), against, target)
+        return
+    if heads is None or out is None:
+        missing = "HEADS" if heads is None else "--out"
+        raise UserError(f"{missing} is missing.", f"For example: {program()} export runs/quickstart --out my-heads")
+    if engine or against:
+        raise UserError("--engine and --against belong to --check.", "Choose what is written with --format.")
+    from headstart.hub import locate
+
+    folder = locate(heads)
+    if format is FormatChoice.headstart:
+        _copy(folder, out, dtype)
+        return
+    console = Console()
+    with console.status("exporting"):
+        from headstart.hub.engines import export_for
+
+        done = export_for(folder, out, format.value, target, dtype.value if dtype else None)
+    for remark in done.remarks:
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+    say(console, ("Heads", out), *((f"Serve with {name}", command) for name, command in done.commands.items()))
+
+
+def import_checkpoint(
+    source: Annotated[
+        str, typer.Argument(metavar="FOLDER|USER/NAME", help="A published checkpoint: a folder, or a Hub id.")
+    ],
+    target: Annotated[str, typer.Option(help="The model that the heads were trained on.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    dtype: Annotated[Dtype, typer.Option(help="Of the target while it is read.")] = Dtype.auto,
+    revision: Revision = None,
+) -> None:
+    """Make heads of ours from a published EAGLE, EAGLE-3 or Medusa checkpoint, to decode with, tune and train further.
+
+    Weights are read from safetensors files alone; pickled ones are refused.
+
+    Example: headstart import user/eagle3-heads --target user/model --out heads
+    """
+    from headstart.hub.engines.export import refuse_used
+    from headstart.pipeline.actions import refuse_other_files
+
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        if out.is_dir() and (out / "tree.json").is_file():
+            refuse_other_files(out)
+        else:
+            refuse_used(out)
+    console = Console()
+    with console.status("importing"):
+        from headstart.hub.engines import import_heads
+        from headstart.target import load_target
+
+        heads = import_heads(source, load_target(target, dtype.value), out, revision)
+    say(
+        console,
+        ("Heads", f"{out} ({heads.family})"),
+        ("Tune them", f"{program()} tune {out} --conversations FILE.jsonl"),
+        ("Train them further", f"{program()} run RECIPE target={target} train.start_from={out}"),
+    )
+
+
+def _copy(folder: Path, out: Path, dtype: WeightDtype | None) -> None:
+    from headstart.pipeline.actions import copy_heads
+
+    if dtype is not None:
+        raise UserError("Our own format keeps the dtype that the heads have.", "Leave --dtype out.")
+    copy_heads(folder, out)
+    say(Console(), ("Heads", out), ("Share them", f"{program()} push {out} user/name"))
+
+
+def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target: str | None) -> None:
+    """Print what is wrong, and exit with 1 if anything is."""
+    from headstart.hub.engines import check_export, format_of
+
+    found = check_export(folder, engines, against, target)
+    console = Console()
+    for one in found:
+        line = f"{one.engine}: {one.problem} {one.remedy}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if found:
+        raise typer.Exit(1)
+    names = " and ".join(engines or format_of(folder).engines[:1])
+    console.print(f"{folder} is whole, and {names} reads all of it.", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,175 @@
+"""Draft heads as the field publishes them: what engines' formats are written from, and what is read from them.
+
+Three arrangements are published. Their tensors carry the field's common names here:
+
+    eagle3  `fc.weight` [E, aux layers * E]; `layers.0.input_layernorm.weight` (of the embedding) and
+            `layers.0.hidden_norm.weight` (of the fused state); `layers.{i}.self_attn.{q,k,v,o}_proj.weight`, the first
+            layer's q, k and v reading [embedding; state]; `layers.{i}.post_attention_layernorm.weight`,
+            `layers.{i}.mlp.{gate,up,down}_proj.weight`; `norm.weight`; `lm_head.weight` [D, E]; with `aux_norms`
+            `fc_norm.{tap}.weight`; with `norm_before_fc` one `input_norm.weight` [aux layers * E]
+    eagle   `fc.weight` [E, 2 * E], embedding first, and `fc.bias`; `layers.0.*` as above without the two norms of the
+            input; `embed_tokens.weight` where it is not the target's own
+    medusa  `blocks.{head}.layers.{block}.{weight,bias}`, and `lm_heads.{head}.weight` [D, E], or one
+            `lm_head.weight` for all heads
+
+Shape suffixes: D draft vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Layout(StrEnum):
+    """The arrangements that are published."""
+
+    EAGLE3 = "eagle3"
+    EAGLE = "eagle"
+    MEDUSA = "medusa"
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Of a decoder layer that belongs to the heads; names as in transformers' Llama."""
+
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Published:
+    """Heads in one of the published arrangements.
+
+    Attributes:
+        layout: which one.
+        hidden_size: of the target, and of the heads.
+        vocab_size: of the target.
+        steps: how many tokens ahead the heads were trained to draft.
+        tensors: see the module's docstring.
+        draft_ids_D: the target's token id of each draft token; None when all of them are drafted.
+        layer: of the decoder layers; None for heads without.
+        num_layers: decoder layers, or blocks of a Medusa head.
+        aux_layers: indices of transformers' `hidden_states` that are fused; empty where the state after the final
+            norm is read.
+        norm_before_residual: the first layer adds to the normed state instead of the state.
+        norm_output: what is fed back went through the final norm.
+        aux_norms: each aux state is normed before the fusion.
+        norm_before_fc: all aux states together are normed before the fusion.
+        normed_embeddings: `embed_tokens.weight` holds the target's embeddings, each normed.
+    """
+
+    layout: Layout
+    hidden_size: int
+    vocab_size: int
+    steps: int
+    tensors: Mapping[str, Tensor]
+    draft_ids_D: Tensor | None = None
+    layer: LayerSizes | None = None
+    num_layers: int = 1
+    aux_layers: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    aux_norms: bool = False
+    norm_before_fc: bool = False
+    normed_embeddings: bool = False
+
+    @property
+    def draft_width(self) -> int:
+        """D."""
+        return self.vocab_size if self.draft_ids_D is None else len(self.draft_ids_D)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that changes the numbers, but for the tensors."""
+        given = {name: getattr(self, name) for name in _SETTINGS}
+        return {**given, "layout": str(self.layout), "layer": None if self.layer is None else asdict(self.layer)}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Published:
+        """The same with other tensors."""
+        return replace(self, tensors=tensors)
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that these settings ask for; `optional` ones are left out."""
+        return expected_tensors(self)
+
+
+_SETTINGS = (
+    *("hidden_size", "vocab_size", "num_layers", "aux_layers"),
+    *("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"),
+)
+
+
+def expected_tensors(published: Published) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a `Published` with these settings must have."""
+    size, width = published.hidden_size, published.draft_width
+    if published.layout is Layout.MEDUSA:
+        shared = "lm_head.weight" in published.tensors
+        heads = range(published.steps)
+        wanted: dict[str, tuple[int, ...]] = {
+            f"blocks.{head}.layers.{block}.weight": (size, size)
+            for head in heads
+            for block in range(published.num_layers)
+        }
+        names = ["lm_head.weight"] if shared else [f"lm_heads.{head}.weight" for head in heads]
+        return {**wanted, **dict.fromkeys(names, (width, size))}
+    assert published.layer is not None, "these heads have decoder layers"
+    wanted = {}
+    for number in range(published.num_layers):
+        first = 2 * size if number == 0 and published.layout is Layout.EAGLE3 else size
+        wanted |= layer_tensors(published.layer, size, first, number)
+    if published.layout is Layout.EAGLE:
+        return {"fc.weight": (size, 2 * size), **wanted}
+    taps = len(published.aux_layers)
+    wanted["layers.0.hidden_norm.weight"] = (size,)
+    for number in range(published.num_layers):
+        wanted[f"layers.{number}.input_layernorm.weight"] = (size,)
+    if published.aux_norms:
+        wanted |= {f"fc_norm.{tap}.weight": (size,) for tap in range(taps)}
+    if published.norm_before_fc:
+        wanted["input_norm.weight"] = (taps * size,)
+    return {"fc.weight": (size, taps * size), **wanted, "norm.weight": (size,), "lm_head.weight": (width, size)}
+
+
+def layer_tensors(layer: LayerSizes, size: int, inputs: int, number: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the matrices and the MLP's norm of one decoder layer."""
+    queries, keys = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
+    of = f"layers.{number}"
+    return {
+        f"{of}.self_attn.q_proj.weight": (queries, inputs),
+        f"{of}.self_attn.k_proj.weight": (keys, inputs),
+        f"{of}.self_attn.v_proj.weight": (keys, inputs),
+        f"{of}.self_attn.o_proj.weight": (size, queries),
+        f"{of}.post_attention_layernorm.weight": (size,),
+        f"{of}.mlp.gate_proj.weight": (layer.intermediate_size, size),
+        f"{of}.mlp.up_proj.weight": (layer.intermediate_size, size),
+        f"{of}.mlp.down_proj.weight": (size, layer.intermediate_size),
+    }
+
+
+def digest(published: Published) -> str:
+    """A hash of the settings and of every number, in float32: what a file keeps of heads, to be known again."""
+    found = hashlib.sha256(json.dumps(published.settings, sort_keys=True, default=list).encode())
+    ids_D = published.draft_ids_D
+    tensors = dict(published.tensors)
+    if ids_D is not None:
+        tensors["draft_ids"] = ids_D
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu()
+        whole = tensor.float() if tensor.is_floating_point() else tensor.to(torch.int64)
+        found.update(f"{name} {tuple(tensor.shape)}".encode())
+        found.update(whole.contiguous().numpy().tobytes())
+    return found.hexdigest()[:32]

@@ -1,0 +1,167 @@
+"""What a format is: how heads are written for some engines, how such files are checked, how an engine is started."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.errors import UserError
+from headstart.heads.published import Published
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NOTE = "headstart"
+"""Where a file of ours says what it was written from, see `Written`."""
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What formats say of a target, or depend on.
+
+    Attributes:
+        spec: what `load_target` takes; empty where it is not known here.
+        name: what people call it.
+        fingerprint: see `headstart.target.Identity`.
+        model_type: of transformers.
+        num_layers: decoder layers.
+        hidden_size: of the target.
+        vocab_size: rows of the LM head.
+        folder: that transformers loads, or a Hub id; empty where there is none.
+        gguf: the target as a GGUF file, where it is one.
+        architectures: of transformers.
+        tokens: special tokens' ids by their name in a config.
+    """
+
+    spec: str
+    name: str
+    fingerprint: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    folder: str = ""
+    gguf: Path | None = None
+    architectures: tuple[str, ...] = ()
+    tokens: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an engine would get wrong.
+
+    Attributes:
+        engine: that is meant.
+        problem: what is wrong, as one sentence.
+        remedy: what to do about it, as one sentence.
+    """
+
+    engine: str
+    problem: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """What files of ours say of themselves.
+
+    Attributes:
+        version: of headstart.
+        digest: of the heads that the file holds, in its own rounding, see `headstart.heads.published.digest`.
+        target: name, fingerprint, `model_type` and `num_layers` of the target.
+        steps: how far the heads were trained to draft.
+    """
+
+    version: str
+    digest: str
+    target: Mapping[str, Any]
+    steps: int
+
+    @classmethod
+    def of(cls, values: Any) -> Written | None:
+        """From what a file holds; None where that is not ours."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("digest"), str):
+            return None
+        target = values.get("target")
+        return cls(
+            str(values.get("version", "")),
+            values["digest"],
+            target if isinstance(target, Mapping) else {},
+            int(values.get("steps", 0)),
+        )
+
+
+class Format(ABC):
+    """A way of writing heads that some engines read.
+
+    Attributes:
+        name: that users type.
+        engines: that read it.
+        about: one line for help texts.
+        dtypes: that weights can be written in, the usual one first.
+    """
+
+    name: str
+    engines: tuple[str, ...]
+    about: str
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+
+    @abstractmethod
+    def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
+        """Refuse heads that the format or each of its engines cannot hold.
+
+        Returns:
+            What the user should know: engines of this format that cannot serve these heads, and why.
+
+        Raises:
+            UserError: naming the reason and what to do instead.
+        """
+
+    def as_held(self, published: Published) -> Published:
+        """The same heads as the format's files hold them, which draft the same."""
+        return published
+
+    @abstractmethod
+    def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
+        """Write the format's files into an empty folder."""
+
+    @abstractmethod
+    def holds(self, folder: Path) -> bool:
+        """Whether a folder's files are of this format."""
+
+    @abstractmethod
+    def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
+        """The heads that a folder holds.
+
+        Raises:
+            UserError: they are not whole, or not to be told.
+        """
+
+    @abstractmethod
+    def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
+        """What an engine would refuse, ignore, or fill with noise."""
+
+    @abstractmethod
+    def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
+        """The command that serves target and heads, for each engine that can."""
+
+
+def drafts_of(published: Published) -> int:
+    """Tokens that a chain drafts by default: engines draft chains, whose later drafts are seldom accepted."""
+    return min(3, published.steps)
+
+
+def refuse_activation(published: Published, engine: str) -> None:
+    """Refuse an MLP that engines do not compute.
+
+    Raises:
+        UserError: it is not SiLU's.
+    """
+    if published.layer is not None and published.layer.hidden_act != "silu":
+        raise UserError(
+            f"The heads' MLP uses {published.layer.hidden_act}, and {engine} computes silu alone.",
+            "Train them with heads.hidden_act=silu.",
+        )

@@ -1,0 +1,219 @@
+"""Reading a checkpoint that anybody may have written: nothing is unpickled, allocated or followed before it is checked.
+
+A checkpoint is a folder with config.json and safetensors files, one or several with an index. Names and shapes come
+from the files' headers, which are checked against the files' sizes; tensors are read one by one, when asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headstart.errors import UserError
+from headstart.files import read_json
+
+CONFIG = "config.json"
+_INDEX = "*.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+_HEADER = 100_000_000
+"""Bytes of the longest header that safetensors itself reads."""
+_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor as the header of its file describes it.
+
+    Attributes:
+        file: that holds it.
+        name: in that file.
+        dtype: as safetensors writes it.
+        shape: of the tensor.
+    """
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds weights that need no unpacking."""
+        return self.dtype in ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Config and tensors of a folder; see `open_checkpoint`."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Kept]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor; None where there is no such tensor."""
+        kept = self.tensors.get(name)
+        return None if kept is None else kept.shape
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, on the CPU.
+
+        Raises:
+            UserError: its file is damaged.
+        """
+        kept = self.tensors[name]
+        try:
+            with safe_open(kept.file, framework="pt") as handle:
+                tensor: Tensor = handle.get_tensor(kept.name)
+        except SafetensorError as error:
+            raise _damaged(kept.file, str(error)) from None
+        return tensor
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder; of its tensors the headers alone are read.
+
+    Raises:
+        UserError: no such folder, no config.json, only pickled weights, or files that are damaged or point elsewhere.
+    """
+    if not folder.is_dir():
+        raise UserError(f"No folder at {folder}.", "Give a folder with config.json and safetensors files.")
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / CONFIG} holds no settings.", "Fetch the checkpoint again.")
+    tensors: dict[str, Kept] = {}
+    for file in _files(folder):
+        for name, (dtype, shape) in _header(file).items():
+            if name in tensors:
+                raise UserError(
+                    f"{folder} has the tensor {name!r} twice.", "Keep one set of safetensors files in the folder."
+                )
+            tensors[name] = Kept(file, name, dtype, shape)
+    return Checkpoint(folder, config, tensors)
+
+
+def whole(value: Any, name: str, least: int = 1, most: int = 1 << 24) -> int:
+    """A number of a config, in bounds that no model reaches.
+
+    Raises:
+        UserError: it is none, or out of them.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UserError(
+            f"The checkpoint's {name} is {value!r}, and a whole number from {least} to {most} is expected.",
+            f"Correct {name} in its {CONFIG}, or fetch it again.",
+        )
+    return value
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: those of its index, or all."""
+    indices = sorted(folder.glob(_INDEX))
+    if indices:
+        index = read_json(indices[0])
+        named = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(named, dict) or not named:
+            raise UserError(f"{indices[0]} names no files.", "Fetch the checkpoint again.")
+        files = []
+        for name in sorted({str(value) for value in named.values()}):
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise UserError(
+                    f"{indices[0]} names the file {name!r}, which is not a safetensors file beside it.",
+                    "Do not use this checkpoint: its index reaches outside of its folder.",
+                )
+            if not (folder / name).is_file():
+                raise UserError(f"{folder} lacks {name}, which its index names.", "Fetch the checkpoint again.")
+            files.append(folder / name)
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise UserError(
+            f"{folder} has its weights in {pickled[0]}, a pickled file, which can run any program when it is read.",
+            "Take a revision with safetensors files, or convert it where you trust it "
+            "(https://huggingface.co/spaces/safetensors/convert).",
+        )
+    raise UserError(f"{folder} has no safetensors files.", "Give a folder of draft heads.")
+
+
+def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Names, dtypes and shapes of a safetensors file, checked against its size."""
+    total = file.stat().st_size
+    with file.open("rb") as handle:
+        start = handle.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(_HEADER, total - 8):
+            raise _damaged(file, f"a header of {length} bytes in a file of {total}")
+        try:
+            header = json.loads(handle.read(length))
+        except ValueError as error:
+            raise _damaged(file, str(error)) from None
+    if not isinstance(header, dict):
+        raise _damaged(file, "its header is no table")
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    room = total - 8 - length
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, span = (_of(entry, key) for key in ("dtype", "shape", "data_offsets"))
+        if not _sizes(shape) or not _sizes(span) or len(span) != 2 or dtype not in _BYTES:
+            raise _damaged(file, f"tensor {name!r} is not described as one")
+        count = 1
+        for size in shape:
+            count *= size
+        if span[1] - span[0] != count * _BYTES[dtype] or span[1] > room:
+            raise _damaged(file, f"tensor {name!r} of shape {shape} does not fit its {span[1] - span[0]} bytes")
+        found[name] = (dtype, tuple(shape))
+    return found
+
+
+def _of(entry: Any, key: str) -> Any:
+    return entry.get(key) if isinstance(entry, dict) else None
+
+
+def _sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, int) and 0 <= value < 1 << 48 for value in values)
+
+
+def _damaged(file: Path, why: str) -> UserError:
+    return UserError(f"{file} is cut short or damaged ({why}).", "Fetch it again.")
+
+
+def absolute_ids(offsets_D: Tensor) -> Tensor:
+    """The target's token ids from offsets: draft token i is token i + offset i.
+
+    >>> absolute_ids(torch.tensor([0, 0, 5])).tolist()
+    [0, 1, 7]
+    """
+    return offsets_D.to(torch.int64) + torch.arange(len(offsets_D))
+
+
+def offsets(ids_D: Tensor) -> Tensor:
+    """The opposite of `absolute_ids`."""
+    return ids_D.to(torch.int64) - torch.arange(len(ids_D))

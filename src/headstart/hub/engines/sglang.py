@@ -1,0 +1,99 @@
+"""Folders that SGLang loads, where it reads other ones than vLLM; and what it cannot serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headstart.errors import UserError
+from headstart.heads.published import Layout, Published
+from headstart.hub.engines.base import Finding, Format, TargetFacts, drafts_of
+from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from headstart.hub.engines.huggingface import files_of, fused_files, joined_files, write_files
+from headstart.hub.engines.reading import read_published
+from headstart.hub.engines.rules import check_checkpoint
+
+_JOINED = "LlamaForCausalLMEagle"
+"""What EAGLE-1 heads are called."""
+
+
+class Sglang(Format):
+    """config.json and model.safetensors for SGLang; of EAGLE-3 heads the same as vLLM's."""
+
+    name = "sglang"
+    engines = ("sglang",)
+    about = "a Hugging Face folder for SGLang"
+
+    def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
+        if (why := why_not_sglang(published, facts)) is not None:
+            raise UserError(f"SGLang cannot serve these {files_of(published)} heads: {why}.", _instead(published))
+        return []
+
+    def as_held(self, published: Published) -> Published:
+        """SGLang takes the target's embeddings, and adds the joining map's bias."""
+        return published.with_tensors(
+            {name: one for name, one in published.tensors.items() if name != "embed_tokens.weight"}
+        )
+
+    def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
+        published = self.as_held(published)
+        if published.layout is Layout.EAGLE:
+            files = joined_files(published, facts, dtype, _JOINED)
+        else:
+            files = fused_files(published, facts, dtype)
+        write_files(folder, *files)
+
+    def holds(self, folder: Path) -> bool:
+        return (folder / CONFIG).is_file() and is_for_sglang_alone(open_checkpoint(folder))
+
+    def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
+        return read_published(open_checkpoint(folder), facts)
+
+    def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
+        return check_checkpoint(open_checkpoint(folder), engine, facts)
+
+    def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
+        return {"sglang": sglang_command(folder, published, facts)}
+
+
+def is_for_sglang_alone(checkpoint: Checkpoint) -> bool:
+    """Whether the folder names heads as SGLang knows them and vLLM does not."""
+    return checkpoint.config.get("architectures") == [_JOINED]
+
+
+def why_not_sglang(published: Published, facts: TargetFacts) -> str | None:
+    """Why SGLang would draft with other numbers than were trained; None where it would not."""
+    if published.layout is Layout.MEDUSA:
+        return "it has no Medusa heads"
+    if published.layer is not None and published.layer.hidden_act != "silu":
+        return f"it computes silu alone, and the MLP uses {published.layer.hidden_act}"
+    if published.layout is Layout.EAGLE:
+        own = "embed_tokens.weight" in published.tensors and published.normed_embeddings
+        return "it takes the target's embeddings as they are (heads.embedding_norm=false)" if own else None
+    for name in ("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"):
+        if getattr(published, name):
+            return f"it does not know {'fc_norm' if name == 'aux_norms' else name}"
+    if published.num_layers != 1:
+        return f"its layers after the first differ from vLLM's, and there are {published.num_layers}"
+    if len(published.aux_layers) != 3:
+        return f"it fuses 3 layers of the target, and these heads {len(published.aux_layers)}"
+    if max(published.aux_layers) >= facts.num_layers:
+        deepest = facts.num_layers - 1
+        return f"it gives no layer after {deepest} of {facts.name}, and the heads read {list(published.aux_layers)}"
+    return None
+
+
+def sglang_command(folder: Path | str, published: Published, facts: TargetFacts) -> str:
+    """The command that serves target and heads with SGLang; it counts the root among the draft tokens."""
+    algorithm = "EAGLE3" if published.layout is Layout.EAGLE3 else "EAGLE"
+    steps = drafts_of(published)
+    return (
+        f"python -m sglang.launch_server --model-path {facts.folder or 'TARGET'} --speculative-algorithm {algorithm} "
+        f"--speculative-draft-model-path {folder} --speculative-num-steps {steps} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {steps + 1}"
+    )
+
+
+def _instead(published: Published) -> str:
+    if published.layout is Layout.MEDUSA:
+        return "Export them with --format vllm (up to 0.32), or train eagle3 heads."
+    return "Export them with --format vllm, or train them without that."

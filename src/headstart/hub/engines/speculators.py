@@ -1,0 +1,86 @@
+"""Folders of the speculators library, which vLLM loads too: `vllm serve FOLDER` takes the target from the config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headstart.errors import UserError
+from headstart.heads.published import Layout, Published
+from headstart.hub.engines.base import NOTE, Finding, Format, TargetFacts, drafts_of, refuse_activation
+from headstart.hub.engines.checkpoint import CONFIG, open_checkpoint
+from headstart.hub.engines.huggingface import files_of, llama_config, note, rounded, vocabulary_map, write_files
+from headstart.hub.engines.reading import is_speculators, read_published
+from headstart.hub.engines.rules import check_checkpoint
+from headstart.hub.engines.vllm import vllm_command
+
+_VERSION = "0.9.0"
+"""Of the library whose config this is."""
+
+
+class Speculators(Format):
+    """config.json and model.safetensors as speculators writes them."""
+
+    name = "speculators"
+    engines = ("speculators", "vllm")
+    about = "a folder of the speculators library, which vLLM loads too"
+
+    def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
+        if published.layout is not Layout.EAGLE3:
+            raise UserError(
+                f"The speculators format has EAGLE-3 heads, and these are {files_of(published)} heads.",
+                "Export them with --format vllm.",
+            )
+        refuse_activation(published, "vLLM")
+        if len(published.aux_layers) != 3:
+            raise UserError(
+                f"vLLM fuses 3 layers of heads in the speculators format, and these read {len(published.aux_layers)}.",
+                "Export them with --format vllm.",
+            )
+        return []
+
+    def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
+        assert published.layer is not None, "these heads have decoder layers"
+        held = rounded(published, dtype)
+        proposal = {
+            "proposal_type": "greedy",
+            "speculative_tokens": drafts_of(published),
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        config: dict[str, Any] = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": _VERSION,
+            "draft_vocab_size": published.draft_width,
+            "target_hidden_size": published.hidden_size,
+            "norm_before_residual": published.norm_before_residual,
+            "norm_before_fc": published.norm_before_fc,
+            "fc_norm": published.aux_norms,
+            "norm_output": published.norm_output,
+            "eagle_aux_hidden_state_layer_ids": list(published.aux_layers),
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+            "torch_dtype": dtype,
+            "transformer_layer_config": llama_config(published, published.layer, facts, dtype),
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "proposal_methods": [proposal],
+                "default_proposal_method": "greedy",
+                "verifier": {"name_or_path": facts.folder, "architectures": list(facts.architectures)},
+            },
+            NOTE: note(held, facts),
+        }
+        write_files(folder, config, {**held.tensors, **vocabulary_map(published)})
+
+    def holds(self, folder: Path) -> bool:
+        return (folder / CONFIG).is_file() and is_speculators(open_checkpoint(folder))
+
+    def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
+        return read_published(open_checkpoint(folder), facts)
+
+    def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
+        return check_checkpoint(open_checkpoint(folder), engine, facts)
+
+    def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
+        return {"vllm": vllm_command(folder, published, facts)}

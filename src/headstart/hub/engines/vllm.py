@@ -1,0 +1,79 @@
+"""Folders that vLLM loads, and SGLang too where it knows the same heads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from headstart.errors import UserError
+from headstart.heads.published import Layout, Published
+from headstart.hub.engines.base import Finding, Format, TargetFacts, drafts_of, refuse_activation
+from headstart.hub.engines.checkpoint import CONFIG, open_checkpoint
+from headstart.hub.engines.huggingface import fused_files, joined_files, parallel_files, without_bias, write_files
+from headstart.hub.engines.reading import is_speculators, read_published
+from headstart.hub.engines.rules import check_checkpoint
+from headstart.hub.engines.sglang import is_for_sglang_alone, sglang_command, why_not_sglang
+
+
+class Vllm(Format):
+    """config.json and model.safetensors for vLLM."""
+
+    name = "vllm"
+    engines = ("vllm", "sglang")
+    about = "a Hugging Face folder for vLLM, which SGLang reads too where it knows such heads"
+
+    def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
+        refuse_activation(published, "vLLM")
+        reduced = published.layout is Layout.MEDUSA and published.draft_ids_D is not None
+        if reduced and "lm_head.weight" not in published.tensors:
+            raise UserError(
+                "vLLM drafts from a reduced vocabulary with one LM head for all Medusa heads alone.",
+                "Train with heads.draft_vocab_size=0, or with heads.shared_lm_head=true.",
+            )
+        if published.layout is Layout.EAGLE:
+            without_bias(published)
+        if (why := why_not_sglang(published, facts)) is None and published.layout is not Layout.EAGLE3:
+            why = "it has another format for such heads (--format sglang)"
+        said = [] if why is None else [f"SGLang cannot serve this folder: {why}."]
+        if published.layout is Layout.MEDUSA:
+            said.append("vLLM reads Medusa heads up to version 0.32.")
+        return said
+
+    def as_held(self, published: Published) -> Published:
+        return without_bias(published) if published.layout is Layout.EAGLE else published
+
+    def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
+        published = self.as_held(published)
+        match published.layout:
+            case Layout.EAGLE3:
+                files = fused_files(published, facts, dtype)
+            case Layout.EAGLE:
+                files = joined_files(published, facts, dtype, "LlamaForCausalLM")
+            case Layout.MEDUSA:
+                files = parallel_files(published, facts, dtype)
+        write_files(folder, *files)
+
+    def holds(self, folder: Path) -> bool:
+        if not (folder / CONFIG).is_file():
+            return False
+        checkpoint = open_checkpoint(folder)
+        return not is_speculators(checkpoint) and not is_for_sglang_alone(checkpoint)
+
+    def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
+        return read_published(open_checkpoint(folder), facts)
+
+    def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
+        return check_checkpoint(open_checkpoint(folder), engine, facts)
+
+    def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
+        found = {"vllm": vllm_command(folder, published, facts)}
+        if published.layout is Layout.EAGLE3 and why_not_sglang(published, facts) is None:
+            found["sglang"] = sglang_command(folder, published, facts)
+        return found
+
+
+def vllm_command(folder: Path | str, published: Published, facts: TargetFacts) -> str:
+    """The command that serves target and heads with vLLM."""
+    drafts = published.steps if published.layout is Layout.MEDUSA else drafts_of(published)
+    asked = {"method": str(published.layout), "model": str(folder), "num_speculative_tokens": drafts}
+    return f"vllm serve {facts.folder or 'TARGET'} --speculative-config '{json.dumps(asked)}'"

@@ -1,0 +1,92 @@
+"""A target of eight layers in a folder, and heads of every published arrangement for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.heads import DraftHead, family, make_config
+from headstart.hub import export_heads
+from headstart.hub.engines.importing import untuned
+from headstart.target import Target
+from tests.tiny import tiny_model, tiny_tokenizer
+
+FUSED = {"family": "eagle3", "draft_steps": 3, "aux_layers": (3, 5, 7)}
+CASES: dict[str, dict[str, Any]] = {
+    "eagle3": FUSED,
+    "eagle3-reduced": {**FUSED, "draft_vocab_size": 40},
+    "eagle3-heads": {
+        **FUSED,
+        "draft_vocab_size": 40,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+    },
+    "eagle3-deep": {
+        **FUSED,
+        "draft_vocab_size": 40,
+        "num_layers": 2,
+        "aux_layers": (2, 8),
+        "aux_norms": True,
+        "feedback": "post_norm",
+    },
+    "eagle": {"family": "eagle", "draft_steps": 3},
+    "eagle-plain": {"family": "eagle", "draft_steps": 3, "embedding_norm": False},
+    "medusa": {"family": "medusa", "num_heads": 3, "num_layers": 2, "input_map": False},
+    "medusa-shared": {
+        "family": "medusa",
+        "num_heads": 2,
+        "input_map": False,
+        "shared_lm_head": True,
+        "draft_vocab_size": 40,
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """With unequal embeddings and LM head, and numbers large enough to matter."""
+    folder, tokenizer = tmp_path_factory.mktemp("eight") / "target", tiny_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer), layers=8)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Target(model, tokenizer, str(folder))
+
+
+def heads_for(target: Target, settings: dict[str, Any]) -> DraftHead:
+    """Heads far enough from their start that nothing forgotten stays unseen."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = make_config(settings, target)
+        heads = family(config.family)(config)
+        if config.draft_vocab_size:
+            ids = torch.randperm(target.vocab_size)[: config.draft_vocab_size]
+            heads.set_draft_vocabulary(ids.sort().values)
+        heads.warm_start(target)
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return heads.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def made(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[DraftHead, Path]]:
+    """Heads of a case, and their exported folder."""
+    known: dict[str, tuple[DraftHead, Path]] = {}
+
+    def make(case: str) -> tuple[DraftHead, Path]:
+        if case not in known:
+            heads, folder = heads_for(target, CASES[case]), tmp_path_factory.mktemp("heads") / case
+            export_heads(folder, heads, target, untuned(heads), {})
+            known[case] = heads, folder
+        return known[case]
+
+    return make

@@ -1,0 +1,138 @@
+"""`headstart export` and `headstart import` on the command line, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import headstart
+from headstart.errors import UserError
+from headstart.heads import DraftHead
+from headstart.hub import export_heads
+from headstart.hub.engines import export_for
+from headstart.hub.engines.importing import untuned
+from headstart.target import Target
+from tests.engines.conftest import CASES, heads_for
+from tests.test_cli import call, refused, works
+from tests.tiny import tiny_model, tiny_tokenizer
+
+Made = Callable[[str], tuple[DraftHead, Path]]
+
+
+def test_the_printed_commands_are_those_of_the_engines(made: Made, target: Target, tmp_path: Path) -> None:
+    heads, out = made("eagle3-reduced")[1], tmp_path / "served"
+    printed = " ".join(works("export", heads, "--format", "vllm", "--out", out).stdout.split())
+    assert f"vllm serve {target.spec} --speculative-config" in printed
+    assert '"method": "eagle3"' in printed and '"num_speculative_tokens": 3' in printed
+    assert "--speculative-algorithm EAGLE3" in printed and "--speculative-num-draft-tokens 4" in printed
+    card = (out / "README.md").read_text()
+    assert "vllm serve TARGET --speculative-config" in card and str(target.spec) not in card
+    assert "40 of 292 tokens" in card and "3, 5, 7 (transformers' hidden_states)" in card
+    works("export", heads, "--format", "vllm", "--out", out)
+    printed = works("export", heads, "--format", "gguf", "--out", tmp_path / "gguf", "--dtype", "q8_0").stdout
+    assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in " ".join(printed.split())
+
+
+def test_heads_of_a_run_are_exported_and_checked(made: Made, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text("name: mine\nheads: {}\n")
+    (run / "heads").symlink_to(made("eagle3")[1])
+    works("export", run, "--format", "speculators", "--out", tmp_path / "out")
+    said = works("export", "--check", tmp_path / "out", "--engine", "speculators,vllm", "--against", run).stdout
+    assert "is whole, and speculators and vllm reads all of it" in " ".join(said.split())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    result = call("export", "--check", tmp_path / "out")
+    assert result.exit_code == 1 and "layer ids, rotary base, norms" in " ".join(result.stdout.split())
+
+
+def test_import_on_the_command_line(made: Made, target: Target, tmp_path: Path) -> None:
+    works("export", made("medusa")[1], "--format", "vllm", "--out", tmp_path / "there", "--dtype", "float32")
+    asked = ("import", tmp_path / "there", "--target", target.spec, "--out", tmp_path / "back", "--dtype", "float32")
+    assert "(medusa)" in works(*asked).stdout
+    works(*asked)
+    options = ("--prompt", "hello", "--max-new-tokens", 4, "--dtype", "float32")
+    with_heads = works("generate", tmp_path / "back", *options, "--drafter", "heads").stdout
+    assert with_heads == works("generate", tmp_path / "back", *options, "--drafter", "none").stdout
+    assert "holds something else" in refused(*asked[:-3], tmp_path / "there" / "..", *asked[-2:])
+
+
+def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Target, tmp_path: Path) -> None:
+    def problem(settings: dict[str, object], form: str) -> str:
+        export_heads(tmp_path / "heads", heads := heads_for(target, settings), target, untuned(heads), {})
+        return refused("export", tmp_path / "heads", "--format", form, "--out", tmp_path / "out")
+
+    fused = CASES["eagle3"]
+    assert "No serving engine knows transition heads" in problem(
+        {"family": "transition", "aux_layers": (2, -1)}, "vllm"
+    )
+    assert "No serving engine knows hydra heads" in problem({"family": "hydra", "num_heads": 2}, "gguf")
+    assert "heads.input_map=false" in problem({"family": "medusa", "num_heads": 2}, "vllm")
+    reduced = {**CASES["medusa"], "draft_vocab_size": 40}
+    assert "one LM head for all Medusa heads" in problem(reduced, "vllm")
+    assert "no Medusa heads" in problem(CASES["medusa"], "sglang")
+    assert "EAGLE-3 heads, and these are EAGLE-1" in problem(CASES["eagle"], "speculators")
+    assert "llama.cpp drafts with EAGLE-3 heads" in problem(CASES["eagle"], "gguf")
+    assert "heads.embedding_norm=false" in problem(CASES["eagle"], "sglang")
+    for settings, said in (
+        ({"aux_layers": (2, 3, -1)}, "the state after the final norm"),
+        ({"num_layers": 2}, "llama.cpp runs one layer"),
+        ({"aux_layers": (2, 3)}, "fuses 3 layers"),
+        ({"aux_layers": (2, 3, 8)}, "the layers 1 to 7 of this target"),
+        ({"feedback": "post_norm"}, "feeds back the state before the norm"),
+        ({"aux_norms": True}, "no norm of each aux state"),
+        ({"hidden_act": "gelu"}, "computes silu alone"),
+    ):
+        assert said in problem({**fused, **settings}, "gguf")
+    assert not (tmp_path / "out").exists()
+    assert "it does not know fc_norm" in problem({**fused, "aux_norms": True}, "sglang")
+    remark = works("export", tmp_path / "heads", "--format", "vllm", "--out", tmp_path / "out").stdout
+    assert "SGLang cannot serve this folder: it does not know fc_norm" in " ".join(remark.split())
+
+
+def test_targets_without_hooks_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("gpt_neox", vocab_size=len(tiny_tokenizer()), layers=4)
+    target = Target(model, tiny_tokenizer(), "neox")
+    heads = heads_for(target, {"family": "eagle3", "aux_layers": (1, 2, 3), "draft_steps": 2})
+    export_heads(tmp_path / "heads", heads, target, untuned(heads), {})
+    with pytest.raises(UserError, match=r"llama\.cpp has no hooks in gpt_neox targets") as caught:
+        headstart.export(tmp_path / "heads", tmp_path / "out", "gguf", target)
+    assert "--format vllm" in caught.value.remedy
+
+
+def test_bad_input_is_refused(made: Made, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, out = made("eagle3")[1], tmp_path / "out"
+    assert "--out is missing" in refused("export", heads)
+    assert "HEADS is missing" in refused("export", "--out", out)
+    assert "--check writes nothing" in refused("export", heads, "--check", out)
+    assert "belong to --check" in refused("export", heads, "--out", out, "--engine", "vllm")
+    assert "vllm has no dtype 'q8_0'" in refused("export", heads, "--out", out, "--format", "vllm", "--dtype", "q8_0")
+    out.mkdir()
+    (out / "notes.txt").touch()
+    assert "would be lost: notes.txt" in refused("export", heads, "--out", out, "--format", "vllm")
+    (out / "notes.txt").rename(out / "model.safetensors")
+    assert "would be lost" in refused("export", heads, "--out", out, "--format", "vllm")
+    assert "No folder at" in refused("export", "--check", tmp_path / "none")
+    works("export", heads, "--out", tmp_path / "vllm", "--format", "vllm")
+    assert "Did you mean 'sglang'" in refused("export", "--check", tmp_path / "vllm", "--engine", "slang")
+    said = refused("export", "--check", tmp_path / "vllm", "--engine", "llama.cpp")
+    assert "llama.cpp does not read the format vllm" in said and "--format gguf" in said
+    assert "holds no draft heads" in refused("export", "--check", target.spec)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "pip install 'headstart[gguf]'" in refused("export", heads, "--out", tmp_path / "g", "--format", "gguf")
+    assert not (tmp_path / "g").exists()
+
+
+def test_heads_of_another_target_are_found_by_the_check(made: Made, target: Target, tmp_path: Path) -> None:
+    export_for(made("eagle3")[1], tmp_path / "out", "vllm")
+    other = Target(tiny_model("llama", seed=5, vocab_size=target.vocab_size, layers=8), target.tokenizer, target.spec)
+    heads = heads_for(other, CASES["eagle3"])
+    export_heads(tmp_path / "others", heads, other, untuned(heads), {})
+    said = " ".join(call("export", "--check", tmp_path / "out", "--against", tmp_path / "others").stdout.split())
+    assert "is another model" in said

@@ -1,0 +1,85 @@
+"""Every family in every format that holds it: the reference readers draft with our logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.heads import DraftHead
+from headstart.hub.engines import FORMATS, check_export, export_for
+from headstart.target import Target
+from tests.engines import readers
+
+Made = Callable[[str], tuple[DraftHead, Path]]
+TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22]
+HELD = [
+    *((case, form) for case in ("eagle3", "eagle3-reduced", "eagle3-heads") for form in FORMATS),
+    ("eagle3-deep", "vllm"), ("eagle", "vllm"), ("eagle-plain", "vllm"), ("eagle-plain", "sglang"),
+    ("medusa", "vllm"), ("medusa-shared", "vllm"),
+]  # fmt: skip
+
+
+@torch.no_grad()
+def ours(heads: DraftHead, target: Target, chain: list[int]) -> Tensor:
+    """Draft logits after each token of a chain, over the target's vocabulary."""
+    states = target.prefill(target.new_cache(1, len(TEXT)), [TEXT], heads.aux_layers).aux_hidden_states
+    session, level = heads.prefill([TEXT], states), torch.zeros(1, 1, dtype=torch.long)
+    logits = []
+    for depth, token in enumerate(chain[: heads.draft_steps]):
+        logits_D = heads.draft_step(session, torch.tensor([[token]]), level, depth)[0, 0]
+        logits.append(readers.into_vocabulary(logits_D, heads.draft_to_target_D, target.vocab_size))
+    return torch.stack(logits)
+
+
+@torch.no_grad()
+def read(form: str, folder: Path, target: Target, chain: list[int] = CHAIN) -> Tensor:
+    """What an engine would draft with, by its reference reader."""
+    out = target.model(torch.tensor([TEXT]), output_hidden_states=True)
+    hidden, final_TE = [one[0] for one in out.hidden_states], out.hidden_states[-1][0]
+    kept = []
+    handle = target.model.model.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0][0]))
+    target.model(torch.tensor([TEXT]))
+    handle.remove()
+    hidden[-1] = kept[0]  # engines give the last layer's output as it is before the final norm
+    embed_VE, lm_head_VE = target.embedding_weight, target.lm_head_weight
+    if form == "gguf":
+        return readers.eagle3_gguf(folder / "heads.gguf", hidden, embed_VE, TEXT, chain)
+    config, _ = readers.folder_of(folder)
+    if config.get("model_type") == "medusa":
+        return readers.medusa_folder(folder, final_TE[-1])
+    if "eagle_aux_hidden_state_layer_ids" in config:
+        return readers.eagle3_folder(folder, hidden, embed_VE, TEXT, chain)
+    return readers.eagle_folder(folder, final_TE, embed_VE, lm_head_VE, TEXT, chain)
+
+
+def off(ours_KV: Tensor, theirs_KV: Tensor) -> float:
+    """The largest difference over the tokens that both draft, as a share of the largest logit."""
+    both = ours_KV.isfinite() & theirs_KV.isfinite()
+    return float((ours_KV - theirs_KV)[both].abs().max() / ours_KV[both].abs().max())
+
+
+@pytest.mark.parametrize(("case", "form"), HELD)
+def test_readers_draft_with_our_logits(case: str, form: str, made: Made, target: Target, tmp_path: Path) -> None:
+    heads, folder = made(case)
+    done = export_for(folder, tmp_path / "out", form, dtype="float32")
+    ours_KV, theirs_KV = ours(heads, target, CHAIN), read(form, tmp_path / "out", target)
+    if not case.startswith("eagle-") and case != "eagle":  # EAGLE-1 heads draft from all that the LM head knows
+        assert torch.equal(ours_KV.isfinite(), theirs_KV.isfinite()), "the same tokens are drafted"
+    assert off(ours_KV, theirs_KV) < 1e-5
+    assert ours_KV.argmax(-1).tolist() == theirs_KV.argmax(-1).tolist()
+    for engine in done.commands:
+        assert check_export(tmp_path / "out", [engine]) == []
+    assert check_export(tmp_path / "out", against=folder) == []
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_dtype_is_whole(form: str, made: Made, tmp_path: Path) -> None:
+    _, folder = made("eagle3-reduced")
+    for dtype in FORMATS[form].dtypes:
+        export_for(folder, tmp_path / dtype, form, dtype=dtype)
+        assert check_export(tmp_path / dtype) == []
+        assert check_export(tmp_path / dtype, against=folder) == []

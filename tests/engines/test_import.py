@@ -1,0 +1,241 @@
+"""Published checkpoints become heads of ours: bit for bit what was exported, and whole in every published layout."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import headstart
+from headstart.errors import UserError
+from headstart.heads import DraftHead
+from headstart.heads.io import load_heads
+from headstart.hub.engines import export_for, import_heads
+from headstart.target import FINAL, Target
+from tests.engines.test_formats import CHAIN, HELD, off, ours, read
+
+Made = Callable[[str], tuple[DraftHead, Path]]
+
+
+@pytest.mark.parametrize(("case", "form"), HELD)
+def test_what_was_exported_comes_back_bit_for_bit(
+    case: str, form: str, made: Made, target: Target, tmp_path: Path
+) -> None:
+    heads, folder = made(case)
+    export_for(folder, tmp_path / "there", form, dtype="float32")
+    back = import_heads(tmp_path / "there", target, tmp_path / "back")
+    # An LM head that all heads share becomes one each, and vLLM holds the bias of a joining map in embeddings.
+    if not case.startswith("eagle-") and case not in ("eagle", "medusa-shared"):
+        assert {**vars(back.config), "rms_norm_eps": 0} == {**vars(heads.config), "rms_norm_eps": 0}
+        for name, tensor in heads.state_dict().items():
+            assert torch.equal(back.state_dict()[name], tensor), name
+    kept = load_heads(tmp_path / "back", target)
+    assert off(ours(heads, target, CHAIN), ours(kept, target, CHAIN)) < 1e-6
+
+
+def test_imported_heads_decode(made: Made, target: Target, tmp_path: Path) -> None:
+    export_for(made("eagle3-reduced")[1], tmp_path / "there", "vllm", dtype="float32")
+    place = headstart.import_heads(tmp_path / "there", target, tmp_path / "back")
+    decoder = headstart.load(place, target)
+    options: dict[str, Any] = {"max_new_tokens": 12, "drafter": "heads", "draft": "on"}
+    answer = decoder.generate("hello", **options)
+    assert answer.tokens == decoder.generate("hello", max_new_tokens=12, drafter="none").tokens
+
+
+# -- checkpoints of others ---------------------------------------------------------------------------------------------
+
+
+def layer_of(inputs: int, rng: Callable[..., Tensor]) -> dict[str, Tensor]:
+    return {
+        "self_attn.q_proj.weight": rng(64, inputs),
+        "self_attn.k_proj.weight": rng(32, inputs),
+        "self_attn.v_proj.weight": rng(32, inputs),
+        "self_attn.o_proj.weight": rng(64, 64),
+        "mlp.gate_proj.weight": rng(96, 64),
+        "mlp.up_proj.weight": rng(96, 64),
+        "mlp.down_proj.weight": rng(64, 96),
+        "post_attention_layernorm.weight": 1 + rng(64),
+    }
+
+
+def foreign(layout: str, target: Target, folder: Path) -> Path:
+    """A checkpoint with random weights as others write it: names, keys and d2t of their own."""
+    folder.mkdir()
+    random = torch.Generator().manual_seed(7)
+
+    def rng(*shape: int) -> Tensor:
+        return 0.2 * torch.randn(*shape, generator=random)
+
+    vocab = target.vocab_size
+    ids = torch.randperm(vocab, generator=random)[:50].sort().values
+    drafted = torch.zeros(vocab, dtype=torch.bool)
+    drafted[ids] = True
+    config: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 1, "vocab_size": vocab, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
+        "max_position_embeddings": 256, "model_type": "llama", "torch_dtype": "float32",
+    }  # fmt: skip
+    of_input = {"input_layernorm.weight": 1 + rng(64), "hidden_norm.weight": 1 + rng(64)}
+    fused = {"fc.weight": rng(64, 192), "norm.weight": 1 + rng(64), "lm_head.weight": rng(50, 64)}
+    fused |= {"d2t": ids - torch.arange(50), "t2d": drafted}
+    if layout == "safeailab":  # the usual layers are not said
+        config |= {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 50}
+        tensors = fused | {f"midlayer.{name}": one for name, one in (layer_of(128, rng) | of_input).items()}
+    elif layout == "specforge":  # nested ids, counted from 0
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 50, "tie_word_embeddings": False}
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4], "use_aux_hidden_state": True}
+        tensors = fused | {f"midlayer.{name}": one for name, one in (layer_of(128, rng) | of_input).items()}
+        tensors["embed_tokens.weight"] = target.embedding_weight.detach().clone()
+    elif layout == "speculators":
+        nested = {key: config.pop(key) for key in list(config) if key != "torch_dtype"}
+        nested |= {"rope_parameters": {"rope_type": "default", "rope_theta": nested.pop("rope_theta")}, "head_dim": 16}
+        config |= {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": 50}
+        config |= {"transformer_layer_config": nested, "norm_before_residual": False}
+        config |= {"eagle_aux_hidden_state_layer_ids": [2, 3, 5], "speculators_config": {"proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": 4}]}}  # fmt: skip
+        tensors = fused | {f"layers.0.{name}": one for name, one in (layer_of(128, rng) | of_input).items()}
+    elif layout == "eagle":
+        config |= {"architectures": ["LlamaForCausalLM"], "head_dim": 16}
+        tensors = {"fc.weight": rng(64, 128), "embed_tokens.weight": target.embedding_weight.detach().clone()}
+        tensors |= {f"layers.0.{name}": one for name, one in layer_of(64, rng).items()}
+    else:
+        config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "user/model"}
+        tensors = {f"{head}.0.linear.weight": rng(64, 64) for head in range(2)}
+        tensors |= {f"{head}.0.linear.bias": rng(64) for head in range(2)}
+        tensors |= {f"{head}.1.weight": rng(vocab, 64) for head in range(2)}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["safeailab", "specforge", "speculators", "eagle", "medusa"])
+def test_every_published_layout_drafts_as_its_reader_does(layout: str, target: Target, tmp_path: Path) -> None:
+    folder = foreign(layout, target, tmp_path / "theirs")
+    heads = import_heads(folder, target, tmp_path / "ours")
+    # Readers of the engines want what they read: written out again, the logits are those of the imported heads.
+    form = "vllm"
+    export_for(tmp_path / "ours", tmp_path / "again", form, dtype="float32")
+    chain = CHAIN[: heads.draft_steps]
+    assert off(ours(heads, target, chain), read(form, tmp_path / "again", target, chain)) < 1e-5
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    theirs = load_file(folder / "model.safetensors")
+    names = {
+        "0.0.linear": "blocks.0.layers.0",
+        "1.0.linear": "blocks.1.layers.0",
+        "0.1": "lm_heads.0",
+        "1.1": "lm_heads.1",
+    }
+    for name, tensor in theirs.items():
+        if name != "embed_tokens.weight":
+            own = name.replace("layers.0.", "midlayer.") if layout == "speculators" else name
+            base, _, kind = own.rpartition(".")
+            assert torch.equal(again[f"{names.get(base, base)}.{kind}" if layout == "medusa" else own], tensor), name
+    taps = {"safeailab": (2, 4, 5), "specforge": (2, 3, 5), "speculators": (2, 3, 5)}
+    assert heads.aux_layers == taps.get(layout, (FINAL,))
+    assert heads.draft_steps == {"speculators": 4, "medusa": 2}.get(layout, 5)
+
+
+# -- hostile and broken ones -------------------------------------------------------------------------------------------
+
+
+def header(file: Path, entries: dict[str, Any], data: bytes = b"") -> None:
+    text = json.dumps(entries).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.fixture
+def theirs(target: Target, tmp_path: Path) -> Path:
+    return foreign("specforge", target, tmp_path / "theirs")
+
+
+def problem(folder: Path, target: Target) -> str:
+    with pytest.raises(UserError) as caught:
+        import_heads(folder, target, folder.parent / "ours")
+    assert not (folder.parent / "ours").exists(), "nothing half written"
+    return caught.value.problem
+
+
+def change(folder: Path, **settings: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+
+
+def test_pickled_weights_are_refused(theirs: Path, target: Target) -> None:
+    (theirs / "model.safetensors").rename(theirs / "pytorch_model.bin")
+    assert "pickled file, which can run any program" in problem(theirs, target)
+
+
+def test_an_index_that_points_elsewhere_is_refused(theirs: Path, target: Target) -> None:
+    for name in ("../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "model.bin"):
+        (theirs / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
+        assert "not a safetensors file beside it" in problem(theirs, target)
+
+
+def test_sizes_that_the_file_cannot_hold_are_refused(theirs: Path, target: Target) -> None:
+    whole, huge = (theirs / "model.safetensors").read_bytes(), 1 << 40
+    (theirs / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "cut short or damaged" in problem(theirs, target)
+    for entry in (
+        {"dtype": "F32", "shape": [huge], "data_offsets": [0, 4 * huge]},
+        {"dtype": "F32", "shape": [-1, 4], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "XX", "shape": [1], "data_offsets": [0, 4]},
+        ["no", "table"],
+    ):
+        header(theirs / "model.safetensors", {"fc.weight": entry}, b"0000")
+        assert "cut short or damaged" in problem(theirs, target)
+    (theirs / "model.safetensors").write_bytes(struct.pack("<Q", huge) + b"{}")
+    assert "cut short or damaged" in problem(theirs, target)
+
+
+def test_settings_that_ask_for_huge_layers_are_refused(theirs: Path, target: Target) -> None:
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "num_hidden_layers"):
+        before = (theirs / "config.json").read_text()
+        for value in (1 << 40, -1, "64", True, None):
+            change(theirs, **{name: value})
+            assert problem(theirs, target)
+        (theirs / "config.json").write_text(before)
+    change(theirs, intermediate_size=1 << 20)
+    assert "and its config asks for" in problem(theirs, target)
+
+
+def test_other_targets_and_variants_are_refused(theirs: Path, target: Target, tiny_target: Target) -> None:
+    assert "layers" in problem(theirs, tiny_target)
+    change(theirs, norm_before_fc=True)
+    assert "input_norm.weight" in problem(theirs, target)
+    change(theirs, norm_before_fc=False, target_hidden_size=128)
+    assert "64 wide and their target 128" in problem(theirs, target)
+    change(theirs, target_hidden_size=64, attention_bias=True)
+    tensors = load_file(theirs / "model.safetensors")
+    save_file({**tensors, "midlayer.self_attn.q_proj.bias": torch.ones(64)}, theirs / "model.safetensors")
+    assert "q_proj.bias', which headstart has no place for" in problem(theirs, target)
+    save_file({**tensors, "embed_tokens.weight": tensors["embed_tokens.weight"] * 2}, theirs / "model.safetensors")
+    assert "token embeddings of its own" in problem(theirs, target)
+    save_file({**tensors, "d2t": tensors["d2t"] + 400}, theirs / "model.safetensors")
+    assert "d2t names neither" in problem(theirs, target)
+
+
+def test_a_speculators_config_that_leaves_the_residual_open_is_refused(target: Target, tmp_path: Path) -> None:
+    folder = foreign("speculators", target, tmp_path / "theirs")
+    config = json.loads((folder / "config.json").read_text())
+    del config["norm_before_residual"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "does not say norm_before_residual" in problem(folder, target)
+
+
+def test_a_map_of_ids_is_told_from_one_of_offsets(theirs: Path, target: Target, tmp_path: Path) -> None:
+    tensors = load_file(theirs / "model.safetensors")
+    ids = tensors["d2t"] + torch.arange(50)
+    for without_t2d in (False, True):
+        kept = {name: one for name, one in tensors.items() if name != "t2d" or not without_t2d}
+        for d2t in (tensors["d2t"], ids):
+            save_file({**kept, "d2t": d2t}, theirs / "model.safetensors")
+            heads = import_heads(theirs, target, tmp_path / f"{without_t2d}{int(d2t[-1])}")
+            assert torch.equal(heads.draft_to_target_D, ids)
