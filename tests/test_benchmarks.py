@@ -146,6 +146,17 @@ def test_published_recipe(path: Path, tiny_target_folder: Path, monkeypatch: pyt
     assert "ours accepts" in (path / "out" / "published_recipe.md").read_text()
 
 
+def test_arrangements(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [str(path / "asked.jsonl"), "--recipe", str(path / "eagle3.yaml"), "--steps", "2"]
+    arguments += ["--max-new-tokens", "12", "--chain", "2", *common(path, tiny_target_folder)]
+    script("arrangements", monkeypatch).main(arguments)
+    rows = written_by("arrangements", path / "out")["rows"]
+    assert len(rows) == 5 and all(row["steps"] == 2 and row["untrained"]["tau"] >= 1 for row in rows)
+    assert len({row["parameters"] for row in rows[2:]}) == 1, "alike but for what they read and add to"
+    assert all(1 <= row[where]["tau"] <= 3 for row in rows for where in ("asked", "validation"))
+    assert "| layer 2, plain residual |" in (path / "out" / "arrangements.md").read_text()
+
+
 def test_prompt_breadth(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.data.selfprompt.acceptable", lambda text, special: True)
     # A random model seldom writes the token that ends a turn.

@@ -43,6 +43,19 @@ CASES: dict[str, dict[str, Any]] = {
         "aux_norms": True,
         "feedback": "post_norm",
     },
+    "eagle3-normed-residual": {
+        "family": "eagle3",
+        "draft_steps": 2,
+        "aux_layers": (1, 3),
+        "norm_before_residual": True,
+    },
+    "eagle3-transition": {
+        "family": "eagle3",
+        "draft_steps": 3,
+        "aux_layers": (1, 3),
+        "init": "transition",
+        "norm_before_residual": True,
+    },
     "transition": {"family": "transition", "draft_steps": 3, "aux_layers": (1, -1)},
     "transition-draft-vocabulary": {
         "family": "transition",

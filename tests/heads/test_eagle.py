@@ -80,7 +80,16 @@ def test_what_each_step_reads(name: str, target: Target) -> None:
 TRANSITION = {"family": "transition", "draft_steps": 2, "aux_layers": (-1,)}
 
 
-@pytest.mark.parametrize("settings", [{"family": "eagle", "draft_steps": 2}, TRANSITION])
+PUBLISHED = {
+    "family": "eagle3",
+    "draft_steps": 2,
+    "aux_layers": (3,),
+    "init": "transition",
+    "norm_before_residual": True,
+}
+
+
+@pytest.mark.parametrize("settings", [{"family": "eagle", "draft_steps": 2}, TRANSITION, PUBLISHED])
 @torch.no_grad()
 def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Target) -> None:
     """States that rotate at each token: the start drafts them at once, at the second step as at the first."""
@@ -93,6 +102,7 @@ def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Ta
         states.append(states[-1] @ rotation)
     batch = HeadBatch(torch.randint(3, 61, (40, 10)), torch.ones(40, 10, dtype=torch.bool), {})
     batch.states[FINAL] = torch.stack(states, 1)
+    batch.states[3] = batch.states[FINAL] * torch.rand(40, 10, 1).add(1)  # before the final norm sizes differ
     heads.fit([batch])
     final_XE = batch.states[FINAL].flatten(0, 1)
     for prediction in heads.unroll(batch):

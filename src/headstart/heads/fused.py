@@ -3,23 +3,30 @@
 A linear map fuses what is read; attention reads the normed embedding of the next token beside the normed fused
 state. See `recurrent` for what each step reads and drafts.
 
-Shape suffixes: E hidden size, D draft vocabulary, X = aux layers * E.
+Shape suffixes: E hidden size, D draft vocabulary, M tokens, X = aux layers * E.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
+from headstart.heads.base import HeadBatch
+from headstart.heads.induction import FAR, slow_pairs, solve
 from headstart.heads.int8_weights import Linear
 from headstart.heads.layer import DraftLayer, LayerConfig, norm_scale, normed
 from headstart.heads.recurrent import RecurrentHead
 from headstart.recipe import FromTarget
 from headstart.target import FINAL, Target
+
+_FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000
+"""Tokens for each number that is read, from which the code of a token is learnt: `_ROWS`, but beyond `_MANY` in all
+no more than `_FEW_ROWS`."""
 
 
 class FusedConfig(LayerConfig):
@@ -30,12 +37,10 @@ class FusedConfig(LayerConfig):
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
         description="Target layers whose outputs are read, as transformers' hidden_states; (2, L // 2, L - 3) for "
-        "eagle3, (2, L // 2, -1) for transition.",
+        "eagle3, (2, L // 2, L - 1) if it starts as transition, (2, L // 2, -1) for transition.",
     )
     aux_norms: bool = Field(False, description="Normalise each aux hidden state before the fusion (EAGLE-3.1).")
-    init: Literal["target", "random"] = Field(
-        "target", description="Start from the target's last layer, norm and LM head, or from random numbers."
-    )
+    init: str = Field("target", description="Families say what heads can start from; random is random numbers.")
 
     def check(self) -> None:
         aux_layers = self.aux_layers
@@ -131,3 +136,37 @@ class FusedHead(RecurrentHead):
             return seen
         parts = seen.chunk(len(self.config.aux_layers), dim=-1)
         return torch.cat([normed(norm, part) for norm, part in zip(self.aux_norms, parts, strict=True)], dim=-1)
+
+    def first(self, batches: Iterator[HeadBatch]) -> list[HeadBatch]:
+        """As many batches as the code of a token is learnt from."""
+        read_of = self.fc.in_features
+        enough = min(_ROWS * read_of, max(_FEW_ROWS * read_of, _MANY))
+        first: list[HeadBatch] = []
+        while sum(batch.tokens_BT.numel() for batch in first) < enough and (batch := next(batches, None)) is not None:
+            first.append(batch)
+        return first
+
+    @torch.no_grad()
+    def copy(self, batches: list[HeadBatch], fused_EX: Tensor, spare: int = 0) -> bool:
+        """Set the fusion and the layer's attention so that it copies (see `induction`); says whether it does.
+
+        Args:
+            batches: from `first`.
+            fused_EX: the fusion without it, from normed aux layers.
+            spare: key heads, the first ones, that do something else.
+        """
+        if not batches or len(self.layers) > 1:
+            return False
+        aux_MX = torch.cat(
+            [self.normed_states(self.select_states(one.states)).flatten(0, 1).float() for one in batches]
+        )
+        own_ME = torch.cat([self._embed(one.tokens_BT.flatten(), aux_MX) for one in batches])
+        own_ME = normed(self.embedding_norm, own_ME)
+        cos_1Pd, _ = self._rotary.at(torch.arange(FAR + 1)[None], torch.float32, FAR + 1)
+        slow = slow_pairs(self.config, cos_1Pd[0])
+        code = solve(self.stack[0], slow, aux_MX, aux_MX @ fused_EX.T, own_ME, spare)
+        if code is None:
+            return False
+        self.hidden_norm.weight.fill_(1)
+        self.fc.weight.copy_(code.into(fused_EX))
+        return True

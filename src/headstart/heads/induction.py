@@ -52,12 +52,10 @@ class Induction:
     axes_EC: Tensor
     size: float
 
-    def into(self, like_EX: Tensor) -> Tensor:
-        """The map from aux hidden states to the fused state [E, X]: the last layer's, with the code put into it."""
-        final_EX = torch.zeros_like(like_EX)
-        final_EX[:, -len(like_EX) :] = torch.eye(len(like_EX))
-        final_EX -= self.axes_EC @ (self.axes_EC.T @ final_EX)
-        return final_EX + self.size * self.axes_EC @ self.read_CX
+    def into(self, fused_EX: Tensor) -> Tensor:
+        """The map from aux hidden states to fused ones [E, X], with the code in its place."""
+        fused_EX = fused_EX - self.axes_EC @ (self.axes_EC.T @ fused_EX)
+        return fused_EX + self.size * self.axes_EC @ self.read_CX
 
 
 def slow_pairs(config: LayerConfig, cos_Pd: Tensor) -> list[int]:
@@ -72,7 +70,9 @@ def slow_pairs(config: LayerConfig, cos_Pd: Tensor) -> list[int]:
 
 
 @torch.no_grad()
-def solve(layer: DraftLayer, slow: list[int], aux_MX: Tensor, final_ME: Tensor, own_ME: Tensor) -> Induction | None:
+def solve(
+    layer: DraftLayer, slow: list[int], aux_MX: Tensor, final_ME: Tensor, own_ME: Tensor, spare: int = 0
+) -> Induction | None:
     """Set a layer's queries, keys and values so that it copies; None when its heads have too few slow pairs for codes
     that differ, or when there is too little to learn them from.
 
@@ -82,11 +82,15 @@ def solve(layer: DraftLayer, slow: list[int], aux_MX: Tensor, final_ME: Tensor, 
         layer: whose `qkv` is written.
         slow: from `slow_pairs`.
         aux_MX: aux hidden states.
-        final_ME: the final states among them.
+        final_ME: the final states among them, or what is made of them.
         own_ME: normed embeddings of the tokens that they were computed after.
+        spare: key heads, the first ones, that are left alone with the query heads that share them.
     """
     config, size = layer.config, own_ME.shape[1]
-    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    groups, width = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+    kv_heads = config.num_key_value_heads - spare
+    if not kv_heads:
+        return None
     slow = slow[-max(1, size // 2 // (2 * kv_heads)) :]  # codes take half of a state at most
     components = 2 * len(slow)
     codes = kv_heads * components
@@ -119,18 +123,19 @@ def solve(layer: DraftLayer, slow: list[int], aux_MX: Tensor, final_ME: Tensor, 
     # multiply with would never learn.
     slots = [*slow, *(pair + width // 2 for pair in slow)]
     qkv = layer.qkv.weight.clone()
-    qkv[: heads * width] = 0
+    every = [count * width for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
     queries_HdI, keys_NdI, values_NdI = (
-        part.view(-1, width, qkv.shape[1])
-        for part in torch.split(qkv, [heads * width, kv_heads * width, kv_heads * width])
+        part.view(-1, width, qkv.shape[1])[first:]
+        for part, first in zip(torch.split(qkv, every), (groups * spare, spare, spare), strict=True)
     )
+    queries_HdI.zero_()
     for number in range(kv_heads):
         part = slice(number * components, (number + 1) * components)
         keys_NdI[number, slots] = 0
         keys_NdI[number, slots, size:] = (axes_EC[:, part].T / (scale * shrink)).to(qkv)
-        for member in range(heads // kv_heads):
-            factor = sharp * _SHARPNESS[member % len(_SHARPNESS)]
-            queries_HdI[number * (heads // kv_heads) + member, slots, :size] = (factor * project_CE[part]).to(qkv)
+        for member in range(groups):
+            factor = sharp * (_SHARPNESS[member % len(_SHARPNESS)] if groups > 1 else 1.0)
+            queries_HdI[number * groups + member, slots, :size] = (factor * project_CE[part]).to(qkv)
     centred_ME = own_ME - own_ME.mean(0)
     axes_EE = torch.linalg.eigh(centred_ME.T @ centred_ME)[1].flip(1).T  # along which tokens differ most
     for index in range(min(kv_heads * width, size)):

@@ -17,32 +17,31 @@ of the linear map that is solved for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, register, supervised_origins
 from headstart.heads.fused import FusedConfig, FusedHead
-from headstart.heads.induction import FAR, slow_pairs, solve
 from headstart.heads.int8_weights import Linear
 from headstart.heads.layer import LayerConfig, by_token, causal_attention, normed
 from headstart.heads.residual import LinearStart
 from headstart.target import FINAL, Target
-
-_FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000
-"""Tokens for each number that is read, from which the code of a token is learnt: `_ROWS`, but beyond `_MANY` in all
-no more than `_FEW_ROWS`."""
 
 
 class TransitionConfig(FusedConfig):
     """Settings of transition heads."""
 
     family: str = "transition"
+    init: Literal["target", "random"] = Field(
+        "target", description="Start from the target's last layer, norm and LM head, or from random numbers."
+    )
 
     @classmethod
     def of_target(cls, target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,8 +87,8 @@ class TransitionHead(FusedHead):
         if self.config.init == "random":
             return
         rest = iter(batches)
-        first = self._first(rest)
-        copies = self._copy(first)
+        first = self.first(rest)
+        copies = self.copy(first, self.fc.weight.clone())
         size, layer = self.config.hidden_size, self.stack[0]
 
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
@@ -111,33 +110,6 @@ class TransitionHead(FusedHead):
             self.joined.weight.copy_(map_EJ[:, : 2 * size])
             if copies:
                 layer.o.weight.copy_(map_EJ[:, 2 * size :])
-
-    def _first(self, batches: Iterator[HeadBatch]) -> list[HeadBatch]:
-        """As many batches as the code of a token is learnt from."""
-        read_of = self.fc.in_features
-        enough = min(_ROWS * read_of, max(_FEW_ROWS * read_of, _MANY))
-        first: list[HeadBatch] = []
-        while sum(batch.tokens_BT.numel() for batch in first) < enough and (batch := next(batches, None)) is not None:
-            first.append(batch)
-        return first
-
-    def _copy(self, batches: list[HeadBatch]) -> bool:
-        """Set the fusion and the layer's attention so that it copies; says whether it does."""
-        if not batches or len(self.layers) > 1:
-            return False
-        size = self.config.hidden_size
-        aux_MX = torch.cat(
-            [self.normed_states(self.select_states(one.states)).flatten(0, 1).float() for one in batches]
-        )
-        own_ME = torch.cat([self._embed(one.tokens_BT.flatten(), aux_MX) for one in batches])
-        own_ME = normed(self.embedding_norm, own_ME)
-        cos_1Pd, _ = self._rotary.at(torch.arange(FAR + 1)[None], torch.float32, FAR + 1)
-        code = solve(self.stack[0], slow_pairs(self.config, cos_1Pd[0]), aux_MX, aux_MX[:, -size:], own_ME)
-        if code is None:
-            return False
-        self.hidden_norm.weight.fill_(1)
-        self.fc.weight.copy_(code.into(self.fc.weight))
-        return True
 
     def stream(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         joined: Tensor = self.joined(torch.cat([embedded, feedback], dim=-1))

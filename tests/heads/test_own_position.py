@@ -1,0 +1,251 @@
+"""EAGLE-3 layers that start as transition heads: heads that look at their own position, and the map that they hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.errors import UserError
+from headstart.heads import DraftHead, HeadBatch, family, make_config
+from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
+from headstart.heads.fused import FusedHead
+from headstart.heads.layer import DraftLayer, LayerConfig, Rotary
+from headstart.heads.own_position import hold, look_at_itself, number_of_all, pair_shares
+from headstart.heads.transition import TransitionHead
+from headstart.target import FINAL, Target
+from tests.tiny import tiny_model
+
+SIZE, TOKENS = 64, 3000
+START = {
+    "family": "eagle3",
+    "draft_steps": 3,
+    "aux_layers": (1, 3),
+    "init": "transition",
+    "norm_before_residual": True,
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    model = tiny_model("llama", vocab_size=61)
+    with torch.no_grad():
+        weight = model.get_decoder().norm.weight
+        weight.copy_(torch.linspace(0.5, 2.0, len(weight)))
+    return Target(model)
+
+
+def layer_of(width: int, theta: float, longest: int = 4096) -> tuple[DraftLayer, Rotary]:
+    torch.manual_seed(0)
+    config = LayerConfig(
+        family="any",
+        hidden_size=SIZE,
+        vocab_size=TOKENS,
+        intermediate_size=8,
+        num_attention_heads=SIZE // width + 1,
+        num_key_value_heads=SIZE // width + 1,
+        head_dim=width,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        max_position_embeddings=longest,
+    )
+    return DraftLayer(config, 2 * SIZE, input_norm=False), Rotary(config)
+
+
+def table_of(spread: float) -> Tensor:
+    """Normed embeddings that share a direction; `spread` is the size of the rest of them beside it."""
+    random = torch.Generator().manual_seed(1)
+    table_VE = torch.randn(TOKENS, SIZE, generator=random) * spread + torch.randn(SIZE, generator=random)
+    return torch.nn.functional.rms_norm(table_VE, (SIZE,))
+
+
+def own_share(layer: DraftLayer, rotary: Rotary, embedded_TE: Tensor, heads: int) -> Tensor:
+    """How much of its attention each position gives to itself, [heads, T]."""
+    length = len(embedded_TE)
+    read_1TI = torch.cat([embedded_TE, torch.randn(length, SIZE)], dim=-1)[None]
+    turn = rotary.at(torch.arange(length)[None], torch.float32, length)
+    queries, keys, _ = layer.read(read_1TI, turn)
+    scores_NTT = queries[0, :heads, 0] @ keys[0, :heads].mT / layer.config.head_dim**0.5
+    later_TT = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return scores_NTT.masked_fill_(later_TT, -math.inf).softmax(-1).diagonal(dim1=1, dim2=2)
+
+
+def cosines(rotary: Rotary, width: int, far: int) -> Tensor:
+    return rotary.at(torch.arange(far + 1)[None], torch.float32, far + 1)[0][0, 1:, : width // 2]
+
+
+@pytest.mark.parametrize(("width", "theta"), [(64, 1e5), (128, 5e5), (64, 1e4)])
+def test_quick_pairs_tell_the_own_position_from_any_other(width: int, theta: float) -> None:
+    angles_R = theta ** (-torch.arange(0, width, 2) / width)
+    cos_PR = torch.cos(torch.arange(1, 4097)[:, None] * angles_R)
+    shares_R, worst = pair_shares(cos_PR)
+    assert float(shares_R.sum()) == pytest.approx(1)
+    assert worst == pytest.approx(float((cos_PR @ shares_R).max()))
+    assert worst < 0.77
+    assert min(float(cos_PR[:, :count].mean(1).max()) for count in range(1, 12)) > worst + 0.05, "no better than equal"
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 40])
+@torch.no_grad()
+def test_own_heads_see_nothing_else(repeats: int) -> None:
+    """In texts as long as 2048 tokens, of which every few or all but every fortieth follow one like them."""
+    layer, rotary = layer_of(32, 1e5)
+    table_VE = table_of(spread=0.5)
+    number_E, mean_E = number_of_all(table_VE.split(1000))
+    look_at_itself(layer, 2, cosines(rotary, 32, 4095), number_E, mean_E)
+    random = torch.Generator().manual_seed(repeats)
+    text_T = torch.randint(0, TOKENS, (2048 // repeats,), generator=random).repeat_interleave(repeats)
+    assert own_share(layer, rotary, table_VE[text_T], 2).min() > 1 - 1e-4
+
+
+@torch.no_grad()
+def test_a_layer_holds_any_map() -> None:
+    layer, rotary = layer_of(32, 1e5)
+    table_VE = table_of(spread=0.5)
+    look_at_itself(layer, 2, cosines(rotary, 32, 4095), *number_of_all([table_VE]))
+    layer.down.weight.zero_()
+    layer.o.weight.zero_()
+    map_EI, root_II = torch.randn(SIZE, 2 * SIZE), torch.randn(2 * SIZE, 2 * SIZE)
+    hold(layer, 2, map_EI, root_II @ root_II.T)
+    read_1TI = torch.cat([table_VE[:50], torch.randn(50, SIZE)], dim=-1)[None]
+    _, _, values = layer.read(read_1TI, rotary.at(torch.arange(50)[None], torch.float32, 50))
+    added_TE = layer.write(torch.zeros(1, 50, SIZE), values[:, :, None])[0]
+    torch.testing.assert_close(added_TE, read_1TI[0] @ map_EI.T, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_fewer_heads_hold_the_part_that_adds_most() -> None:
+    layer, rotary = layer_of(32, 1e5)
+    layer.down.weight.zero_()
+    layer.o.weight.zero_()
+    lead_EE = torch.linalg.qr(torch.randn(SIZE, SIZE)).Q
+    sizes_E = torch.cat([torch.ones(32), torch.full((32,), 0.01)])
+    map_EI = lead_EE @ torch.diag(sizes_E) @ torch.randn(SIZE, 2 * SIZE)
+    hold(layer, 1, map_EI, torch.eye(2 * SIZE))
+    read_1TI = torch.randn(1, 50, 2 * SIZE)
+    _, _, values = layer.read(read_1TI, rotary.at(torch.arange(50)[None], torch.float32, 50))
+    added_TE = layer.write(torch.zeros(1, 50, SIZE), values[:, :, None])[0]
+    wanted_TE = read_1TI[0] @ map_EI.T
+    assert (added_TE - wanted_TE).norm() < 0.05 * wanted_TE.norm()
+
+
+def batch_of(target: Target, texts: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> HeadBatch:
+    rows = target.hidden_states(texts, aux_layers)
+    tokens_BT = torch.tensor(texts)
+    states = {aux_layer: torch.stack([row[aux_layer] for row in rows]) for aux_layer in aux_layers}
+    return HeadBatch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), states)
+
+
+def texts_of(count: int, length: int = 24) -> list[list[int]]:
+    random = torch.Generator().manual_seed(0)
+    return torch.randint(3, 61, (count, length), generator=random).tolist()
+
+
+def made(settings: dict[str, Any], target: Target) -> DraftHead:
+    torch.manual_seed(0)
+    heads = family(settings["family"])(make_config(settings, target))
+    heads.warm_start(target)
+    return heads
+
+
+def test_the_same_maps_make_the_same_guesses_as_transition_heads(target: Target) -> None:
+    """A state before the final norm and one after it, a map that own heads hold and one of the stream's own, and heads
+    beside them that attend to the text: every step drafts the same."""
+    joined = cast(TransitionHead, made({"family": "transition", "draft_steps": 3, "aux_layers": (FINAL,)}, target))
+    ours = cast(Eagle3Head, made({**START, "aux_layers": (3,)}, target))
+    copying, own = joined.stack[0], ours.config.own_heads
+    # As many further heads as transition heads have: two, that share nothing.
+    width, kv_heads = ours.config.head_dim, ours.config.num_key_value_heads
+    assert (own, kv_heads, joined.config.num_key_value_heads, joined.config.num_attention_heads) == (4, 6, 2, 4)
+    weight_E = target.decoder.norm.weight
+    map_EI = 0.1 * torch.randn(64, 128)
+    into_HdI = torch.randn(8, width, 128) / 8  # queries twice for each of two key heads, keys, values
+    into_HdI[:, :, 64:] = 0  # the two see states with and without the norm's weight
+    back_EHd = torch.randn(64, 4, width) / 8
+    back_EHd[:, 1], back_EHd[:, 3] = back_EHd[:, 0], back_EHd[:, 2]
+    into_HdI[1], into_HdI[3] = into_HdI[0], into_HdI[2]
+    with torch.no_grad():
+        joined.joined.weight.copy_(map_EI)
+        copying.qkv.weight.copy_(into_HdI.flatten(0, 1))
+        copying.o.weight.copy_(back_EHd.flatten(1))
+        layer = ours.stack[0]
+        held_EI = torch.cat([map_EI[:, :64], map_EI[:, 64:] * weight_E - torch.eye(64)], dim=1)
+        hold(layer, own, held_EI, torch.eye(128))
+        rows_HdI = layer.qkv.weight.view(3, kv_heads, width, 128)
+        rows_HdI[:, own:] = torch.stack([into_HdI[[0, 2]], into_HdI[4:6], into_HdI[6:8]])
+        layer.o.weight.view(64, kv_heads, width)[:, own:] = 2 * back_EHd[:, [0, 2]]
+        for one in (copying, layer):
+            torch.nn.init.normal_(one.down.weight, std=0.1, generator=torch.Generator().manual_seed(3))
+    batch = batch_of(target, texts_of(3), (3, FINAL))
+    drafts = list(zip(joined.unroll(batch), ours.unroll(batch), strict=True))
+    assert len(drafts) == 3
+    for theirs, own_draft in drafts:
+        assert theirs.logits_MD.std() > 0.1
+        torch.testing.assert_close(own_draft.logits_MD, theirs.logits_MD, rtol=0, atol=2e-3)
+
+
+def guesses(heads: DraftHead, batch: HeadBatch) -> list[Tensor]:
+    return [prediction.hidden_MH for prediction in heads.unroll(batch)]
+
+
+@pytest.mark.parametrize("norm_before_residual", [True, False])
+@torch.no_grad()
+def test_the_start_is_that_of_transition_heads(norm_before_residual: bool, target: Target) -> None:
+    """Fitted to the same data, with the state before the last norm to read; other residuals change the later steps."""
+    batch = batch_of(target, texts_of(40), (1, 3, FINAL))
+    joined = made({"family": "transition", "draft_steps": 2, "aux_layers": (1, FINAL)}, target)
+    ours = made({**START, "steps": 2, "norm_before_residual": norm_before_residual}, target)
+    joined.fit([batch])
+    ours.fit([batch])
+    for step, (theirs, own) in enumerate(zip(guesses(joined, batch), guesses(ours, batch), strict=True)):
+        cosine = torch.nn.functional.cosine_similarity(theirs, own, dim=-1).mean()
+        assert cosine > (0.99 if norm_before_residual else (0.97, 0.6)[step])
+
+
+@torch.no_grad()
+def test_a_shallower_state_is_taken_to_the_last_one_linearly(target: Target) -> None:
+    """Where the last layers add something linear, the fusion knows what."""
+    heads = cast(Eagle3Head, made({**START, "aux_layers": (1, 2)}, target))
+    batch = batch_of(target, texts_of(60), (1, 2, FINAL))
+    map_EE = torch.eye(64) + 0.5 * torch.randn(64, 64) / 8
+    last_BTE = batch.states[2] @ map_EE.T
+    batch.states[FINAL] = torch.nn.functional.rms_norm(last_BTE, (64,), heads.norm.weight)
+    heads.fit([batch])
+    fused_BTE = heads.project(heads.select_states(batch.states))
+    assert torch.nn.functional.cosine_similarity(fused_BTE, last_BTE, dim=-1).mean() > 0.99
+    direct = torch.nn.functional.cosine_similarity(batch.states[2], last_BTE, dim=-1).mean()
+    assert direct < 0.95, "else this shows nothing"
+
+
+def test_without_data_the_state_passes_through(target: Target) -> None:
+    heads = made({**START, "aux_layers": (3,)}, target)
+    batch = batch_of(target, texts_of(2), (3, FINAL))
+    heads.fit([])
+    for prediction in heads.unroll(batch):
+        own_ME = batch.states[FINAL].flatten(0, 1)[prediction.origin_M]
+        torch.testing.assert_close(prediction.hidden_MH, own_ME, rtol=1e-3, atol=1e-3)
+
+
+def test_the_residual_is_the_normed_state_only_where_asked(target: Target) -> None:
+    for asked in (True, False):
+        settings = {"family": "eagle3", "draft_steps": 2, "aux_layers": (1, 2), "norm_before_residual": asked}
+        heads = cast(FusedHead, made(settings, target))
+        feedback, embedded = 5 * torch.randn(1, 3, 64), torch.randn(1, 3, 64)
+        attended, stream = heads.layer_input(feedback, embedded)
+        assert torch.equal(stream, attended[..., 64:] if asked else feedback)
+
+
+def test_there_are_heads_enough(target: Target) -> None:
+    config = make_config(START, target)
+    assert isinstance(config, Eagle3Config)
+    assert (config.own_heads, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 6, 6, 16)
+    wide = make_config({**START, "head_dim": 32}, target)
+    assert isinstance(wide, Eagle3Config)
+    assert (wide.own_heads, wide.num_key_value_heads) == (2, 3)
+    with pytest.raises(UserError, match=r"num_key_value_heads is 2, and 4 heads of 16 are needed"):
+        family("eagle3")(make_config({**START, "num_attention_heads": 4, "num_key_value_heads": 2}, target))
+    with pytest.raises(UserError, match=r"heads\.num_layers is 2, and heads\.init=transition solves for one"):
+        family("eagle3")(make_config({**START, "num_layers": 2}, target))
