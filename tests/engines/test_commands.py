@@ -99,7 +99,7 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
 def test_targets_without_hooks_are_refused(tmp_path: Path) -> None:
     model = tiny_model("gpt_neox", vocab_size=len(tiny_tokenizer()), layers=4)
     target = Target(model, tiny_tokenizer(), "neox")
-    heads = heads_for(target, {"family": "eagle3", "aux_layers": (1, 2, 3), "draft_steps": 2})
+    heads = heads_for(target, {"family": "eagle3", "aux_layers": (1, 2, 3), "draft_steps": 2, "hidden_act": "silu"})
     export_heads(tmp_path / "heads", heads, target, untuned(heads), {})
     with pytest.raises(UserError, match=r"llama\.cpp has no hooks in gpt_neox targets") as caught:
         headstart.export(tmp_path / "heads", tmp_path / "out", "gguf", target)
@@ -123,7 +123,8 @@ def test_bad_input_is_refused(made: Made, target: Target, tmp_path: Path, monkey
     assert "Did you mean 'sglang'" in refused("export", "--check", tmp_path / "vllm", "--engine", "slang")
     said = refused("export", "--check", tmp_path / "vllm", "--engine", "llama.cpp")
     assert "llama.cpp does not read the format vllm" in said and "--format gguf" in said
-    assert "holds no draft heads" in refused("export", "--check", target.spec)
+    nothing = call("export", "--check", target.spec)
+    assert nothing.exit_code == 1 and "holds no draft heads" in nothing.output
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install 'headstart[gguf]'" in refused("export", heads, "--out", tmp_path / "g", "--format", "gguf")
     assert not (tmp_path / "g").exists()

@@ -197,7 +197,7 @@ def test_the_start_is_that_of_transition_heads(norm_before_residual: bool, targe
     """Fitted to the same data, with the state before the last norm to read; other residuals change the later steps."""
     batch = batch_of(target, texts_of(40), (1, 3, FINAL))
     joined = made({"family": "transition", "draft_steps": 2, "aux_layers": (1, FINAL)}, target)
-    ours = made({**START, "steps": 2, "norm_before_residual": norm_before_residual}, target)
+    ours = made({**START, "draft_steps": 2, "norm_before_residual": norm_before_residual}, target)
     joined.fit([batch])
     ours.fit([batch])
     for step, (theirs, own) in enumerate(zip(guesses(joined, batch), guesses(ours, batch), strict=True)):

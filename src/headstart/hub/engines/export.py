@@ -109,8 +109,7 @@ def publish(heads: Path, target: Target | str | None = None) -> tuple[Published,
     if family(str(settings.get("family"))).publishes is None:
         built = build_heads(settings, folder / WEIGHTS)
         built.publish()  # says why not
-    spec = target.spec if isinstance(target, Target) else target
-    facts = facts_of_heads(folder, spec or None)
+    facts = facts_of_heads(folder, None if isinstance(target, Target) else target)
     built = build_heads(settings, folder / WEIGHTS)
     if built.publishing_reads_target:
         if not isinstance(target, Target):

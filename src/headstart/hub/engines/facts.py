@@ -35,8 +35,8 @@ def facts_of_heads(folder: Path, spec: str | None = None) -> TargetFacts:
             "Export the run again with this version.",
         )
     model_type, layers, size, vocab = parts[0], *map(int, parts[1:])
-    if where and Path(where).is_absolute() and not Path(where).exists():
-        where = ""  # it was on another machine
+    if where and not spec and not _is_here(where):
+        where = ""  # it was on another machine, or was never a file
     return TargetFacts(
         spec=where,
         name=target["name"],
@@ -49,6 +49,15 @@ def facts_of_heads(folder: Path, spec: str | None = None) -> TargetFacts:
         gguf=gguf_file(where) if where else None,
         **_config_facts(where),
     )
+
+
+def _is_here(spec: str) -> bool:
+    """Whether a target can be found by what it is called: a packaged name, a file or folder, a Hub id."""
+    try:
+        gguf_file(spec)
+    except UserError:
+        return False
+    return True
 
 
 def facts_of_target(target: Target) -> TargetFacts:
