@@ -44,6 +44,7 @@ def test_another_family_leaves_the_settings_of_the_first_behind(tmp_path: Path) 
     wanted = {
         "family": "eagle",
         "draft_steps": 2,
+        "embedding_norm": True,
         "init": "target",
         "draft_vocab_size": 8192,
     }  # the last is common to all
