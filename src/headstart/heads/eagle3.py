@@ -99,16 +99,15 @@ class Eagle3Head(FusedHead):
     def publish(self) -> Published:
         return publish_fused(
             self,
-            norm_before_residual=getattr(self.config, "norm_before_residual", False),
+            norm_before_residual=self.config.norm_before_residual,
             norm_output=self.config.feedback == "post_norm",
         )
 
     @classmethod
     def from_published(cls, published: Published, target: Target) -> Self:
         feedback = "post_norm" if published.norm_output else "pre_norm"
-        added = {"norm_before_residual": True} if published.norm_before_residual else {}
-        settings = {**fused_settings(published), "family": cls.family, "feedback": feedback, **added}
-        return fill_fused(cls(Eagle3Config.model_validate(settings)), published, target)
+        own = {"family": cls.family, "feedback": feedback, "norm_before_residual": published.norm_before_residual}
+        return fill_fused(cls(Eagle3Config.model_validate({**fused_settings(published), **own})), published, target)
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         attended, stream = super().layer_input(feedback, embedded)

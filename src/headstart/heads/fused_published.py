@@ -50,8 +50,8 @@ def publish_fused(heads: FusedHead, norm_before_residual: bool, norm_output: boo
     }
     for number, layer in enumerate(heads.stack):
         tensors |= publish_layer(layer, number)
-    for tap, norm in enumerate(heads.aux_norms):
-        tensors[f"fc_norm.{tap}.weight"] = cast(nn.RMSNorm, norm).weight
+    for number, norm in enumerate(heads.aux_norms):
+        tensors[f"fc_norm.{number}.weight"] = cast(nn.RMSNorm, norm).weight
     return Published(
         layout=Layout.EAGLE3,
         hidden_size=config.hidden_size,
@@ -105,8 +105,8 @@ def fill_fused(heads: F, published: Published, target: Target) -> F:
     heads.lm_head.weight.copy_(tensors["lm_head.weight"])
     for number, layer in enumerate(heads.stack):
         take_layer(layer, tensors, number)
-    for tap, norm in enumerate(heads.aux_norms):
-        cast(nn.RMSNorm, norm).weight.copy_(tensors[f"fc_norm.{tap}.weight"])
+    for number, norm in enumerate(heads.aux_norms):
+        cast(nn.RMSNorm, norm).weight.copy_(tensors[f"fc_norm.{number}.weight"])
     if published.draft_ids_D is not None:
         heads.set_draft_vocabulary(published.draft_ids_D)
     return heads

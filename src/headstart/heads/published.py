@@ -6,7 +6,7 @@ Three arrangements are published. Their tensors carry the field's common names h
             `layers.0.hidden_norm.weight` (of the fused state); `layers.{i}.self_attn.{q,k,v,o}_proj.weight`, the first
             layer's q, k and v reading [embedding; state]; `layers.{i}.post_attention_layernorm.weight`,
             `layers.{i}.mlp.{gate,up,down}_proj.weight`; `norm.weight`; `lm_head.weight` [D, E]; with `aux_norms`
-            `fc_norm.{tap}.weight`; with `norm_before_fc` one `input_norm.weight` [aux layers * E]
+            `fc_norm.{number}.weight`; with `norm_before_fc` one `input_norm.weight` [aux layers * E]
     eagle   `fc.weight` [E, 2 * E], embedding first, and `fc.bias`; `layers.0.*` as above without the two norms of the
             input; `embed_tokens.weight` where it is not the target's own
     medusa  `blocks.{head}.layers.{block}.{weight,bias}`, and `lm_heads.{head}.weight` [D, E], or one
@@ -133,15 +133,15 @@ def expected_tensors(published: Published) -> dict[str, tuple[int, ...]]:
         wanted |= layer_tensors(published.layer, size, first, number)
     if published.layout is Layout.EAGLE:
         return {"fc.weight": (size, 2 * size), **wanted}
-    taps = len(published.aux_layers)
+    count = len(published.aux_layers)
     wanted["layers.0.hidden_norm.weight"] = (size,)
     for number in range(published.num_layers):
         wanted[f"layers.{number}.input_layernorm.weight"] = (size,)
     if published.aux_norms:
-        wanted |= {f"fc_norm.{tap}.weight": (size,) for tap in range(taps)}
+        wanted |= {f"fc_norm.{number}.weight": (size,) for number in range(count)}
     if published.norm_before_fc:
-        wanted["input_norm.weight"] = (taps * size,)
-    return {"fc.weight": (size, taps * size), **wanted, "norm.weight": (size,), "lm_head.weight": (width, size)}
+        wanted["input_norm.weight"] = (count * size,)
+    return {"fc.weight": (size, count * size), **wanted, "norm.weight": (size,), "lm_head.weight": (width, size)}
 
 
 def layer_tensors(layer: LayerSizes, size: int, inputs: int, number: int) -> dict[str, tuple[int, ...]]:

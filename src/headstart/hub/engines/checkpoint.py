@@ -116,15 +116,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, tensors)
 
 
-def whole(value: Any, name: str, least: int = 1, most: int = 1 << 24) -> int:
+def whole(value: Any, name: str, minimum: int = 1, maximum: int = 1 << 24) -> int:
     """A number of a config, in bounds that no model reaches.
 
     Raises:
         UserError: it is none, or out of them.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
         raise UserError(
-            f"The checkpoint's {name} is {value!r}, and a whole number from {least} to {most} is expected.",
+            f"The checkpoint's {name} is {value!r}, and a whole number from {minimum} to {maximum} is expected.",
             f"Correct {name} in its {CONFIG}, or fetch it again.",
         )
     return value

@@ -10,11 +10,11 @@ import torch
 
 from headstart.errors import UserError, nearest
 from headstart.files import write_atomic
-from headstart.heads import DraftHead, family
+from headstart.heads import DraftHead, families
 from headstart.heads.io import WEIGHTS, build_heads, heads_folder
 from headstart.heads.published import Published, digest
 from headstart.hub.engines.base import Finding, Format, TargetFacts
-from headstart.hub.engines.card import write_engine_card
+from headstart.hub.engines.card import MARK, write_engine_card
 from headstart.hub.engines.facts import facts_of_heads
 from headstart.hub.engines.gguf import Gguf
 from headstart.hub.engines.huggingface import rounded
@@ -27,7 +27,6 @@ from headstart.target import Target, load_target
 HEADSTART = "headstart"
 """The name of our own format."""
 FORMATS: dict[str, Format] = {one.name: one for one in (Vllm(), Sglang(), Speculators(), Gguf())}
-_OLD = "old"
 
 
 @dataclass(frozen=True)
@@ -106,11 +105,10 @@ def publish(heads: Path, target: Target | str | None = None) -> tuple[Published,
     folder = heads_folder(heads)
     check_folder(folder)
     settings = read_config(folder)["heads"]
-    if family(str(settings.get("family"))).publishes is None:
-        built = build_heads(settings, folder / WEIGHTS)
+    built = build_heads(settings, folder / WEIGHTS)
+    if built.publishes is None:
         built.publish()  # says why not
     facts = facts_of_heads(folder, None if isinstance(target, Target) else target)
-    built = build_heads(settings, folder / WEIGHTS)
     if built.publishing_reads_target:
         if not isinstance(target, Target):
             if not facts.spec:
@@ -144,8 +142,6 @@ def refuse_used(out: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    from headstart.hub.engines.card import MARK
-
     return MARK in (folder / "README.md").read_text(encoding="utf-8", errors="replace")
 
 
@@ -242,6 +238,4 @@ def _turned(other: torch.Tensor, tensor: torch.Tensor) -> str:
 
 def heads_of(published: Published) -> type[DraftHead]:
     """The family that holds a published arrangement."""
-    from headstart.heads.base import families
-
     return next(one for one in families().values() if one.publishes is published.layout)

@@ -136,10 +136,10 @@ def unpermuted(weight_NI: Tensor, heads: int) -> Tensor:
 
 def _limits(published: Published, model_type: str, layers: int) -> Iterator[tuple[bool, str, str]]:
     """(whether it is so, what llama.cpp would get wrong, what to do)."""
-    taps, rope = published.aux_layers, {} if published.layer is None else published.layer.rope_parameters
+    aux_layers, rope = published.aux_layers, {} if published.layer is None else published.layer.rope_parameters
     other = "Export with --format vllm, or train without that."
     yield published.num_layers != 1, f"llama.cpp runs one layer, and the heads have {published.num_layers}.", other
-    yield len(taps) != 3, f"llama.cpp fuses 3 layers of the target, and the heads read {len(taps)}.", other
+    yield len(aux_layers) != 3, f"llama.cpp fuses 3 layers of the target, and the heads read {len(aux_layers)}.", other
     yield published.aux_norms, "llama.cpp has no norm of each aux state (heads.aux_norms).", other
     yield (
         published.norm_output,
@@ -155,8 +155,8 @@ def _limits(published: Published, model_type: str, layers: int) -> Iterator[tupl
     )
     deepest = layers - 1
     yield (
-        bool(taps) and layers > 0 and (max(taps) > deepest or min(taps) < 1),
-        f"llama.cpp gives heads the layers 1 to {deepest} of this target, and these read {list(taps)}.",
+        bool(aux_layers) and layers > 0 and (max(aux_layers) > deepest or min(aux_layers) < 1),
+        f"llama.cpp gives heads the layers 1 to {deepest} of this target, and these read {list(aux_layers)}.",
         f"Train with heads.aux_layers up to {deepest}, or export with --format vllm.",
     )
 
@@ -309,6 +309,12 @@ def _needed(reader: Any, key: str) -> Any:
     return found
 
 
+def _written(reader: Any) -> Written | None:
+    """What the file says of itself, where it is ours."""
+    noted = _value(reader, f"{NOTE}.note")
+    return Written.of(json.loads(noted)) if isinstance(noted, str) else None
+
+
 def _settings(reader: Any) -> Published:
     """Everything of the heads but their tensors."""
     architecture = _value(reader, "general.architecture")
@@ -325,8 +331,7 @@ def _settings(reader: Any) -> Published:
         float(_needed(reader, "rope.scaling.factor")) if scaled else None,
         np.array(tensors[_FACTORS].data).reshape(-1).tolist() if _FACTORS in tensors else None,
     )
-    noted = _value(reader, f"{NOTE}.note")
-    written = Written.of(json.loads(noted)) if isinstance(noted, str) else None
+    written = _written(reader)
     layer = LayerSizes(
         intermediate_size=int(_needed(reader, "feed_forward_length")),
         num_attention_heads=heads,
@@ -349,7 +354,7 @@ def _settings(reader: Any) -> Published:
         draft_ids_D=ids_D,
         layer=layer,
         num_layers=int(_needed(reader, "block_count")),
-        aux_layers=tuple(int(tap) for tap in _needed(reader, "target_layers")),
+        aux_layers=tuple(int(layer) for layer in _needed(reader, "target_layers")),
         norm_before_residual=bool(_value(reader, f"{ARCHITECTURE}.norm_before_residual", False)),
         norm_before_fc=bool(_value(reader, f"{ARCHITECTURE}.norm_before_fc", False)),
     )
@@ -403,8 +408,7 @@ def _wrong_tensors(settings: Published, own: Mapping[str, tuple[int, ...]]) -> I
 def _check(reader: Any, facts: TargetFacts | None) -> Iterator[tuple[str, str]]:
     settings = _settings(reader)
     own = {tensor.name: _shape(tensor) for tensor in reader.tensors}
-    noted = _value(reader, f"{NOTE}.note")
-    written = Written.of(json.loads(noted)) if isinstance(noted, str) else None
+    written = _written(reader)
     theirs: Mapping[str, Any] = {} if written is None else written.target
     model_type = facts.model_type if facts is not None else str(theirs.get("model_type", ""))
     layers = facts.num_layers if facts is not None else int(theirs.get("num_layers", 0))

@@ -1,7 +1,7 @@
 """config.json and model.safetensors of heads for engines that read Hugging Face folders: vLLM and SGLang.
 
-Layer ids: our taps index transformers' `hidden_states`. vLLM and llama.cpp count so too, and read the ids at the top of
-the config. SGLang reads those nested in `eagle_config` alone, and counts layers' outputs from 0: one less.
+Layer ids: our aux layers index transformers' `hidden_states`. vLLM and llama.cpp count so too, and read the ids at the
+top of the config. SGLang reads those nested in `eagle_config` alone, and counts layers' outputs from 0: one less.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def llama_config(published: Published, layer: LayerSizes, facts: TargetFacts, dt
     }
 
 
-def layer_ids(taps: tuple[int, ...]) -> dict[str, Any]:
+def layer_ids(aux_layers: tuple[int, ...]) -> dict[str, Any]:
     """The aux layers in the two countings, see the module's docstring."""
     return {
-        "eagle_aux_hidden_state_layer_ids": list(taps),
-        "num_aux_hidden_states": len(taps),
+        "eagle_aux_hidden_state_layer_ids": list(aux_layers),
+        "num_aux_hidden_states": len(aux_layers),
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps],
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_layers],
         },
     }
 
@@ -92,6 +92,18 @@ def vocabulary_map(published: Published) -> dict[str, Tensor]:
     return {"d2t": offsets(published.draft_ids_D), "t2d": drafted}
 
 
+def fused_keys(published: Published) -> dict[str, Any]:
+    """What the arrangement of EAGLE-3 heads is, in the words of every config that holds them."""
+    return {
+        "draft_vocab_size": published.draft_width,
+        "target_hidden_size": published.hidden_size,
+        "norm_before_residual": published.norm_before_residual,
+        "norm_before_fc": published.norm_before_fc,
+        "fc_norm": published.aux_norms,
+        "norm_output": published.norm_output,
+    }
+
+
 def fused_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of EAGLE-3 heads, as vLLM and SGLang both read them."""
     assert published.layer is not None, "these heads have decoder layers"
@@ -99,12 +111,7 @@ def fused_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[d
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **llama_config(published, published.layer, facts, dtype),
-        "draft_vocab_size": published.draft_width,
-        "target_hidden_size": published.hidden_size,
-        "norm_before_residual": published.norm_before_residual,
-        "norm_before_fc": published.norm_before_fc,
-        "fc_norm": published.aux_norms,
-        "norm_output": published.norm_output,
+        **fused_keys(published),
         **layer_ids(published.aux_layers),
         NOTE: note(held, facts),
     }

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from headstart.errors import UserError
 from headstart.heads import DraftHead
 from headstart.heads.published import Published
-from headstart.hub.engines.checkpoint import open_checkpoint
 from headstart.hub.engines.export import format_of, heads_of
 from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.engines.huggingface import files_of
@@ -60,10 +59,7 @@ def read_checked(folder: Path, target: Target) -> Published:
         UserError: they do not.
     """
     facts = facts_of_target(target)
-    one = format_of(folder)
-    if one.name != "gguf":
-        open_checkpoint(folder)
-    published = one.read(folder, facts)
+    published = format_of(folder).read(folder, facts)
     if (published.hidden_size, published.vocab_size) != (facts.hidden_size, facts.vocab_size):
         raise UserError(
             f"The heads in {folder} are for a target of size {published.hidden_size} over {published.vocab_size} "

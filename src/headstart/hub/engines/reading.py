@@ -84,13 +84,13 @@ def eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | 
             f"The checkpoint's heads are {size} wide and their target {config['target_hidden_size']}.",
             "headstart has heads of their target's width alone; take another checkpoint.",
         )
-    heads = whole(config.get("num_attention_heads"), "num_attention_heads", most=1 << 12)
+    heads = whole(config.get("num_attention_heads"), "num_attention_heads", maximum=1 << 12)
     head_dim = config.get("head_dim") or size // heads
     layer = LayerSizes(
         intermediate_size=whole(config.get("intermediate_size"), "intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=whole(config.get("num_key_value_heads", heads), "num_key_value_heads", most=1 << 12),
-        head_dim=whole(head_dim, "head_dim", most=1 << 14),
+        num_key_value_heads=whole(config.get("num_key_value_heads", heads), "num_key_value_heads", maximum=1 << 12),
+        head_dim=whole(head_dim, "head_dim", maximum=1 << 14),
         hidden_act=str(config.get("hidden_act", "silu")),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_parameters=rope_of(config),
@@ -105,8 +105,8 @@ def eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | 
         steps=written.steps if written and written.steps else proposed_steps(checkpoint.config),
         tensors={},
         layer=layer,
-        num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", most=8),
-        aux_layers=taps_of(checkpoint, facts) if fused else (),
+        num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=8),
+        aux_layers=aux_layers_of(checkpoint, facts) if fused else (),
         norm_before_residual=fused and norm_before_residual(checkpoint),
         norm_output=fused and bool(config.get("norm_output", False)),
         aux_norms=fused and bool(config.get("fc_norm", False)),
@@ -133,9 +133,9 @@ def medusa_settings(checkpoint: Checkpoint) -> Published:
         layout=Layout.MEDUSA,
         hidden_size=whole(config.get("hidden_size", size), "hidden_size"),
         vocab_size=whole(config.get("vocab_size", rows), "vocab_size"),
-        steps=whole(min(heads, len(of_tensors)) if isinstance(heads, int) else heads, "num_heads", most=16),
+        steps=whole(min(heads, len(of_tensors)) if isinstance(heads, int) else heads, "num_heads", maximum=16),
         tensors={"lm_head.weight": torch.empty(0)} if "lm_head.weight" in names else {},
-        num_layers=whole(blocks, "num_hidden_layers", most=8),
+        num_layers=whole(blocks, "num_hidden_layers", maximum=8),
     )
 
 
@@ -161,7 +161,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "rope_type": found.get("rope_type", "default"), "rope_theta": float(base)}
 
 
-def taps_of(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int, ...]:
+def aux_layers_of(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int, ...]:
     """Indices of transformers' hidden states that are fused.
 
     Raises:
@@ -170,7 +170,7 @@ def taps_of(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int, ...
     config = checkpoint.config
     top = config.get("eagle_aux_hidden_state_layer_ids")
     below = nested(config).get("eagle_aux_hidden_state_layer_ids")
-    ids = top or ([tap + 1 for tap in _numbers(below)] if below else None)
+    ids = top or ([layer + 1 for layer in _numbers(below)] if below else None)
     if ids is None:
         if facts is None:
             raise UserError(
@@ -178,13 +178,13 @@ def taps_of(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int, ...
                 "Name the target with --target: engines then take (2, L // 2, L - 3) of its L layers.",
             )
         ids = [2, facts.num_layers // 2, facts.num_layers - 3]
-    taps = tuple(_numbers(ids))
-    if facts is not None and any(not 0 < tap <= facts.num_layers for tap in taps):
+    aux_layers = tuple(_numbers(ids))
+    if facts is not None and any(not 0 < layer <= facts.num_layers for layer in aux_layers):
         raise UserError(
-            f"The heads read the layers {list(taps)}, and {facts.name} has {facts.num_layers}.",
+            f"The heads read the layers {list(aux_layers)}, and {facts.name} has {facts.num_layers}.",
             "Name the target that they were trained on.",
         )
-    return taps
+    return aux_layers
 
 
 def norm_before_residual(checkpoint: Checkpoint) -> bool:
@@ -208,7 +208,7 @@ def proposed_steps(config: Mapping[str, Any]) -> int:
     methods = section.get("proposal_methods") if isinstance(section, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None
     found = first.get("speculative_tokens", _STEPS) if isinstance(first, Mapping) else _STEPS
-    return whole(found, "speculative_tokens", most=16)
+    return whole(found, "speculative_tokens", maximum=16)
 
 
 def draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:

@@ -223,12 +223,12 @@ def _ids(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Said
     if ids and engine == "sglang" and len(ids) != 3:
         yield f"SGLang fuses 3 layers, and there are {len(ids)} layer ids.", "Serve it with vLLM."
     layers = facts.num_layers if facts is not None else _noted(config).get("num_layers")
-    taps = list(top) if top else [one + 1 for one in below or []]
-    if isinstance(layers, int) and taps:
+    aux_layers = list(top) if top else [one + 1 for one in below or []]
+    if isinstance(layers, int) and aux_layers:
         deepest = layers if engine in ("vllm", "speculators") else layers - 1
-        if max(taps) > deepest or min(taps) < 1:
+        if max(aux_layers) > deepest or min(aux_layers) < 1:
             yield (
-                f"{engine} cannot read the layers {taps} of a target with {layers}: {deepest} is the deepest.",
+                f"{engine} cannot read the layers {aux_layers} of a target with {layers}: {deepest} is the deepest.",
                 "Train with other heads.aux_layers.",
             )
 

@@ -6,17 +6,16 @@ from pathlib import Path
 
 from headstart.errors import UserError
 from headstart.heads.published import Layout, Published
-from headstart.hub.engines.base import Finding, Format, TargetFacts, drafts_of
-from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from headstart.hub.engines.base import TargetFacts, drafts_of
+from headstart.hub.engines.checkpoint import Checkpoint
+from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.huggingface import files_of, fused_files, joined_files, write_files
-from headstart.hub.engines.reading import read_published
-from headstart.hub.engines.rules import check_checkpoint
 
 _JOINED = "LlamaForCausalLMEagle"
 """What EAGLE-1 heads are called."""
 
 
-class Sglang(Format):
+class Sglang(FolderFormat):
     """config.json and model.safetensors for SGLang; of EAGLE-3 heads the same as vLLM's."""
 
     name = "sglang"
@@ -42,14 +41,8 @@ class Sglang(Format):
             files = fused_files(published, facts, dtype)
         write_files(folder, *files)
 
-    def holds(self, folder: Path) -> bool:
-        return (folder / CONFIG).is_file() and is_for_sglang_alone(open_checkpoint(folder))
-
-    def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
-        return read_published(open_checkpoint(folder), facts)
-
-    def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
-        return check_checkpoint(open_checkpoint(folder), engine, facts)
+    def knows(self, checkpoint: Checkpoint) -> bool:
+        return is_for_sglang_alone(checkpoint)
 
     def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
         return {"sglang": sglang_command(folder, published, facts)}

@@ -7,18 +7,26 @@ from typing import Any
 
 from headstart.errors import UserError
 from headstart.heads.published import Layout, Published
-from headstart.hub.engines.base import NOTE, Finding, Format, TargetFacts, drafts_of, refuse_activation
-from headstart.hub.engines.checkpoint import CONFIG, open_checkpoint
-from headstart.hub.engines.huggingface import files_of, llama_config, note, rounded, vocabulary_map, write_files
-from headstart.hub.engines.reading import is_speculators, read_published
-from headstart.hub.engines.rules import check_checkpoint
+from headstart.hub.engines.base import NOTE, TargetFacts, drafts_of, refuse_activation
+from headstart.hub.engines.checkpoint import Checkpoint
+from headstart.hub.engines.folder import FolderFormat
+from headstart.hub.engines.huggingface import (
+    files_of,
+    fused_keys,
+    llama_config,
+    note,
+    rounded,
+    vocabulary_map,
+    write_files,
+)
+from headstart.hub.engines.reading import is_speculators
 from headstart.hub.engines.vllm import vllm_command
 
 _VERSION = "0.9.0"
 """Of the library whose config this is."""
 
 
-class Speculators(Format):
+class Speculators(FolderFormat):
     """config.json and model.safetensors as speculators writes them."""
 
     name = "speculators"
@@ -52,12 +60,7 @@ class Speculators(Format):
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "speculators_version": _VERSION,
-            "draft_vocab_size": published.draft_width,
-            "target_hidden_size": published.hidden_size,
-            "norm_before_residual": published.norm_before_residual,
-            "norm_before_fc": published.norm_before_fc,
-            "fc_norm": published.aux_norms,
-            "norm_output": published.norm_output,
+            **fused_keys(published),
             "eagle_aux_hidden_state_layer_ids": list(published.aux_layers),
             "embed_requires_grad": False,
             "tie_word_embeddings": False,
@@ -73,14 +76,8 @@ class Speculators(Format):
         }
         write_files(folder, config, {**held.tensors, **vocabulary_map(published)})
 
-    def holds(self, folder: Path) -> bool:
-        return (folder / CONFIG).is_file() and is_speculators(open_checkpoint(folder))
-
-    def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
-        return read_published(open_checkpoint(folder), facts)
-
-    def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
-        return check_checkpoint(open_checkpoint(folder), engine, facts)
+    def knows(self, checkpoint: Checkpoint) -> bool:
+        return is_speculators(checkpoint)
 
     def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
         return {"vllm": vllm_command(folder, published, facts)}

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from headstart.errors import UserError
 from headstart.heads.published import Layout, Published
-from headstart.hub.engines.base import Finding, Format, TargetFacts, drafts_of, refuse_activation
-from headstart.hub.engines.checkpoint import CONFIG, open_checkpoint
+from headstart.hub.engines.base import TargetFacts, drafts_of, refuse_activation
+from headstart.hub.engines.checkpoint import Checkpoint
+from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.huggingface import fused_files, joined_files, parallel_files, without_bias, write_files
-from headstart.hub.engines.reading import is_speculators, read_published
-from headstart.hub.engines.rules import check_checkpoint
+from headstart.hub.engines.reading import is_speculators
 from headstart.hub.engines.sglang import is_for_sglang_alone, sglang_command, why_not_sglang
 
 
-class Vllm(Format):
+class Vllm(FolderFormat):
     """config.json and model.safetensors for vLLM."""
 
     name = "vllm"
@@ -53,17 +53,8 @@ class Vllm(Format):
                 files = parallel_files(published, facts, dtype)
         write_files(folder, *files)
 
-    def holds(self, folder: Path) -> bool:
-        if not (folder / CONFIG).is_file():
-            return False
-        checkpoint = open_checkpoint(folder)
+    def knows(self, checkpoint: Checkpoint) -> bool:
         return not is_speculators(checkpoint) and not is_for_sglang_alone(checkpoint)
-
-    def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
-        return read_published(open_checkpoint(folder), facts)
-
-    def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
-        return check_checkpoint(open_checkpoint(folder), engine, facts)
 
     def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
         found = {"vllm": vllm_command(folder, published, facts)}
