@@ -49,11 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("questions", type=Path)
     parser.add_argument("--recipe", default="transition", help="whose training all arms share")
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--arms", nargs="+", type=int, help="these alone, by their place in the list above, from 0")
     options = parser.parse_args(arguments)
 
     target = load_target(options.target, options.dtype)
     common = [*options.set, *budget(steps=options.steps)]
     arms = [arm(name, options.recipe, [*own, *common]) for name, own in arms_of(target).items()]
+    chosen = range(len(arms)) if options.arms is None else options.arms
     data = training_data(options.run, options.out, target, arms, options.gigabytes)
     questions = read_questions(options.questions)[: options.limit]
     texts: dict[str, Sequence[Text | Conversation]] = {
@@ -61,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "validation": data.texts,
     }
     rows: list[dict[str, Any]] = []
-    for number, one in enumerate(arms):
+    for number in chosen:
+        one = arms[number]
         folder = options.out / f"arm-{number}"
         heads = trained(one, target, data, folder)
         first = next(row for _, row in read_jsonl(folder / "metrics.jsonl"))
