@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 
 from headstart.cli_doctor import doctor
-from headstart.cli_engines import export, import_checkpoint
+from headstart.cli_engines import engine_table, export, import_checkpoint
 from headstart.cli_heads import audit, chat, evaluate, generate, load_decoder
-from headstart.cli_options import Dtype, DtypeOption, Overrides, RecipeName, RunDir, TargetOption
+from headstart.cli_options import Dtype, DtypeOption, Overrides, RecipeName, RunDir, TargetOption, with_options
 from headstart.errors import UserError
+from headstart.options import EngineOptions
 from headstart.terminal import Commands, DataCommands, format_seconds, program, say
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
 
 
 @app.command()
+@with_options(EngineOptions)
 def tune(
     path: Annotated[str, typer.Argument(metavar="RUN_OR_HEADS", help="A run's folder, or a folder of heads.")],
     conversations: Annotated[
@@ -205,11 +207,23 @@ def tune(
     ] = None,
     target: TargetOption = None,
     dtype: DtypeOption = Dtype.auto,
+    options: EngineOptions = EngineOptions(),
 ) -> None:
     """Measure costs on this machine again and choose the tree that is fastest here.
 
+    With --engine a serving engine is measured instead: with heads and without, for several numbers of drafts.
+
     Example: headstart tune runs/quickstart
+
+    Example: headstart tune runs/quickstart --engine llama.cpp --engine-command ~/llama.cpp/build/bin/llama-server
     """
+    if options.engine:
+        from headstart.pipeline.in_engine import describe_engine_tuning, tune_in_engine
+
+        measured = tune_in_engine(Path(path).expanduser(), conversations, Console(), target, options)
+        Console().print(engine_table(measured))
+        Console().print(describe_engine_tuning(measured), highlight=False)
+        return
     from headstart.pipeline.actions import retune
     from headstart.pipeline.stages import stages_until
 

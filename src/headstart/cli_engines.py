@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from headstart.cli_options import Dtype, Revision, listed
 from headstart.errors import UserError
 from headstart.terminal import program, say
+
+if TYPE_CHECKING:
+    from headstart.hub.measured import EngineTuning
 
 
 class FormatChoice(StrEnum):
@@ -128,6 +132,19 @@ def import_checkpoint(
         ("Tune them", f"{program()} tune {out} --conversations FILE.jsonl"),
         ("Train them further", f"{program()} run RECIPE target={target} train.start_from={out}"),
     )
+
+
+def engine_table(measured: EngineTuning) -> Table:
+    """A row for each number of drafts."""
+    from headstart.hub.measured import engine_rows
+
+    rows = engine_rows({measured.engine: measured})
+    table = Table(box=None, pad_edge=False)
+    for name in list(rows[0])[2:]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*list(row.values())[2:])
+    return table
 
 
 def _copy(folder: Path, out: Path, dtype: WeightDtype | None) -> None:

@@ -97,6 +97,30 @@ class SamplingOptions:
 
 @explained
 @dataclass(frozen=True)
+class EngineOptions:
+    """A serving engine to measure: how it is started, and what it is asked."""
+
+    engine: str = option(
+        "",
+        "Measure a serving engine instead, with heads and without: vllm or llama.cpp. Says how many drafts pay there.",
+        metavar="NAME",
+    )
+    engine_command: str = option(
+        "", "What starts it, such as a path; else `vllm serve` or `llama-server`.", metavar="COMMAND"
+    )
+    engine_target: str = option(
+        "", "The target as the engine takes it, such as another GGUF file; else the heads' own.", metavar="TARGET"
+    )
+    engine_arguments: str = option(
+        "", "More of its own arguments, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
+    )
+    engine_drafts: str = option("", "Numbers of drafts to try; else 1, 2, 3 and 5.", metavar="N,N...")
+    engine_prompts: int = option(8, "Prompts to ask, those of calibration conversations.", minimum=1)
+    engine_tokens: int = option(64, "Longest answer of the engine in tokens.", minimum=2)
+
+
+@explained
+@dataclass(frozen=True)
 class LoopOptions(SamplingOptions, LengthOptions):
     """What the decode loop does, whatever drafts."""
 

@@ -200,17 +200,24 @@ def environment(target: Target) -> dict[str, Any]:
     """The machine and the versions that a measurement belongs to."""
     device = target.device
     return {
-        "cpu": cpu_model(),
-        "cores": core_count(),
         "threads": torch.get_num_threads(),
         "device": str(device),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "dtype": _dtype(target),
         "exact": target.exact,
-        "system": platform.platform(),
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        **machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The machine, and when it was measured."""
+    return {
+        "cpu": cpu_model(),
+        "cores": core_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
         "headstart": headstart.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

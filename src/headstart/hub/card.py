@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headstart.errors import nearest
 from headstart.files import format_bytes, read_json, write_text
+from headstart.hub.measured import engine_rows, read_engine_tunings, setting_of
 from headstart.labels import BASELINES, LABELS
 from headstart.target import TreeShape
 from headstart.target.loading import PACKAGED
@@ -19,6 +20,7 @@ from headstart.target.loading import PACKAGED
 FACTS = ("measurements", "training", "license", "limits")
 LICENSES = {"smollm2-135m": "apache-2.0"}
 """Licences of the packaged targets. Heads that start from a target's LM head are derived from it."""
+_ENGINES_SECTION = re.compile(r"^## In serving engines\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -59,8 +61,23 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
             ],
             training=facts.get("training", {}),
             limits=facts.get("limits", ()),
+            **engine_figures(folder),
         ),
     )
+
+
+def engine_figures(folder: Path) -> dict[str, Any]:
+    """What the cards' templates take of what was measured in serving engines."""
+    measured = read_engine_tunings(folder)
+    return {"engine_rows": engine_rows(measured), "engine_setting": setting_of(measured)}
+
+
+def add_engine_figures(folder: Path) -> None:
+    """Write what was measured in serving engines into a folder's card, in place of what it said of them before."""
+    section = environment().get_template("engines.md.j2").render(**engine_figures(folder))
+    text = _ENGINES_SECTION.sub("", (folder / "README.md").read_text(encoding="utf-8"))
+    before, heading, after = text.partition("## Training\n")
+    write_text(folder / "README.md", f"{before}{section}{heading}{after}" if heading else f"{text}\n{section}")
 
 
 def metadata(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:

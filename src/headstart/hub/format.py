@@ -6,6 +6,7 @@
     tree.json           the tuned tree, as rank paths; no paths means that plain decoding is fastest
     calibration.json    what the tree follows from: costs and acceptance as measured, and on which machine
     README.md           the model card
+    engines.json        what was measured in serving engines, where anything was
     custom_generate/    lets transformers decode with the heads: model.generate(..., custom_generate=FOLDER)
 
 Loading needs neither of the last two. A folder is written whole or not at all.
@@ -26,6 +27,7 @@ from headstart.files import read_json, write_atomic, write_json
 from headstart.heads import DraftHead
 from headstart.heads.io import CONFIG, WEIGHTS, build_heads, settings_of, write_weights
 from headstart.hub.card import write_card
+from headstart.hub.measured import FILE as ENGINES
 from headstart.target import Target, TreeShape
 from headstart.target.loading import PACKAGED
 
@@ -42,7 +44,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 FILES = (
     *(CARD, CALIBRATION, CONFIG),
     *(f"{CUSTOM_GENERATE}/{file}" for file in ("generate.py", "requirements.txt")),
-    *(WEIGHTS, TREE),
+    *(WEIGHTS, TREE, ENGINES),
 )
 """Everything that an exported folder holds; what else lies there is somebody's own."""
 

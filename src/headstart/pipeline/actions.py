@@ -59,23 +59,40 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
     """
     from headstart.data.conversations import read_conversations
     from headstart.hub import export_heads
+    from headstart.hub.card import add_engine_figures
     from headstart.hub.format import read_config
+    from headstart.hub.measured import read_engine_tunings, write_engine_tuning
     from headstart.tuning.tune import tune
 
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder here.", "Tuning writes into the folder: give a copy of the heads.")
     refuse_other_files(folder)
-    calibration = calibration or folder.parent / CONVERSATIONS / "calibration.jsonl"
-    if not calibration.is_file():
+    texts = read_conversations(calibration_file(folder, calibration))
+    tuning = tune(decoder.target, decoder.heads, texts, console=console)
+    # What was measured belongs to the tree before; what the heads learned from stays true.
+    facts = {"training": read_config(folder).get("training", {})}
+    in_engines = read_engine_tunings(folder)
+    export_heads(folder, decoder.heads, decoder.target, tuning.to_json(), facts)
+    for measured in in_engines.values():
+        write_engine_tuning(folder, measured)
+    if in_engines:
+        add_engine_figures(folder)
+    return f"{describe_tuning(tuning)}. Tree, calibration and model card in {folder} are new"
+
+
+def calibration_file(folder: Path, named: Path | None) -> Path:
+    """The conversations that heads are tuned on: those named, or those of the run that the folder is part of.
+
+    Raises:
+        UserError: there are none.
+    """
+    file = named or folder.parent / CONVERSATIONS / "calibration.jsonl"
+    if not file.is_file():
         raise UserError(
             "There are no calibration conversations to tune on.",
             "Name a file with --conversations; a run keeps its own in data/conversations/calibration.jsonl.",
         )
-    tuning = tune(decoder.target, decoder.heads, read_conversations(calibration), console=console)
-    # What was measured belongs to the tree before; what the heads learned from stays true.
-    facts = {"training": read_config(folder).get("training", {})}
-    export_heads(folder, decoder.heads, decoder.target, tuning.to_json(), facts)
-    return f"{describe_tuning(tuning)}. Tree, calibration and model card in {folder} are new"
+    return file
 
 
 def copy_heads(heads: Path, out: Path) -> None:
@@ -104,8 +121,9 @@ def refuse_other_files(folder: Path) -> None:
     """
     from headstart.heads.io import CONFIG, WEIGHTS
     from headstart.hub.format import CALIBRATION, CARD, CUSTOM_GENERATE, TREE, read_config
+    from headstart.hub.measured import FILE as ENGINES
 
-    refuse_others(folder, {CALIBRATION, CARD, CONFIG, CUSTOM_GENERATE, TREE, WEIGHTS})
+    refuse_others(folder, {CALIBRATION, CARD, CONFIG, CUSTOM_GENERATE, ENGINES, TREE, WEIGHTS})
     if any(folder.iterdir()):
         read_config(folder)
 

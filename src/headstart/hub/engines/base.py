@@ -145,13 +145,22 @@ class Format(ABC):
         """What an engine would refuse, ignore, or fill with noise."""
 
     @abstractmethod
-    def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
-        """The command that serves target and heads, for each engine that can."""
+    def commands(
+        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
+    ) -> dict[str, str]:
+        """The command that serves target and heads, for each engine that can.
+
+        Args:
+            folder: where the files are.
+            published: the heads.
+            facts: of their target.
+            drafts: tokens of a chain by engine, where they were measured.
+        """
 
 
-def drafts_of(published: Published) -> int:
-    """Tokens that a chain drafts by default: engines draft chains, whose later drafts are seldom accepted."""
-    return min(3, published.steps)
+def drafts_of(published: Published, drafts: int = 0) -> int:
+    """Tokens of the chain that an engine drafts: those measured to pay, else a few; later ones are seldom accepted."""
+    return min(drafts or 3, published.steps)
 
 
 def refuse_activation(published: Published, engine: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -9,15 +10,33 @@ import yaml
 from headstart.files import write_text
 from headstart.heads.published import Published
 from headstart.hub.card import LICENSES, environment, is_hub_id
-from headstart.hub.engines.base import Format, TargetFacts, drafts_of
+from headstart.hub.engines.base import Format, TargetFacts
 from headstart.hub.engines.huggingface import files_of
+from headstart.hub.measured import EngineTuning, engine_rows, setting_of, tuned_drafts
 
 MARK = "<!-- written by headstart export -->"
 """By which a folder is known as one that may be written anew."""
 
 
-def write_engine_card(folder: Path, one: Format, published: Published, facts: TargetFacts) -> None:
-    """Write README.md beside the files of a format: what the heads are, and how each engine serves them."""
+def write_engine_card(
+    folder: Path,
+    formats: Sequence[Format],
+    published: Published,
+    facts: TargetFacts,
+    measured: dict[str, EngineTuning] | None = None,
+) -> None:
+    """Write README.md beside the files of some formats: what the heads are, and how each engine serves them.
+
+    Args:
+        folder: with the files.
+        formats: that they are of.
+        published: the heads.
+        facts: of their target.
+        measured: in serving engines, by engine.
+    """
+    measured = measured or {}
+    engines = sorted({engine for one in formats for engine in one.engines})
+    drafts = tuned_drafts(measured)
     hub_id = facts.spec if facts.spec and is_hub_id(facts.spec) else None
     license_id = LICENSES.get(facts.spec)
     metadata = {"license": license_id or "other"}
@@ -26,12 +45,12 @@ def write_engine_card(folder: Path, one: Format, published: Published, facts: Ta
     if hub_id is not None:
         metadata |= {"base_model": hub_id, "base_model_relation": "adapter"}
     metadata["pipeline_tag"] = "text-generation"
-    tags = {"tags": ["headstart", "speculative-decoding", "draft-heads", str(published.layout), *one.engines]}
+    tags = {"tags": ["headstart", "speculative-decoding", "draft-heads", str(published.layout), *engines]}
     public = TargetFacts(**{**vars(facts), "folder": hub_id or "TARGET", "gguf": None})
     rows = {
         "target": f"{facts.name}, fingerprint {facts.fingerprint}",
         "arrangement": files_of(published),
-        "trained to draft": f"{published.steps} tokens in a row; the commands ask for {drafts_of(published)}",
+        "trained to draft": f"{published.steps} tokens in a row",
         "draft vocabulary": f"{published.draft_width} of {published.vocab_size} tokens",
     }
     if published.aux_layers:
@@ -46,7 +65,14 @@ def write_engine_card(folder: Path, one: Format, published: Published, facts: Ta
             name=facts.name,
             kind=files_of(published),
             hub_id=hub_id,
-            commands=one.commands("HEADS", published, public),
+            commands={
+                engine: command
+                for one in formats
+                for engine, command in one.commands("HEADS", published, public, drafts).items()
+            },
+            plain_is_faster=[name for name, tuning in measured.items() if name in engines and not tuning.drafts],
+            engine_rows=engine_rows(measured),
+            engine_setting=setting_of(measured),
             rows=rows,
         ),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from headstart.hub.engines.sglang import Sglang
 from headstart.hub.engines.speculators import Speculators
 from headstart.hub.engines.vllm import Vllm
 from headstart.hub.format import check_folder, read_config
+from headstart.hub.measured import EngineTuning, read_engine_tunings, tuned_drafts
 from headstart.target import Target, load_target
 
 HEADSTART = "headstart"
@@ -36,14 +37,27 @@ class Exported:
     Attributes:
         folder: where.
         format: its name.
-        commands: that serve target and heads, by engine.
+        published: the heads, as engines know them.
+        facts: of their target.
+        drafts: tokens of the chain by engine, where they were measured.
         remarks: what the user should know.
     """
 
     folder: Path
     format: str
-    commands: dict[str, str]
+    published: Published
+    facts: TargetFacts
+    drafts: Mapping[str, int]
     remarks: tuple[str, ...] = ()
+
+    @property
+    def commands(self) -> dict[str, str]:
+        """That serve target and heads, by engine."""
+        return self.commands_with(self.drafts)
+
+    def commands_with(self, drafts: Mapping[str, int]) -> dict[str, str]:
+        """The same with other numbers of drafts."""
+        return FORMATS[self.format].commands(self.folder, self.published, self.facts, drafts)
 
 
 def format_named(name: str) -> Format:
@@ -83,17 +97,29 @@ def export_for(
         raise UserError(f"{one.name} has no dtype {kind!r}.", nearest(kind, one.dtypes))
     refuse_used(out)
     published, facts = publish(heads, target)
-    remarks = one.check_heads(published, facts)
+    measured = read_engine_tunings(heads_folder(heads))
+    remarks = [*one.check_heads(published, facts), *_not_paying(one, measured)]
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
         one.write(published, facts, partial, kind)
-        write_engine_card(partial, one, published, facts)
+        write_engine_card(partial, [one], published, facts, measured)
         if found := one.check(partial, one.engines[0], None):
             raise AssertionError(f"an export that its own check refuses: {found[0].problem}")
 
     write_atomic(out, write)
-    return Exported(out, one.name, one.commands(out, published, facts), tuple(remarks))
+    return Exported(out, one.name, published, facts, tuned_drafts(measured), tuple(remarks))
+
+
+def _not_paying(one: Format, measured: Mapping[str, EngineTuning]) -> Iterator[str]:
+    """What to say of engines in which plain decoding was found to be faster."""
+    for engine in one.engines:
+        if engine in measured and not measured[engine].drafts:
+            row = measured[engine].best
+            yield (
+                f"{engine} was measured here with these heads: no number of drafts pays, the best of them, "
+                f"{row.drafts}, makes {row.expected:.2f} times its plain speed."
+            )
 
 
 def publish(heads: Path, target: Target | str | None = None) -> tuple[Published, TargetFacts]:

@@ -110,11 +110,13 @@ class Gguf(Format):
         except UserError as error:
             return [Finding(engine, error.problem, error.remedy)]
 
-    def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
+    def commands(
+        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
+    ) -> dict[str, str]:
         target = facts.gguf or "TARGET.gguf"
         return {
             "llama.cpp": f"llama-server -m {target} -md {folder}/{FILE} --spec-type draft-eagle3 "
-            f"--spec-draft-n-max {drafts_of(published)}"
+            f"--spec-draft-n-max {drafts_of(published, (drafts or {}).get('llama.cpp', 0))}"
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from headstart.errors import UserError
@@ -44,8 +45,10 @@ class Sglang(FolderFormat):
     def knows(self, checkpoint: Checkpoint) -> bool:
         return is_for_sglang_alone(checkpoint)
 
-    def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
-        return {"sglang": sglang_command(folder, published, facts)}
+    def commands(
+        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
+    ) -> dict[str, str]:
+        return {"sglang": sglang_command(folder, published, facts, (drafts or {}).get("sglang", 0))}
 
 
 def is_for_sglang_alone(checkpoint: Checkpoint) -> bool:
@@ -75,10 +78,10 @@ def why_not_sglang(published: Published, facts: TargetFacts) -> str | None:
     return None
 
 
-def sglang_command(folder: Path | str, published: Published, facts: TargetFacts) -> str:
+def sglang_command(folder: Path | str, published: Published, facts: TargetFacts, drafts: int = 0) -> str:
     """The command that serves target and heads with SGLang; it counts the root among the draft tokens."""
     algorithm = "EAGLE3" if published.layout is Layout.EAGLE3 else "EAGLE"
-    steps = drafts_of(published)
+    steps = drafts_of(published, drafts)
     return (
         f"python -m sglang.launch_server --model-path {facts.folder or 'TARGET'} --speculative-algorithm {algorithm} "
         f"--speculative-draft-model-path {folder} --speculative-num-steps {steps} --speculative-eagle-topk 1 "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,5 +80,7 @@ class Speculators(FolderFormat):
     def knows(self, checkpoint: Checkpoint) -> bool:
         return is_speculators(checkpoint)
 
-    def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
-        return {"vllm": vllm_command(folder, published, facts)}
+    def commands(
+        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
+    ) -> dict[str, str]:
+        return {"vllm": vllm_command(folder, published, facts, (drafts or {}).get("vllm", 0))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from headstart.errors import UserError
@@ -56,15 +57,17 @@ class Vllm(FolderFormat):
     def knows(self, checkpoint: Checkpoint) -> bool:
         return not is_speculators(checkpoint) and not is_for_sglang_alone(checkpoint)
 
-    def commands(self, folder: Path | str, published: Published, facts: TargetFacts) -> dict[str, str]:
-        found = {"vllm": vllm_command(folder, published, facts)}
+    def commands(
+        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
+    ) -> dict[str, str]:
+        found = {"vllm": vllm_command(folder, published, facts, (drafts or {}).get("vllm", 0))}
         if published.layout is Layout.EAGLE3 and why_not_sglang(published, facts) is None:
-            found["sglang"] = sglang_command(folder, published, facts)
+            found["sglang"] = sglang_command(folder, published, facts, (drafts or {}).get("sglang", 0))
         return found
 
 
-def vllm_command(folder: Path | str, published: Published, facts: TargetFacts) -> str:
+def vllm_command(folder: Path | str, published: Published, facts: TargetFacts, drafts: int = 0) -> str:
     """The command that serves target and heads with vLLM."""
-    drafts = published.steps if published.layout is Layout.MEDUSA else drafts_of(published)
-    asked = {"method": str(published.layout), "model": str(folder), "num_speculative_tokens": drafts}
+    count = drafts_of(published, drafts or (published.steps if published.layout is Layout.MEDUSA else 0))
+    asked = {"method": str(published.layout), "model": str(folder), "num_speculative_tokens": count}
     return f"vllm serve {facts.folder or 'TARGET'} --speculative-config '{json.dumps(asked)}'"

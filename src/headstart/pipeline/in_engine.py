@@ -1,0 +1,126 @@
+"""Heads in a serving engine on this machine: exported, served and asked, to find out how many drafts pay."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+
+from rich.console import Console
+
+from headstart.data.conversations import read_conversations
+from headstart.errors import UserError, nearest
+from headstart.eval.measure import machine
+from headstart.files import read_json
+from headstart.heads.io import heads_folder
+from headstart.hub.card import add_engine_figures
+from headstart.hub.engines import Exported, export_for
+from headstart.hub.format import CALIBRATION
+from headstart.hub.measured import EngineTuning, write_engine_tuning
+from headstart.options import EngineOptions
+from headstart.pipeline.actions import calibration_file, refuse_other_files
+from headstart.serving import DRAFTS, ENGINES, Engine, Server, tune_engine
+
+
+def served_with(engine: Engine, exported: Exported, drafts: int) -> list[str]:
+    """Arguments that add exported heads to an engine which serves their target: what `export` prints, behind that."""
+    words = shlex.split(exported.commands_with({engine.name: drafts})[engine.name])
+    return words[len(shlex.split(engine.command)) + len(engine.target_arguments("")) :]
+
+
+def tune_in_engine(
+    heads: Path, calibration: Path | None, console: Console, target: str | None, options: EngineOptions
+) -> EngineTuning:
+    """Find out in a serving engine how many drafts pay there, and keep it with the heads and in their card.
+
+    Args:
+        heads: a folder of heads, or of the run that they belong to.
+        calibration: tokenised conversations whose prompts are asked; by default those of the run.
+        console: shows progress.
+        target: of the heads, when it is not where they say.
+        options: the engine, how it is started and what it is asked.
+
+    Raises:
+        UserError: no such engine, no numbers of drafts, heads that it cannot load, a target that it cannot find, no
+            prompts, or an engine that fails; its logs are kept then.
+    """
+    name, folder = options.engine, heads_folder(heads)
+    if name not in ENGINES:
+        raise UserError(f"Unknown engine {name!r}.", nearest(name, list(ENGINES)))
+    engine, drafts = ENGINES[name], _numbers(options.engine_drafts)
+    refuse_other_files(folder)
+    texts = read_conversations(calibration_file(folder, calibration))
+    prompts = [one.tokens[: one.supervised_spans[0][0]] for one in texts if one.supervised_spans][
+        : options.engine_prompts
+    ]
+    with TemporaryDirectory(prefix="headstart-engine-") as place, console.status("exporting") as status:
+        exported = export_for(folder, Path(place) / "heads", engine.format, target)
+        served = options.engine_target or engine.own_target(exported.facts.folder, exported.facts.gguf)
+        if not served:
+            raise UserError(
+                f"{name} cannot load {exported.facts.name} from where the heads have it.",
+                f"Say where {name} finds it with --engine-target.",
+            )
+
+        def start(drafting: Sequence[str], what: str) -> Server:
+            log = Path(place) / "logs" / f"{what}.log"
+            return Server(
+                engine, served, drafting, log, command=options.engine_command, options=options.engine_arguments
+            )
+
+        try:
+            tuning = tune_engine(
+                engine,
+                start,
+                lambda count: served_with(engine, exported, count),
+                prompts,
+                read_json(folder / CALIBRATION)["acceptance"],
+                target=Path(served).name,
+                drafts=drafts or [count for count in DRAFTS if count <= exported.published.steps],
+                max_new_tokens=options.engine_tokens,
+                environment=machine(),
+                progress=status.update,
+            )
+        except UserError as error:
+            raise UserError(error.problem, error.remedy.replace(place, _kept(Path(place)))) from None
+    write_engine_tuning(folder, tuning)
+    add_engine_figures(folder)
+    return tuning
+
+
+def describe_engine_tuning(tuning: EngineTuning) -> str:
+    """What came of it, as a sentence."""
+    best = tuning.best
+    figures = (
+        f"expected {best.expected:.2f}x over its plain decoding with {best.drafts} drafts "
+        f"(measured {best.speedup:.2f}x: {best.tokens_per_second:.1f} against {best.plain_tokens_per_second:.1f} "
+        "tokens/s)"
+    )
+    if not tuning.drafts:
+        return f"No number of drafts pays in {tuning.engine} on this machine: {figures}"
+    return f"{tuning.engine}: {figures}"
+
+
+def _numbers(typed: str) -> list[int]:
+    """Numbers of drafts from what was typed; none where nothing was.
+
+    Raises:
+        UserError: not numbers from 1 on.
+    """
+    parts = [part.strip() for part in typed.split(",") if part.strip()]
+    if any(not part.isdigit() or not 1 <= int(part) <= 16 for part in parts):
+        raise UserError(
+            f"--engine-drafts is {typed!r}, not numbers from 1 to 16.", "For example: --engine-drafts 1,2,3"
+        )
+    return [int(part) for part in parts]
+
+
+def _kept(place: Path) -> str:
+    """Move an engine's logs to where they outlive the exported heads; returns the folder that stands for `place`."""
+    if not (place / "logs").is_dir():
+        return str(place)
+    kept = Path(mkdtemp(prefix="headstart-engine-"))
+    shutil.move(place / "logs", kept / "logs")
+    return str(kept)

@@ -1,0 +1,262 @@
+"""A serving engine as a process of its own on this machine: started, asked with token ids, stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, perf_counter, sleep
+from typing import Any, Self
+
+import httpx
+
+from headstart.errors import UserError
+
+HOST = "127.0.0.1"
+_POLL_SECONDS = 0.25
+_ANSWER_SECONDS = 600.0
+_STOP_SECONDS = 20.0
+_LAST_LINES = 6
+_NOISE = re.compile(r"^\s*(\(.*?\)\s*)?(INFO|WARNING|srv|slot|que)\b")
+_COUNTER = re.compile(r"^\w+:spec_decode_num_(\w+)_total(?:\{(.*)\})?\s+([\d.eE+-]+)$", re.MULTILINE)
+_POSITION = re.compile(r'position="(\d+)"')
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What an engine has counted of its drafting since it was started.
+
+    Attributes:
+        rounds: passes of the target that verified drafts.
+        drafted: tokens.
+        accepted: of these.
+        by_position: accepted at each place of the chain.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    by_position: tuple[int, ...] = ()
+
+    def since(self, before: Counters) -> Counters:
+        """What was added to an earlier count."""
+        earlier = (*before.by_position, *[0] * len(self.by_position))
+        added = tuple(now - then for now, then in zip(self.by_position, earlier, strict=False))
+        return Counters(
+            self.rounds - before.rounds, self.drafted - before.drafted, self.accepted - before.accepted, added
+        )
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """What an engine wrote.
+
+    Attributes:
+        tokens: ids, the prompt's left out.
+        seconds: from the request to the whole answer.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: float
+
+
+class Engine(ABC):
+    """What is particular to an engine.
+
+    Attributes:
+        name: that users type, also among the engines of `format`.
+        format: of `headstart.hub.engines` that it loads.
+        command: that starts it; the target and options come behind it.
+    """
+
+    name: str
+    format: str
+    command: str
+
+    @abstractmethod
+    def own_target(self, folder: str, gguf: Path | None) -> str:
+        """What it loads of a target in this folder (or with this Hub id), or in this GGUF file; empty when nothing."""
+
+    @abstractmethod
+    def target_arguments(self, target: str) -> list[str]:
+        """That name the target."""
+
+    @abstractmethod
+    def server_arguments(self, port: int) -> list[str]:
+        """Where it listens, and what makes its counts and answers whole."""
+
+    @abstractmethod
+    def request(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[str, dict[str, Any]]:
+        """Path and body that ask for a greedy answer to token ids, which ends as the target ends it."""
+
+    @abstractmethod
+    def tokens(self, reply: dict[str, Any]) -> list[int]:
+        """The answer's token ids."""
+
+    @abstractmethod
+    def version(self, client: httpx.Client) -> str:
+        """That the running engine says it has; empty when it does not say."""
+
+
+class Server:
+    """A running engine; a context manager that stops it.
+
+    Args:
+        engine: which.
+        target: as the engine takes it: a folder, a Hub id or a GGUF file.
+        drafting: arguments that add heads; none for plain decoding.
+        log: file that takes what the engine prints.
+        command: in place of the engine's own.
+        options: further arguments, as one would type them.
+        start_seconds: after which an engine that does not answer has failed.
+
+    Raises:
+        UserError: the command is not there, it ended, or it did not answer in time; with the end of its log.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        target: str,
+        drafting: Sequence[str],
+        log: Path,
+        *,
+        command: str = "",
+        options: str = "",
+        start_seconds: float = 900.0,
+    ) -> None:
+        self.engine, self.log, self._seconds = engine, log, start_seconds
+        self._port = _free_port()
+        self.words = [
+            *shlex.split(command or engine.command),
+            *engine.target_arguments(target),
+            *drafting,
+            *shlex.split(options),
+            *engine.server_arguments(self._port),
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client = httpx.Client(base_url=f"http://{HOST}:{self._port}", timeout=_ANSWER_SECONDS, trust_env=False)
+
+    def __enter__(self) -> Self:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self.words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+        except OSError as error:
+            raise UserError(
+                f"{self.engine.name} cannot be started: {self.words[0]}: {error.strerror or error}.",
+                f"Install it in an environment of its own, and say how it is started with --engine-command; by default "
+                f"that is {self.engine.command!r}.",
+            ) from None
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+        if self._process is None:
+            return
+        for sent, seconds in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, None)):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, sent)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+                break
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # workers that outlived it
+        self._process = None
+
+    def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
+        """The engine's greedy answer to token ids.
+
+        Raises:
+            UserError: it refused, or went away.
+        """
+        path, body = self.engine.request(prompt, max_new_tokens)
+        started = perf_counter()
+        try:
+            reply = self._client.post(path, json=body)
+            seconds = perf_counter() - started
+            if reply.is_success:
+                return EngineAnswer(tuple(self.engine.tokens(reply.json())), seconds)
+            said = reply.text.strip()
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            said = f"{type(error).__name__}: {error}"
+        raise UserError(f"{self.engine.name} did not answer: {said[:300]}", f"Its log is {self.log}.")
+
+    def counters(self) -> Counters:
+        """What it has counted so far; nothing where it drafts nothing."""
+        try:
+            text = self._client.get("/metrics").text
+        except httpx.HTTPError as error:
+            raise UserError(f"{self.engine.name} went away: {error}", f"Its log is {self.log}.") from None
+        return read_counters(text)
+
+    def version(self) -> str:
+        """See `Engine.version`."""
+        try:
+            return self.engine.version(self._client)
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return ""
+
+    def _wait(self) -> None:
+        assert self._process is not None
+        until = monotonic() + self._seconds
+        while monotonic() < until:
+            with suppress(httpx.HTTPError):
+                if self._client.get("/health", timeout=5.0).is_success:
+                    return
+            if (code := self._process.poll()) is not None:
+                raise UserError(f"{self.engine.name} ended with {code}: {self._said()}", f"Its log is {self.log}.")
+            sleep(_POLL_SECONDS)
+        raise UserError(
+            f"{self.engine.name} did not answer within {self._seconds:.0f} seconds: {self._said()}",
+            f"Its log is {self.log}.",
+        )
+
+    def _said(self) -> str:
+        """The last of its log, without what is said of every start."""
+        lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        lines = [line for line in lines if line]
+        telling = [line for line in lines if not _NOISE.match(line)]
+        return " | ".join((telling or lines or ["it printed nothing"])[-_LAST_LINES:])
+
+
+def read_counters(text: str) -> Counters:
+    """From an engine's page of counters in the text format of Prometheus.
+
+    >>> page = 'llamacpp:spec_decode_num_drafts_total 4\\nllamacpp:spec_decode_num_accepted_tokens_total 3'
+    >>> page += '\\nllamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 3'
+    >>> read_counters(page)
+    Counters(rounds=4, drafted=0, accepted=3, by_position=(3,))
+    """
+    sums: dict[str, int] = {}
+    positions: dict[int, int] = {}
+    for name, labels, value in _COUNTER.findall(text):
+        if name == "accepted_tokens_per_pos":
+            if found := _POSITION.search(labels):
+                place = int(found[1])
+                positions[place] = positions.get(place, 0) + int(float(value))
+        else:
+            sums[name] = sums.get(name, 0) + int(float(value))
+    by_position = tuple(positions.get(place, 0) for place in range(max(positions, default=-1) + 1))
+    return Counters(sums.get("drafts", 0), sums.get("draft_tokens", 0), sums.get("accepted_tokens", 0), by_position)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        return int(found.getsockname()[1])

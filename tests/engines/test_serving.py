@@ -1,0 +1,178 @@
+"""Serving engines started, asked and measured: with a server that answers as they do."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headstart.data.conversations import Conversation, write_conversations
+from headstart.errors import UserError
+from headstart.files import read_json
+from headstart.heads import DraftHead
+from headstart.hub.engines import export_for
+from headstart.hub.measured import FILE, EngineTuning, read_engine_tunings, write_engine_tuning
+from headstart.options import EngineOptions
+from headstart.pipeline.in_engine import tune_in_engine
+from headstart.serving import ENGINES, Server
+from headstart.serving.base import Counters, read_counters
+from headstart.target import Target
+from tests.test_cli import refused, works
+
+Made = Callable[[str], tuple[DraftHead, Path]]
+FAKE = Path(__file__).with_name("fake_engine.py")
+
+
+def command(kind: str, fault: str = "none") -> str:
+    return shlex.join([sys.executable, str(FAKE), kind, fault])
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    file = tmp_path / "calibration.jsonl"
+    write_conversations(
+        file, [Conversation(str(n), [5, 6, 7, 8 + n], [False, False, True, True], []) for n in range(3)]
+    )
+    return file
+
+
+@pytest.fixture
+def heads(made: Made, tmp_path: Path) -> Path:
+    """A folder of one's own: tuning writes into it."""
+    folder = tmp_path / "heads"
+    works("export", made("eagle3-reduced")[1], "--out", folder)
+    calibration = read_json(folder / "calibration.json")
+    calibration["acceptance"] = [[0.5, 0.1], [0.4, 0.1], [0.2, 0.1]]
+    (folder / "calibration.json").write_text(json.dumps(calibration))
+    return folder
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, texts: Path, tmp_path: Path) -> None:
+    said = works(
+        *("tune", heads, "--conversations", texts, "--engine", name, "--engine-command", command(name)),
+        *("--engine-target", "target.gguf", "--engine-drafts", "3,1", "--engine-tokens", 9),
+    ).stdout
+    assert "tokens/s" in said and name in said
+    measured = read_engine_tunings(heads)[name]
+    assert [row.drafts for row in measured.rows] == [1, 3] and measured.prompts == 3
+    assert measured.version == {"vllm": "0.0", "llama.cpp": "b0"}[name] and measured.target == "target.gguf"
+    assert measured.same_texts == (6, 6)
+    for row in measured.rows:
+        assert row.accepted == row.by_position[0] == 1 and sum(row.by_position[1:]) == 0
+        taken = (1.5 if row.drafts == 1 else 1.5 + 0.2 + 0.04) * row.plain_ms / row.round_ms
+        assert row.expected == pytest.approx(taken)
+    card = (heads / "README.md").read_text()
+    assert card.count("## In serving engines") == 1 and f"| {name} " in card
+    # Measured again, it is said once; exports use the number and their card has the figures.
+    write_engine_tuning(heads, paying(measured, 1))
+    done = works("export", heads, "--format", ENGINES[name].format, "--out", tmp_path / "served")
+    served = " ".join(done.stdout.split())
+    assert {"vllm": '"num_speculative_tokens": 1', "llama.cpp": "--spec-draft-n-max 1"}[name] in served
+    assert f"| {name} " in (tmp_path / "served" / "README.md").read_text()
+    write_engine_tuning(heads, paying(measured, 0))
+    served = works("export", heads, "--format", ENGINES[name].format, "--out", tmp_path / "served").stdout
+    assert "no number of drafts pays" in " ".join(served.split())
+
+
+def paying(measured: EngineTuning, drafts: int) -> EngineTuning:
+    """As if so many drafts had been found to pay."""
+    rows = tuple(replace(row, expected=1.5 if row.drafts == drafts else 0.5) for row in measured.rows)
+    return replace(measured, rows=rows)
+
+
+def test_the_figures_stay_when_the_heads_are_tuned_and_copied(heads: Path, texts: Path, tmp_path: Path) -> None:
+    options = ("--conversations", texts, "--engine", "vllm", "--engine-command", command("vllm"))
+    works("tune", heads, *options, "--engine-drafts", "1", "--engine-tokens", 5)
+    works("export", heads, "--out", tmp_path / "copy")
+    assert (tmp_path / "copy" / FILE).read_bytes() == (heads / FILE).read_bytes()
+    assert "machine" not in read_json(heads / FILE)
+    assert str(tmp_path) not in (heads / FILE).read_text()
+
+
+def test_an_engine_that_fails_says_why(heads: Path, texts: Path, tmp_path: Path) -> None:
+    before = {path.name for path in heads.iterdir()}
+    asked = ("tune", heads, "--conversations", texts, "--engine", "vllm", "--engine-command")
+    said = refused(*asked, command("vllm", "start"))
+    assert "ended with 3" in said and "no such layer: midlayer.surprise" in said and "INFO" not in said
+    assert (log := Path(said.split("Its log is ")[1].split()[0].rstrip("."))).is_file(), log
+    assert "the prompt is too long" in refused(*asked, command("vllm", "answer"))
+    assert "drafted nothing" in refused(*asked, command("vllm", "silent"))
+    assert "--engine-command" in refused(*asked, str(tmp_path / "nowhere"))
+    assert {path.name for path in heads.iterdir()} == before
+
+
+def test_bad_input_is_refused(heads: Path, made: Made, texts: Path) -> None:
+    asked = ("tune", heads, "--conversations", texts, "--engine")
+    assert "vllm" in refused(*asked, "vlm")
+    assert "--engine-drafts" in refused(*asked, "vllm", "--engine-drafts", "none")
+    assert "--engine-target" in refused(*asked, "llama.cpp", "--engine-command", command("llama.cpp"))
+    assert "--conversations" in refused("tune", heads, "--engine", "vllm")
+    medusa = made("medusa")[1]
+    assert "EAGLE-3" in refused("tune", medusa, "--conversations", texts, "--engine", "llama.cpp")
+
+
+def test_a_server_is_stopped_with_what_it_started(tmp_path: Path) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"os.execv(sys.executable, [sys.executable, {str(FAKE)!r}, 'vllm', 'none', *sys.argv[1:]])\n"
+    )
+    words = shlex.join([sys.executable, str(script)])
+    with Server(ENGINES["vllm"], "target", (), tmp_path / "log", command=words) as server:
+        assert server.answer([1, 2], 3).tokens == (7, 8, 9)
+        assert server.counters() == Counters()
+        process = server._process
+        assert process is not None
+        group = process.pid
+    assert not [one for one in Path("/proc").glob("[0-9]*/stat") if _in_group(one, group)]
+
+
+def _in_group(stat: Path, group: int) -> bool:
+    try:
+        state, _, found = stat.read_text().rsplit(")", 1)[1].split()[:3]
+    except (OSError, ValueError):
+        return False
+    return int(found) == group and state != "Z"
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    words = shlex.join([sys.executable, "-c", "import time; print('waiting for a device'); time.sleep(60)"])
+    with (
+        pytest.raises(UserError, match="did not answer within"),
+        Server(ENGINES["vllm"], "target", (), tmp_path / "log", command=words, start_seconds=0.5),
+    ):
+        pass
+
+
+def test_the_words_that_are_run_are_those_that_are_printed(made: Made, target: Target, tmp_path: Path) -> None:
+    from headstart.pipeline.in_engine import served_with
+
+    done = export_for(made("eagle3")[1], tmp_path / "served", "vllm")
+    engine = ENGINES["vllm"]
+    with_heads = [*shlex.split(engine.command), target.spec, *served_with(engine, done, 3)]
+    assert with_heads == shlex.split(done.commands["vllm"])
+
+
+def test_counters_add_up_over_engines_of_one_server() -> None:
+    page = 'vllm:spec_decode_num_drafts_total{engine="0"} 3.0\nvllm:spec_decode_num_drafts_total{engine="1"} 2.0\n'
+    page += 'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9\n'
+    assert read_counters(page) == Counters(rounds=5)
+    later = Counters(9, 27, 12, (8, 4))
+    assert later.since(Counters()) == later and later.since(Counters(4, 12, 5, (5,))) == Counters(5, 15, 7, (3, 4))
+
+
+def test_heads_that_are_broken_are_not_asked_about(heads: Path, texts: Path) -> None:
+    (heads / FILE).write_text('{"vllm": {"rows": 3}}')
+    with pytest.raises(UserError, match="Delete it"):
+        read_engine_tunings(heads)
+    from rich.console import Console
+
+    with pytest.raises(UserError, match="Delete it"):
+        tune_in_engine(heads, texts, Console(), None, EngineOptions(engine="vllm", engine_command=command("vllm")))
