@@ -44,9 +44,13 @@ _Heads = Annotated[
 
 def export(
     heads: _Heads = None,
-    format: Annotated[FormatChoice, typer.Option(help="headstart is our own; the others are for engines.")] = (
-        FormatChoice.headstart
-    ),
+    format: Annotated[
+        list[FormatChoice] | None,
+        typer.Option(
+            help="headstart is our own; the others are for engines, and gguf goes with one of them in one folder.",
+            show_default="headstart",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
     dtype: Annotated[
         WeightDtype | None, typer.Option(help="Of the weights; q8_0 in GGUF files alone.", show_default="bfloat16")
@@ -67,6 +71,8 @@ def export(
 
     Example: headstart export runs/quickstart --format vllm --out served
 
+    Example: headstart export runs/quickstart --format vllm --format gguf --out served
+
     Example: headstart export --check served --engine vllm,sglang
     """
     if check is not None:
@@ -84,14 +90,20 @@ def export(
     from headstart.hub import locate
 
     folder = locate(heads)
-    if format is FormatChoice.headstart:
+    formats = format or [FormatChoice.headstart]
+    if FormatChoice.headstart in formats:
+        if len(formats) > 1:
+            raise UserError(
+                "Our own format has a config.json of its own, which engines cannot read.",
+                "Write it into another folder than those for engines.",
+            )
         _copy(folder, out, dtype)
         return
     console = Console()
     with console.status("exporting"):
         from headstart.hub.engines import export_for
 
-        done = export_for(folder, out, format.value, target, dtype.value if dtype else None)
+        done = export_for(folder, out, [one.value for one in formats], target, dtype.value if dtype else None)
     for remark in done.remarks:
         console.print(remark, highlight=False, markup=False, soft_wrap=True)
     say(console, ("Heads", out), *((f"Serve with {name}", command) for name, command in done.commands.items()))
@@ -158,7 +170,7 @@ def _copy(folder: Path, out: Path, dtype: WeightDtype | None) -> None:
 
 def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target: str | None) -> None:
     """Print what is wrong, and exit with 1 if anything is."""
-    from headstart.hub.engines import check_export, format_of
+    from headstart.hub.engines import check_export, formats_of
 
     found = check_export(folder, engines, against, target)
     console = Console()
@@ -167,5 +179,5 @@ def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if found:
         raise typer.Exit(1)
-    names = " and ".join(engines or format_of(folder).engines[:1])
+    names = " and ".join(engines or [one.engines[0] for one in formats_of(folder)])
     console.print(f"{folder} is whole, and {names} reads all of it.", highlight=False, markup=False, soft_wrap=True)

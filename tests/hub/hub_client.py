@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import headstart
 from headstart.errors import UserError
 from headstart.hub import fetch, push
+from headstart.hub.engines import import_heads
 from headstart.target import load_target
 
 
@@ -30,6 +31,10 @@ def do_fetch(repo_id: str, revision: str | None = None) -> dict[str, Any]:
     folder = fetch(repo_id, revision)
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return {"folder": str(folder), "files": files}
+
+
+def do_import(source: str, target: str, out: str) -> dict[str, Any]:
+    return {"family": import_heads(source, load_target(target, dtype="float32"), Path(out)).family}
 
 
 def do_generate(heads: str, target: str | None, prompt: str, revision: str | None = None) -> dict[str, Any]:
@@ -55,6 +60,7 @@ def main() -> None:
         "target": do_target,
         "push": do_push,
         "fetch": do_fetch,
+        "import": do_import,
         "generate": do_generate,
         "transformers": do_transformers,
     }

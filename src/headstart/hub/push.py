@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import huggingface_hub
 from headstart.errors import UserError
 from headstart.files import read_json
 from headstart.heads.io import CONFIG, WEIGHTS, heads_folder
+from headstart.hub.engines import check_export
+from headstart.hub.engines.card import ENGINE_FILES, is_engine_folder
 from headstart.hub.format import CARD, FILES, check_folder
 from headstart.hub.pull import HUB_ID
 from headstart.network import LOGIN, explained
@@ -49,7 +52,7 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
     name and fingerprint, and whoever loads the heads says where it lies.
 
     Args:
-        folder: what `export_heads` wrote, or the folder of the run it belongs to.
+        folder: what `export_heads` or an export for engines wrote, or the folder of the run it belongs to.
         repo_id: user/name.
         private: create the repository for its owner's eyes only; one that exists has to be private already.
         dry_run: only say what would be uploaded; nothing is sent and no token is needed.
@@ -60,14 +63,18 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
             that should be private is public, or the Hub cannot be reached.
     """
     folder = heads_folder(folder)
-    check_folder(folder)
-    if not (folder / CARD).is_file():
-        raise UserError(f"{folder} has no {CARD}.", "Export the heads again; the model card is written with them.")
     if not HUB_ID.fullmatch(repo_id):
         raise UserError(f"{repo_id!r} is not a Hub id.", "Write it as user/name.")
-    contents = _contents(folder)
+    known: Sequence[str] = ENGINE_FILES
+    if is_engine_folder(folder):
+        contents = _engine_contents(folder)
+    else:
+        check_folder(folder)
+        if not (folder / CARD).is_file():
+            raise UserError(f"{folder} has no {CARD}.", "Export the heads again; the model card is written with them.")
+        contents, known = _contents(folder), FILES
     files = tuple((name, _size(content)) for name, content in contents.items())
-    left_out = _left_out(folder)
+    left_out = _left_out(folder, known)
     if dry_run:
         return Upload(repo_id, files, left_out)
     if huggingface_hub.get_token() is None:
@@ -100,6 +107,28 @@ def _contents(folder: Path) -> dict[str, bytes | Path]:
     }
 
 
+def _engine_contents(folder: Path) -> dict[str, bytes | Path]:
+    """The same of a folder for engines, which its own check must find whole."""
+    if found := check_export(folder):
+        raise UserError(f"{found[0].engine} cannot serve {folder}: {found[0].problem}", found[0].remedy)
+    contents: dict[str, bytes | Path] = {name: folder / name for name in ENGINE_FILES if (folder / name).is_file()}
+    if CONFIG in contents:
+        config = (folder / CONFIG).read_text(encoding="utf-8")
+        for path in sorted(filter(_is_local, _strings(json.loads(config))), key=len, reverse=True):
+            config = config.replace(json.dumps(path), json.dumps(Path(path).name))
+        contents[CONFIG] = config.encode()
+    return contents
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in what a JSON file holds, its keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
+
+
 def _is_text(path: Path) -> bool:
     return path.is_file() and path.name != WEIGHTS
 
@@ -126,9 +155,9 @@ def _size(content: bytes | Path) -> int:
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
-def _left_out(folder: Path) -> tuple[str, ...]:
+def _left_out(folder: Path, files: Sequence[str]) -> tuple[str, ...]:
     """What is not ours, folders with a slash; of a folder with something of ours, what in it is not."""
-    ours = {part for name in FILES for part in (name, name.partition("/")[0])}
+    ours = {part for name in files for part in (name, name.partition("/")[0])}
     found = []
     for path in [
         *folder.iterdir(),

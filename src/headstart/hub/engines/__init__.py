@@ -13,6 +13,7 @@ from headstart.hub.engines.export import (
     export_for,
     format_named,
     format_of,
+    formats_of,
 )
 from headstart.hub.engines.importing import import_heads
 
@@ -28,5 +29,6 @@ __all__ = [
     "export_for",
     "format_named",
     "format_of",
+    "formats_of",
     "import_heads",
 ]

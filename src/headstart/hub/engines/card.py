@@ -18,6 +18,16 @@ MARK = "<!-- written by headstart export -->"
 """By which a folder is known as one that may be written anew."""
 
 
+ENGINE_FILES = ("README.md", "config.json", "heads.gguf", "model.safetensors")
+"""All that a folder of formats of engines holds."""
+
+
+def is_engine_folder(folder: Path) -> bool:
+    """Whether `export` wrote a folder for engines."""
+    card = folder / "README.md"
+    return card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace")
+
+
 def write_engine_card(
     folder: Path,
     formats: Sequence[Format],

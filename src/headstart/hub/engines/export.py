@@ -14,8 +14,9 @@ from headstart.heads import DraftHead, families
 from headstart.heads.io import WEIGHTS, build_heads, heads_folder
 from headstart.heads.published import Published, digest
 from headstart.hub.engines.base import Finding, Format, TargetFacts
-from headstart.hub.engines.card import MARK, write_engine_card
+from headstart.hub.engines.card import ENGINE_FILES, is_engine_folder, write_engine_card
 from headstart.hub.engines.facts import facts_of_heads
+from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.gguf import Gguf
 from headstart.hub.engines.huggingface import rounded
 from headstart.hub.engines.sglang import Sglang
@@ -36,7 +37,7 @@ class Exported:
 
     Attributes:
         folder: where.
-        format: its name.
+        formats: their names.
         published: the heads, as engines know them.
         facts: of their target.
         drafts: tokens of the chain by engine, where they were measured.
@@ -44,7 +45,7 @@ class Exported:
     """
 
     folder: Path
-    format: str
+    formats: tuple[str, ...]
     published: Published
     facts: TargetFacts
     drafts: Mapping[str, int]
@@ -57,7 +58,8 @@ class Exported:
 
     def commands_with(self, drafts: Mapping[str, int]) -> dict[str, str]:
         """The same with other numbers of drafts."""
-        return FORMATS[self.format].commands(self.folder, self.published, self.facts, drafts)
+        every = (FORMATS[name].commands(self.folder, self.published, self.facts, drafts) for name in self.formats)
+        return {engine: command for commands in every for engine, command in commands.items()}
 
 
 def format_named(name: str) -> Format:
@@ -77,38 +79,51 @@ def engine_names() -> list[str]:
 
 
 def export_for(
-    heads: Path, out: Path, format: str, target: Target | str | None = None, dtype: str | None = None
+    heads: Path,
+    out: Path,
+    formats: str | Sequence[str],
+    target: Target | str | None = None,
+    dtype: str | None = None,
 ) -> Exported:
-    """Write heads in the format of an engine; nothing is left behind when that fails.
+    """Write heads in formats of engines; nothing is left behind when that fails.
 
     Args:
         heads: a folder of heads, or of the run that they belong to.
         out: folder to write; it must not hold anything but an earlier export.
-        format: one of `FORMATS`.
+        formats: of `FORMATS`; several where their files have different names.
         target: where the target is, when it is not where the heads say, or the loaded target.
-        dtype: of the weights; the format's usual one by default.
+        dtype: of the weights; each format's usual one by default.
 
     Raises:
-        UserError: no such heads or format, heads that the format cannot hold, or a folder in use.
+        UserError: no such heads or format, formats whose files would be in each other's way, heads that a format
+            cannot hold, or a folder in use.
     """
-    one = format_named(format)
-    kind = dtype or one.dtypes[0]
-    if kind not in one.dtypes:
-        raise UserError(f"{one.name} has no dtype {kind!r}.", nearest(kind, one.dtypes))
+    asked = [format_named(name) for name in dict.fromkeys([formats] if isinstance(formats, str) else formats)]
+    of_folders = [one.name for one in asked if isinstance(one, FolderFormat)]
+    if len(of_folders) > 1:
+        raise UserError(
+            f"{' and '.join(of_folders)} both write config.json and model.safetensors.",
+            "Write each into a folder of its own; --format gguf goes with any of them.",
+        )
+    for one in asked:
+        if dtype and dtype not in one.dtypes:
+            raise UserError(f"{one.name} has no dtype {dtype!r}.", nearest(dtype, one.dtypes))
     refuse_used(out)
     published, facts = publish(heads, target)
     measured = read_engine_tunings(heads_folder(heads))
-    remarks = [*one.check_heads(published, facts), *_not_paying(one, measured)]
+    remarks = [said for one in asked for said in (*one.check_heads(published, facts), *_not_paying(one, measured))]
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
-        one.write(published, facts, partial, kind)
-        write_engine_card(partial, [one], published, facts, measured)
-        if found := one.check(partial, one.engines[0], None):
-            raise AssertionError(f"an export that its own check refuses: {found[0].problem}")
+        for one in asked:
+            one.write(published, facts, partial, dtype or one.dtypes[0])
+        write_engine_card(partial, asked, published, facts, measured)
+        for one in asked:
+            if found := one.check(partial, one.engines[0], None):
+                raise AssertionError(f"an export that its own check refuses: {found[0].problem}")
 
     write_atomic(out, write)
-    return Exported(out, one.name, published, facts, tuned_drafts(measured), tuple(remarks))
+    return Exported(out, tuple(one.name for one in asked), published, facts, tuned_drafts(measured), tuple(remarks))
 
 
 def _not_paying(one: Format, measured: Mapping[str, EngineTuning]) -> Iterator[str]:
@@ -158,8 +173,8 @@ def refuse_used(out: Path) -> None:
     if not out.is_dir():
         raise UserError(f"{out} is a file.", "Give a folder with --out.")
     names = {path.name for path in out.iterdir()}
-    known = {"README.md", "config.json", "model.safetensors", "heads.gguf"}
-    ours = not names or ("README.md" in names and _is_ours(out))
+    known = set(ENGINE_FILES)
+    ours = not names or is_engine_folder(out)
     if others := sorted(names - known) or ([] if ours else sorted(names)):
         raise UserError(
             f"{out} holds something else, which would be lost: {', '.join(others[:3])}.",
@@ -167,24 +182,25 @@ def refuse_used(out: Path) -> None:
         )
 
 
-def _is_ours(folder: Path) -> bool:
-    return MARK in (folder / "README.md").read_text(encoding="utf-8", errors="replace")
-
-
-def format_of(folder: Path) -> Format:
-    """The format of a folder of heads, whoever wrote it.
+def formats_of(folder: Path) -> list[Format]:
+    """The formats that a folder of heads is in, whoever wrote it; the first one is read where one has to do.
 
     Raises:
         UserError: none that engines read.
     """
-    if folder.suffix == ".gguf" or sorted(folder.glob("*.gguf")):
-        return FORMATS["gguf"]
+    if folder.suffix == ".gguf":
+        return [FORMATS["gguf"]]
     if not folder.is_dir():
         raise UserError(f"No folder at {folder}.", "Give a folder of draft heads, or a GGUF file.")
-    for one in FORMATS.values():
-        if one.holds(folder):
-            return one
-    raise UserError(f"{folder} holds no draft heads.", "Give a folder with config.json, or a GGUF file.")
+    found = [one for one in FORMATS.values() if one.holds(folder)]
+    if not found:
+        raise UserError(f"{folder} holds no draft heads.", "Give a folder with config.json, or a GGUF file.")
+    return found
+
+
+def format_of(folder: Path) -> Format:
+    """The first of `formats_of`."""
+    return formats_of(folder)[0]
 
 
 def check_export(
@@ -194,26 +210,29 @@ def check_export(
 
     Args:
         folder: to check, or a GGUF file.
-        engines: that it is for; the one that its format is mainly for by default.
+        engines: that it is for; those that its formats are mainly for by default.
         against: heads of ours that it should hold: settings and numbers are compared.
         target: of these heads, where it is not where they say.
 
     Raises:
         UserError: no such folder or engine.
     """
-    one = format_of(folder)
+    formats = formats_of(folder)
+    read_by = {engine: one for one in reversed(formats) for engine in one.engines}
     for engine in engines:
         if engine not in engine_names():
             raise UserError(f"Unknown engine {engine!r}.", nearest(engine, engine_names()))
-        if engine not in one.engines:
+        if engine not in read_by:
             raise UserError(
-                f"{engine} does not read the format {one.name}, which {folder} has.",
+                f"{engine} does not read the format {' or '.join(one.name for one in formats)}, which {folder} has.",
                 f"Export with --format {next(name for name, other in FORMATS.items() if engine in other.engines)}.",
             )
     held, facts = (None, None) if against is None else publish(against, target)
-    found = [finding for engine in engines or one.engines[:1] for finding in one.check(folder, engine, facts)]
+    asked = engines or [one.engines[0] for one in formats]
+    found = [finding for engine in asked for finding in read_by[engine].check(folder, engine, facts)]
     if held is not None and not found:
-        found += _compare(one, folder, one.as_held(held))
+        for one in dict.fromkeys(read_by[engine] for engine in asked):
+            found += _compare(one, folder, one.as_held(held))
     return found
 
 
