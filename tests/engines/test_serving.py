@@ -22,6 +22,7 @@ from headstart.pipeline.in_engine import tune_in_engine
 from headstart.serving import ENGINES, Server
 from headstart.serving.base import Counters, read_counters
 from headstart.target import Target
+from tests.test_benchmarks import script
 from tests.test_cli import refused, works
 
 Made = Callable[[str], tuple[DraftHead, Path]]
@@ -176,3 +177,14 @@ def test_heads_that_are_broken_are_not_asked_about(heads: Path, texts: Path) -> 
 
     with pytest.raises(UserError, match="Delete it"):
         tune_in_engine(heads, texts, Console(), None, EngineOptions(engine="vllm", engine_command=command("vllm")))
+
+
+def test_the_benchmark_of_engines(heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["--engine", "vllm", "--engine-command", command("vllm"), "--limit", "2", "--max-new-tokens", "7"]
+    more = ["--dtype", "float32", "--drafts", "1", "3", "--out", str(tmp_path / "out")]
+    script("engines", monkeypatch).main([str(heads), *asked, *more])
+    rows = read_json(tmp_path / "out" / "vllm.json")["rows"]
+    assert [row["drafts"] for row in rows] == [1, 3] and all(row["accepted"] == 1 for row in rows)
+    for row in rows:
+        assert row["our_accepted"] == pytest.approx(sum(row["our_accepted_by_position"]))
+        assert len(row["our_accepted_by_position"]) == row["drafts"] and row["our_rounds"] >= 2

@@ -5,7 +5,7 @@ What heads look like in an engine's files is the business of `headstart.hub.engi
 
 from headstart.serving.base import Engine, EngineAnswer, Server
 from headstart.serving.llama_cpp import LlamaCpp
-from headstart.serving.tune import DRAFTS, tune_engine
+from headstart.serving.tune import DRAFTS, measure_drafts, tune_engine
 from headstart.serving.vllm import Vllm
 
 ENGINES: dict[str, Engine] = {one.name: one for one in (Vllm(), LlamaCpp())}
@@ -16,5 +16,6 @@ __all__ = [
     "Engine",
     "EngineAnswer",
     "Server",
+    "measure_drafts",
     "tune_engine",
 ]

@@ -1,0 +1,145 @@
+"""Heads in a real serving engine: as many drafts accepted as by our decoder's chain, and how much faster?
+
+    python benchmarks/engines.py runs/quickstart/heads --engine vllm --questions mt_bench.jsonl --limit 24 \\
+        --engine-command "engines/vllm/bin/vllm serve" --engine-arguments "--dtype bfloat16 --max-model-len 2048"
+
+Exports the heads, serves the target twice, with them and without, and asks both the same questions in turns, greedily,
+another one first each time. Our own decoder then drafts chains of the same length for the same prompts. Accepted drafts
+a round should be the same but for near-ties, which engines round otherwise; tokens a second are over the engine's own
+plain decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from never_slower import prompts_of
+from record import record
+from tables import table
+
+import headstart
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.heads import HeadDrafter
+from headstart.eval.measure import environment
+from headstart.files import read_json, write_text
+from headstart.hub.engines import export_for
+from headstart.hub.format import CALIBRATION
+from headstart.pipeline.in_engine import served_with
+from headstart.serving import ENGINES, Server, measure_drafts
+from headstart.target import Target, TreeShape
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads", type=Path, help="a folder of heads")
+    parser.add_argument("--engine", choices=list(ENGINES), required=True)
+    parser.add_argument("--engine-command", default="", help="what starts it")
+    parser.add_argument("--engine-target", default="", help="the target as the engine takes it")
+    parser.add_argument("--engine-arguments", default="", help="more of its own")
+    parser.add_argument("--questions", type=Path, help="JSONL, as of `headstart eval`; by default a few of our own")
+    parser.add_argument("--limit", type=int, default=24)
+    parser.add_argument("--drafts", nargs="+", type=int, default=[3])
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--target", help="where it is, when it is not where the heads say")
+    parser.add_argument("--dtype", default="bfloat16", help="of our decoder")
+    parser.add_argument("--weights", help="dtype of the exported heads")
+    parser.add_argument("--out", type=Path, default=Path("out/engines"))
+    options = parser.parse_args(arguments)
+
+    engine = ENGINES[options.engine]
+    decoder = headstart.load(options.heads, options.target, dtype=options.dtype)
+    prompts = prompts_of(decoder.target, options.questions, options.limit)
+    acceptance = read_json(options.heads / CALIBRATION)["acceptance"]
+    rows: list[dict[str, Any]] = []
+    with TemporaryDirectory() as place:
+        exported = export_for(options.heads, Path(place) / "heads", engine.format, options.target, options.weights)
+        served = options.engine_target or engine.own_target(exported.facts.folder, exported.facts.gguf)
+
+        def start(drafting: Sequence[str], name: str) -> Server:
+            log = options.out / f"{engine.name}-{name}.log"
+            return Server(
+                engine, served, drafting, log, command=options.engine_command, options=options.engine_arguments
+            )
+
+        with start((), "plain") as plain:
+            for drafts in options.drafts:
+                with start(served_with(engine, exported, drafts), f"{drafts}-drafts") as drafted:
+                    found, same = measure_drafts(plain, drafted, drafts, prompts, acceptance, options.max_new_tokens)
+                rows.append(
+                    {
+                        "engine": engine.name,
+                        "version": plain.version(),
+                        "served": Path(served).name,
+                        "drafts": drafts,
+                        "questions": len(prompts),
+                        "tokens_per_second": found.tokens_per_second,
+                        "plain_tokens_per_second": found.plain_tokens_per_second,
+                        "speedup": found.speedup,
+                        "round_ms": found.round_ms,
+                        "plain_ms": found.plain_ms,
+                        "accepted": found.accepted,
+                        "accepted_by_position": list(found.by_position),
+                        "same_texts": same,
+                        "expected": found.expected,
+                    }
+                )
+    for row in rows:
+        row |= ours(decoder.target, HeadDrafter(decoder.heads, TreeShape.chain(row["drafts"])), prompts, options)
+        row["accepted_over_ours"] = row["accepted"] / row["our_accepted"] if row["our_accepted"] else None
+    settings = {
+        "max_new_tokens": options.max_new_tokens,
+        "arguments": options.engine_arguments,
+        "weights": options.weights,
+    }
+    what = f"Heads in {engine.name} beside our own decoder's chain on the same questions, greedy, batch size 1."
+    file = options.out / f"{engine.name}.json"
+    record(file, what, rows, environment(decoder.target), __file__, arguments, settings, {"rows": rows})
+    write_text(file.with_suffix(".md"), report(rows))
+    print(report(rows))
+
+
+def ours(target: Target, drafter: HeadDrafter, prompts: Sequence[list[int]], options: Any) -> dict[str, Any]:
+    """Drafts that our decoder accepts in chains of the same length, a round, and at each place."""
+    engine, asked = Engine(target, drafter), DecodeOptions(options.max_new_tokens, draft="on")
+    rounds = [one for prompt in prompts for one in engine.generate([prompt], asked)[0].rounds if one.nodes > 1]
+    depth = max((one.nodes for one in rounds), default=1)
+    places = [sum(one.emitted > place for one in rounds) / len(rounds) for place in range(1, depth)]
+    return {"our_accepted": sum(places), "our_accepted_by_position": places, "our_rounds": len(rounds)}
+
+
+def report(rows: Sequence[dict[str, Any]]) -> str:
+    """A row for each number of drafts."""
+    head = ["engine", "served", "drafts", "plain tokens/s", "with heads", "speed-up", "accepted a round", "ours"]
+    head += ["of ours", "same texts", "round", "plain step"]
+    lines = [
+        [
+            f"{row['engine']} {row['version']}".strip(),
+            row["served"],
+            row["drafts"],
+            f"{row['plain_tokens_per_second']:.1f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['accepted']:.3f} ({places(row['accepted_by_position'])})",
+            f"{row['our_accepted']:.3f} ({places(row['our_accepted_by_position'])})",
+            "–" if row["accepted_over_ours"] is None else f"{100 * row['accepted_over_ours']:.1f} %",
+            f"{row['same_texts']} of {row['questions']}",
+            f"{row['round_ms']:.1f} ms",
+            f"{row['plain_ms']:.1f} ms",
+        ]
+        for row in rows
+    ]
+    return table(head, lines) + "\n"
+
+
+def places(shares: Sequence[float]) -> str:
+    """Shares by place of the chain."""
+    return " / ".join(f"{share:.2f}" for share in shares)
+
+
+if __name__ == "__main__":
+    main()
