@@ -115,7 +115,41 @@ def foreign(layout: str, target: Target, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["safeailab", "specforge", "speculators", "eagle", "medusa"])
+LAYOUTS = ("safeailab", "specforge", "speculators", "eagle", "medusa")
+IDS = {"safeailab": [2, 4, 5], "specforge": [2, 3, 5], "speculators": [2, 3, 5]}
+"""The layers that each means, as transformers' hidden_states."""
+
+
+def in_other_words(layout: str, folder: Path, out: Path, vocab: int) -> Path:
+    """The same checkpoint as the reference readers take it, said again by hand: nothing of headstart reads it."""
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    if layout == "medusa":
+        said = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1, "vocab_size": vocab}
+        said |= {"medusa_fc_bias": True, "original_lm_head": False}
+        names = {f"{head}.0.linear": f"blocks.{head}.layers.0" for head in range(2)}
+        names |= {f"{head}.1": f"lm_heads.{head}" for head in range(2)}
+        tensors = {f"{names[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}": one for name, one in tensors.items()}
+    else:
+        said = {**config.get("transformer_layer_config", {}), **config, "head_dim": 16, "rope_theta": 5000.0}
+        said |= {"fc_norm": False, "norm_output": False, "norm_before_residual": False}
+        if layout in IDS:
+            said["eagle_aux_hidden_state_layer_ids"] = IDS[layout]
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(said))
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_imported_heads_draft_as_the_reader_of_the_checkpoint_does(layout: str, target: Target, tmp_path: Path) -> None:
+    folder = foreign(layout, target, tmp_path / "theirs")
+    heads = import_heads(folder, target, tmp_path / "ours")
+    chain = CHAIN[: heads.draft_steps]
+    theirs_KV = read("vllm", in_other_words(layout, folder, tmp_path / "said", target.vocab_size), target, chain)
+    assert off(ours(heads, target, chain), theirs_KV) < 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_published_layout_drafts_as_its_reader_does(layout: str, target: Target, tmp_path: Path) -> None:
     folder = foreign(layout, target, tmp_path / "theirs")
     heads = import_heads(folder, target, tmp_path / "ours")
@@ -137,8 +171,7 @@ def test_every_published_layout_drafts_as_its_reader_does(layout: str, target: T
             own = name.replace("layers.0.", "midlayer.") if layout == "speculators" else name
             base, _, kind = own.rpartition(".")
             assert torch.equal(again[f"{names.get(base, base)}.{kind}" if layout == "medusa" else own], tensor), name
-    taps = {"safeailab": (2, 4, 5), "specforge": (2, 3, 5), "speculators": (2, 3, 5)}
-    assert heads.aux_layers == taps.get(layout, (FINAL,))
+    assert list(heads.aux_layers) == IDS.get(layout, [FINAL])
     assert heads.draft_steps == {"speculators": 4, "medusa": 2}.get(layout, 5)
 
 
