@@ -160,11 +160,19 @@ def layer_tensors(layer: LayerSizes, size: int, inputs: int, number: int) -> dic
     }
 
 
+EMBEDDINGS = "embed_tokens.weight"
+
+
 def digest(published: Published) -> str:
-    """A hash of the settings and of every number, in float32: what a file keeps of heads, to be known again."""
+    """A hash of the settings and of every number, in float32: what a file keeps of heads, to be known again.
+
+    EAGLE-3 heads read the target's own embeddings, which some files hold beside them: those are not the heads'.
+    """
     found = hashlib.sha256(json.dumps(published.settings, sort_keys=True, default=list).encode())
     ids_D = published.draft_ids_D
     tensors = dict(published.tensors)
+    if published.layout is Layout.EAGLE3:
+        tensors.pop(EMBEDDINGS, None)
     if ids_D is not None:
         tensors["draft_ids"] = ids_D
     for name in sorted(tensors):

@@ -102,12 +102,14 @@ class Format(ABC):
         engines: that read it.
         about: one line for help texts.
         dtypes: that weights can be written in, the usual one first.
+        holds_embeddings: whether its files have the target's embeddings beside the heads.
     """
 
     name: str
     engines: tuple[str, ...]
     about: str
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    holds_embeddings: bool = False
 
     @abstractmethod
     def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:

@@ -12,7 +12,7 @@ from headstart.errors import UserError, nearest
 from headstart.files import write_atomic
 from headstart.heads import DraftHead, families
 from headstart.heads.io import WEIGHTS, build_heads, heads_folder
-from headstart.heads.published import Published, digest
+from headstart.heads.published import EMBEDDINGS, Published, digest
 from headstart.hub.engines.base import Finding, Format, TargetFacts
 from headstart.hub.engines.card import ENGINE_FILES, is_engine_folder, write_engine_card
 from headstart.hub.engines.facts import facts_of_heads
@@ -116,7 +116,10 @@ def export_for(
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
         for one in asked:
-            one.write(published, facts, partial, dtype or one.dtypes[0])
+            held = published
+            if one.holds_embeddings:
+                held = held.with_tensors({**held.tensors, EMBEDDINGS: _loaded(target, facts).embedding_weight.detach()})
+            one.write(held, facts, partial, dtype or one.dtypes[0])
         write_engine_card(partial, asked, published, facts, measured)
         for one in asked:
             if found := one.check(partial, one.engines[0], None):
@@ -151,15 +154,20 @@ def publish(heads: Path, target: Target | str | None = None) -> tuple[Published,
         built.publish()  # says why not
     facts = facts_of_heads(folder, None if isinstance(target, Target) else target)
     if built.publishing_reads_target:
-        if not isinstance(target, Target):
-            if not facts.spec:
-                raise UserError(
-                    f"Exporting these heads reads weights of {facts.name}, which is not on this machine.",
-                    "Say where it is with --target.",
-                )
-            target = load_target(facts.spec, "float32", "cpu")
-        built.bind(target)
+        built.bind(_loaded(target, facts))
     return built.float().publish(), facts
+
+
+def _loaded(target: Target | str | None, facts: TargetFacts) -> Target:
+    """The target itself, where files hold weights of it."""
+    if isinstance(target, Target):
+        return target
+    if not facts.spec:
+        raise UserError(
+            f"Exporting these heads reads weights of {facts.name}, which is not on this machine.",
+            "Say where it is with --target.",
+        )
+    return load_target(facts.spec, "float32", "cpu")
 
 
 def refuse_used(out: Path) -> None:

@@ -33,6 +33,8 @@ class Speculators(FolderFormat):
     name = "speculators"
     engines = ("speculators", "vllm")
     about = "a folder of the speculators library, which vLLM loads too"
+    # The library's classes fill embeddings that a file lacks with zeros, whatever the target has.
+    holds_embeddings = True
 
     def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
         if published.layout is not Layout.EAGLE3:

@@ -1,0 +1,149 @@
+"""Do the speculators library's own classes load what we export, and do we import what they save?
+
+    python benchmarks/speculators_load.py HEADS
+
+Run it where `speculators` is installed beside headstart; it needs no GPU and no server. The library loads our export:
+each tensor of the file must be in the model, bit for bit, and what the model has beyond the file must be the target's.
+Then both draft from the same states. The other way round a model of theirs with random weights is saved by their
+`save_pretrained`, imported, and both draft again. Draft logits are compared as a share of the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from record import record
+from safetensors.torch import load_file
+from tables import table
+from torch import Tensor
+
+from headstart.eval.measure import environment
+from headstart.files import write_text
+from headstart.heads import DraftHead
+from headstart.heads.io import load_heads
+from headstart.hub.engines import export_for, import_heads
+from headstart.target import Target, load_target
+
+OF_THE_TARGET = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
+"""Tensors that the library takes from the verifier."""
+TEXT = "Speculative decoding drafts several tokens and verifies them in one pass, which is"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    classes: Any = import_module("speculators")
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads", type=Path, help="a folder of EAGLE-3 heads")
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--out", type=Path, default=Path("out/speculators"))
+    options = parser.parse_args(arguments)
+    target = load_target(options.target, "float32", "cpu")
+    rows = []
+    with TemporaryDirectory() as place:
+        export_for(options.heads, Path(place) / "ours", "speculators", dtype="float32")
+        file = load_file(Path(place) / "ours" / "model.safetensors")
+        model = classes.SpeculatorModel.from_pretrained(str(Path(place) / "ours")).float().eval()
+        state = model.state_dict()
+        rows.append(
+            {
+                "what": "our export, loaded by their classes",
+                "tensors": len(file),
+                "equal": sum(
+                    torch.equal(state[name].to(one.dtype), one) for name, one in file.items() if name in state
+                ),
+                "not_of_the_file": sorted(set(state) - set(file) - OF_THE_TARGET),
+                "logits_off": off(theirs(model, target), own(load_heads(options.heads, target).float(), target)),
+            }
+        )
+        with torch.no_grad():
+            random = torch.Generator().manual_seed(0)
+            for name, one in model.named_parameters():
+                if name not in OF_THE_TARGET:
+                    one.add_(0.02 * torch.randn(one.shape, generator=random))
+        model.save_pretrained(Path(place) / "theirs")
+        heads = import_heads(Path(place) / "theirs", target, Path(place) / "imported")
+        file, kept = load_file(Path(place) / "theirs" / "model.safetensors"), heads.publish().tensors
+        rows.append(
+            {
+                "what": "saved by their classes, imported",
+                "tensors": len(kept),
+                "equal": sum(torch.equal(file[name].float(), one.float()) for name, one in kept.items()),
+                "not_of_the_file": sorted(set(kept) - set(file)),
+                "logits_off": off(theirs(model, target), own(heads.float(), target)),
+            }
+        )
+    what = "EAGLE-3 heads between headstart and the speculators library, float32; differences of draft logits."
+    file_out = options.out / "speculators.json"
+    record(file_out, what, rows, environment(target), __file__, arguments, {"target": options.target}, {"rows": rows})
+    write_text(file_out.with_suffix(".md"), report(rows))
+    print(report(rows))
+
+
+@torch.no_grad()
+def theirs(model: Any, target: Target) -> Tensor:
+    """Draft logits of their forward at the last position [D]."""
+    tokens = target.tokenizer.encode(TEXT)
+    kept: list[Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda _, __, logits: kept.append(logits))
+    try:
+        model(
+            hidden_states=hidden(target, tokens, model.config.eagle_aux_hidden_state_layer_ids)[:, :-1],
+            input_ids=torch.tensor([tokens[1:]]),
+            document_ids=torch.zeros(1, len(tokens) - 1, dtype=torch.long),
+            ttt_steps=1,
+        )
+    finally:
+        handle.remove()
+    return kept[0][0, -1]
+
+
+@torch.no_grad()
+def own(heads: DraftHead, target: Target) -> Tensor:
+    """Ours after the same token [D]."""
+    *text, last = target.tokenizer.encode(TEXT)
+    states = target.prefill(target.new_cache(1, len(text)), [text], heads.aux_layers).aux_hidden_states
+    session = heads.prefill([text], states)
+    return heads.draft_step(session, torch.tensor([[last]]), torch.zeros(1, 1, dtype=torch.long), 0)[0, 0]
+
+
+@torch.no_grad()
+def hidden(target: Target, tokens: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """The aux hidden states side by side [1, T, layers * E]."""
+    found = target.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return torch.cat([found[layer] for layer in layers], dim=-1)
+
+
+def off(theirs_D: Tensor, ours_D: Tensor) -> float:
+    """The largest difference as a share of the largest logit."""
+    return float((theirs_D - ours_D).abs().max() / ours_D.abs().max())
+
+
+def report(rows: Sequence[dict[str, Any]]) -> str:
+    """A row for each direction."""
+    head = ["", "tensors", "equal", "neither in the file nor the target's", "logits off by"]
+    return (
+        table(
+            head,
+            [
+                [
+                    row["what"],
+                    row["tensors"],
+                    row["equal"],
+                    ", ".join(row["not_of_the_file"]) or "–",
+                    f"{row['logits_off']:.1e}",
+                ]
+                for row in rows
+            ],
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
