@@ -34,13 +34,14 @@ def arms_of(target: Target) -> dict[str, list[str]]:
     def aux_layers(deepest: int) -> str:
         return f"heads.aux_layers={[*early, deepest]}"
 
-    start, normed = ["heads.family=eagle3", "heads.init=transition"], "heads.norm_before_residual=true"
+    plain, normed = "heads.norm_before_residual=false", "heads.norm_before_residual=true"
+    start = ["heads.family=eagle3", "heads.init=transition"]
     return {
         "transition heads": ["heads.family=transition", aux_layers(-1)],
-        "EAGLE-3 as published": ["heads.family=eagle3", aux_layers(max(1, layers - 3))],
+        "EAGLE-3 as published": ["heads.family=eagle3", "heads.init=target", plain, aux_layers(max(1, layers - 3))],
         f"layer {layers}, normed residual": [*start, normed, aux_layers(layers)],
         f"layer {layers - 1}, normed residual": [*start, normed, aux_layers(layers - 1)],
-        f"layer {layers - 1}, plain residual": [*start, aux_layers(layers - 1)],
+        f"layer {layers - 1}, plain residual": [*start, plain, aux_layers(layers - 1)],
     }
 
 

@@ -79,18 +79,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         "questions": len(prompts),
                         "tokens_per_second": found.tokens_per_second,
                         "plain_tokens_per_second": found.plain_tokens_per_second,
-                        "speedup": found.speedup,
+                        "over_plain": found.speedup,
                         "round_ms": found.round_ms,
                         "plain_ms": found.plain_ms,
-                        "accepted": found.accepted,
-                        "accepted_by_position": list(found.by_position),
+                        "accepted_per_round": found.accepted,
+                        "acceptance_by_place": list(found.by_position),
                         "same_texts": same,
-                        "expected": found.expected,
+                        "over_plain_expected": found.expected,
                     }
                 )
     for row in rows:
         row |= ours(decoder.target, HeadDrafter(decoder.heads, TreeShape.chain(row["drafts"])), prompts, options)
-        row["accepted_over_ours"] = row["accepted"] / row["our_accepted"] if row["our_accepted"] else None
+        row["share_of_ours"] = (
+            row["accepted_per_round"] / row["our_accepted_per_round"] if row["our_accepted_per_round"] else None
+        )
     settings = {
         "max_new_tokens": options.max_new_tokens,
         "arguments": options.engine_arguments,
@@ -109,7 +111,7 @@ def ours(target: Target, drafter: HeadDrafter, prompts: Sequence[list[int]], opt
     rounds = [one for prompt in prompts for one in engine.generate([prompt], asked)[0].rounds if one.nodes > 1]
     depth = max((one.nodes for one in rounds), default=1)
     places = [sum(one.emitted > place for one in rounds) / len(rounds) for place in range(1, depth)]
-    return {"our_accepted": sum(places), "our_accepted_by_position": places, "our_rounds": len(rounds)}
+    return {"our_accepted_per_round": sum(places), "our_acceptance_by_place": places, "our_rounds": len(rounds)}
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
@@ -123,10 +125,10 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
             row["drafts"],
             f"{row['plain_tokens_per_second']:.1f}",
             f"{row['tokens_per_second']:.1f}",
-            f"{row['speedup']:.2f}x",
-            f"{row['accepted']:.3f} ({places(row['accepted_by_position'])})",
-            f"{row['our_accepted']:.3f} ({places(row['our_accepted_by_position'])})",
-            "–" if row["accepted_over_ours"] is None else f"{100 * row['accepted_over_ours']:.1f} %",
+            f"{row['over_plain']:.2f}x",
+            f"{row['accepted_per_round']:.3f} ({places(row['acceptance_by_place'])})",
+            f"{row['our_accepted_per_round']:.3f} ({places(row['our_acceptance_by_place'])})",
+            "–" if row["share_of_ours"] is None else f"{100 * row['share_of_ours']:.1f} %",
             f"{row['same_texts']} of {row['questions']}",
             f"{row['round_ms']:.1f} ms",
             f"{row['plain_ms']:.1f} ms",

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         state = model.state_dict()
         rows.append(
             {
-                "what": "our export, loaded by their classes",
+                "name": "our export, loaded by their classes",
                 "tensors": len(file),
                 "equal": sum(
                     torch.equal(state[name].to(one.dtype), one) for name, one in file.items() if name in state
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         file, kept = load_file(Path(place) / "theirs" / "model.safetensors"), heads.publish().tensors
         rows.append(
             {
-                "what": "saved by their classes, imported",
+                "name": "saved by their classes, imported",
                 "tensors": len(kept),
                 "equal": sum(torch.equal(file[name].float(), one.float()) for name, one in kept.items()),
                 "not_of_the_file": sorted(set(kept) - set(file)),
@@ -132,7 +132,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
             head,
             [
                 [
-                    row["what"],
+                    row["name"],
                     row["tensors"],
                     row["equal"],
                     ", ".join(row["not_of_the_file"]) or "–",

@@ -34,10 +34,10 @@ HEADINGS = {
 
 FORMATS = (
     (r"(speedup|over)_\w+", "{:.2f}x"),
-    (r"tokens_per_second|nodes_per_round|\w*_ms|megaflop\w*", "{:.1f}"),
-    (r"tokens_per_round|\w*tau|acceptance_by_position|top1", "{:.2f}"),
+    (r"\w*tokens_per_second|nodes_per_round|\w*_ms|megaflop\w*", "{:.1f}"),
+    (r"tokens_per_round|\w*tau|\w*acceptance_by_\w+|top1", "{:.2f}"),
     (r"epochs", "{:g}"),
-    (r"accepted_per_round", "{:.3f}"),
+    (r"\w*accepted_per_round", "{:.3f}"),
     (r"\w*seconds", "{:.0f}"),
 )
 """For each kind of key how its numbers are written; any other number has three significant digits."""

@@ -184,7 +184,7 @@ def test_the_benchmark_of_engines(heads: Path, tmp_path: Path, monkeypatch: pyte
     more = ["--dtype", "float32", "--drafts", "1", "3", "--out", str(tmp_path / "out")]
     script("engines", monkeypatch).main([str(heads), *asked, *more])
     rows = read_json(tmp_path / "out" / "vllm.json")["rows"]
-    assert [row["drafts"] for row in rows] == [1, 3] and all(row["accepted"] == 1 for row in rows)
+    assert [row["drafts"] for row in rows] == [1, 3] and all(row["accepted_per_round"] == 1 for row in rows)
     for row in rows:
-        assert row["our_accepted"] == pytest.approx(sum(row["our_accepted_by_position"]))
-        assert len(row["our_accepted_by_position"]) == row["drafts"] and row["our_rounds"] >= 2
+        assert row["our_accepted_per_round"] == pytest.approx(sum(row["our_acceptance_by_place"]))
+        assert len(row["our_acceptance_by_place"]) == row["drafts"] and row["our_rounds"] >= 2
