@@ -36,13 +36,13 @@ TEXT = "Speculative decoding drafts several tokens and verifies them in one pass
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    classes: Any = import_module("speculators")
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("heads", type=Path, help="a folder of EAGLE-3 heads")
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--out", type=Path, default=Path("out/speculators"))
     options = parser.parse_args(arguments)
+
+    classes: Any = import_module("speculators")
     target = load_target(options.target, "float32", "cpu")
     rows = []
     with TemporaryDirectory() as place:
