@@ -46,6 +46,12 @@ class Counters:
     accepted: int = 0
     by_position: tuple[int, ...] = ()
 
+    def __add__(self, other: Counters) -> Counters:
+        size = max(len(self.by_position), len(other.by_position))
+        mine, theirs = ((*one.by_position, *[0] * size)[:size] for one in (self, other))
+        added = tuple(one + more for one, more in zip(mine, theirs, strict=True))
+        return Counters(self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted, added)
+
     def since(self, before: Counters) -> Counters:
         """What was added to an earlier count."""
         earlier = (*before.by_position, *[0] * len(self.by_position))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -66,12 +67,32 @@ def tune_engine(
             progress(f"starting {engine.name} with {count} drafts")
             with start(drafting(count), f"drafts-{count}") as drafted:
                 progress(f"asking {engine.name} with {count} drafts")
-                row, equal = measure_drafts(plain, drafted, count, prompts, acceptance, max_new_tokens)
-            rows.append(row)
-            same, asked = same + equal, asked + len(prompts)
+                found = measure_drafts(plain, drafted, count, prompts, acceptance, max_new_tokens)
+            rows.append(found.row)
+            same, asked = same + found.same, asked + len(prompts)
     return EngineTuning(
         engine.name, version, target, len(prompts), max_new_tokens, (same, asked), tuple(rows), environment or {}
     )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A number of drafts beside plain decoding.
+
+    Attributes:
+        row: its figures.
+        plain: the answers' tokens without heads.
+        drafted: with them.
+    """
+
+    row: DraftsRow
+    plain: Sequence[tuple[int, ...]]
+    drafted: Sequence[tuple[int, ...]]
+
+    @property
+    def same(self) -> int:
+        """Answers that are the same."""
+        return sum(one == other for one, other in zip(self.plain, self.drafted, strict=True))
 
 
 def measure_drafts(
@@ -81,8 +102,8 @@ def measure_drafts(
     prompts: Sequence[Sequence[int]],
     acceptance: Sequence[Sequence[float]],
     max_new_tokens: int,
-) -> tuple[DraftsRow, int]:
-    """Ask both servers the same prompts in turns, another one first each time; also how many answers were the same.
+) -> Compared:
+    """Ask both servers the same prompts in turns, another one first each time.
 
     Raises:
         UserError: the one with heads drafted nothing.
@@ -90,14 +111,15 @@ def measure_drafts(
     servers = (plain, drafted)
     for server in servers:
         server.answer(prompts[0], min(8, max_new_tokens))  # buffers are made and caches are warmed
-    before = drafted.counters()
+    counted = Counters()
     answers: tuple[list[EngineAnswer], list[EngineAnswer]] = ([], [])
     reading = [0.0, 0.0]
     for number, prompt in enumerate(prompts):
         for which in (0, 1) if number % 2 else (1, 0):
             reading[which] += servers[which].answer(prompt, 1).seconds
+            before = servers[which].counters()
             answers[which].append(servers[which].answer(prompt, max_new_tokens))
-    counted = drafted.counters().since(before)
+            counted += servers[which].counters().since(before)
     if not counted.rounds or not counted.drafted:
         raise UserError(
             f"{drafted.engine.name} loaded the heads and drafted nothing.", f"Its log, {drafted.log}, may say why."
@@ -118,7 +140,7 @@ def measure_drafts(
         plain_tokens_per_second=plain_tokens / plain_seconds,
         expected=(1 + sum(accumulate(alone, mul))) * plain_ms / round_ms,
     )
-    return row, sum(own.tokens == other.tokens for own, other in zip(*answers, strict=True))
+    return Compared(row, [one.tokens for one in answers[0]], [one.tokens for one in answers[1]])
 
 
 def positions(counted: Counters) -> tuple[float, ...]:
