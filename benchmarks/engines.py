@@ -3,10 +3,10 @@
     python benchmarks/engines.py runs/quickstart/heads --engine vllm --questions mt_bench.jsonl --limit 24 \\
         --engine-command "engines/vllm/bin/vllm serve" --engine-arguments "--dtype bfloat16 --max-model-len 2048"
 
-Exports the heads, serves the target twice, with them and without, and asks both the same questions in turns, greedily,
-another one first each time. Our own decoder then drafts chains of the same length, for the same prompts and, replayed,
-on the engine's own texts: on the same texts as many drafts should be accepted. Tokens a second are over the engine's
-own plain decoding.
+`engine_setup.py` makes the environment of an engine. Exports the heads, serves the target twice, with them and without,
+and asks both the same questions in turns, greedily, another one first each time. Our own decoder then drafts chains of
+the same length, for the same prompts and, replayed, on the engine's own texts: on the same texts as many drafts should
+be accepted. Tokens a second are over the engine's own plain decoding.
 """
 
 from __future__ import annotations

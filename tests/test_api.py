@@ -86,7 +86,7 @@ def test_generate_is_lossless_and_counts(decoder: Decoder) -> None:
         fast = decoder.generate(prompt, max_new_tokens=24)
         assert fast.tokens == plain.tokens
         assert fast.text == plain.text
-        assert fast.finish in ("end", "length")
+        assert fast.finish_reason in ("end", "length")
         assert plain.tokens_per_round == 1.0
         assert fast.drafter_error is None
 
@@ -97,7 +97,7 @@ def test_the_figures_of_an_answer(decoder: Decoder, monkeypatch: pytest.MonkeyPa
     made = Generation([70, 71, 72, 73], "length", 10.0, [10.0, 30.0, 30.0, 40.0], rounds)
     monkeypatch.setattr(Engine, "generate", lambda *_: [made])
     answer = decoder.generate("Hello")
-    assert (answer.tokens, answer.finish, answer.first_token_ms) == ([70, 71, 72, 73], "length", 10.0)
+    assert (answer.tokens, answer.finish_reason, answer.first_token_ms) == ([70, 71, 72, 73], "length", 10.0)
     assert answer.tokens_per_second == pytest.approx(100.0)
     assert answer.tokens_per_round == 1.5
     assert answer.text == decoder.target.tokenizer.decode([70, 71, 72, 73])
@@ -265,7 +265,7 @@ def test_stream_joins_to_the_text(decoder: Decoder) -> None:
         detokenizer = list(stream)
         expected = decoder.generate("Hello", **settings)
         assert stream.answer is not None
-        assert (stream.answer.tokens, stream.answer.finish) == (expected.tokens, expected.finish)
+        assert (stream.answer.tokens, stream.answer.finish_reason) == (expected.tokens, expected.finish_reason)
         assert "".join(detokenizer) == expected.text == stream.answer.text
         assert all(detokenizer)
 

@@ -214,7 +214,7 @@ class Decoder:
         return Answer(
             text=decode_text(tokenizer, words) if tokenizer is not None else "",
             tokens=generation.tokens,
-            finish=generation.finish,
+            finish_reason=generation.finish_reason,
             tokens_per_round=generation.tokens_per_round,
             tokens_per_second=1e3 * len(generation.tokens) / generation.token_ms[-1],
             first_token_ms=generation.first_token_ms,

@@ -20,7 +20,7 @@ class Answer:
         text: as read by people: without the end-of-turn token and other special tokens; a stop string that ended the
             text is part of it. Empty when the target has no tokenizer.
         tokens: token ids, the end-of-turn token included.
-        finish: why it ended: "end" (the model ended its turn), "length" or "stop".
+        finish_reason: why it ended: "end" (the model ended its turn), "length" or "stop".
         tokens_per_round: τ, mean tokens per forward of the target after the prompt; 1 without drafts.
         tokens_per_second: tokens over the wall-clock seconds from the call to the last token, reading the prompt
             included; in a batch, this row's tokens only.
@@ -30,7 +30,7 @@ class Answer:
 
     text: str
     tokens: list[int]
-    finish: str
+    finish_reason: str
     tokens_per_round: float
     tokens_per_second: float
     first_token_ms: float

@@ -84,7 +84,7 @@ def test_rows_that_end_at_different_times_do_not_disturb_the_others() -> None:
     rows = Engine(target, ReplayDrafter(whole, 61, 0.8)).generate(texts, options)
     assert [row.tokens for row in rows] == expected
     for row in rows:
-        assert row.finish == ("end" if row.tokens[-1] in ends else "length")
+        assert row.finish_reason == ("end" if row.tokens[-1] in ends else "length")
 
 
 def test_end_of_turn_inside_an_accepted_path_cuts_the_rest() -> None:
@@ -95,7 +95,7 @@ def test_end_of_turn_inside_an_accepted_path_cuts_the_rest() -> None:
     target.end_tokens = frozenset({whole[index]})
     out = Engine(target, ReplayDrafter([whole], 61, 1.0, nodes=12)).generate(text, DecodeOptions(max_new_tokens=NEW))
     assert out[0].tokens == whole[: index + 1]
-    assert out[0].finish == "end"
+    assert out[0].finish_reason == "end"
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7])
@@ -106,7 +106,7 @@ def test_token_limit_is_exact(limit: int) -> None:
     options = DecodeOptions(max_new_tokens=limit, ignore_end=True)
     out = Engine(target, ReplayDrafter([whole], 61, 1.0)).generate(text, options)[0]
     assert out.tokens == whole[:limit]
-    assert out.finish == "length"
+    assert out.finish_reason == "length"
 
 
 def test_context_can_be_filled_to_the_last_token() -> None:
@@ -127,7 +127,7 @@ def test_stop_string_across_tokens(tiny_target: Target) -> None:
     stop = decoded[len(decoded) // 2 :][:3]
     stopped = DecodeOptions(max_new_tokens=40, ignore_end=True, stop_strings=(stop,))
     expected = Engine(tiny_target).generate(text, stopped)[0]
-    assert expected.finish == "stop"
+    assert expected.finish_reason == "stop"
     assert stop in tiny_target.tokenizer.decode(expected.tokens, skip_special_tokens=True)
     assert stop not in tiny_target.tokenizer.decode(expected.tokens[:-1], skip_special_tokens=True)
     drafter = ReplayDrafter([whole], tiny_target.vocab_size, 1.0)

@@ -53,7 +53,7 @@ class Generation:
 
     Attributes:
         tokens: emitted token ids, without the prompt.
-        finish: why it ended: "end", "length" or "stop".
+        finish_reason: why it ended: "end", "length" or "stop".
         first_token_ms: from the call to the first token (prefill included).
         token_ms: for each token, milliseconds since the call at which it was there.
         rounds: one entry a round; the first token comes from the prefill and has none.
@@ -61,7 +61,7 @@ class Generation:
     """
 
     tokens: list[int] = field(default_factory=list)
-    finish: str = "length"
+    finish_reason: str = "length"
     first_token_ms: float = 0.0
     token_ms: list[float] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
@@ -240,7 +240,7 @@ class _Texts:
 
     def _add(self, row: int, tokens: list[int], drafter_error: str | None) -> bool:
         output = self.outputs[row]
-        taken, finish = self._stoppers[row].take(tokens)
+        taken, finish_reason = self._stoppers[row].take(tokens)
         now_ms = 1e3 * (perf_counter() - self._started)
         if not output.tokens:
             output.first_token_ms = now_ms
@@ -249,9 +249,9 @@ class _Texts:
         output.drafter_error = drafter_error
         if self._on_tokens is not None and taken:
             self._on_tokens(row, taken)
-        if finish:
-            output.finish = finish
-        return finish is None
+        if finish_reason:
+            output.finish_reason = finish_reason
+        return finish_reason is None
 
     def note(
         self, rows: Sequence[int], tree: ProposedTree, emitted: Sequence[list[int]], ms: tuple[float, float, float]
