@@ -127,6 +127,8 @@ def replayed(target: Target, heads: DraftHead, texts: Sequence[Text], drafts: in
     """
     accepted, rounds = 0, 0
     for text in texts:
+        if sum(text.supervised) <= heads.draft_steps + 1:
+            continue  # too short to have a place from which every step can be judged
         ranks_OK = measure_ranks(target, heads, [text], 2)[:, :drafts]
         at = 0
         while at < len(ranks_OK):

@@ -217,6 +217,12 @@ def tune(
 
     Example: headstart tune runs/quickstart --engine llama.cpp --engine-command ~/llama.cpp/build/bin/llama-server
     """
+    if options.engine and dtype is not Dtype.auto:
+        raise UserError(
+            "--dtype is that of our own decoder.", f"Give it to the engine: --engine-arguments='--dtype {dtype.value}'"
+        )
+    if not options.engine and options != EngineOptions():
+        raise UserError("An option of engines was given, and no engine.", "Name it: --engine vllm or llama.cpp.")
     if options.engine:
         from headstart.pipeline.in_engine import describe_engine_tuning, tune_in_engine
 

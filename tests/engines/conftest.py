@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """With unequal embeddings and LM head, and numbers large enough to matter."""
-    folder, tokenizer = tmp_path_factory.mktemp("eight") / "target", tiny_tokenizer()
+    folder, tokenizer = tmp_path_factory.mktemp("eight") / "größe", tiny_tokenizer()
     model = tiny_model("llama", vocab_size=len(tokenizer), layers=8)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(1)

@@ -35,7 +35,7 @@ COUNTED = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
 
 def answer(count: int) -> list[int]:
     """So many tokens; a round writes two with drafts."""
-    rounds = (count - 1) // 2 if DRAFTS else 0
+    rounds = count // 2 if DRAFTS else 0  # the first token is the prompt's; what goes beyond the end is cut off
     if FAULT != "silent":
         COUNTED["drafts"] += rounds
         COUNTED["draft_tokens"] += rounds * DRAFTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ Made = Callable[[str], tuple[DraftHead, Path]]
 def test_the_printed_commands_are_those_of_the_engines(made: Made, target: Target, tmp_path: Path) -> None:
     heads, out = made("eagle3-reduced")[1], tmp_path / "served"
     printed = " ".join(works("export", heads, "--format", "vllm", "--out", out).stdout.split())
-    assert f"vllm serve {target.spec} --speculative-config" in printed
+    assert f"vllm serve {shlex.quote(target.spec)} --speculative-config" in printed
     assert '"method": "eagle3"' in printed and '"num_speculative_tokens": 3' in printed
     assert "--speculative-algorithm EAGLE3" in printed and "--speculative-num-draft-tokens 4" in printed
     card = (out / "README.md").read_text()

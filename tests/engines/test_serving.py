@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,8 +20,9 @@ from headstart.heads import DraftHead
 from headstart.hub.engines import export_for
 from headstart.hub.measured import FILE, EngineTuning, read_engine_tunings, write_engine_tuning
 from headstart.options import EngineOptions
+from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
-from headstart.serving import ENGINES, Server
+from headstart.serving import ENGINES, Server, measure_drafts
 from headstart.serving.base import Counters, read_counters
 from headstart.target import Target
 from tests.test_benchmarks import script
@@ -48,6 +51,7 @@ def heads(made: Made, tmp_path: Path) -> Path:
     folder = tmp_path / "heads"
     works("export", made("eagle3-reduced")[1], "--out", folder)
     calibration = read_json(folder / "calibration.json")
+    calibration["settings"] = {}
     calibration["acceptance"] = [[0.5, 0.1], [0.4, 0.1], [0.2, 0.1]]
     (folder / "calibration.json").write_text(json.dumps(calibration))
     return folder
@@ -92,8 +96,16 @@ def test_the_figures_stay_when_the_heads_are_tuned_and_copied(heads: Path, texts
     works("tune", heads, *options, "--engine-drafts", "1", "--engine-tokens", 5)
     works("export", heads, "--out", tmp_path / "copy")
     assert (tmp_path / "copy" / FILE).read_bytes() == (heads / FILE).read_bytes()
-    assert "machine" not in read_json(heads / FILE)
     assert str(tmp_path) not in (heads / FILE).read_text()
+    kept = (heads / FILE).read_bytes()
+    with keeping_engine_tunings(heads):
+        works("export", tmp_path / "copy", "--out", heads)  # the same heads
+        (heads / FILE).unlink()
+    assert (heads / FILE).read_bytes() == kept
+    with keeping_engine_tunings(heads):
+        (heads / FILE).unlink()
+        (heads / "heads.safetensors").write_bytes(b"other heads")
+    assert not (heads / FILE).exists()
 
 
 def test_an_engine_that_fails_says_why(heads: Path, texts: Path, tmp_path: Path) -> None:
@@ -115,6 +127,9 @@ def test_bad_input_is_refused(heads: Path, made: Made, texts: Path) -> None:
     assert "--engine-target" in refused(*asked, "llama.cpp", "--engine-command", command("llama.cpp"))
     assert "--conversations" in refused("tune", heads, "--engine", "vllm")
     medusa = made("medusa")[1]
+    assert "up to 3" in refused(*asked, "vllm", "--engine-drafts", "1,4")
+    assert "--engine-arguments=" in refused(*asked, "vllm", "--dtype", "float32")
+    assert "no engine" in refused("tune", heads, "--engine-drafts", "1")
     assert "EAGLE-3" in refused("tune", medusa, "--conversations", texts, "--engine", "llama.cpp")
 
 
@@ -132,6 +147,25 @@ def test_a_server_is_stopped_with_what_it_started(tmp_path: Path) -> None:
         process = server._process
         assert process is not None
         group = process.pid
+    assert not [one for one in Path("/proc").glob("[0-9]*/stat") if _in_group(one, group)]
+
+
+def test_a_command_that_is_ended_takes_its_engines_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "tuning.py"
+    script.write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from headstart.serving import ENGINES, Server\n"
+        f"log, command = Path({str(tmp_path / 'log')!r}), {command('vllm')!r}\n"
+        "with Server(ENGINES['vllm'], 'target', (), log, command=command) as one:\n"
+        "    print(one._process.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        group = int(process.stdout.readline())
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
     assert not [one for one in Path("/proc").glob("[0-9]*/stat") if _in_group(one, group)]
 
 
@@ -159,6 +193,38 @@ def test_the_words_that_are_run_are_those_that_are_printed(made: Made, target: T
     engine = ENGINES["vllm"]
     with_heads = [*shlex.split(engine.command), target.spec, *served_with(engine, done, 3)]
     assert with_heads == shlex.split(done.commands["vllm"])
+
+
+def test_imported_heads_are_tuned_first(heads: Path, target: Target, texts: Path, tmp_path: Path) -> None:
+    works("export", heads, "--format", "vllm", "--out", tmp_path / "there")
+    works("import", tmp_path / "there", "--target", target.spec, "--out", tmp_path / "back")
+    asked = ("tune", tmp_path / "back", "--conversations", texts, "--engine", "vllm", "--engine-command")
+    assert "Tune them first" in refused(*asked, command("vllm"))
+
+
+def test_paths_with_spaces_stay_whole(made: Made, tmp_path: Path) -> None:
+    done = export_for(made("eagle3")[1], tmp_path / "my heads", "vllm")
+    words = shlex.split(done.commands["vllm"])
+    assert json.loads(words[words.index("--speculative-config") + 1])["model"] == str(tmp_path / "my heads")
+
+
+def test_drafts_beyond_the_end_of_an_answer_do_not_make_rounds_longer(tmp_path: Path) -> None:
+    """An answer of 4 tokens takes the prompt's pass and two more, whose last draft is cut off."""
+    words = {name: command("vllm", fault) for name, fault in (("plain", "none"), ("drafts", "none"))}
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    (heads / "model.safetensors").touch()
+    drafting = ("--speculative-config", json.dumps({"model": str(heads), "num_speculative_tokens": 1}))
+    engine = ENGINES["vllm"]
+    with (
+        Server(engine, "target", (), tmp_path / "plain.log", command=words["plain"]) as plain,
+        Server(engine, "target", drafting, tmp_path / "drafts.log", command=words["drafts"]) as drafted,
+    ):
+        compared = measure_drafts(plain, drafted, 1, [[1, 2]], [[0.5]], 4)
+    row = compared.row
+    assert row.accepted == 1 and compared.same == 1
+    seconds = 4 / row.tokens_per_second
+    assert row.round_ms <= 1e3 * seconds / 2, "two rounds, not one"
 
 
 def test_counters_add_up_over_engines_of_one_server() -> None:

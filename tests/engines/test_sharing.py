@@ -52,7 +52,8 @@ def test_two_formats_in_one_repository(
     assert sorted(files) == ["README.md", "config.json", "heads.gguf", "model.safetensors"]
     assert files["heads.gguf"] == (tmp_path / "gguf" / "heads.gguf").read_bytes()
     assert files["model.safetensors"] == (tmp_path / "speculators" / "model.safetensors").read_bytes()
-    assert str(Path(target.spec).parent).encode() not in files["config.json"] + files["README.md"]
+    assert all(str(Path(target.spec).parent).encode() not in content for content in files.values())
+    assert "größe" in files["config.json"].decode() and "größe" in target.spec
     card = files["README.md"].decode()
     assert "vllm serve" in card and "llama-server" in card
 
@@ -62,6 +63,11 @@ def test_two_formats_in_one_repository(
         (got / name).write_bytes(content)
     assert check_export(got, against=heads) == []
     assert [one.name for one in formats_of(got)] == ["speculators", "gguf"]
+    # Another push of one format alone leaves nothing of the other behind.
+    works("export", heads, "--format", "gguf", "--out", tmp_path / "alone")
+    again = client.call("push", folder=str(tmp_path / "alone"), repo_id="user/served")
+    assert sorted(hub.repos["user/served"].commits[again["commit"]]) == ["README.md", "heads.gguf"]
+    client.call("push", folder=str(both), repo_id="user/served")
     back = tmp_path / "back"
     assert client.call("import", source="user/served", target=target.spec, out=str(back)) == {"family": "eagle3"}
     ours, theirs = (load_file(folder / "heads.safetensors") for folder in (heads, back))

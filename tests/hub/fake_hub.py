@@ -168,6 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 files[value["path"]] = self.hub.large[value["oid"]]
+            elif entry["key"] == "deletedFile":
+                del files[value["path"]]
         oid = repo.commit(files)
         self._json({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{repo_id}/commit/{oid}"})
 

@@ -207,6 +207,7 @@ def environment(target: Target) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         **machine(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     }
 
 

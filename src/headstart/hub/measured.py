@@ -71,6 +71,13 @@ class EngineTuning:
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def machine(self) -> str:
+        """Where it was measured."""
+        named = " and ".join(str(self.environment[key]) for key in ("gpu", "cpu") if self.environment.get(key))
+        cores = f", {self.environment['cores']} cores" if self.environment.get("cores") else ""
+        return f"{named}{cores}" if named else "one machine"
+
+    @property
     def best(self) -> DraftsRow:
         """The number of drafts with the highest expected speed-up."""
         return max(self.rows, key=lambda row: row.expected)
@@ -119,15 +126,11 @@ def engine_rows(measured: dict[str, EngineTuning]) -> list[dict[str, str]]:
 
 def setting_of(measured: dict[str, EngineTuning]) -> str:
     """What the figures depend on, as a sentence."""
-    parts = []
-    for name, one in measured.items():
-        machine = " ".join(str(one.environment[key]) for key in ("gpu", "cpu") if one.environment.get(key))
-        cores = f", {one.environment['cores']} cores" if one.environment.get("cores") else ""
-        parts.append(
-            f"{name}: {one.prompts} prompts, greedy, at most {one.max_new_tokens} new tokens, on "
-            f"{machine or 'one machine'}{cores}; {one.same_texts[0]} of {one.same_texts[1]} answers are the same with "
-            "heads as without."
-        )
+    parts = [
+        f"{name}: {one.prompts} prompts, greedy, at most {one.max_new_tokens} new tokens, on {one.machine}; "
+        f"{one.same_texts[0]} of {one.same_texts[1]} answers are the same with heads as without."
+        for name, one in measured.items()
+    ]
     return " ".join(parts)
 
 

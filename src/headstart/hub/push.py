@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,15 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
             raise UserError(
                 f"{repo_id} is there already, and public.", "Make it private in its settings, or choose another name."
             )
+        # Files of a format that this folder does not have, from an earlier push: the new card says nothing of them.
+        there = huggingface_hub.list_repo_files(repo_id) if known is ENGINE_FILES else ()
+        gone = sorted(set(there) & set(ENGINE_FILES) - set(contents))
         commit = huggingface_hub.create_commit(
             repo_id,
-            [huggingface_hub.CommitOperationAdd(name, content) for name, content in contents.items()],
+            [
+                *(huggingface_hub.CommitOperationAdd(name, content) for name, content in contents.items()),
+                *(huggingface_hub.CommitOperationDelete(name) for name in gone),
+            ],
             commit_message=message or "Upload draft heads with headstart",
         )
     return Upload(repo_id, files, left_out, str(url), str(commit.oid))
@@ -113,20 +119,17 @@ def _engine_contents(folder: Path) -> dict[str, bytes | Path]:
         raise UserError(f"{found[0].engine} cannot serve {folder}: {found[0].problem}", found[0].remedy)
     contents: dict[str, bytes | Path] = {name: folder / name for name in ENGINE_FILES if (folder / name).is_file()}
     if CONFIG in contents:
-        config = (folder / CONFIG).read_text(encoding="utf-8")
-        for path in sorted(filter(_is_local, _strings(json.loads(config))), key=len, reverse=True):
-            config = config.replace(json.dumps(path), json.dumps(Path(path).name))
-        contents[CONFIG] = config.encode()
+        contents[CONFIG] = _dumped(_without_paths(read_json(folder / CONFIG))).encode()
     return contents
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """All strings in what a JSON file holds, its keys left out."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _strings(inner)
+def _without_paths(value: Any) -> Any:
+    """What a JSON file holds, with the last part of each path of this machine in its place."""
+    if isinstance(value, dict):
+        return {key: _without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(inner) for inner in value]
+    return Path(value).name if _is_local(value) else value
 
 
 def _is_text(path: Path) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +61,7 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
     """
     from headstart.data.conversations import read_conversations
     from headstart.hub import export_heads
-    from headstart.hub.card import add_engine_figures
     from headstart.hub.format import read_config
-    from headstart.hub.measured import read_engine_tunings, write_engine_tuning
     from headstart.tuning.tune import tune
 
     if not folder.is_dir():
@@ -71,13 +71,29 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
     tuning = tune(decoder.target, decoder.heads, texts, console=console)
     # What was measured belongs to the tree before; what the heads learned from stays true.
     facts = {"training": read_config(folder).get("training", {})}
-    in_engines = read_engine_tunings(folder)
-    export_heads(folder, decoder.heads, decoder.target, tuning.to_json(), facts)
-    for measured in in_engines.values():
-        write_engine_tuning(folder, measured)
-    if in_engines:
-        add_engine_figures(folder)
+    with keeping_engine_tunings(folder):
+        export_heads(folder, decoder.heads, decoder.target, tuning.to_json(), facts)
     return f"{describe_tuning(tuning)}. Tree, calibration and model card in {folder} are new"
+
+
+@contextmanager
+def keeping_engine_tunings(folder: Path) -> Iterator[None]:
+    """A block that replaces a folder of heads; what was measured in serving engines stays where the heads do."""
+    from headstart.heads.io import WEIGHTS
+    from headstart.hub.card import add_engine_figures
+    from headstart.hub.measured import FILE
+
+    kept = (folder / FILE).read_bytes() if (folder / FILE).is_file() else None
+    before = _hash(folder / WEIGHTS) if kept is not None else ""
+    yield
+    if kept is not None and before == _hash(folder / WEIGHTS):
+        (folder / FILE).write_bytes(kept)
+        add_engine_figures(folder)
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as content:
+        return file_digest(content, "sha256").hexdigest()
 
 
 def calibration_file(folder: Path, named: Path | None) -> Path:

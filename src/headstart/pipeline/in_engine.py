@@ -22,11 +22,12 @@ from headstart.hub.measured import EngineTuning, write_engine_tuning
 from headstart.options import EngineOptions
 from headstart.pipeline.actions import calibration_file, refuse_other_files
 from headstart.serving import DRAFTS, ENGINES, Engine, Server, tune_engine
+from headstart.terminal import program
 
 
 def served_with(engine: Engine, exported: Exported, drafts: int) -> list[str]:
     """Arguments that add exported heads to an engine which serves their target: what `export` prints, behind that."""
-    words = shlex.split(exported.commands_with({engine.name: drafts})[engine.name])
+    words = exported.words({engine.name: drafts})[engine.name]
     return words[len(shlex.split(engine.command)) + len(engine.target_arguments("")) :]
 
 
@@ -52,6 +53,7 @@ def tune_in_engine(
     engine, drafts = ENGINES[name], _numbers(options.engine_drafts)
     refuse_other_files(folder)
     texts = read_conversations(calibration_file(folder, calibration))
+    calibration_of = read_json(folder / CALIBRATION)
     prompts = [one.tokens[: one.supervised_spans[0][0]] for one in texts if one.supervised_spans][
         : options.engine_prompts
     ]
@@ -62,6 +64,17 @@ def tune_in_engine(
             raise UserError(
                 f"{name} cannot load {exported.facts.name} from where the heads have it.",
                 f"Say where {name} finds it with --engine-target.",
+            )
+
+        if calibration_of.get("settings", {}).get("imported"):
+            raise UserError(
+                "These heads were imported, and how often their drafts are accepted was never measured.",
+                f"Tune them first: {program()} tune {heads} --conversations FILE.jsonl",
+            )
+        if max(drafts, default=0) > exported.published.steps:
+            raise UserError(
+                f"The heads were trained to draft {exported.published.steps} tokens in a row, not {max(drafts)}.",
+                f"Give --engine-drafts up to {exported.published.steps}.",
             )
 
         def start(drafting: Sequence[str], what: str) -> Server:
@@ -76,7 +89,7 @@ def tune_in_engine(
                 start,
                 lambda count: served_with(engine, exported, count),
                 prompts,
-                read_json(folder / CALIBRATION)["acceptance"],
+                calibration_of["acceptance"],
                 target=Path(served).name,
                 drafts=drafts or [count for count in DRAFTS if count <= exported.published.steps],
                 max_new_tokens=options.engine_tokens,

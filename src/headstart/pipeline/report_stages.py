@@ -7,7 +7,7 @@ from typing import Any
 
 from headstart.artifacts import Artifact, artifact, give, held
 from headstart.files import read_json, write_atomic
-from headstart.pipeline.actions import refuse_other_files, refuse_others, report
+from headstart.pipeline.actions import keeping_engine_tunings, refuse_other_files, refuse_others, report
 from headstart.pipeline.dependencies import before, conditions, content, flat, where
 from headstart.pipeline.head_stages import trained_heads
 from headstart.pipeline.layout import HEADS, QUESTIONS, REPORT, STATES, TRAIN, TUNE
@@ -46,7 +46,8 @@ def _give(source: Path, path: Path) -> None:
     """Let a run have the heads of an artifact; refuses to replace a folder that somebody put other files into."""
     if path.exists():
         refuse_other_files(path)
-    give(source, path)
+    with keeping_engine_tunings(path):
+        give(source, path)
 
 
 def _training_facts(run: Run) -> dict[str, str]:

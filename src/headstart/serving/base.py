@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ _ANSWER_SECONDS = 600.0
 _STOP_SECONDS = 20.0
 _LAST_LINES = 6
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?(INFO|WARNING|srv|slot|que)\b")
+_CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 _COUNTER = re.compile(r"^\w+:spec_decode_num_(\w+)_total(?:\{(.*)\})?\s+([\d.eE+-]+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
 
@@ -81,11 +83,13 @@ class Engine(ABC):
         name: that users type, also among the engines of `format`.
         format: of `headstart.hub.engines` that it loads.
         command: that starts it; the target and options come behind it.
+        two_at_a_time: what to do where two of them do not fit into memory, as a sentence.
     """
 
     name: str
     format: str
     command: str
+    two_at_a_time: str = ""
 
     @abstractmethod
     def own_target(self, folder: str, gguf: Path | None) -> str:
@@ -149,9 +153,11 @@ class Server:
             *engine.server_arguments(self._port),
         ]
         self._process: subprocess.Popen[bytes] | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
         self._client = httpx.Client(base_url=f"http://{HOST}:{self._port}", timeout=_ANSWER_SECONDS, trust_env=False)
 
     def __enter__(self) -> Self:
+        self._handlers = _ending_by_exception()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with self.log.open("wb") as log:
@@ -173,17 +179,20 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
+        for sent, handler in self._handlers.items():
+            signal.signal(sent, handler)
         if self._process is None:
             return
-        for sent, seconds in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, None)):
+        try:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, sent)
+                os.killpg(self._process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-                break
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # workers that outlived it
-        self._process = None
+                self._process.wait(_STOP_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # it, or workers that outlived it
+            self._process.wait()
+            self._process = None
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
         """The engine's greedy answer to token ids.
@@ -226,7 +235,9 @@ class Server:
                 if self._client.get("/health", timeout=5.0).is_success:
                     return
             if (code := self._process.poll()) is not None:
-                raise UserError(f"{self.engine.name} ended with {code}: {self._said()}", f"Its log is {self.log}.")
+                said = self._said()
+                shared = f" {self.engine.two_at_a_time}" if "memory" in said.lower() else ""
+                raise UserError(f"{self.engine.name} ended with {code}: {said}", f"Its log is {self.log}.{shared}")
             sleep(_POLL_SECONDS)
         raise UserError(
             f"{self.engine.name} did not answer within {self._seconds:.0f} seconds: {self._said()}",
@@ -237,6 +248,8 @@ class Server:
         """The last of its log, without what is said of every start."""
         lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
         lines = [line for line in lines if line]
+        if causes := [line for line in lines if _CAUSE.search(line) and "initialization failed" not in line]:
+            return causes[0]
         telling = [line for line in lines if not _NOISE.match(line)]
         return " | ".join((telling or lines or ["it printed nothing"])[-_LAST_LINES:])
 
@@ -260,6 +273,18 @@ def read_counters(text: str) -> Counters:
             sums[name] = sums.get(name, 0) + int(float(value))
     by_position = tuple(positions.get(place, 0) for place in range(max(positions, default=-1) + 1))
     return Counters(sums.get("drafts", 0), sums.get("draft_tokens", 0), sums.get("accepted_tokens", 0), by_position)
+
+
+def _ending_by_exception() -> dict[signal.Signals, Any]:
+    """Let a polite end of this process (a closed terminal, `kill`, a scheduler) go through `finally`: engines end
+    with it. Returns the handlers of before; other threads than the main one leave them as they are."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    return {sent: signal.signal(sent, end) for sent in (signal.SIGTERM, signal.SIGHUP)}
 
 
 def _free_port() -> int:

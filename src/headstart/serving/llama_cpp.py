@@ -29,7 +29,9 @@ class LlamaCpp(Engine):
 
     def request(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[str, dict[str, Any]]:
         body = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0}
-        return "/completion", {**body, "return_tokens": True, "cache_prompt": False}
+        # What is left out is taken from the file of the target, penalties too.
+        plain = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return "/completion", {**body, **plain, "return_tokens": True, "cache_prompt": False}
 
     def tokens(self, reply: dict[str, Any]) -> list[int]:
         return list(reply["tokens"])

@@ -127,7 +127,9 @@ def measure_drafts(
     plain_tokens, own_tokens = (sum(len(one.tokens) for one in given) for given in answers)
     plain_seconds, own_seconds = (sum(one.seconds for one in given) for given in answers)
     plain_ms = 1e3 * (plain_seconds - reading[0]) / max(1, plain_tokens - len(prompts))
-    rounds = max(1, own_tokens - len(prompts) - counted.accepted)
+    # Every pass after the first writes a token of the target's and what was accepted. Drafts may be accepted beyond the
+    # end of an answer, which cuts them off, and a pass may draft nothing: the larger count is the right one.
+    rounds = max(counted.rounds, own_tokens - len(prompts) - counted.accepted)
     round_ms = 1e3 * (own_seconds - reading[1]) / rounds
     alone = [level[0] for level in acceptance[:drafts]]
     row = DraftsRow(

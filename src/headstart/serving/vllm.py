@@ -19,6 +19,10 @@ class Vllm(Engine):
     name = "vllm"
     format = "vllm"
     command = "vllm serve"
+    two_at_a_time = (
+        "Two servers run at a time: leave memory for both with "
+        '--engine-arguments "--gpu-memory-utilization 0.4" (which stands for main memory on a CPU).'
+    )
 
     def own_target(self, folder: str, gguf: Path | None) -> str:
         return folder
@@ -32,7 +36,9 @@ class Vllm(Engine):
 
     def request(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[str, dict[str, Any]]:
         body = {"model": _NAME, "prompt": list(prompt), "max_tokens": max_new_tokens, "temperature": 0}
-        return "/v1/completions", {**body, "return_token_ids": True}
+        # What is left out is taken from the target's generation config, penalties too.
+        plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return "/v1/completions", {**body, **plain, "return_token_ids": True}
 
     def tokens(self, reply: dict[str, Any]) -> list[int]:
         return list(reply["choices"][0]["token_ids"])

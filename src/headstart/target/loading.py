@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from headstart.errors import UserError, nearest
 from headstart.files import need_disk, write_atomic
@@ -115,6 +118,33 @@ def load_config(spec: str) -> Any:
     except (OSError, ValueError):
         return None
     return config.get_text_config()
+
+
+_EMBEDDINGS = tuple(
+    f"{before}embed_tokens.weight" for before in ("model.", "", "model.language_model.", "language_model.model.")
+)
+"""What models call their token embeddings."""
+
+
+def read_embeddings(spec: str) -> torch.Tensor | None:
+    """A target's token embeddings [V, E], read alone; None where its files do not have them under a common name.
+
+    Raises:
+        UserError: as `loadable_folder`.
+    """
+    folder = loadable_folder(spec)
+    try:
+        index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+        files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"] if index else {}
+        name = next((name for name in _EMBEDDINGS if name in files), None)
+        if files and name is None:
+            return None
+        file = cached_file(folder, files[name] if name else SAFE_WEIGHTS_NAME)
+        with safe_open(str(file), "pt") as held:
+            name = name or next((name for name in _EMBEDDINGS if name in set(held.keys())), None)
+            return None if name is None else held.get_tensor(name)
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return None
 
 
 def _dequantised(folder: Path, gguf: str) -> Path:

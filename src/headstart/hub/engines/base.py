@@ -149,8 +149,8 @@ class Format(ABC):
     @abstractmethod
     def commands(
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
-    ) -> dict[str, str]:
-        """The command that serves target and heads, for each engine that can.
+    ) -> dict[str, list[str]]:
+        """The words of the command that serves target and heads, for each engine that can.
 
         Args:
             folder: where the files are.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,9 +77,9 @@ def write_engine_card(
             kind=files_of(published),
             hub_id=hub_id,
             commands={
-                engine: command
+                engine: shlex.join(words)
                 for one in formats
-                for engine, command in one.commands("HEADS", published, public, drafts).items()
+                for engine, words in one.commands("HEADS", published, public, drafts).items()
             },
             plain_is_faster=[name for name, tuning in measured.items() if name in engines and not tuning.drafts],
             engine_rows=engine_rows(measured),

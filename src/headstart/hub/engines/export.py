@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from headstart.hub.engines.vllm import Vllm
 from headstart.hub.format import check_folder, read_config
 from headstart.hub.measured import EngineTuning, read_engine_tunings, tuned_drafts
 from headstart.target import Target, load_target
+from headstart.target.loading import read_embeddings
 
 HEADSTART = "headstart"
 """The name of our own format."""
@@ -53,11 +55,11 @@ class Exported:
 
     @property
     def commands(self) -> dict[str, str]:
-        """That serve target and heads, by engine."""
-        return self.commands_with(self.drafts)
+        """That serve target and heads, by engine, as one types them."""
+        return {engine: shlex.join(words) for engine, words in self.words(self.drafts).items()}
 
-    def commands_with(self, drafts: Mapping[str, int]) -> dict[str, str]:
-        """The same with other numbers of drafts."""
+    def words(self, drafts: Mapping[str, int]) -> dict[str, list[str]]:
+        """The same with other numbers of drafts, and in words."""
         every = (FORMATS[name].commands(self.folder, self.published, self.facts, drafts) for name in self.formats)
         return {engine: command for commands in every for engine, command in commands.items()}
 
@@ -112,13 +114,14 @@ def export_for(
     published, facts = publish(heads, target)
     measured = read_engine_tunings(heads_folder(heads))
     remarks = [said for one in asked for said in (*one.check_heads(published, facts), *_not_paying(one, measured))]
+    embeddings_VE = _embeddings(target, facts) if any(one.holds_embeddings for one in asked) else None
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
         for one in asked:
             held = published
-            if one.holds_embeddings:
-                held = held.with_tensors({**held.tensors, EMBEDDINGS: _loaded(target, facts).embedding_weight.detach()})
+            if embeddings_VE is not None and one.holds_embeddings:
+                held = held.with_tensors({**held.tensors, EMBEDDINGS: embeddings_VE})
             one.write(held, facts, partial, dtype or one.dtypes[0])
         write_engine_card(partial, asked, published, facts, measured)
         for one in asked:
@@ -135,8 +138,8 @@ def _not_paying(one: Format, measured: Mapping[str, EngineTuning]) -> Iterator[s
         if engine in measured and not measured[engine].drafts:
             row = measured[engine].best
             yield (
-                f"{engine} was measured here with these heads: no number of drafts pays, the best of them, "
-                f"{row.drafts}, makes {row.expected:.2f} times its plain speed."
+                f"{engine} was measured with these heads on {measured[engine].machine}: no number of drafts pays "
+                f"there, the best of them, {row.drafts}, makes {row.expected:.2f} times its plain speed."
             )
 
 
@@ -159,15 +162,25 @@ def publish(heads: Path, target: Target | str | None = None) -> tuple[Published,
 
 
 def _loaded(target: Target | str | None, facts: TargetFacts) -> Target:
-    """The target itself, where files hold weights of it."""
+    """The target itself, where heads are published with weights of it."""
+    return target if isinstance(target, Target) else load_target(_spec(facts), "float32", "cpu")
+
+
+def _embeddings(target: Target | str | None, facts: TargetFacts) -> torch.Tensor:
+    """The target's embeddings [V, E], without the rest of it where its files allow."""
     if isinstance(target, Target):
-        return target
+        return target.embedding_weight.detach()
+    found = read_embeddings(_spec(facts))
+    return load_target(facts.spec, "auto", "cpu").embedding_weight.detach() if found is None else found
+
+
+def _spec(facts: TargetFacts) -> str:
     if not facts.spec:
         raise UserError(
-            f"Exporting these heads reads weights of {facts.name}, which is not on this machine.",
+            f"This export reads weights of {facts.name}, which is not on this machine.",
             "Say where it is with --target.",
         )
-    return load_target(facts.spec, "float32", "cpu")
+    return facts.spec
 
 
 def refuse_used(out: Path) -> None:

@@ -112,12 +112,10 @@ class Gguf(Format):
 
     def commands(
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
-    ) -> dict[str, str]:
-        target = facts.gguf or "TARGET.gguf"
-        return {
-            "llama.cpp": f"llama-server -m {target} -md {folder}/{FILE} --spec-type draft-eagle3 "
-            f"--spec-draft-n-max {drafts_of(published, (drafts or {}).get('llama.cpp', 0))}"
-        }
+    ) -> dict[str, list[str]]:
+        count = drafts_of(published, (drafts or {}).get("llama.cpp", 0))
+        heads = ["-md", f"{folder}/{FILE}", "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(count)]
+        return {"llama.cpp": ["llama-server", "-m", str(facts.gguf or "TARGET.gguf"), *heads]}
 
 
 def permuted(weight_NI: Tensor, heads: int) -> Tensor:

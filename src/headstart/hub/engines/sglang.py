@@ -47,7 +47,7 @@ class Sglang(FolderFormat):
 
     def commands(
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
-    ) -> dict[str, str]:
+    ) -> dict[str, list[str]]:
         return {"sglang": sglang_command(folder, published, facts, (drafts or {}).get("sglang", 0))}
 
 
@@ -78,15 +78,16 @@ def why_not_sglang(published: Published, facts: TargetFacts) -> str | None:
     return None
 
 
-def sglang_command(folder: Path | str, published: Published, facts: TargetFacts, drafts: int = 0) -> str:
+def sglang_command(folder: Path | str, published: Published, facts: TargetFacts, drafts: int = 0) -> list[str]:
     """The command that serves target and heads with SGLang; it counts the root among the draft tokens."""
     algorithm = "EAGLE3" if published.layout is Layout.EAGLE3 else "EAGLE"
     steps = drafts_of(published, drafts)
-    return (
-        f"python -m sglang.launch_server --model-path {facts.folder or 'TARGET'} --speculative-algorithm {algorithm} "
-        f"--speculative-draft-model-path {folder} --speculative-num-steps {steps} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {steps + 1}"
-    )
+    return [
+        *("python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET"),
+        *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(folder)),
+        *("--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(steps + 1)),
+    ]
 
 
 def _instead(published: Published) -> str:

@@ -84,5 +84,5 @@ class Speculators(FolderFormat):
 
     def commands(
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
-    ) -> dict[str, str]:
+    ) -> dict[str, list[str]]:
         return {"vllm": vllm_command(folder, published, facts, (drafts or {}).get("vllm", 0))}

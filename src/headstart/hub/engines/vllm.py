@@ -59,15 +59,15 @@ class Vllm(FolderFormat):
 
     def commands(
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
-    ) -> dict[str, str]:
+    ) -> dict[str, list[str]]:
         found = {"vllm": vllm_command(folder, published, facts, (drafts or {}).get("vllm", 0))}
         if published.layout is Layout.EAGLE3 and why_not_sglang(published, facts) is None:
             found["sglang"] = sglang_command(folder, published, facts, (drafts or {}).get("sglang", 0))
         return found
 
 
-def vllm_command(folder: Path | str, published: Published, facts: TargetFacts, drafts: int = 0) -> str:
+def vllm_command(folder: Path | str, published: Published, facts: TargetFacts, drafts: int = 0) -> list[str]:
     """The command that serves target and heads with vLLM."""
     count = drafts_of(published, drafts or (published.steps if published.layout is Layout.MEDUSA else 0))
     asked = {"method": str(published.layout), "model": str(folder), "num_speculative_tokens": count}
-    return f"vllm serve {facts.folder or 'TARGET'} --speculative-config '{json.dumps(asked)}'"
+    return ["vllm", "serve", facts.folder or "TARGET", "--speculative-config", json.dumps(asked)]
