@@ -180,4 +180,6 @@ def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target:
     if found:
         raise typer.Exit(1)
     names = " and ".join(engines or [one.engines[0] for one in formats_of(folder)])
-    console.print(f"{folder} is whole, and {names} reads all of it.", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"{folder} is whole, and all of it is read by {names}.", highlight=False, markup=False, soft_wrap=True
+    )

@@ -43,7 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
         "num_heads": 2,
         "input_map": False,
         "shared_lm_head": True,
-        "draft_vocab_size": 40,
     },
 }
 

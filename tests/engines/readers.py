@@ -131,10 +131,7 @@ def medusa_folder(folder: Path, final_E: Tensor) -> Tensor:
             bias = tensors[f"{of}.bias"] if config["medusa_fc_bias"] else 0
             x_E = x_E + F.silu(tensors[f"{of}.weight"] @ x_E + bias)
         shared = config["original_lm_head"]
-        ids_D = tensors.get("token_map", torch.arange(config["vocab_size"]))
-        logits.append(
-            into_vocabulary(tensors[f"lm_heads.{0 if shared else head}.weight"] @ x_E, ids_D, config["vocab_size"])
-        )
+        logits.append(tensors[f"lm_heads.{0 if shared else head}.weight"] @ x_E)
     return torch.stack(logits)
 
 

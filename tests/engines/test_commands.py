@@ -45,7 +45,7 @@ def test_heads_of_a_run_are_exported_and_checked(made: Made, tmp_path: Path) -> 
     (run / "heads").symlink_to(made("eagle3")[1])
     works("export", run, "--format", "speculators", "--out", tmp_path / "out")
     said = works("export", "--check", tmp_path / "out", "--engine", "speculators,vllm", "--against", run).stdout
-    assert "is whole, and speculators and vllm reads all of it" in " ".join(said.split())
+    assert "is whole, and all of it is read by speculators and vllm" in " ".join(said.split())
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
@@ -75,8 +75,8 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
     )
     assert "No serving engine knows hydra heads" in problem({"family": "hydra", "num_heads": 2}, "gguf")
     assert "heads.input_map=false" in problem({"family": "medusa", "num_heads": 2}, "vllm")
-    reduced = {**CASES["medusa"], "draft_vocab_size": 40}
-    assert "one LM head for all Medusa heads" in problem(reduced, "vllm")
+    for case in ("medusa", "medusa-shared"):
+        assert "Medusa heads with a reduced vocabulary" in problem({**CASES[case], "draft_vocab_size": 40}, "vllm")
     assert "no Medusa heads" in problem(CASES["medusa"], "sglang")
     assert "EAGLE-3 heads, and these are EAGLE-1" in problem(CASES["eagle"], "speculators")
     assert "llama.cpp drafts with EAGLE-3 heads" in problem(CASES["eagle"], "gguf")

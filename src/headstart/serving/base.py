@@ -28,6 +28,7 @@ _STOP_SECONDS = 20.0
 _LAST_LINES = 6
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?(INFO|WARNING|srv|slot|que)\b")
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
+_NOT_THE_CAUSE = re.compile(r"initialization failed|\b(WARNING|INFO)\b")
 _COUNTER = re.compile(r"^\w+:spec_decode_num_(\w+)_total(?:\{(.*)\})?\s+([\d.eE+-]+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
 
@@ -248,7 +249,7 @@ class Server:
         """The last of its log, without what is said of every start."""
         lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
         lines = [line for line in lines if line]
-        if causes := [line for line in lines if _CAUSE.search(line) and "initialization failed" not in line]:
+        if causes := [line for line in lines if _CAUSE.search(line) and not _NOT_THE_CAUSE.search(line)]:
             return causes[0]
         telling = [line for line in lines if not _NOISE.match(line)]
         return " | ".join((telling or lines or ["it printed nothing"])[-_LAST_LINES:])

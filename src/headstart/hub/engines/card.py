@@ -46,7 +46,6 @@ def write_engine_card(
         measured: in serving engines, by engine.
     """
     measured = measured or {}
-    engines = sorted({engine for one in formats for engine in one.engines})
     drafts = tuned_drafts(measured)
     hub_id = facts.spec if facts.spec and is_hub_id(facts.spec) else None
     license_id = LICENSES.get(facts.spec)
@@ -56,8 +55,14 @@ def write_engine_card(
     if hub_id is not None:
         metadata |= {"base_model": hub_id, "base_model_relation": "adapter"}
     metadata["pipeline_tag"] = "text-generation"
-    tags = {"tags": ["headstart", "speculative-decoding", "draft-heads", str(published.layout), *engines]}
     public = TargetFacts(**{**vars(facts), "folder": hub_id or "TARGET", "gguf": None})
+    commands = {
+        engine: shlex.join(words)
+        for one in formats
+        for engine, words in one.commands("HEADS", published, public, drafts).items()
+    }
+    engines = sorted(commands)
+    tags = {"tags": ["headstart", "speculative-decoding", "draft-heads", str(published.layout), *engines]}
     rows = {
         "target": f"{facts.name}, fingerprint {facts.fingerprint}",
         "arrangement": files_of(published),
@@ -76,11 +81,7 @@ def write_engine_card(
             name=facts.name,
             kind=files_of(published),
             hub_id=hub_id,
-            commands={
-                engine: shlex.join(words)
-                for one in formats
-                for engine, words in one.commands("HEADS", published, public, drafts).items()
-            },
+            commands=commands,
             plain_is_faster=[name for name, tuning in measured.items() if name in engines and not tuning.drafts],
             engine_rows=engine_rows(measured),
             engine_setting=setting_of(measured),

@@ -181,8 +181,6 @@ def parallel_files(published: Published, facts: TargetFacts, dtype: str) -> tupl
     tensors = dict(held.tensors)
     if shared:
         tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
-    if published.draft_ids_D is not None:
-        tensors["token_map"] = published.draft_ids_D.to(torch.int64)
     return config, tensors
 
 

@@ -138,11 +138,10 @@ def _parallel(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) ->
         yield f"The config has {asked} heads and the file {settings.steps}: vLLM leaves the others random.", _AGAIN
     if any(name.endswith(".bias") for name in own) and config.get("medusa_fc_bias") is not True:
         yield "vLLM drops the blocks' biases unless medusa_fc_bias is true.", f"Write it into {CONFIG}."
-    reduced = config.get("truncated_vocab_size") not in (None, config.get("vocab_size"))
-    if reduced and ("token_map" not in own or config.get("original_lm_head") is not True):
+    if config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
         yield (
-            "vLLM drafts from a reduced vocabulary with token_map and original_lm_head: true alone.",
-            "Train with the whole vocabulary, or with the target's LM head for all heads.",
+            "vLLM 0.32 stops at Medusa heads with a reduced vocabulary: it reads token_map and then misses it.",
+            "Train with the whole vocabulary.",
         )
     if facts is not None and settings.vocab_size != facts.vocab_size:
         yield f"The heads draft from {settings.vocab_size} tokens, and {facts.name} has {facts.vocab_size}.", _AGAIN
