@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from arms import chain_tau
 from never_slower import prompts_of
 from record import record
 from tables import table
@@ -33,7 +34,7 @@ from headstart.hub.format import CALIBRATION
 from headstart.pipeline.in_engine import served_with
 from headstart.serving import ENGINES, Server, measure_drafts
 from headstart.target import Target, TreeShape
-from headstart.tuning.measure import Text, measure_ranks
+from headstart.tuning.measure import Text
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -125,16 +126,9 @@ def replayed(target: Target, heads: DraftHead, texts: Sequence[Text], drafts: in
     Engines round otherwise than we do, and a text that parts from ours at a near-tie goes on to be another text, with
     other acceptance: only on the same texts can the two be compared closely.
     """
-    accepted, rounds = 0, 0
-    for text in texts:
-        if sum(text.supervised) <= heads.draft_steps + 1:
-            continue  # too short to have a place from which every step can be judged
-        ranks_OK = measure_ranks(target, heads, [text], 2)[:, :drafts]
-        at = 0
-        while at < len(ranks_OK):
-            right = int((ranks_OK[at] == 0).long().cumprod(0).sum())
-            accepted, rounds, at = accepted + right, rounds + 1, at + right + 1
-    return accepted / max(1, rounds)
+    return float(
+        chain_tau(target, heads, [text for text in texts if sum(text.supervised) > drafts + 1], drafts)["accepted"]
+    )
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:

@@ -20,6 +20,8 @@ import torch
 
 if TYPE_CHECKING:
     from headstart.target import Target
+    from tests.hub.client import Client
+    from tests.hub.fake_hub import FakeHub
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tests.tiny` is found from anywhere
 
@@ -109,6 +111,26 @@ def real_target() -> Target:
     from headstart.target import load_target
 
     return load_target("smollm2-135m", dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[FakeHub]:
+    """A fake Hub over HTTP."""
+    from tests.hub.fake_hub import FakeHub
+
+    hub = FakeHub()
+    yield hub
+    hub.stop()
+
+
+@pytest.fixture(scope="module")
+def client(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """The real client of the Hub, in a process of its own that only knows `hub`."""
+    from tests.hub.client import Client
+
+    client = Client(hub.url, tmp_path_factory.mktemp("hf"))
+    yield client
+    client.close()
 
 
 @pytest.fixture(autouse=True)

@@ -186,6 +186,16 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
         pass
 
 
+def test_a_command_that_is_not_there_leaves_signals_as_they_were(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
+    with (
+        pytest.raises(UserError, match="cannot be started"),
+        Server(ENGINES["vllm"], "target", (), tmp_path / "log", command="no-such-engine-here"),
+    ):
+        pass
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)) == before
+
+
 def test_the_words_that_are_run_are_those_that_are_printed(made: Made, target: Target, tmp_path: Path) -> None:
     from headstart.pipeline.in_engine import served_with
 

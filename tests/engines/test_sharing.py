@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,25 +14,11 @@ from headstart.heads import DraftHead
 from headstart.hub import push
 from headstart.hub.engines import check_export, export_for, formats_of
 from headstart.target import Target
+from tests.hub.client import Client
 from tests.hub.fake_hub import FakeHub
-from tests.hub.test_hub import Client
 from tests.test_cli import refused, works
 
 Made = Callable[[str], tuple[DraftHead, Path]]
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[FakeHub]:
-    hub = FakeHub()
-    yield hub
-    hub.stop()
-
-
-@pytest.fixture(scope="module")
-def client(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    client = Client(hub.url, tmp_path_factory.mktemp("hf"))
-    yield client
-    client.close()
 
 
 def test_two_formats_in_one_repository(

@@ -32,6 +32,7 @@ from headstart.train.batches import collate, predictions
 from headstart.train.loop import train
 from headstart.train.losses import LOSSES, Teacher, summed_plain, weighted
 from headstart.train.setup import build_heads
+from headstart.train.unrolled import Unrolled
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
 from tests.train.results import Killed, metrics, weights
@@ -135,7 +136,7 @@ def test_a_batch_without_a_place_to_learn_from_gives_every_weight_a_gradient_of_
     batch = collate(train_store, [0, 1], [1, 2, 3, FINAL], torch.float32, torch.device("cpu"))
     batch = dataclasses.replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
     teacher_logits = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
-    loss = loop.Unrolled(heads)(
+    loss = Unrolled(heads)(
         batch, partial(weighted, loss=LOSSES["soft_ce"], teacher_logits=teacher_logits, step_weight=0.8)
     )
     loss.backward()

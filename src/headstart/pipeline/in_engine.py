@@ -65,7 +65,6 @@ def tune_in_engine(
                 f"{name} cannot load {exported.facts.name} from where the heads have it.",
                 f"Say where {name} finds it with --engine-target.",
             )
-
         if calibration_of.get("settings", {}).get("imported"):
             raise UserError(
                 "These heads were imported, and how often their drafts are accepted was never measured.",

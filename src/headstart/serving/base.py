@@ -159,19 +159,8 @@ class Server:
 
     def __enter__(self) -> Self:
         self._handlers = _ending_by_exception()
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with self.log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    self.words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
-                )
-        except OSError as error:
-            raise UserError(
-                f"{self.engine.name} cannot be started: {self.words[0]}: {error.strerror or error}.",
-                f"Install it in an environment of its own, and say how it is started with --engine-command; by default "
-                f"that is {self.engine.command!r}.",
-            ) from None
-        try:
+            self._start()
             self._wait()
         except BaseException:
             self.__exit__()
@@ -180,20 +169,11 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
-        for sent, handler in self._handlers.items():
-            signal.signal(sent, handler)
-        if self._process is None:
-            return
         try:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_SECONDS)
+            self._stop()
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # it, or workers that outlived it
-            self._process.wait()
-            self._process = None
+            for sent, handler in self._handlers.items():
+                signal.signal(sent, handler)
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
         """The engine's greedy answer to token ids.
@@ -227,6 +207,34 @@ class Server:
             return self.engine.version(self._client)
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return ""
+
+    def _start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self.words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+        except OSError as error:
+            raise UserError(
+                f"{self.engine.name} cannot be started: {self.words[0]}: {error.strerror or error}.",
+                f"Install it in an environment of its own, and say how it is started with --engine-command; by default "
+                f"that is {self.engine.command!r}.",
+            ) from None
+
+    def _stop(self) -> None:
+        if self._process is None:
+            return
+        try:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # it, or workers that outlived it
+            self._process.wait()
+            self._process = None
 
     def _wait(self) -> None:
         assert self._process is not None

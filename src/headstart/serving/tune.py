@@ -58,7 +58,7 @@ def tune_engine(
     """
     if not prompts or not drafts:
         raise UserError("There is nothing to ask the engine.", "Give prompts, and numbers of drafts from 1 on.")
-    rows, same, asked, version = [], 0, 0, ""
+    rows, same, asked = [], 0, 0
     with ExitStack() as stack:
         progress(f"starting {engine.name}")
         plain = stack.enter_context(start((), "plain"))

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object, set_seed
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.files import need_disk, read_jsonl, write_json, write_jsonl
-from headstart.heads import DraftHead, HeadBatch, StepPrediction
+from headstart.heads import HeadBatch
 from headstart.heads.io import save_heads
 from headstart.recipe import FREE_TO_CHANGE, Recipe
 from headstart.target import FINAL, Target
@@ -44,11 +44,10 @@ from headstart.train.optimizers import make_optimizers
 from headstart.train.processes import describe_processes, make_accelerator, on_device, together, whole_state
 from headstart.train.setup import build_heads, check_store, check_training, learning_rate
 from headstart.train.tracking import finish_trackers, start_tracker
+from headstart.train.unrolled import Unrolled
 
 if TYPE_CHECKING:
     from headstart.data.store import StateStore
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -68,37 +67,6 @@ class TrainResult:
     steps: int
     metrics: dict[str, Any]
     coverage: float
-
-
-class Unrolled(nn.Module):
-    """Heads as accelerate wraps them: their unrolling runs inside `forward`, and a consumer takes each step's logits.
-
-    Args:
-        heads: to train.
-    """
-
-    def __init__(self, heads: DraftHead) -> None:
-        super().__init__()
-        self.heads = heads
-
-    def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
-        """What `consume` makes of the batch's predictions.
-
-        A loss reaches every parameter, whatever the batch holds: without a position to learn from it is 0, and so are
-        its gradients. The processes of a training all wait for the gradients of all parameters.
-        """
-        taken = 0
-
-        def counted() -> Iterator[StepPrediction]:
-            nonlocal taken
-            for prediction in self.heads.unroll(batch):
-                taken += 1
-                yield prediction
-
-        made = consume(counted())
-        if isinstance(made, Tensor) and torch.is_grad_enabled() and taken < self.heads.draft_steps:
-            return cast(R, made + sum(p.flatten()[:0].sum() for p in self.heads.parameters() if p.requires_grad))
-        return made
 
 
 def train(

@@ -148,7 +148,7 @@ class Format(ABC):
 
     @abstractmethod
     def commands(
-        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
+        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
     ) -> dict[str, list[str]]:
         """The words of the command that serves target and heads, for each engine that can.
 

@@ -34,7 +34,7 @@ def write_engine_card(
     formats: Sequence[Format],
     published: Published,
     facts: TargetFacts,
-    measured: dict[str, EngineTuning] | None = None,
+    measured: dict[str, EngineTuning],
 ) -> None:
     """Write README.md beside the files of some formats: what the heads are, and how each engine serves them.
 
@@ -45,7 +45,6 @@ def write_engine_card(
         facts: of their target.
         measured: in serving engines, by engine.
     """
-    measured = measured or {}
     drafts = tuned_drafts(measured)
     hub_id = facts.spec if facts.spec and is_hub_id(facts.spec) else None
     license_id = LICENSES.get(facts.spec)

@@ -111,9 +111,9 @@ class Gguf(Format):
             return [Finding(engine, error.problem, error.remedy)]
 
     def commands(
-        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
+        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
     ) -> dict[str, list[str]]:
-        count = drafts_of(published, (drafts or {}).get("llama.cpp", 0))
+        count = drafts_of(published, drafts.get("llama.cpp", 0))
         heads = ["-md", f"{folder}/{FILE}", "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(count)]
         return {"llama.cpp": ["llama-server", "-m", str(facts.gguf or "TARGET.gguf"), *heads]}
 

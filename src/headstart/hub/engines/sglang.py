@@ -46,9 +46,9 @@ class Sglang(FolderFormat):
         return is_for_sglang_alone(checkpoint)
 
     def commands(
-        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
+        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
     ) -> dict[str, list[str]]:
-        return {"sglang": sglang_command(folder, published, facts, (drafts or {}).get("sglang", 0))}
+        return {"sglang": sglang_command(folder, published, facts, drafts.get("sglang", 0))}
 
 
 def is_for_sglang_alone(checkpoint: Checkpoint) -> bool:

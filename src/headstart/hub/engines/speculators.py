@@ -83,6 +83,6 @@ class Speculators(FolderFormat):
         return is_speculators(checkpoint)
 
     def commands(
-        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
+        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
     ) -> dict[str, list[str]]:
-        return {"vllm": vllm_command(folder, published, facts, (drafts or {}).get("vllm", 0))}
+        return {"vllm": vllm_command(folder, published, facts, drafts.get("vllm", 0))}

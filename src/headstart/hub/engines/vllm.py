@@ -57,11 +57,11 @@ class Vllm(FolderFormat):
         return not is_speculators(checkpoint) and not is_for_sglang_alone(checkpoint)
 
     def commands(
-        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int] | None = None
+        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
     ) -> dict[str, list[str]]:
-        found = {"vllm": vllm_command(folder, published, facts, (drafts or {}).get("vllm", 0))}
+        found = {"vllm": vllm_command(folder, published, facts, drafts.get("vllm", 0))}
         if published.layout is Layout.EAGLE3 and why_not_sglang(published, facts) is None:
-            found["sglang"] = sglang_command(folder, published, facts, (drafts or {}).get("sglang", 0))
+            found["sglang"] = sglang_command(folder, published, facts, drafts.get("sglang", 0))
         return found
 
 
