@@ -23,7 +23,7 @@ from headstart.tuning.tune import Tuning, tune
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model
 
-ELSEWHERE = Conditions("another machine", "cpu", "bfloat16", 64, "2.11.0")
+ELSEWHERE = Conditions("another machine", "cpu", "bfloat16", 64, "2.11.0", prepacked=True)
 FOUND = Measured(Costs((1, 4, 8), (1.0, 1.1, 1.2), 0.2, 0.05, 2, 0.01), packed=False)
 
 

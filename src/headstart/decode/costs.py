@@ -119,6 +119,7 @@ class Conditions:
         threads: that torch computes with; 0 where a GPU computes.
         torch: its version.
         exact: "bits" or "tokens", see `Target.exact`; verifying a tree takes longer where the bits are kept.
+        prepacked: whether the target's linear layers have prepacked weights; a tree then costs less.
     """
 
     machine: str
@@ -127,6 +128,7 @@ class Conditions:
     threads: int
     torch: str
     exact: str = "tokens"
+    prepacked: bool = False
 
     @classmethod
     def of(cls, target: Target) -> Conditions:
@@ -135,22 +137,24 @@ class Conditions:
         on_gpu = device.type == "cuda"
         machine = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_model()}, {os.cpu_count()} cores"
         threads = 0 if on_gpu else torch.get_num_threads()
-        return cls(machine, device.type, dtype, threads, str(torch.__version__), target.exact)
+        return cls(machine, device.type, dtype, threads, str(torch.__version__), target.exact, target.prepacked)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> Conditions | None:
-        """Those that a tuning was made under; None when it does not say. Costs that do not name `exact` are older than
-        it: nothing but tokens was kept."""
+        """Those that a tuning was made under; None when it does not say. Costs that do not name `exact` or `prepacked`
+        are older than these: nothing but tokens was kept, and nothing prepacked."""
         names = [field.name for field in fields(cls)]
-        known = {"exact": "tokens", **(values or {})}
+        known = {"exact": "tokens", "prepacked": False, **(values or {})}
         return cls(**{name: known[name] for name in names}) if all(name in known for name in names) else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file; `exact` only where bits are kept, so that what earlier versions measured and
-        noted without it still counts."""
+        """Plain values for a JSON file; `exact` and `prepacked` only where they say something, so that what earlier
+        versions measured and noted without them still counts."""
         values = asdict(self)
         if self.exact == "tokens":
             del values["exact"]
+        if not self.prepacked:
+            del values["prepacked"]
         return values
 
     def beside(self, other: Conditions) -> str:
@@ -163,6 +167,10 @@ class Conditions:
         parts = [
             (self.dtype != other.dtype, f"in {self.dtype}"),
             (self.exact != other.exact, f"with exact={self.exact}"),
+            (
+                self.prepacked != other.prepacked,
+                "with prepacked weights" if self.prepacked else "without prepacked weights",
+            ),
             (
                 self.threads != other.threads and self.threads > 0,
                 f"with {self.threads} threads".replace(" 1 threads", " 1 thread"),

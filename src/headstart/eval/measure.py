@@ -204,6 +204,7 @@ def environment(target: Target) -> dict[str, Any]:
         "device": str(device),
         "dtype": _dtype(target),
         "exact": target.exact,
+        "prepacked": target.prepacked,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         **machine(),

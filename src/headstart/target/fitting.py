@@ -7,7 +7,8 @@ thread (`attention.running`): forwards of ours in several threads with different
 - Configs are replaced by a `Config` that names our attention to forwards of ours.
 - Hooks on aux layers give the states to the forward that asks for them.
 - Rotary embeddings whose frequencies depend on the length of the text choose them for each token, see `_turn`.
-- Linear layers run so many rows at a time that each row has the bits it has alone, in forwards that ask for it.
+- Linear layers multiply with prepacked weights where that is faster (see `prepacked`), and so many rows at a time that
+  each row has the bits it has alone in forwards that ask for it.
 - The LM head reads the tokens alone whose logits are wanted.
 
 Shape suffixes: B rows, T tokens of one forward, d components of a head.
@@ -19,7 +20,7 @@ import copy
 import threading
 from collections.abc import Iterable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.target.attention import NAME, running
+from headstart.target.prepacked import Prepacked, can_prepack, fits
 from headstart.target.rows import SameBits, in_pieces, is_matrix, same_bits
 
 FINAL = -1
@@ -93,6 +95,7 @@ class Fitting:
                     self._chooser = self._lm_head.register_forward_pre_hook(_choose)
         if type(vars(self._decoder).get("config")) is not Config:
             self._fit()
+        self._put(self._prepacked)
         missing = set(aux_layers) - self._hooks.keys()
         if missing:
             with self._lock:
@@ -138,15 +141,29 @@ class Fitting:
 
     def ensure_bits(self) -> None:
         """Have linear layers in place for a forward whose rows must have the bits they have alone."""
-        matrices = self.matrices
-        if all(type(vars(module).get("forward")) is _Pieces for module in (matrices[0], matrices[-1])):
+        self._put(self.matrices)
+
+    @property
+    def prepacks(self) -> bool:
+        """Whether there are layers with prepacked weights."""
+        return bool(self._prepacked)
+
+    @cached_property
+    def _prepacked(self) -> list[nn.Module]:
+        """Those whose weights are kept prepacked as well: none where memory has no room for all of them."""
+        modules = [module for module in self.matrices if can_prepack(module)]
+        return modules if fits(modules) else []
+
+    def _put(self, matrices: list[nn.Module]) -> None:
+        """Put a forward of ours in the place of these layers' own."""
+        if all(type(vars(module).get("forward")) is _Matrix for module in (*matrices[:1], *matrices[-1:])):
             return  # another target of the same model may have fewer of its layers
         with self._lock:
             for module in matrices:
                 own = vars(module).get("forward")
-                if type(own) is not _Pieces:
+                if type(own) is not _Matrix:
                     self._matrices[module] = own
-                    vars(module)["forward"] = _Pieces(module, own)
+                    vars(module)["forward"] = _Matrix(module, own, module in self._prepacked)
 
     def _fit(self) -> None:
         with self._lock:
@@ -167,25 +184,35 @@ class Fitting:
         return self._layers[layer - 1].register_forward_hook(partial(_keep_output, layer))
 
 
-class _Pieces:
-    """A linear layer's forward, see `in_pieces`."""
+class _Matrix:
+    """A linear layer's forward, the layer's own in forwards that are not ours.
 
-    def __init__(self, module: nn.Module, own: Any) -> None:
+    Args:
+        module: the layer.
+        own: a forward that was put in its place before.
+        prepacked: whether its weights are to be prepacked.
+    """
+
+    def __init__(self, module: nn.Module, own: Any, prepacked: bool) -> None:
         self._module, self._own = module, own or partial(type(module).forward, module)
+        self._prepacked = Prepacked(cast(nn.Linear, module), self._own) if prepacked and own is None else None
         self._known: tuple[int, SameBits] | None = None  # and with how many threads
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = running()
-        if forward is None or not forward.bits or not args:
+        if forward is None or not args:
             return self._own(*args, **kwargs)
+        product = self._prepacked or self._own
+        if not forward.bits:
+            return product(*args, **kwargs)
         threads, rows = torch.get_num_threads(), args[0].numel() // args[0].shape[-1]
         known = self._known
         if known is None or known[0] != threads or rows > known[1].maximum:
-            known = self._known = threads, same_bits(self._module, rows)
+            known = self._known = threads, same_bits(self._module, rows, self._prepacked is not None)
         same = known[1]
         if same.fewest <= rows <= same.maximum:
-            return self._own(*args, **kwargs)
-        return in_pieces(self._own, same, args, kwargs)
+            return product(*args, **kwargs)
+        return in_pieces(product, same, args, kwargs)
 
 
 def _choose(_module: nn.Module, args: tuple[Any, ...]) -> Any:

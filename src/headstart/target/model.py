@@ -106,6 +106,11 @@ class Target(FrozenModel):
         self._exact = exact
 
     @property
+    def prepacked(self) -> bool:
+        """Whether linear layers have prepacked weights beside their own, see `prepacked`."""
+        return self._fitting.prepacks
+
+    @property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """Per layer ((key heads, key head size), (value heads, value head size))."""
         return [(layer.keys, layer.values) for layer in self.kv_layers]

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from headstart.target.prepacked import prepack, product
+
 _LEVELS = (32, 64, 128)
 """Most rows that are tried, first and when more rows come."""
 _TRIED = (*range(1, 9), 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128)
@@ -78,12 +80,13 @@ def can_try(module: nn.Module) -> bool:
     return plain and isinstance(module.weight, Tensor) and module.weight.is_floating_point()
 
 
-def same_bits(module: nn.Module, rows: int = 1) -> SameBits:
+def same_bits(module: nn.Module, rows: int = 1, prepacked: bool = False) -> SameBits:
     """Numbers of rows at which this layer gives a row the same bits; tried once for each shape, dtype and device.
 
     Args:
         module: the layer.
         rows: that are about to run: the more come, the more are tried.
+        prepacked: whether it multiplies with prepacked weights.
     """
     if not can_try(module):
         return ALONE
@@ -91,16 +94,16 @@ def same_bits(module: nn.Module, rows: int = 1) -> SameBits:
     conv, biased = isinstance(module, Conv1D), module.bias is not None
     threads = torch.get_num_threads() if weight.device.type == "cpu" else 0
     level = next((level for level in _LEVELS if rows <= level), _LEVELS[-1])
-    key = (conv, biased, tuple(weight.shape), weight.dtype, weight.device, threads, level)
+    key = (conv, biased, tuple(weight.shape), weight.dtype, weight.device, threads, level, prepacked)
     if key not in _KNOWN:
         with _LOCK:
             if key not in _KNOWN:
-                _KNOWN[key] = _try(weight, conv, biased, level)
+                _KNOWN[key] = _try(weight, conv, biased, level, prepacked)
     return _KNOWN[key]
 
 
 @torch.inference_mode()
-def _try(weight: Tensor, conv: bool, biased: bool, level: int) -> SameBits:
+def _try(weight: Tensor, conv: bool, biased: bool, level: int, prepacked: bool) -> SameBits:
     inputs, outputs = weight.shape if conv else (weight.shape[1], weight.shape[0])
     tried = [rows for rows in (_TRIED if weight.numel() < _LARGE else _TRIED_LARGE) if rows <= level]
     generator = torch.Generator().manual_seed(0)
@@ -111,13 +114,17 @@ def _try(weight: Tensor, conv: bool, biased: bool, level: int) -> SameBits:
         weight = own.T.contiguous() if conv else own
     bias_O = weight.new_zeros(outputs) if biased else None
 
-    def product(rows: int) -> Tensor:
+    packed = prepack(weight) if prepacked else None
+
+    def multiply(rows: int) -> Tensor:
         if conv:
             assert bias_O is not None, "as in every Conv1D"
             return torch.addmm(bias_O, rows_MI[:rows], weight)
+        if packed is not None:
+            return product(rows_MI[None, :rows], packed, bias_O)[0]
         return F.linear(rows_MI[None, :rows], weight, bias_O)[0]
 
-    return agreeing({rows: product(rows) for rows in tried})
+    return agreeing({rows: multiply(rows) for rows in tried})
 
 
 def agreeing(products: dict[int, Tensor]) -> SameBits:
