@@ -437,7 +437,7 @@ def test_what_rows_begin_with_alike_is_read_once(kind: str, monkeypatch: pytest.
     monkeypatch.setattr(Target, "prefill", noted)
     common: dict[str, Any] = {"max_new_tokens": 9, "top_p": 1.0, "ends": frozenset({1}), "seed": 0}
     together = sample_rows(target, rows, temperatures=[0.0] * 4, **common)
-    assert read == [[12], [3, 10, 1, 7]]
+    assert read == [[12], [1, 3, 7, 10]], "shortest first"
     for row, tokens in zip(rows, together, strict=True):
         assert sample_rows(target, [row], temperatures=[0.0], **common)[0] == tokens
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headstart.data.conversations import Conversation, Unfit, added_tokens, encode, prompt_tokens, render
 from headstart.data.prompts import LeftOut, Prompt
-from headstart.data.sampling import Room, sample_rows
+from headstart.data.sampling import Room, RowStates, sample_rows
 from headstart.recipe import DataSection
 from headstart.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headstart.data.store import Capture
 
 
 def answer_prompts(
@@ -21,6 +26,7 @@ def answer_prompts(
     check: Callable[[], None],
     left_out: LeftOut | None = None,
     room: Room | None = None,
+    capture: Capture | None = None,
 ) -> list[Conversation]:
     """Answer every user turn of each prompt with the target, shortest prompts first; a share of them at temperature 1.
 
@@ -36,6 +42,7 @@ def answer_prompts(
         check: called now and then; what it raises ends the work.
         left_out: takes the count.
         room: what is known of memory from earlier batches.
+        capture: keeps the hidden states of what is written.
     """
     left_out = LeftOut() if left_out is None else left_out
     if not answered:
@@ -51,12 +58,15 @@ def answer_prompts(
         row.temperature = 1.0 if index < sampled else settings.temperature
     turn = 0
     while any(row.left for row in running):
-        turn += _next_turn(target, running, settings, seed * 31 + turn, check, room)
+        turn += _next_turn(target, running, settings, seed * 31 + turn, check, room, capture)
     for row in running:
         if not any(row.supervised):
             left_out.add("that the chat template refuses, or too long", row.prompt.id)
     sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": 64, "seed": seed}
-    written = [row.conversation(sampling) for row in running if any(row.supervised)]
+    learnt = [row for row in running if any(row.supervised)]
+    written = [row.conversation(sampling) for row in learnt]
+    if capture is not None:
+        capture.keep([(item, row.states) for item, row in zip(written, learnt, strict=True) if row.states])
     return [*_fitting(kept, lambda prompt: _given(prompt, target), left_out), *written]
 
 
@@ -67,6 +77,7 @@ def _next_turn(
     seed: int,
     check: Callable[[], None],
     room: Room | None,
+    capture: Capture | None,
 ) -> bool:
     """Ask each conversation's next user turn, if it has one, and answer; false when none could be asked."""
     asking = [row for row in running if row.left]
@@ -75,6 +86,7 @@ def _next_turn(
     asking = sorted((row for row in asking if row.asked), key=lambda row: len(row.tokens))
     if not asking:
         return False
+    states = None if capture is None else RowStates(capture.aux_layers)
     answers = sample_rows(
         target,
         [row.tokens for row in asking],
@@ -85,9 +97,11 @@ def _next_turn(
         seed=seed,
         check=check,
         room=room,
+        states=states,
     )
-    for row, answer in zip(asking, answers, strict=True):
+    for number, (row, answer) in enumerate(zip(asking, answers, strict=True)):
         row.answer(answer, target.tokenizer, target.end_tokens)
+        row.states = {} if states is None else states.of_row.get(number, {})
     return True
 
 
@@ -115,6 +129,7 @@ class _Running:
         self.supervised: list[bool] = []
         self.temperature = 0.0
         self.asked = False
+        self.states: dict[int, Tensor] = {}  # of all tokens so far
 
     def ask(self, tokenizer: Any, longest: int, room: int) -> None:
         """Append the next user turn (with a system turn before it) and the generation prompt.

@@ -33,6 +33,7 @@ from headstart.data.prompts import LeftOut, Prompt, deduplicate, load_prompts, n
 from headstart.data.sampling import Room
 from headstart.data.selfprompt import write_prompts
 from headstart.data.sources import find_origin
+from headstart.data.store import Capture
 from headstart.data.workers import Workers
 from headstart.errors import UserError
 from headstart.recipe import DataSection
@@ -98,6 +99,7 @@ def build_conversations(
     console: Console | None = None,
     parts: Path | None = None,
     max_tokens: float = math.inf,
+    capture: Capture | None = None,
 ) -> Splits:
     """Write (or go on writing) the conversations of a run.
 
@@ -110,11 +112,12 @@ def build_conversations(
         console: shows a progress bar with the time left; None is silent.
         parts: folder of the parts, which runs with the same `identity` may share; `folder / "parts"` by default.
         max_tokens: training conversations are written until they and those for calibration have so many tokens.
+        capture: keeps the hidden states that writing computes, where memory has room for them.
 
     Raises:
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
-    writing = _Writing(target, settings, parts or folder / "parts", console)
+    writing = _Writing(target, settings, parts or folder / "parts", console, capture)
     wanted = {split: int(getattr(settings, name)) for split, name in _COUNTS.items()}
     splits: dict[str, list[Conversation]] = {}
     with progress_bar(console, "conversations", total=sum(wanted.values())) as bar:
@@ -155,6 +158,7 @@ class _Writing:
         settings: of the data.
         folder: of the parts.
         console: told when memory is short.
+        capture: of hidden states.
     """
 
     def __init__(
@@ -163,6 +167,7 @@ class _Writing:
         settings: DataSection,
         folder: Path,
         console: Console | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self._folder, self._settings = folder, settings
         self._seen: set[str] = set()
@@ -171,7 +176,7 @@ class _Writing:
         for file in sorted(folder.glob("[0-9]*-*.jsonl")):
             self._add(Part.read(file))
         wanted = sum(int(getattr(settings, name)) for name in _COUNTS.values())
-        self._source = _PromptSource(target, settings, self._stop + wanted + settings.batch_size, console)
+        self._source = _PromptSource(target, settings, self._stop + wanted + settings.batch_size, console, capture)
 
     @property
     def left_out(self) -> LeftOut:
@@ -258,6 +263,7 @@ class _PromptSource:
         settings: of the data.
         limit: given prompts to read at first.
         console: told when memory is short.
+        capture: of hidden states.
 
     Attributes:
         left_out: given prompts that could not be used.
@@ -269,7 +275,9 @@ class _PromptSource:
         settings: DataSection,
         limit: int,
         console: Console | None = None,
+        capture: Capture | None = None,
     ) -> None:
+        self._capture = capture
         self.left_out = LeftOut()
         self._limit = limit
         self._room = Room(None if console is None else console.print)
@@ -334,7 +342,10 @@ class _PromptSource:
         # Calibration answers stay at the data's temperature: they stand for decoding as it is judged.
         share = self._settings.sampled_fraction if split == "train" else 0.0
         settings = self._settings.model_copy(update={"sampled_fraction": share})
-        return answer_prompts(self._target, asked, settings, seed, split != "heldout", check, self.left_out, self._room)
+        answered = split != "heldout"
+        return answer_prompts(
+            self._target, asked, settings, seed, answered, check, self.left_out, self._room, self._capture
+        )
 
     def _written(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:
         """Self-prompts: the same for the same settings, whatever was written before."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from headstart.data.conversations import alike
 from headstart.errors import UserError
 from headstart.files import format_bytes
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.target import DraftTree, Target, TreeCache, TreeShape
 from headstart.target.memory import free_bytes, out_of_memory
 
 _CANDIDATES = 64
@@ -23,9 +23,13 @@ _KEPT = 0.875
 """Rows are dropped from the cache once no more than this share of them goes on: dropping copies it."""
 CACHE_PEAK = 1 + _KEPT
 """Most that a batch's cache takes, as a multiple of itself: the copy stands beside it for a moment."""
+_MAX_PADDING = 64
+"""Tokens of padding that a group of rows may be read with in any case: a forward of its own costs as much."""
 _SHARE = {"cpu": 0.4}
 """Of free memory, what a batch may take: two are written side by side on a CPU (`headstart.data.workers`)."""
 _SHARE_ELSEWHERE = 0.85
+_STATES_SHARE = 0.05
+"""Of free memory, what the hidden states of a batch may take."""
 
 
 class Room:
@@ -61,6 +65,45 @@ class Room:
         self._say = None
 
 
+class RowStates:
+    """Hidden states of rows that are written, kept as they are computed.
+
+    Args:
+        aux_layers: which.
+
+    Attributes:
+        of_row: by row and layer, [tokens of the row and added to it, E].
+    """
+
+    def __init__(self, aux_layers: Sequence[int]) -> None:
+        self.aux_layers = tuple(aux_layers)
+        self.of_row: dict[int, dict[int, Tensor]] = {}
+        self._kept: dict[int, Tensor] = {}
+
+    def bytes(self, target: Target, rows: int, length: int) -> int:
+        """That rows of this length take."""
+        return rows * length * len(self.aux_layers) * target.hidden_size * target.dtype.itemsize
+
+    def begin(self, target: Target, rows: int, length: int) -> None:
+        """Make room for a batch."""
+        shape = (rows, length, target.hidden_size)
+        self._kept = {layer: torch.zeros(shape, dtype=target.dtype) for layer in self.aux_layers}
+
+    def add(self, rows: Sequence[int], starts: Sequence[int], states: Mapping[int, Tensor]) -> None:
+        """Note states [B, T, E] of rows of the batch, from an index of each on."""
+        width = next(iter(states.values())).shape[1]
+        rows_B1 = torch.tensor(list(rows))[:, None]
+        index_BT = torch.tensor(list(starts))[:, None] + torch.arange(width)
+        for layer, kept_BTE in self._kept.items():
+            kept_BTE[rows_B1, index_BT] = states[layer].to(kept_BTE)
+
+    def end(self, numbers: Sequence[int], lengths: Sequence[int]) -> None:
+        """Take what the batch has given, and its memory back."""
+        for row, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
+            self.of_row[number] = {layer: kept_BTE[row, :length] for layer, kept_BTE in self._kept.items()}
+        self._kept = {}
+
+
 @torch.inference_mode()
 def sample_rows(
     target: Target,
@@ -73,6 +116,7 @@ def sample_rows(
     seed: int,
     check: Callable[[], None] | None = None,
     room: Room | None = None,
+    states: RowStates | None = None,
 ) -> list[list[int]]:
     """Continue each row until an end token (kept) or `max_new_tokens`.
 
@@ -89,6 +133,7 @@ def sample_rows(
         seed: of the draws.
         check: called before each step; what it raises ends the work.
         room: what is known of memory from earlier batches.
+        states: takes the hidden states of rows and added tokens, but for batches whose states memory may not hold.
 
     Returns:
         The added tokens of each row.
@@ -116,6 +161,8 @@ def sample_rows(
                     ends,
                     [rngs[row] for row in part],
                     check,
+                    states if states is not None and _holds(target, states, len(part), length) else None,
+                    part,
                 )
             except Exception as error:
                 if not out_of_memory(error):
@@ -154,17 +201,25 @@ def _continue(
     ends: frozenset[int],
     rngs: Sequence[random.Random],
     check: Callable[[], None] | None,
+    states: RowStates | None,
+    numbers: Sequence[int],
 ) -> list[list[int]]:
-    """`sample_rows` for rows that are written together."""
+    """`sample_rows` for rows that are written together, which have these numbers among all."""
+    aux_layers = states.aux_layers if states is not None else ()
     added: list[list[int]] = [[] for _ in rows]
     cache = target.new_cache(len(rows), max(map(len, rows)) + max_new_tokens)
-    alive = list(range(len(rows)))
+    alive = sorted(range(len(rows)), key=lambda row: len(rows[row]))  # rows of alike length side by side
     shared = _shared(rows)
     if shared:  # what a chat template puts in front of every row is read once
         prefix = target.new_cache(1, shared)
-        target.prefill(prefix, [rows[0][:shared]])
+        out = target.prefill(prefix, [rows[0][:shared]], aux_layers)
         cache.begin_with(prefix)
-    logits_BV = target.prefill(cache, [row[shared:] for row in rows]).logits_BTV[:, 0]
+    if states is not None:
+        states.begin(target, len(rows), cache.capacity)
+        if shared:
+            of_all = {layer: state.expand(len(rows), -1, -1) for layer, state in out.aux_hidden_states.items()}
+            states.add(alive, [0] * len(rows), of_all)
+    logits_BV = _read(target, cache, alive, [row[shared:] for row in rows], states)
     root = TreeShape.chain(0)
     ended = [False] * len(rows)
     for step in range(max_new_tokens):
@@ -177,16 +232,62 @@ def _continue(
             if not ended[row]:
                 added[row].append(token)
                 ended[row] = token in ends
-        going = [index for index, row in enumerate(alive) if not ended[row]]
-        if not going or step == max_new_tokens - 1:
+        # A token that nothing follows is read for its states alone.
+        unread = [len(rows[row]) + len(added[row]) > length for row, length in zip(alive, cache.lengths, strict=True)]
+        going = [i for i, row in enumerate(alive) if not ended[row] or (states is not None and unread[i])]
+        if not going or (step == max_new_tokens - 1 and states is None):
             break
         if len(going) <= _KEPT * len(alive):
             cache.reorder(going)
             alive, picked = [alive[index] for index in going], [picked[index] for index in going]
         tree = DraftTree.from_shape(torch.tensor(picked, device=target.device)[:, None], root)
-        logits_BV = target.forward_tree(cache, tree).logits_BTV[:, 0]
+        out = target.forward_tree(cache, tree, aux_layers)
+        logits_BV = out.logits_BTV[:, 0]
+        if states is not None:
+            states.add(alive, cache.lengths, out.aux_hidden_states)
         cache.commit([[0]] * len(alive))
+    if states is not None:
+        states.end(numbers, [len(row) + len(more) for row, more in zip(rows, added, strict=True)])
     return added
+
+
+def _read(
+    target: Target, cache: TreeCache, order: Sequence[int], rows: Sequence[Sequence[int]], states: RowStates | None
+) -> Tensor:
+    """Read rows in this order, shortest first, so many at a time that there is little padding; logits [B, V]."""
+    logits = []
+    for start, stop in _groups([len(rows[row]) for row in order]):
+        part, group = cache.part(start, stop), order[start:stop]
+        before = list(part.lengths)
+        out = target.prefill(part, [rows[row] for row in group], () if states is None else states.aux_layers)
+        logits.append(out.logits_BTV[:, 0])
+        if states is not None:
+            states.add(group, before, out.aux_hidden_states)
+        cache.lengths[start:stop] = part.lengths
+    return torch.cat(logits)
+
+
+def _holds(target: Target, states: RowStates, rows: int, length: int) -> bool:
+    """Whether there is room for the hidden states of a batch. On a GPU each step would wait for them to be copied."""
+    if target.device.type != "cpu":
+        return False
+    return states.bytes(target, rows, length) <= _STATES_SHARE * free_bytes(target.device)
+
+
+def _groups(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Starts and stops of rows that are read together, from their lengths in ascending order.
+
+    >>> _groups([1, 1, 2, 100, 100, 120, 300])
+    [(0, 3), (3, 6), (6, 7)]
+    """
+    groups: list[tuple[int, int]] = []
+    start = 0
+    for row, length in enumerate(lengths):
+        padding = (row - start + 1) * length - sum(lengths[start : row + 1])
+        if padding > max(_MAX_PADDING, 0.1 * sum(lengths[start : row + 1])):
+            groups.append((start, row))
+            start = row
+    return [*groups, (start, len(lengths))]
 
 
 def _shared(rows: Sequence[Sequence[int]]) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ def build_store(
     *,
     budget_bytes: int,
     shards: Path | None = None,
-    batch_tokens: int = 8192,
+    batch_tokens: int = 2048,
     advance: Callable[[int, int], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> StateStore:
@@ -207,7 +207,7 @@ def build_store(
     kept = conversations[: fitting(conversations, target, aux_layers, budget_bytes)]
     lengths = [len(conversation.tokens) for conversation in kept]
     keys = [_key(conversation.tokens) for conversation in kept]
-    index = _Index(shards, f"{target.identity().fingerprint} {target.settings} {_name_of(target.dtype)}")
+    index = _Index(shards, _owner(target))
     lacking = index.lacking(keys, aux_layers)
     total, left = sum(lengths), sum(lengths[i] for numbers in lacking.values() for i in numbers)
     per_token = {layers: estimate_bytes(1, len(layers), target.hidden_size, target.dtype) for layers in lacking}
@@ -226,6 +226,48 @@ def build_store(
     manifest = _manifest(folder, index, target, aux_layers, kept, keys)
     write_json(folder / MANIFEST, {**manifest, "dropped": len(conversations) - len(kept)}, indent=None)
     return StateStore(folder)
+
+
+class Capture:
+    """Hidden states that writing conversations computes anyway, kept as shards that a store built later finds.
+
+    They are those of decoding, token by token, and differ from what `build_store` computes by rounding alone.
+
+    Args:
+        shards: folder of the shards.
+        target: the model that writes.
+        aux_layers: which hidden states to keep.
+    """
+
+    def __init__(self, shards: Path, target: Target, aux_layers: Sequence[int]) -> None:
+        self.aux_layers = tuple(dict.fromkeys(aux_layers))
+        self._shards, self._target = shards, target
+
+    def keep(self, written: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
+        """Write a shard of conversations and the states [T, E] of their tokens, by layer.
+
+        Raises:
+            UserError: too little free disk.
+        """
+        if not written:
+            return
+        conversations = [conversation for conversation, _ in written]
+        keys = [_key(conversation.tokens) for conversation in conversations]
+        numbers = list({key: number for number, key in enumerate(keys)}.values())  # equal ones once
+        tokens = sum(len(conversations[i].tokens) for i in numbers)
+        target = self._target
+        need_disk(
+            self._shards,
+            estimate_bytes(tokens, len(self.aux_layers), target.hidden_size, target.dtype),
+            "Keeping hidden states",
+        )
+        states = {i: dict(written[i][1]) for i in numbers}
+        _write_shard(self._shards, _owner(target), self.aux_layers, numbers, conversations, keys, states)
+
+
+def _owner(target: Target) -> str:
+    """Whose states a shard holds."""
+    return f"{target.identity().fingerprint} {target.settings} {_name_of(target.dtype)}"
 
 
 def _name_of(dtype: torch.dtype) -> str:

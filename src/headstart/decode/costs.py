@@ -168,7 +168,7 @@ class Conditions:
             (self.dtype != other.dtype, f"in {self.dtype}"),
             (self.exact != other.exact, f"with exact={self.exact}"),
             (
-                self.prepacked != other.prepacked,
+                self.prepacked != other.prepacked and self.device == other.device,
                 "with prepacked weights" if self.prepacked else "without prepacked weights",
             ),
             (

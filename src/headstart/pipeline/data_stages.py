@@ -126,7 +126,7 @@ def _prompts_content(source: str) -> str | None:
 
 def _conversations(run: Run) -> Outcome:
     from headstart.data.generate import build_conversations, identity
-    from headstart.data.store import estimate_bytes
+    from headstart.data.store import Capture, estimate_bytes
 
     data, target = run.recipe.data, run.target
     slug = "self" if data.prompts == "self" else Path(data.prompts).stem
@@ -139,10 +139,14 @@ def _conversations(run: Run) -> Outcome:
     # More text than there is room for states of would be written for nothing.
     maximum = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype)
     folder = run.folder / CONVERSATIONS
+    states = states_artifact(run)
+    with held(states, run.console) as shards:  # shards are added whole, by whoever has them
+        run.refer("states", states)
     with held(made, run.console) as path:
         run.refer("conversations", made)
         pinned = data.model_copy(update={"revision": made.identity["revision"]})
-        splits = build_conversations(target, pinned, folder, run.console, path / "parts", maximum)
+        capture = Capture(shards, target, aux_layers(run))
+        splits = build_conversations(target, pinned, folder, run.console, path / "parts", maximum, capture)
     questions = [
         {
             "question_id": item.id,

@@ -16,7 +16,7 @@ Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new token
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 NAME = "headstart"
+_SPAN = 16
+"""Rows of a span."""
+_SPANS_PAY = 0.85
+"""Share of the slots, padding included, from which attention goes in spans."""
 PIECE = 1024
 """Tokens of a text that are read at a time: no mask has more rows."""
 
@@ -101,6 +105,18 @@ def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~allowed_BTS, float("-inf"))[:, None]
 
 
+def spans(lengths: Sequence[int], width: int) -> list[tuple[int, int, int]]:
+    """Rows that attend together, where those of a batch differ so much in length that it pays; see `Running`.
+
+    >>> spans([10] * 16 + [100] * 16, 4), spans([90] * 16 + [100] * 16, 4)
+    ([(0, 16, 14), (16, 32, 104)], [])
+    """
+    starts = range(0, len(lengths), _SPAN)
+    found = [(start, min(start + _SPAN, len(lengths)), max(lengths[start : start + _SPAN]) + width) for start in starts]
+    slots = sum((stop - start) * seen for start, stop, seen in found)
+    return found if slots <= _SPANS_PAY * len(lengths) * (max(lengths) + width) else []
+
+
 @dataclass
 class Running:
     """What the parts of a model ask about the forward that runs through them.
@@ -114,6 +130,7 @@ class Running:
         causal: whether its tokens are the end of one text, each seeing itself and all before it.
         window: of the layers with a sliding window; None when every layer sees everything.
         bits: whether a row must have the same bits whatever else is in the forward.
+        spans: rows that attend together, as (start, stop, slots in sight of the longest of them); empty for all rows.
         wanted: rows [R] and positions [R] of the tokens whose logits are wanted; None for those of all tokens.
         captured: hidden states so far, by layer.
     """
@@ -125,6 +142,7 @@ class Running:
     causal: bool = False
     window: int | None = None
     bits: bool = False
+    spans: Sequence[tuple[int, int, int]] = ()
     wanted: tuple[Tensor, Tensor] | None = None
     captured: dict[int, Tensor] = field(default_factory=dict)
 
@@ -180,10 +198,22 @@ def tree_attention(
     query = query.reshape(rows, heads, groups * new_tokens, size)
     if forward.bits:
         out = _reference(query, key, value, mask, scaling, softcap, s_aux, groups, torch.float64)
-    elif softcap is None and s_aux is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    else:
+    elif softcap is not None or s_aux is not None:
         out = _reference(query, key, value, mask, scaling, softcap, s_aux, groups)
+    elif forward.spans and mask is not None:
+        parts = [
+            F.scaled_dot_product_attention(
+                query[start:stop],
+                key[start:stop, :, :seen],
+                value[start:stop, :, :seen],
+                attn_mask=mask[start:stop, :, :, :seen],
+                scale=scaling,
+            )
+            for start, stop, seen in forward.spans
+        ]
+        out = torch.cat(parts)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     out = out.reshape(rows, query_heads, new_tokens, value.shape[-1])
     return out.transpose(1, 2).contiguous(), None
 

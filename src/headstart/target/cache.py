@@ -9,6 +9,7 @@ Shape suffixes: B rows, H key-value heads, C capacity in tokens, D head size, T 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -169,6 +170,17 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         placed = {device: index.to(device) for device in self._devices}
         self._stores = [store.index_select(1, placed[store.device]) for store in self._stores]
         self.lengths = [self.lengths[row] for row in rows]
+
+    def part(self, start: int, stop: int) -> TreeCache:
+        """A cache of these rows alone, in the same memory: what is written to it is written here.
+
+        Lengths are its own; who commits to it sets those of these rows here.
+        """
+        part = copy.copy(self)
+        part._stores = [store[:, start:stop] for store in self._stores]
+        part.lengths = self.lengths[start:stop]
+        part._slots, part._lengths = {}, {}
+        return part
 
     def begin_with(self, prefix: TreeCache) -> None:
         """Start every row with what the only row of another cache has committed; this one holds nothing yet."""

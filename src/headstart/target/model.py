@@ -17,7 +17,7 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError, nearest
-from headstart.target.attention import PIECE, Running, run, tree_mask
+from headstart.target.attention import PIECE, Running, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, freeze, refuse_layers
@@ -280,6 +280,8 @@ class Target(FrozenModel):
         positions_BN = (lengths_B1 + tree.depths_BN).clamp(max=self.max_length - 1).expand(shape)
         mask = tree_mask(lengths_B1, tree.visible_BNN, positions_BN, self.window, self.dtype, seen)
         forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
+        if self.device.type == "cpu" and mask is not None and mask.full_B1TS.shape[0] > 1:
+            forward.spans = spans(cache.lengths, width)
         if wanted is not None:
             forward.wanted = self._rows_and_positions(wanted)
         if self._fitting.limit is not None and ends is not None:
