@@ -34,3 +34,10 @@ def test_verification_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     script("verification_rules", monkeypatch).main(["--rounds", "3", "--temperatures", "1", "--out", str(out)])
     for row in read_json(out)["rows"]:
         assert all(mean >= 1 for mean, _ in row["tokens"].values())
+
+
+def test_forward(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "forward.json"
+    arguments = ["--target", str(tiny_target_folder), "--batches", "1", "--widths", "1", "4", "--repeats", "1"]
+    script("forward", monkeypatch).main([*arguments, "--context", "16", "--dtype", "float32", "--out", str(out)])
+    assert [row["width"] for row in read_json(out)["rows"]] == [1, 4]
