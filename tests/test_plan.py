@@ -83,7 +83,7 @@ class TestLengths:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         answer = [*tiny_target.tokenizer.encode("Fine day"), tiny_target.tokenizer.eos_token_id]
         monkeypatch.setattr(
-            "headstart.data.answers.sample_rows", lambda _target, rows, **_options: [list(answer) for _ in rows]
+            "headstart.data.generator.sample_rows", lambda _target, rows, **_options: [list(answer) for _ in rows]
         )
         sizes = {"conversations": 22, "heldout": 1, "validation": 1, "max_new_tokens": 10, "batch_size": 24}
         data = DataSection.model_validate({"prompts": str(path), **sizes})
@@ -165,7 +165,7 @@ class TestMemory:
             rows = sample_rows(*arguments, **{**options, "ends": frozenset()})
             return [[*row[:-1], end] for row in rows]
 
-        monkeypatch.setattr("headstart.data.answers.sample_rows", longest)
+        monkeypatch.setattr("headstart.data.generator.sample_rows", longest)
         build_conversations(run.target, settings.data, tmp_path / "data")
         assert 0.9 * planned < 1.875 * max(made) <= planned
 

@@ -6,6 +6,7 @@ reading a recipe looks them up by the family's name, which loads the families, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module, resources
@@ -24,6 +25,8 @@ PositionWeight = Literal["exponential", "subsampled", "dpace", "accept_until_fai
 """What a recipe can ask for: `exponential`, `dpace` and `accept_until_failure` are in
 `headstart.train.position_weights`, `subsampled` in `headstart.train.batches`."""
 
+
+_ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 
 FREE_TO_CHANGE = {"steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "tracker", "project"}
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, and who watches."""
@@ -116,6 +119,26 @@ class DataSection(Section):
     regenerate: bool = Field(True, description="Replace the answers of a given file by the target's own.")
     seed: int = Field(0, description="Seed of prompts and answers.")
     cache_gigabytes: float = Field(4.0, gt=0, description="Most bytes of hidden states kept on disk, in 1e9.")
+    server: tuple[str, ...] | None = Field(
+        None,
+        description="Address of a vLLM server or llama-server with this target that writes the conversations, or "
+        "several with commas between them; null writes them in this process.",
+    )
+    server_requests: int = Field(16, ge=1, description="Requests under way at a time, over all servers.")
+
+    @field_validator("server", mode="before")
+    @classmethod
+    def _addresses(cls, value: Any) -> Any:
+        given = value.split(",") if isinstance(value, str) else value
+        if given is None or not isinstance(given, list | tuple) or not all(isinstance(one, str) for one in given):
+            return given
+        addresses = tuple(one.strip() for one in given if one.strip())
+        for one in addresses:
+            if not _ADDRESS.fullmatch(one):
+                raise UserError(
+                    f"Recipe key 'data.server' has {one!r}.", "Write an address such as http://localhost:8000."
+                )
+        return addresses or None
 
 
 class TrainSection(Section):

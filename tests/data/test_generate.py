@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from tokenizers import decoders
 
-from headstart.data import answers, generate, selfprompt
+from headstart.data import generate, generator, selfprompt
 from headstart.data.conversations import encode
 from headstart.data.generate import build_conversations
 from headstart.data.sampling import CACHE_PEAK, Room, _pick, sample_rows
@@ -139,7 +139,7 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
 def says_fine(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target that answers everything with "Fine." and ends its turn."""
     answer = [*tiny_target.tokenizer.encode("Fine."), tiny_target.tokenizer.eos_token_id]
-    monkeypatch.setattr(answers, "sample_rows", lambda _target, rows, **_options: [list(answer) for _ in rows])
+    monkeypatch.setattr(generator, "sample_rows", lambda _target, rows, **_options: [list(answer) for _ in rows])
 
 
 @pytest.mark.usefixtures("says_fine")
@@ -184,7 +184,7 @@ def test_a_prompt_of_another_split_costs_no_further_batch(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_prompts(
-        _target: Target, count: int, _breadth: str, _ends: Any, seed: int, _check: Any, _room: Any
+        _target: Target, count: int, _breadth: str, _ends: Any, seed: int, _check: Any, _generator: Any
     ) -> Any:
         return [selfprompt.SelfPrompt("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
 
@@ -291,7 +291,7 @@ def test_the_blank_after_a_seed_prompt_is_kept(tiny_target: Target, monkeypatch:
     target = Target(tiny_target.model, tokenizer)
     answer = [*tokenizer.encode(" of the sea"), tokenizer.eos_token_id]
     assert tokenizer.decode(answer[:-1]) == "of the sea"
-    monkeypatch.setattr(selfprompt, "sample_rows", lambda _target, rows, **_options: [answer for _ in rows])
+    monkeypatch.setattr(generator, "sample_rows", lambda _target, rows, **_options: [answer for _ in rows])
     monkeypatch.setattr(selfprompt, "seed_prompt_list", lambda _breadth: [("writing", "Write a poem")])
     (prompt,) = selfprompt.write_prompts(target, 1, "broad", target.end_tokens, seed=0)
     assert prompt.text == "Write a poem of the sea"

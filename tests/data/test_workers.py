@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data import answers
+from headstart.data import generator
 from headstart.data.generate import build_conversations
 from headstart.data.workers import Stopped, Workers
 from headstart.recipe import DataSection
@@ -44,13 +44,13 @@ def test_two_workers_write_what_one_writes(
     # A random model seldom writes the one token that ends a turn.
     monkeypatch.setattr(Target, "end_tokens", frozenset(range(0, tiny_target.vocab_size, 5)))
     writers: list[str] = []
-    real = answers.sample_rows
+    real = generator.sample_rows
 
     def noted(*arguments: Any, **options: Any) -> list[list[int]]:
         writers.append(threading.current_thread().name)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(answers, "sample_rows", noted)
+    monkeypatch.setattr(generator, "sample_rows", noted)
     both = build_conversations(tiny_target, section, tmp_path / "two")
     assert len(both.train) == 10
     assert {"worker_0", "worker_1"} <= set(writers)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headstart.data.conversations import Conversation, Unfit, added_tokens, encode, prompt_tokens, render
+from headstart.data.generator import Generator, InProcess
 from headstart.data.prompts import LeftOut, Prompt
-from headstart.data.sampling import Room, RowStates, sample_rows
+from headstart.data.sampling import CANDIDATES, RowStates
 from headstart.recipe import DataSection
 from headstart.target import Target
 
@@ -25,7 +26,7 @@ def answer_prompts(
     answered: bool,
     check: Callable[[], None],
     left_out: LeftOut | None = None,
-    room: Room | None = None,
+    generator: Generator | None = None,
     capture: Capture | None = None,
 ) -> list[Conversation]:
     """Answer every user turn of each prompt with the target, shortest prompts first; a share of them at temperature 1.
@@ -41,10 +42,11 @@ def answer_prompts(
         answered: whether answers are wanted; the openings alone otherwise.
         check: called now and then; what it raises ends the work.
         left_out: takes the count.
-        room: what is known of memory from earlier batches.
+        generator: that writes; the target in this process by default.
         capture: keeps the hidden states of what is written.
     """
     left_out = LeftOut() if left_out is None else left_out
+    generator = generator or InProcess(target)
     if not answered:
         return _fitting(prompts, lambda prompt: _unanswered(prompt, target.tokenizer), left_out)
     kept = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
@@ -58,11 +60,11 @@ def answer_prompts(
         row.temperature = 1.0 if index < sampled else settings.temperature
     turn = 0
     while any(row.left for row in running):
-        turn += _next_turn(target, running, settings, seed * 31 + turn, check, room, capture)
+        turn += _next_turn(target, running, settings, seed * 31 + turn, check, generator, capture)
     for row in running:
         if not any(row.supervised):
             left_out.add("that the chat template refuses, or too long", row.prompt.id)
-    sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": 64, "seed": seed}
+    sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": CANDIDATES, "seed": seed}
     learnt = [row for row in running if any(row.supervised)]
     written = [row.conversation(sampling) for row in learnt]
     if capture is not None:
@@ -76,7 +78,7 @@ def _next_turn(
     settings: DataSection,
     seed: int,
     check: Callable[[], None],
-    room: Room | None,
+    generator: Generator,
     capture: Capture | None,
 ) -> bool:
     """Ask each conversation's next user turn, if it has one, and answer; false when none could be asked."""
@@ -87,8 +89,7 @@ def _next_turn(
     if not asking:
         return False
     states = None if capture is None else RowStates(capture.aux_layers)
-    answers = sample_rows(
-        target,
+    answers = generator.continue_rows(
         [row.tokens for row in asking],
         max_new_tokens=settings.max_new_tokens,
         temperatures=[row.temperature for row in asking],
@@ -96,7 +97,6 @@ def _next_turn(
         ends=target.end_tokens,
         seed=seed,
         check=check,
-        room=room,
         states=states,
     )
     for number, (row, answer) in enumerate(zip(asking, answers, strict=True)):

@@ -28,10 +28,12 @@ from headstart.data.conversations import (
     prompt_tokens,
     write_conversations,
 )
+from headstart.data.generator import Generator, InProcess
 from headstart.data.parts import CLOCKS, Part, TimeBudget
 from headstart.data.prompts import LeftOut, Prompt, deduplicate, load_prompts, normalise
 from headstart.data.sampling import Room
 from headstart.data.selfprompt import write_prompts
+from headstart.data.server import Servers
 from headstart.data.sources import find_origin
 from headstart.data.store import Capture
 from headstart.data.workers import Workers
@@ -44,6 +46,8 @@ _COUNTS = {"heldout": "heldout", "calibration": "validation", "train": "conversa
 SPLITS = tuple(_COUNTS)
 AMOUNTS = {"conversations", "heldout", "validation", "minutes", "batch_size", "cache_gigabytes"}
 """Settings of the data that say how much of it there is, and not what it is."""
+OF_SERVERS = {"server", "server_requests"}
+"""Settings that say who writes it. What counts is whether a server does: its numbers are not those of this process."""
 VERSION = 3
 """Raised when the same settings come to mean other conversations."""
 _OF_FILES, _OF_SELF = {"split", "regenerate", "revision"}, {"seed_prompts"}
@@ -69,7 +73,7 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
         UserError: no such file or dataset of prompts, or a hub that cannot be asked for its commit.
     """
     self_prompted = settings["prompts"] == "self"
-    left_out = AMOUNTS | (_OF_FILES if self_prompted else _OF_SELF)
+    left_out = AMOUNTS | OF_SERVERS | (_OF_FILES if self_prompted else _OF_SELF)
     origin = None if self_prompted else find_origin(settings["prompts"], settings.get("revision"))
     template = json.dumps(getattr(target.tokenizer, "chat_template", None), sort_keys=True)
     return {
@@ -81,6 +85,7 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
         "ends": sorted(target.end_tokens),
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
         **{key: value for key, value in settings.items() if key not in left_out},
+        **({"server": True} if settings.get("server") else {}),
         "prompts": "self" if origin is None else origin.identity,
         "configuration": "" if origin is None or origin.content is None else _configuration(settings["prompts"]),
         "revision": None if origin is None else origin.commit,
@@ -280,7 +285,11 @@ class _PromptSource:
         self._capture = capture
         self.left_out = LeftOut()
         self._limit = limit
-        self._room = Room(None if console is None else console.print)
+        self._generator: Generator = (
+            Servers(settings.server, target, settings.server_requests)
+            if settings.server
+            else InProcess(target, Room(None if console is None else console.print))
+        )
         self._target = target
         self._settings = settings
         self._given: list[Prompt] | None = None
@@ -312,10 +321,8 @@ class _PromptSource:
 
     @property
     def shareable(self) -> bool:
-        """Whether several parts may be written at once: some rotary tables change with the text that is read."""
-        return not any(
-            kind in str(getattr(self._target.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")
-        )
+        """Whether several parts may be written at once."""
+        return self._generator.shareable
 
     @property
     def batch_size(self) -> int:
@@ -344,14 +351,14 @@ class _PromptSource:
         settings = self._settings.model_copy(update={"sampled_fraction": share})
         answered = split != "heldout"
         return answer_prompts(
-            self._target, asked, settings, seed, answered, check, self.left_out, self._room, self._capture
+            self._target, asked, settings, seed, answered, check, self.left_out, self._generator, self._capture
         )
 
     def _written(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:
         """Self-prompts: the same for the same settings, whatever was written before."""
         target, seed = self._target, self.seed(split, number)
         drafts = write_prompts(
-            target, self.batch_size, self._settings.seed_prompts, target.end_tokens, seed, check, self._room
+            target, self.batch_size, self._settings.seed_prompts, target.end_tokens, seed, check, self._generator
         )
         prompts = [
             Prompt([{"role": "user", "content": draft.text}], draft.category, f"{split}-{number}-{i}")

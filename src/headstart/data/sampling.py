@@ -18,7 +18,8 @@ from headstart.files import format_bytes
 from headstart.target import DraftTree, Target, TreeCache, TreeShape
 from headstart.target.memory import free_bytes, out_of_memory
 
-_CANDIDATES = 64
+CANDIDATES = 64
+"""Likeliest tokens that are drawn from."""
 _KEPT = 0.875
 """Rows are dropped from the cache once no more than this share of them goes on: dropping copies it."""
 CACHE_PEAK = 1 + _KEPT
@@ -311,7 +312,7 @@ def _pick(logits_BV: Tensor, temperature_B: Tensor, top_p: float, uniform_B: Ten
     """
     if not bool((temperature_B > 0).any()):
         return logits_BV.max(-1).indices
-    top_BR, ids_BR = logits_BV.topk(min(_CANDIDATES, logits_BV.shape[-1]), dim=-1)
+    top_BR, ids_BR = logits_BV.topk(min(CANDIDATES, logits_BV.shape[-1]), dim=-1)
     probs_BR = torch.softmax(top_BR.float() / temperature_B.clamp(min=1e-4)[:, None], dim=-1)
     before_BR = probs_BR.cumsum(-1) - probs_BR
     reached_BR = probs_BR.masked_fill(before_BR >= top_p, 0.0).cumsum(-1)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.data.sampling import Room, sample_rows
+from headstart.data.generator import Generator, InProcess
 from headstart.data.seed_prompts import TOPICS, seed_prompt_list
 from headstart.errors import UserError
 from headstart.target import Target
@@ -50,7 +50,7 @@ def write_prompts(
     ends: frozenset[int],
     seed: int,
     check: Callable[[], None] | None = None,
-    room: Room | None = None,
+    generator: Generator | None = None,
 ) -> list[SelfPrompt]:
     """Let the target write `count` requests, one batch; those of poor quality are left out.
 
@@ -61,7 +61,7 @@ def write_prompts(
         ends: tokens that end a turn.
         seed: of seed prompts and draws; the same seed gives the same requests.
         check: called before each step; what it raises ends the work.
-        room: what is known of memory from earlier batches.
+        generator: that writes; the target in this process by default.
     """
     rng = random.Random(seed)
     seed_prompts = seed_prompt_list(breadth)
@@ -75,8 +75,7 @@ def write_prompts(
         starts.append((category, rng.choice(by_category[category]).replace("{topic}", rng.choice(TOPICS))))
     prefix = user_prefix(target.tokenizer)
     rows = [target.tokenizer(prefix + seed_prompt, add_special_tokens=False)["input_ids"] for _, seed_prompt in starts]
-    written = sample_rows(
-        target,
+    written = (generator or InProcess(target)).continue_rows(
         rows,
         max_new_tokens=_MAX_PROMPT_TOKENS,
         temperatures=[1.0] * count,
@@ -84,7 +83,6 @@ def write_prompts(
         ends=ends,
         seed=seed,
         check=check,
-        room=room,
     )
     prompts = []
     for (category, seed_prompt), row, tokens in zip(starts, rows, written, strict=True):

@@ -109,9 +109,13 @@ def aux_layers(run: Run) -> list[int]:
 
 
 def _conversation_settings(run: Run) -> dict[str, Any]:
+    from headstart.data.generate import OF_SERVERS
+
+    data = run.recipe.data
     return {
-        **flat("data", run.recipe.data),
-        "the prompts' content": _prompts_content(run.recipe.data.prompts),
+        **flat("data", data, OF_SERVERS),
+        **({"data.server": True} if data.server else {}),
+        "the prompts' content": _prompts_content(data.prompts),
         "states of a token": len(aux_layers(run)),
         **{name: content(str(run.folder / TARGET / "tokenizer" / name)) for name in _TOKENIZER},
     }

@@ -247,6 +247,7 @@ def _facts(
     cache += ", and two batches at once" if planned.workers > 1 else ""
     if memory["writing"] - planned.own_bytes > room:
         cache += f"; {format_bytes(room)} are free: larger batches are written in halves"
+    by_servers = f"{', '.join(data.server)}; time and memory below are as if this machine wrote" if data.server else ""
     return [
         ("Target", f"{target.name}, {str(target.dtype).removeprefix('torch.')} on {target.device}"),
         ("Parameters", f"{target.parameters / 1e6:.1f} M, {format_bytes(planned.own_bytes)}"),
@@ -260,6 +261,7 @@ def _facts(
             f"about {amounts.conversations:.0f} (of {data.conversations} at most), {amounts.tokens} tokens",
         ),
         ("A conversation", _described(lengths)),
+        *([("Written by", by_servers)] if by_servers else []),
         ("Hidden states on disk", f"{format_bytes(amounts.state_bytes)} ({len(planned.needed)} of each token)"),
         (
             "Disk in all",

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from headstart.completions import Ask, LlamaServer
 from headstart.serving.base import HOST, Engine
 
 
@@ -28,13 +29,10 @@ class LlamaCpp(Engine):
         return ["--host", HOST, "--port", str(port), "--metrics", "--parallel", "1"]
 
     def request(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[str, dict[str, Any]]:
-        body = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0}
-        # What is left out is taken from the file of the target, penalties too.
-        plain = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        return "/completion", {**body, **plain, "return_tokens": True, "cache_prompt": False}
+        return LlamaServer().request(Ask(prompt, max_new_tokens), "")
 
     def tokens(self, reply: dict[str, Any]) -> list[int]:
-        return list(reply["tokens"])
+        return LlamaServer().read(reply).tokens
 
     def version(self, client: httpx.Client) -> str:
         return str(client.get("/props").json()["build_info"])

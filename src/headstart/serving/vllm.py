@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from headstart.completions import Ask, OpenAI
 from headstart.serving.base import HOST, Engine
 
 _NAME = "target"
@@ -35,13 +36,10 @@ class Vllm(Engine):
         return ["--host", HOST, "--port", str(port), "--served-model-name", _NAME, "--no-enable-prefix-caching"]
 
     def request(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[str, dict[str, Any]]:
-        body = {"model": _NAME, "prompt": list(prompt), "max_tokens": max_new_tokens, "temperature": 0}
-        # What is left out is taken from the target's generation config, penalties too.
-        plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        return "/v1/completions", {**body, **plain, "return_token_ids": True}
+        return OpenAI().request(Ask(prompt, max_new_tokens), _NAME)
 
     def tokens(self, reply: dict[str, Any]) -> list[int]:
-        return list(reply["choices"][0]["token_ids"])
+        return OpenAI().read(reply).tokens
 
     def version(self, client: httpx.Client) -> str:
         return str(client.get("/version").json()["version"])

@@ -1,0 +1,479 @@
+"""Conversations written by servers: the same words as in process, whatever the servers do meanwhile."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.data import generate, server
+from headstart.data.generate import build_conversations, identity
+from headstart.data.sampling import sample_rows
+from headstart.data.server import Servers
+from headstart.data.workers import Stopped
+from headstart.errors import UserError
+from headstart.recipe import DataSection, load_recipe
+from headstart.target import Target
+
+ENDS = frozenset({2})
+Answer = Callable[[list[int], int], list[int]]
+
+
+@dataclass
+class Fake:
+    """A server that answers as vLLM or llama-server do, after a list of faults, one a request for completions.
+
+    Faults: `drop` closes the connection, `cut` ends in the middle of the reply, `junk` is no JSON, `empty` no
+    completion, `abort` gives up in the middle; a number is a status; a pair is a status and its Retry-After.
+
+    Attributes:
+        answer: tokens that continue a prompt.
+        kind: of server.
+        faults: left to make; with `always`, the first for ever.
+        extra: put into every completion.
+        tokenize: what the page of that name answers; None is no such page.
+        bodies: of the completions that were asked for.
+        most: requests that were under way at a time.
+    """
+
+    answer: Answer
+    kind: str = "vllm"
+    faults: list[Any] = field(default_factory=list)
+    always: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+    tokenize: Callable[[str], list[int]] | None = None
+    pause: float = 0.0
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    busy: int = 0
+    most: int = 0
+    url: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fault(self) -> Any:
+        with self.lock:
+            return (self.faults[0] if self.always else self.faults.pop(0)) if self.faults else None
+
+    def completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.kind == "vllm":
+            assert body["return_token_ids"] and body["model"] == "fake"
+            written = self.answer(body["prompt"], body["max_tokens"])
+            return {"choices": [{"text": "", "token_ids": written, **self.extra}]}
+        assert body["return_tokens"]
+        stopped = {"content": "", "tokens_evaluated": len(body["prompt"])}
+        return {**stopped, "tokens": self.answer(body["prompt"], body["n_predict"]), **self.extra}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Fake]]:
+    running: list[ThreadingHTTPServer] = []
+
+    def started(answer: Answer, **options: Any) -> Fake:
+        fake = Fake(answer, **options)
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                owner = {"vllm": "vllm", "llama.cpp": "llamacpp"}[fake.kind]
+                self.say(200 if self.path == "/v1/models" else 404, {"data": [{"id": "fake", "owned_by": owner}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == "/tokenize":
+                    text = body.get("prompt", body.get("content"))
+                    self.say(200 if fake.tokenize else 404, {"tokens": fake.tokenize(text) if fake.tokenize else []})
+                    return
+                assert self.path == {"vllm": "/v1/completions", "llama.cpp": "/completion"}[fake.kind]
+                with fake.lock:
+                    fake.bodies.append(body)
+                    fake.times.append(time.monotonic())
+                    fake.busy += 1
+                    fake.most = max(fake.most, fake.busy)
+                time.sleep(fake.pause)
+                try:
+                    self.reply(body, fake.fault())
+                finally:
+                    with fake.lock:
+                        fake.busy -= 1
+
+            def reply(self, body: dict[str, Any], fault: Any) -> None:
+                if fault == "drop":
+                    self.close_connection = True
+                elif fault == "cut":
+                    self.say(200, fake.completion(body), cut=9)
+                elif fault == "junk":
+                    self.say(200, "<html>one moment</html>")
+                elif fault == "empty":
+                    self.say(200, {"error": "none"})
+                elif fault == "abort":
+                    self.say(200, {"choices": [{"token_ids": [5], "finish_reason": "abort"}]})
+                elif fault is not None:
+                    status, after = fault if isinstance(fault, tuple) else (fault, None)
+                    self.say(status, {"error": "too much to do"}, after)
+                else:
+                    self.say(200, fake.completion(body))
+
+            def say(self, status: int, page: Any, after: str | None = None, cut: int = 0) -> None:
+                text = (page if isinstance(page, str) else json.dumps(page)).encode()
+                self.send_response(status)
+                if after is not None:
+                    self.send_header("Retry-After", after)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text[: len(text) - cut])
+                if cut:
+                    self.close_connection = True
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        running.append(httpd := ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        httpd.daemon_threads = True
+        threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        fake.url = f"http://127.0.0.1:{httpd.server_port}"
+        return fake
+
+    yield started
+    for httpd in running:
+        httpd.shutdown()
+        httpd.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "FIRST_WAIT", 0.002)
+    monkeypatch.setattr(server, "LONGEST_WAIT", 0.01)
+
+
+def counting(prompt: list[int], most: int) -> list[int]:
+    """What follows a prompt: it tells prompts apart, and ends before `most` for some."""
+    written = [10 + (sum(prompt) + step) % 50 for step in range(most)]
+    return written if sum(prompt) % 2 else [*written[: most // 2], 2]
+
+
+def asked(servers: Servers, rows: list[list[int]], **more: Any) -> list[list[int]]:
+    common: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * len(rows), "top_p": 1.0, "ends": ENDS}
+    return servers.continue_rows(rows, **{**common, "seed": 3, **more})
+
+
+ROWS = [[5, 6, 7 + number] for number in range(12)]
+WANTED = [counting(row, 6) for row in ROWS]
+NOWHERE = "http://127.0.0.1:9"  # the port of the service that discards: nobody listens
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_rows_come_back_in_order(tiny_target: Target, serve: Callable[..., Fake], kind: str, path: str) -> None:
+    fake = serve(counting, kind=kind, pause=0.003)
+    assert asked(Servers([fake.url + path], tiny_target, 4), ROWS) == WANTED
+    assert len(fake.bodies) == 12 and 2 <= fake.most <= 4, "so many at a time and no more"
+
+
+@pytest.mark.parametrize(
+    "fault", ["drop", "cut", "junk", "empty", "abort", 408, 429, 500, 503, (429, "0"), (503, "soon")]
+)
+def test_what_may_pass_is_asked_again(tiny_target: Target, serve: Callable[..., Fake], fault: Any) -> None:
+    fake = serve(counting, faults=[fault] * 5)
+    assert asked(Servers([fake.url], tiny_target, 3), ROWS) == WANTED
+    assert len(fake.bodies) == 12 + 5
+
+
+@pytest.mark.parametrize("date", [False, True])
+def test_a_server_is_left_alone_as_long_as_it_asks_for(
+    tiny_target: Target, serve: Callable[..., Fake], date: bool
+) -> None:
+    after = formatdate(time.time() + 2, usegmt=True) if date else "0.4"
+    fake = serve(counting, faults=[(429, after)])
+    assert asked(Servers([fake.url], tiny_target, 1), ROWS[:2]) == WANTED[:2]
+    assert fake.times[1] - fake.times[0] >= 0.4
+
+
+def test_waits_grow(tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "FIRST_WAIT", 0.02)
+    monkeypatch.setattr(server, "LONGEST_WAIT", 0.16)
+    fake = serve(counting, faults=[500] * 5)
+    assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == WANTED[:1]
+    gaps = [later - earlier for earlier, later in zip(fake.times, fake.times[1:], strict=False)]
+    assert all(gap >= least / 2 for gap, least in zip(gaps, [0.02, 0.04, 0.08, 0.16, 0.16], strict=True))
+
+
+def test_a_server_that_can_do_one_thing_at_a_time_is_waited_for(
+    tiny_target: Target, serve: Callable[..., Fake]
+) -> None:
+    """However many of the requests it turns away, as long as it answers others."""
+    open_ = threading.Semaphore(1)
+    fake = serve(counting, pause=0.01)
+    fake.fault = lambda: None if open_.acquire(blocking=False) else 429  # type: ignore[method-assign]
+
+    def answer(prompt: list[int], most: int) -> list[int]:
+        time.sleep(0.02)
+        open_.release()
+        return counting(prompt, most)
+
+    fake.answer = answer
+    rows = [[5, 6, 7 + number] for number in range(30)]
+    assert asked(Servers([fake.url], tiny_target, 12), rows) == [counting(row, 6) for row in rows]
+    assert len(fake.bodies) > 60, "most are turned away"
+
+
+def test_no_server_answers(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    fake = serve(counting, faults=[503], always=True)
+    with pytest.raises(UserError) as told:
+        asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
+    assert fake.url in told.value.problem and "503" in told.value.problem and "too much to do" in told.value.problem
+    assert "data.server" in told.value.remedy and "goes on from there" in told.value.remedy
+    assert len(fake.bodies) == server.TRIES
+    with pytest.raises(UserError, match=rf"{NOWHERE} did not answer: ConnectError.*{2 * server.TRIES} tries"):
+        asked(Servers([NOWHERE, NOWHERE], tiny_target, 16), ROWS)
+
+
+@pytest.mark.parametrize("fault", ["drop", 500, "junk"])
+def test_a_server_that_keeps_failing_is_left_out(tiny_target: Target, serve: Callable[..., Fake], fault: Any) -> None:
+    good, bad = serve(counting), serve(counting, faults=[fault], always=True)
+    rows = [[5, 6, 7 + number] for number in range(60)]
+    assert asked(Servers([bad.url, good.url, NOWHERE], tiny_target, 4), rows) == [counting(row, 6) for row in rows]
+    assert len(good.bodies) == 60
+    assert 1 <= len(bad.bodies) < 30
+
+
+def test_servers_share_the_work(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    both = [serve(counting, pause=0.002), serve(counting, pause=0.002)]
+    assert asked(Servers([one.url for one in both], tiny_target, 4), ROWS) == WANTED
+    assert all(4 <= len(one.bodies) <= 8 for one in both)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ([5, 999_999], "wrote token id 999999, and tiny has ids from 0 to"),
+        ([5, -1], "wrote token id -1"),
+        ([5, "word"], "wrote token id 'word'"),
+        ([5] * 7, "wrote 7 tokens where 6 were asked for"),
+        ([5] * 4, "after 4 of 6 tokens, and not at one that ends a turn"),
+        ([], "after 0 of 6 tokens"),
+    ],
+)
+def test_what_the_target_cannot_have_written_is_refused(
+    tiny_target: Target, serve: Callable[..., Fake], kind: str, written: list[Any], said: str
+) -> None:
+    fake = serve(lambda _prompt, _most: written, kind=kind)
+    with pytest.raises(UserError, match=said) as told:
+        asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
+    assert fake.url in told.value.problem
+    assert len(fake.bodies) == 1, "asking again would not help"
+
+
+def test_words_after_the_end_are_cut_off(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    fake = serve(lambda _prompt, _most: [5, 2, 6, 7, 8, 9])
+    assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == [[5, 2]]
+
+
+def test_an_end_that_is_the_servers_alone_does_not_end_an_answer(
+    tiny_target: Target, serve: Callable[..., Fake]
+) -> None:
+    """llama-server ends at tokens of its own choice."""
+    whole = [11, 0, 12, 0, 13, 2]
+
+    def until_zero(prompt: list[int], most: int) -> list[int]:
+        left = whole[len(prompt) - 3 :][:most]
+        return left[: left.index(0) + 1] if 0 in left else left
+
+    fake = serve(until_zero, kind="llama.cpp", extra={"stop_type": "eos"})
+    assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == [whole]
+    assert [body["n_predict"] for body in fake.bodies] == [6, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "said"),
+    [
+        ("vllm", {"prompt_token_ids": [1, 5, 6, 7]}, "read other token ids .*: 4 token ids for 3"),
+        ("vllm", {"prompt_token_ids": [5, 6, 8]}, "read other token ids"),
+        ("llama.cpp", {"tokens_evaluated": 4}, "read other token ids .*: 4 token ids for 3"),
+        ("vllm", {"token_ids": None}, "returns no token ids"),
+    ],
+)
+def test_a_server_that_does_as_it_likes_is_refused(
+    tiny_target: Target, serve: Callable[..., Fake], kind: str, extra: dict[str, Any], said: str
+) -> None:
+    fake = serve(counting, kind=kind, extra=extra)
+    with pytest.raises(UserError, match=f"{fake.url} {said}"):
+        asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
+
+
+def test_the_prompt_that_a_server_shows_may_be_the_right_one(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    fake = serve(counting, extra={"prompt_token_ids": ROWS[0]})
+    assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == WANTED[:1]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
+def test_another_tokenizer_is_refused(tiny_target: Target, serve: Callable[..., Fake], kind: str) -> None:
+    def own(text: str) -> list[int]:
+        return list(tiny_target.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    assert asked(Servers([serve(counting, kind=kind, tokenize=own).url], tiny_target, 2), ROWS) == WANTED
+    other = serve(counting, kind=kind, tokenize=lambda text: [*own(text)[:-1], 5])
+    with pytest.raises(UserError, match=f"{other.url} serves fake with another tokenizer than that of tiny"):
+        asked(Servers([other.url], tiny_target, 2), ROWS)
+    assert not other.bodies
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_what_does_not_pass_is_not_asked_again(tiny_target: Target, serve: Callable[..., Fake], status: int) -> None:
+    fake = serve(counting, faults=[status], always=True)
+    with pytest.raises(UserError, match=f"/v1/completions answered {status}: .*too much to do"):
+        asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
+    assert len(fake.bodies) == 1
+
+
+def test_each_row_is_drawn_with_a_seed_of_its_own(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    def seeds(kind: str, **more: Any) -> dict[int, int | None]:
+        fake = serve(counting, kind=kind)
+        asked(Servers([fake.url], tiny_target, 4), ROWS, temperatures=[1.0] * 11 + [0.0], **more)
+        warm = [body for body in fake.bodies if body["temperature"] == 1.0]
+        assert all((body["top_k"], body["min_p"]) == (64, 0.0) for body in warm)
+        return {body["prompt"][-1]: body.get("seed") for body in fake.bodies}
+
+    found = seeds("vllm")
+    assert found == seeds("vllm") == seeds("llama.cpp")
+    assert found.pop(18) is None and len(set(found.values())) == 11
+    assert seeds("vllm", seed=4) != {**found, 18: None}
+
+
+def test_the_ends_are_the_targets(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    fake = serve(counting)
+    asked(Servers([fake.url], tiny_target, 1), ROWS[1:2], ends=frozenset({60, 2}))
+    assert fake.bodies[0]["stop_token_ids"] == [2, 60] and fake.bodies[0]["ignore_eos"] is True
+
+
+def test_work_that_nobody_wants_any_more_ends(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    fake = serve(counting, pause=0.05)
+
+    def stops() -> None:
+        if len(fake.bodies) >= 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        asked(Servers([fake.url], tiny_target, 2), ROWS, check=stops)
+    time.sleep(0.2)
+    assert len(fake.bodies) <= 8
+
+
+class TestConversations:
+    """Written by a server that has the tiny target."""
+
+    @pytest.fixture
+    def truth(self, tiny_target: Target) -> Answer:
+        lock = threading.Lock()
+
+        def greedy(prompt: list[int], most: int) -> list[int]:
+            with lock:
+                return sample_rows(
+                    tiny_target,
+                    [prompt],
+                    max_new_tokens=most,
+                    temperatures=[0.0],
+                    top_p=1.0,
+                    ends=tiny_target.end_tokens,
+                    seed=0,
+                )[0]
+
+        return greedy
+
+    def section(self, folder: Path, **more: Any) -> DataSection:
+        file = folder / "prompts.jsonl"
+        rows = [{"turns": [f"Question {i}: why {'so ' * (i % 5)}?", "And then?"][: 1 + i % 2]} for i in range(14)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        values = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 3}
+        return DataSection.model_validate({"prompts": str(file), **values, **more})
+
+    @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
+    def test_they_are_those_written_in_process(
+        self, tiny_target: Target, serve: Callable[..., Fake], truth: Answer, tmp_path: Path, kind: str
+    ) -> None:
+        here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
+        fakes = [serve(truth, kind=kind, faults=["drop", 503, "cut"]), serve(truth, kind=kind)]
+        section = self.section(tmp_path, server=",".join(fake.url for fake in fakes), server_requests=3)
+        assert build_conversations(tiny_target, section, tmp_path / "there") == here
+        assert sum(len(fake.bodies) for fake in fakes) >= 8
+
+    def test_an_interrupted_run_does_not_ask_again_for_what_is_there(
+        self,
+        tiny_target: Target,
+        serve: Callable[..., Fake],
+        truth: Answer,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(server, "TRIES", 2)
+        whole, fake = serve(truth), serve(truth)
+        section = self.section(tmp_path, server=whole.url, server_requests=1)
+        splits = build_conversations(tiny_target, section, tmp_path / "whole")
+        fake.faults = [None] * 6 + [500] * 2  # the server dies in a later part, and comes back
+        section = self.section(tmp_path, server=fake.url, server_requests=1)
+        with pytest.raises(UserError, match="goes on from there"):
+            build_conversations(tiny_target, section, tmp_path / "cut")
+        parts = list((tmp_path / "cut" / "parts").glob("*.jsonl"))
+        answered = sum(any(item.supervised) for part in parts for item in generate.Part.read(part).conversations)
+        assert 0 < answered < 8
+        before = len(fake.bodies)
+        assert build_conversations(tiny_target, section, tmp_path / "cut") == splits
+        prompts = [tuple(body["prompt"]) for body in fake.bodies]
+        first, again = prompts[:before], prompts[before:]
+        finished = {
+            tuple(item.tokens[: item.supervised.index(True)])
+            for part in parts
+            for item in generate.Part.read(part).conversations
+            if any(item.supervised)
+        }
+        assert finished <= set(first) and not finished & set(again)
+        assert build_conversations(tiny_target, section, tmp_path / "cut") == splits
+        assert len(fake.bodies) == len(prompts), "all is there"
+
+    def test_self_prompts_are_written_there_too(
+        self, tiny_target: Target, serve: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("headstart.data.selfprompt.acceptable", lambda _text, _special: True)
+        monkeypatch.setattr("headstart.data.generator.sample_rows", lambda *_, **__: pytest.fail("in process"))
+        end = min(tiny_target.end_tokens)
+        fake = serve(lambda prompt, _most: [*prompt[-4:], 40 + sum(prompt) % 50, end])
+        sizes = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 8}
+        section = DataSection.model_validate({**sizes, "server": [fake.url]})
+        assert len(build_conversations(tiny_target, section, tmp_path / "data").train) == 6
+        assert {body["temperature"] for body in fake.bodies} == {0.0, 1.0}
+
+    def test_they_are_others_than_those_written_in_process_and_the_same_wherever_the_server_is(
+        self, tiny_target: Target, tmp_path: Path
+    ) -> None:
+        def known(**more: Any) -> dict[str, Any]:
+            return identity(tiny_target, self.section(tmp_path, **more).model_dump(mode="json"))
+
+        assert not {"server", "server_requests"} & known().keys(), "what was written before has no such words"
+        assert known(server_requests=3) == known()
+        assert known(server="http://a:1") == known(server="http://b:2,http://c", server_requests=2)
+        assert known(server="http://a:1") == {**known(), "server": True}
+
+
+class TestRecipe:
+    def test_addresses(self) -> None:
+        def addresses(text: str) -> Any:
+            return load_recipe("quickstart", [f"data.server={text}"]).data.server
+
+        assert addresses("http://localhost:8000") == ("http://localhost:8000",)
+        assert addresses("http://a:1, https://b/v1") == addresses("[http://a:1, https://b/v1]")
+        assert addresses("http://a:1, https://b/v1") == ("http://a:1", "https://b/v1")
+        assert addresses("null") is addresses("") is None
+
+    @pytest.mark.parametrize("text", ["localhost:8000", "ftp://a", "http://", "http://a,b"])
+    def test_what_is_no_address_is_refused(self, text: str) -> None:
+        with pytest.raises(UserError, match=r"'data\.server' has '.*http://localhost:8000"):
+            load_recipe("quickstart", [f"data.server={text}"])
