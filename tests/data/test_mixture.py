@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from headstart.data.generate import build_conversations, identity
 from headstart.data.mixture import begun_at, in_turns, pinned
 from headstart.data.prompts import Prompts, load_prompts
 from headstart.data.sources import Origin
 from headstart.errors import UserError
-from headstart.recipe import DataSection, PromptSource, load_recipe
+from headstart.pipeline.data_stages import conversations
+from headstart.pipeline.run import Run, execute, left_to_do
+from headstart.pipeline.stages import check_inputs, stages_until
+from headstart.recipe import DataSection, PromptSource, load_recipe, parse_recipe
 from headstart.target import Target
 
 
@@ -85,6 +89,38 @@ def test_conversations_of_a_mixture(tiny_target: Target, sources: list[dict[str,
     splits = build_conversations(tiny_target, data, tmp_path / "data")
     parts = (splits.heldout, splits.validation, splits.train)
     assert [sum(item.messages[0]["content"].startswith("b") for item in part) for part in parts] == [1, 1, 3]
+
+
+def test_a_run_of_a_mixture_works_again_when_an_excluded_question_changes(
+    tiny_target_folder: Path, sources: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"turns": ["a 1"]}\n')
+    sizes = {"conversations": 60, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 32}
+    recipe = parse_recipe(
+        {
+            "name": "mixed",
+            "target": {"spec": str(tiny_target_folder), "dtype": "float32", "device": "cpu"},
+            "data": {"prompts": sources, "exclude": [str(questions)], **sizes},
+            "heads": {"family": "medusa"},
+        }
+    )
+    stages = stages_until("conversations")
+    asked = []
+    for _ in range(2):
+        check_inputs(recipe, stages)
+        run = Run(recipe, tmp_path / "run", Console(quiet=True))
+        execute(run, stages)
+        assert not left_to_do(run, stages)
+        asked.append({item.messages[0]["content"] for item in conversations(run, "train")})
+        questions.write_text('{"turns": ["a 2"]}\n')
+    assert "a 1" not in asked[0] and "a 2" not in asked[1]
+    assert "a 2" in asked[0] or "a 1" in asked[1], "one of them may be held out"
+    questions.unlink()
+    with pytest.raises(UserError, match=r"No file at .*questions\.jsonl"):
+        check_inputs(recipe, stages)
+    with pytest.raises(UserError, match=r"No file at none\.jsonl.*data\.prompts"):
+        check_inputs(load_recipe("quickstart", ["data.prompts=[none.jsonl]"]), stages)
 
 
 def test_the_identity_follows_shares_and_contents(tiny_target: Target, sources: list[dict[str, Any]]) -> None:

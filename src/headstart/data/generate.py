@@ -152,7 +152,7 @@ def build_conversations(
             "Give more prompts or minutes, lower data.heldout and data.validation, or raise data.max_prompt_tokens.",
         )
     notices = [writing.left_out.notice]
-    if writing.used_up:
+    if 0 < len(writing.used_up) < len(settings.sources):
         notices.append(f"No more prompts in {', '.join(writing.used_up)}: the other sources stand in for the rest.")
     if writing.time_is_up and len(splits["train"]) < settings.conversations:
         notices.append(

@@ -152,8 +152,8 @@ class Prompts:
         return origin
 
 
-_COLUMNS = ("messages", "conversations", "conversation", "turns", "instruction", "prompt", "text")
-"""The columns that tell a shape."""
+_COLUMNS = ("messages", "conversations", "turns", "instruction", "prompt", "conversation", "text")
+"""The columns that tell a shape, in the order in which they are looked for."""
 _WITH_SYSTEM = ("conversations", "conversation", "instruction")
 """Those of formats in which a system message may stand in a column of its own, `system`."""
 
@@ -310,6 +310,8 @@ class _Reading:
             read += 1
             try:
                 prompt = self._rule.prompt(record.row, record.id)
+            except UserError:  # of the tokenizer, not of this record
+                raise
             except ValueError as error:
                 hopeless += 1
                 self.left_out.add(MISSHAPEN, f"{record.location}: {error}")
