@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
     options = parser.parse_args(arguments)
     prepacked = load_target(options.target, dtype=options.dtype)
-    with mock.patch("headstart.target.fitting.fits", lambda _: False):
+    with mock.patch("headstart.target.fitting.fits", return_value=False):
         plain = load_target(options.target, dtype=options.dtype)
         assert not plain.prepacked
     rows = []

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from headstart.errors import UserError, close, nearest
@@ -30,6 +30,14 @@ _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 
 FREE_TO_CHANGE = {"steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "tracker", "project"}
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, and who watches."""
+
+
+_NOT_OF_TEMPLATES = {
+    *("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+}
+"""What `apply_chat_template` takes that is not handed on to the template, or is not a recipe's to say."""
 
 
 class Section(BaseModel):
@@ -94,14 +102,30 @@ class TargetSection(Section):
     )
 
 
+class PromptSource(Section):
+    """One of several sources of prompts."""
+
+    source: str = Field(description="A .jsonl/.json file, or a datasets name.")
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False, description="Its share, against the weights of the others.")
+    split: str | None = Field(None, description="Split of a dataset; data.split by default.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a dataset of the hub.")
+
+
 class DataSection(Section):
     """Conversations that the target itself writes."""
 
-    prompts: str = Field(
-        "self", description="'self' (the target writes its own prompts), a .jsonl/.json file, or a datasets name."
+    prompts: str | tuple[PromptSource, ...] = Field(
+        "self",
+        description="'self' (the target writes its own prompts), a .jsonl/.json file, a datasets name, or a list of "
+        "{source, weight}, each with a split and a revision of its own where it needs them.",
     )
     split: str = Field("train", description="Split, when prompts is a datasets name.")
     revision: str | None = Field(None, description="Branch, tag or commit, when prompts is a dataset of the hub.")
+    exclude: tuple[str, ...] = Field(
+        (),
+        description="Question files: prompts that equal one of their questions, or have 50 words in a row from one, "
+        "are left out.",
+    )
     seed_prompts: Literal["broad", "none"] = Field(
         "broad", description="Self-prompts start from seed prompts over what people ask, or from nothing."
     )
@@ -110,6 +134,12 @@ class DataSection(Section):
     validation: int = Field(48, ge=1, description="Conversations kept out of training, for validation and tuning.")
     minutes: float | None = Field(None, gt=0, description="Stop writing training conversations after this long.")
     max_prompt_tokens: int = Field(384, ge=8, description="Longer prompts are left out, later turns as well.")
+    prefix_tokens: int = Field(
+        64, ge=1, description="Of rows of plain text, for targets without a chat template: tokens that are the prompt."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Variables for the chat template, such as {enable_thinking: false}."
+    )
     max_new_tokens: int = Field(160, ge=8, description="Longest answer, in tokens.")
     temperature: float = Field(0.0, ge=0, description="Temperature of the answers; 0 is greedy.")
     sampled_fraction: float = Field(
@@ -139,6 +169,52 @@ class DataSection(Section):
                     f"Recipe key 'data.server' has {one!r}.", "Write an address such as http://localhost:8000."
                 )
         return addresses or None
+
+    @property
+    def sources(self) -> tuple[PromptSource, ...]:
+        """Where prompts are read, each with its split; empty when the target writes its own."""
+        if self.prompts == "self":
+            return ()
+        if isinstance(self.prompts, str):
+            return (PromptSource(source=self.prompts, split=self.split, revision=self.revision),)
+        return tuple(one.model_copy(update={"split": one.split or self.split}) for one in self.prompts)
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _each_source(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list | tuple) or not value:
+            raise UserError(
+                f"Recipe key 'data.prompts' is {value!r}.",
+                "Give 'self', a .jsonl or .json file, a datasets name, or a list of {source, weight}.",
+            )
+        return tuple(_source(one, number) for number, one in enumerate(value, start=1))
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _one_file(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if name in _NOT_OF_TEMPLATES:
+                raise UserError(
+                    f"data.chat_template_kwargs has {name!r}, which is no variable of chat templates.",
+                    "Remove it: it is set where conversations are rendered.",
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _one_revision_each(self) -> DataSection:
+        if self.revision is not None and not isinstance(self.prompts, str):
+            raise UserError(
+                f"data.revision is {self.revision!r}, and data.prompts names several sources.",
+                "Give each source its own: data.prompts=[{source: .., revision: ..}, ..].",
+            )
+        return self
 
 
 class TrainSection(Section):
@@ -413,6 +489,39 @@ def _explain(error: ValidationError, section: type[BaseModel], at: tuple[str, ..
         f"Recipe key {where!r} is {given!r}: {reason[0].lower()}{reason[1:]}.",
         f"What it can be: headstart recipes show {_family_of(section) or 'quickstart'} --all.",
     )
+
+
+def _source(value: Any, number: int) -> PromptSource:
+    """One of the sources of a list.
+
+    Raises:
+        UserError: it is none; its number is named.
+    """
+    if isinstance(value, PromptSource):
+        return value
+    try:
+        source = PromptSource.model_validate({"source": value} if isinstance(value, str) else value)
+    except ValidationError as error:
+        first = max(error.errors(), key=lambda one: one["type"] == "extra_forbidden")
+        name = str(first["loc"][-1]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            meant = (
+                "Did you mean 'source'?"
+                if name in ("path", "file", "name")
+                else nearest(name, PromptSource.model_fields)
+            )
+            raise UserError(f"Source {number} of data.prompts has an unknown key {name!r}.", meant) from None
+        reason = f"{name}: {first['msg'][0].lower()}{first['msg'][1:]}".removeprefix(": ")
+        raise UserError(
+            f"Source {number} of data.prompts is {value!r}: {reason}.",
+            "Write {source: FILE.jsonl, weight: 2}; the weight is above 0.",
+        ) from None
+    if source.source == "self":
+        raise UserError(
+            f"Source {number} of data.prompts is 'self': prompts that the target writes are not mixed with others.",
+            "Write data.prompts=self alone, or files and datasets only.",
+        )
+    return source
 
 
 def _nearest_key(name: str, section: type[BaseModel]) -> str:

@@ -175,6 +175,8 @@ def _kind(annotation: Any) -> str:
     if annotation in (None, NoneType):
         return "null"
     kind = origin or annotation
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "mapping"
     return {dict: "mapping", str: "text", bool: "true or false"}.get(kind) or str(getattr(kind, "__name__", kind))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from headstart.data.prompts import Prompt, deduplicate, load_prompts
+from headstart.data.prompts import PLAIN, Prompt, deduplicate, load_prompts
 from headstart.data.questions import Question, read_questions
 from headstart.data.sources import Origin, find_origin
 from headstart.errors import UserError
@@ -24,6 +25,9 @@ def user(text: str) -> dict[str, str]:
 
 def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "s"}
 
 
 def write(path: Path, *rows: Any) -> str:
@@ -64,10 +68,30 @@ def write(path: Path, *rows: Any) -> str:
             [user("a"), user("b")],
         ),
         ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, [user("a")]),
+        ({"messages": [SYSTEM, user("a"), assistant("b")]}, [SYSTEM, user("a"), assistant("b")]),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "Human", "value": "a"},
+                    {"from": "ChatGPT", "value": "b"},
+                ]
+            },
+            [SYSTEM, user("a"), assistant("b")],
+        ),
+        ({"conversation": [{"from": "user", "value": "a"}], "system": "s"}, [SYSTEM, user("a")]),
+        ({"instruction": "a", "input": "x", "output": "b", "system": "s"}, [SYSTEM, user("a\n\nx"), assistant("b")]),
+        ({"instruction": "a", "input": None, "output": None, "system": " "}, [user("a")]),
+        ({"messages": None, "prompt": "a"}, [user("a")]),
+        (
+            {"messages": [user("a"), {**assistant("b"), "reasoning_content": "r", "tool_calls": []}]},
+            [user("a"), {**assistant("b"), "reasoning_content": "r"}],
+        ),
     ],
 )
 def test_shapes(tmp_path: Path, row: dict[str, Any], messages: list[dict[str, str]]) -> None:
-    expected = [Prompt(messages, "", "p-1")]
+    calls_tools = any(turn.get("tool_calls") for turn in row.get("messages") or ())
+    expected = [Prompt(messages, "", "p-1", calls_tools=calls_tools)]
     assert load_prompts(write(tmp_path / "p.jsonl", row), "train").prompts == expected
     (tmp_path / "p.json").write_text(json.dumps([row]))
     assert load_prompts(str(tmp_path / "p.json"), "train").prompts == expected
@@ -84,18 +108,19 @@ def test_id_category_and_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "a"}, r'unknown shape with the keys text\. Accepted records: {"turns"'),
+        ({"body": "a"}, r"unknown shape with the keys body"),
         ({}, "unknown shape with the keys .none."),
         ({"turns": "a"}, "'turns' is a str, not a list"),
         ({"messages": "a"}, "'messages' is a str"),
         ({"messages": ["a"]}, "message 1 of 'messages' is a str"),
     ],
 )
-def test_malformed_record(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UserError, match=rf"p\.jsonl, line 2: .*{reason}"):
-        load_prompts(write(tmp_path / "p.jsonl", {"prompt": "fine"}, row), "train")
-    (tmp_path / "p.json").write_text(json.dumps([{"prompt": "fine"}, row]))
-    with pytest.raises(UserError, match=rf"p\.json, record 2: .*{reason}"):
+def test_a_record_of_another_shape_is_counted_and_named(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    found = load_prompts(write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "b"}, row), "train")
+    assert [prompt.turns for prompt in found.prompts] == [["fine"], ["b"]]
+    assert re.search(rf"2 of a shape that is not understood .the first: line 2: {reason}", found.left_out.notice)
+    (tmp_path / "p.json").write_text(json.dumps([row]))
+    with pytest.raises(UserError, match=rf"p\.json: 1 read, .*record 1: .*{reason}.*Accepted records: {{\"turns\""):
         load_prompts(str(tmp_path / "p.json"), "train")
 
 
@@ -105,6 +130,15 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": None}]}, "1 with a message without a text"),
     ({"messages": [user("a"), {"role": "user"}]}, "1 with a message without a text"),
     ({"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "1 with image content"),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, "1 with a message of the role ['user']"),
+    ({"conversations": [{"from": "observation", "value": "a"}]}, "1 with a message of the role 'observation'"),
+    (
+        {"messages": [user("a"), {"role": "assistant", "content": {"text": "b"}}]},
+        "1 with a dict in the place of a text",
+    ),
+    ({"prompt": None}, "1 with a message without a text"),
+    ({"text": "a"}, f"1 {PLAIN}"),
+    ({"text": " "}, "1 without a text"),
     ({"prompt": 3}, "1 with a int in the place of a text"),
     ({"turns": ["a", 1]}, "1 with a int in the place of a text"),
     ({"prompt": " "}, "1 in which the user says nothing"),
@@ -121,7 +155,7 @@ def test_a_record_that_makes_no_prompt_is_left_out_and_counted(
     found = load_prompts(path, "train")
     assert [prompt.turns for prompt in found.prompts] == [["fine"], ["fine as well"]]
     assert found.left_out.notice == f"Left out: {reason}."
-    with pytest.raises(UserError, match=rf"No usable prompt in .*: 1 read, {reason} .the first: line 1."):
+    with pytest.raises(UserError, match=rf"No usable prompt in .*: 1 read, {re.escape(reason)} .the first: line 1."):
         load_prompts(write(tmp_path / "p.jsonl", row), "train")
 
 
@@ -333,7 +367,7 @@ class TestDatasets:
         assert found.origin.identity != find_origin(str(tmp_path / "data")).identity
 
     def test_unknown_shape(self, hub: FakeHub) -> None:
-        hub.rows = [{"text": "a"}] * 3000
+        hub.rows = [{"body": "a"}] * 3000
         with pytest.raises(UserError, match=r"'wiki', split 'train': 1000 read, .*row 0: unknown shape.*Accepted"):
             load_prompts("wiki", "train")
 

@@ -189,6 +189,12 @@ class _Running:
 
 
 def _given(prompt: Prompt, target: Target) -> Conversation:
+    if prompt.calls_tools:
+        raise Unfit(
+            "Calls of tools are not rendered.",
+            "Let the target write the answers (data.regenerate=true).",
+            "with given answers that call tools",
+        )
     tokens, supervised = encode(prompt.messages, target.tokenizer, max_tokens=target.max_length)
     return Conversation(prompt.id, tokens, supervised, prompt.messages, prompt.category, {"source": "given"})
 

@@ -13,9 +13,12 @@ the answer's text: the one the target writes to end its turn. What the template 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +29,7 @@ from headstart.errors import UserError
 from headstart.files import read_jsonl, write_jsonl
 
 Message = dict[str, str]
-"""One turn: {"role": "system" | "user" | "assistant", "content": text}."""
+"""One turn: {"role": "system" | "user" | "assistant", "content": text}; of a given answer also "reasoning_content"."""
 
 
 class Unfit(UserError):
@@ -106,7 +109,11 @@ class Conversation:
                 if not 0 <= start < stop <= len(tokens):
                     raise ValueError(f"supervised run [{start}, {stop}) of {len(tokens)} tokens")
                 supervised[start:stop] = [True] * (stop - start)
-            messages = [{"role": str(turn["role"]), "content": str(turn["content"])} for turn in row["messages"]]
+            messages = [
+                {"role": str(turn["role"]), "content": str(turn["content"])}
+                | ({"reasoning_content": str(turn["reasoning_content"])} if "reasoning_content" in turn else {})
+                for turn in row["messages"]
+            ]
             return cls(
                 str(row["id"]),
                 tokens,
@@ -159,10 +166,14 @@ def alike(one: Sequence[int], other: Sequence[int]) -> int:
 def prompt_tokens(messages: Sequence[Message], tokenizer: Any) -> list[int]:
     """What the target reads before it answers: the rendered messages and the generation prompt.
 
+    A target without a chat template reads the text of a single user message as it is, and goes on with it.
+
     Raises:
-        UserError: no tokenizer or chat template.
+        UserError: no tokenizer, or several messages for a target without a chat template.
         Unfit: the template refuses these messages.
     """
+    if tokenizer is not None and not has_template(tokenizer) and [turn["role"] for turn in messages] == ["user"]:
+        return list(tokenizer.encode(messages[0]["content"]))
     return list(tokenizer.encode(render(messages, tokenizer, answer=True), add_special_tokens=False))
 
 
@@ -206,16 +217,78 @@ def added_tokens(before: str, after: str, last_token: int, tokenizer: Any) -> li
     return list(tokenizer(tail + after[len(before) :], add_special_tokens=False)["input_ids"])
 
 
+def has_template(tokenizer: Any) -> bool:
+    """Whether a target can chat; without a chat template it can only go on with a text."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def with_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> Any:
+    """A tokenizer that renders its chat template with these variables, always.
+
+    Args:
+        tokenizer: of the target; it stays as it is.
+        values: by name, as in data.chat_template_kwargs; without any, the tokenizer itself comes back.
+
+    Raises:
+        UserError: no chat template, or one that does not know such a variable.
+    """
+    if not values:
+        return tokenizer
+    check_template(tokenizer)
+    for name in values:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise UserError(
+                f"The target's chat template has no variable {name!r}.",
+                "Correct data.chat_template_kwargs, or leave it out.",
+            )
+    bound = copy(tokenizer)
+    bound.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
+    return bound
+
+
 def check_template(tokenizer: Any) -> None:
     """Refuse a target that cannot chat.
 
     Raises:
         UserError: no tokenizer, or one without a chat template.
     """
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    if tokenizer is None or not has_template(tokenizer):
         raise UserError(
             "The target's tokenizer has no chat template, so there is no telling what the assistant wrote.",
             "Choose an instruction-tuned target, or set tokenizer.chat_template and save it with the model.",
+        )
+
+
+def check_prompts(tokenizer: Any, prompts: object) -> None:
+    """Refuse a target that cannot answer a recipe's prompts, before they are read.
+
+    Args:
+        tokenizer: of the target.
+        prompts: as the recipe names them.
+
+    Raises:
+        UserError: no tokenizer, or no chat template and prompts that the target should write itself.
+    """
+    if tokenizer is None:
+        check_template(tokenizer)
+    if prompts == "self" and not has_template(tokenizer):
+        raise UserError(
+            "The target has no chat template, so it cannot write its own prompts.",
+            'Give rows of plain text (data.prompts=FILE.jsonl, each row {"text": ..}), or use an instruction-tuned '
+            "target.",
+        )
+
+
+def check_offsets(tokenizer: Any) -> None:
+    """Refuse a tokenizer that does not tell where its tokens lie in a text.
+
+    Raises:
+        UserError: it is a slow one.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            f"{type(tokenizer).__name__} does not tell which characters a token covers.",
+            "Use a target with a fast tokenizer (tokenizer.json).",
         )
 
 
@@ -239,11 +312,7 @@ def encode(
         Unfit: a template that refuses the conversation or rewrites an answer, or nothing left to supervise.
     """
     whole = render(messages, tokenizer, answer=False)
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError(
-            f"{type(tokenizer).__name__} does not tell which characters a token covers.",
-            "Use a target with a fast tokenizer (tokenizer.json).",
-        )
+    check_offsets(tokenizer)
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     tokens: list[int] = list(encoded["input_ids"])
     starts, stops = _places(encoded["offset_mapping"])
@@ -299,11 +368,21 @@ def _answer_span(messages: Sequence[Message], turn: int, whole: str, tokenizer: 
         return None
     start = len(prefix)
     text = messages[turn]["content"].strip()  # some templates strip what they are given
+    reasoning = messages[turn].get("reasoning_content", "").strip()
     closed = render(messages[: turn + 1], tokenizer, answer=False)
     if whole.startswith(closed):
         # A template may write something of its own first, such as an empty thinking block.
-        index = whole.find(text, start, len(closed))
+        told = whole.find(reasoning, start, len(closed))
+        if told < 0:
+            raise Unfit(
+                f"The chat template does not render the reasoning of the answer in message {turn + 1}.",
+                "Let the target write the answers (data.regenerate=true), or remove reasoning_content.",
+                "with reasoning that the chat template does not render",
+            )
+        index = whole.find(text, told + len(reasoning), len(closed))
         turn_stop = len(closed)
+    elif reasoning:
+        return None
     else:
         lead = len(whole[start:]) - len(whole[start:].lstrip())
         index = start + lead if whole.startswith(text, start + lead) else -1

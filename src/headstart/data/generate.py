@@ -25,12 +25,16 @@ from rich.console import Console
 from headstart.data.answers import answer_prompts
 from headstart.data.conversations import (
     Conversation,
+    has_template,
     prompt_tokens,
+    with_template_kwargs,
     write_conversations,
 )
 from headstart.data.generator import Generator, InProcess
+from headstart.data.mixture import configuration, mixture_identity
+from headstart.data.overlap import Excluded, normalise
 from headstart.data.parts import CLOCKS, Part, TimeBudget
-from headstart.data.prompts import LeftOut, Prompt, deduplicate, load_prompts, normalise
+from headstart.data.prompts import LeftOut, Prompt, deduplicate, prompts_for
 from headstart.data.sampling import Room
 from headstart.data.selfprompt import write_prompts
 from headstart.data.server import Servers
@@ -51,6 +55,8 @@ OF_SERVERS = {"server", "server_requests"}
 VERSION = 3
 """Raised when the same settings come to mean other conversations."""
 _OF_FILES, _OF_SELF = {"split", "regenerate", "revision"}, {"seed_prompts"}
+_OF_SOME = {"prefix_tokens", "chat_template_kwargs", "exclude"}
+"""Settings that are part of an identity only where they mean something."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,11 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: no such file or dataset of prompts, or a hub that cannot be asked for its commit.
     """
-    self_prompted = settings["prompts"] == "self"
-    left_out = AMOUNTS | OF_SERVERS | (_OF_FILES if self_prompted else _OF_SELF)
-    origin = None if self_prompted else find_origin(settings["prompts"], settings.get("revision"))
+    prompts = settings["prompts"]
+    self_prompted, mixed = prompts == "self", not isinstance(prompts, str)
+    left_out = AMOUNTS | OF_SERVERS | _OF_SOME | (_OF_FILES if self_prompted else _OF_SELF)
+    left_out |= {"split"} if mixed else set()
+    origin = None if self_prompted or mixed else find_origin(prompts, settings.get("revision"))
     template = json.dumps(getattr(target.tokenizer, "chat_template", None), sort_keys=True)
     return {
         "version": VERSION,
@@ -86,15 +94,23 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
         **{key: value for key, value in settings.items() if key not in left_out},
         **({"server": True} if settings.get("server") else {}),
-        "prompts": "self" if origin is None else origin.identity,
-        "configuration": "" if origin is None or origin.content is None else _configuration(settings["prompts"]),
+        "prompts": mixture_identity(settings) if mixed else "self" if origin is None else origin.identity,
+        "configuration": "" if origin is None or origin.content is None else configuration(prompts),
         "revision": None if origin is None else origin.commit,
+        **_of_some(target, settings),
     }
 
 
-def _configuration(source: str) -> str:
-    """What a folder of data has after a colon, as in `folder:config`."""
-    return "" if Path(source).expanduser().exists() else source.partition(":")[2]
+def _of_some(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What only some conversations depend on; none of it for the others, whose identity stays as it is."""
+    found: dict[str, Any] = {}
+    if not has_template(target.tokenizer):
+        found["prefix_tokens"] = settings["prefix_tokens"]
+    if values := settings.get("chat_template_kwargs"):
+        found["chat_template_kwargs"] = values
+    if files := settings.get("exclude"):
+        found["exclude"] = sorted(str(find_origin(file).content) for file in files)
+    return found
 
 
 def build_conversations(
@@ -142,6 +158,8 @@ def build_conversations(
             "Give more prompts or minutes, lower data.heldout and data.validation, or raise data.max_prompt_tokens.",
         )
     notices = [writing.left_out.notice]
+    if 0 < len(writing.used_up) < len(settings.sources):
+        notices.append(f"No more prompts in {', '.join(writing.used_up)}: the other sources stand in for the rest.")
     if writing.time_is_up and len(splits["train"]) < settings.conversations:
         notices.append(
             f"{len(splits['train'])} of the {settings.conversations} conversations asked for: data.minutes="
@@ -185,8 +203,13 @@ class _Writing:
 
     @property
     def left_out(self) -> LeftOut:
-        """Given prompts that could not be used."""
+        """Prompts that could not be used."""
         return self._source.left_out
+
+    @property
+    def used_up(self) -> list[str]:
+        """Sources among several that have no more."""
+        return self._source.used_up
 
     @property
     def _stop(self) -> int:
@@ -271,7 +294,8 @@ class _PromptSource:
         capture: of hidden states.
 
     Attributes:
-        left_out: given prompts that could not be used.
+        left_out: prompts that could not be used.
+        used_up: sources among several that have no more.
     """
 
     def __init__(
@@ -290,25 +314,20 @@ class _PromptSource:
             if settings.server
             else InProcess(target, Room(None if console is None else console.print))
         )
-        self._target = target
+        self._target = target.with_tokenizer(with_template_kwargs(target.tokenizer, settings.chat_template_kwargs))
         self._settings = settings
+        self._excluded = Excluded(settings.exclude)
+        self.used_up: list[str] = []
         self._given: list[Prompt] | None = None
         if settings.prompts != "self":
             self._ask_for(limit)
 
     def _ask_for(self, limit: int) -> None:
         """Read the first `limit` of the given prompts; their order stays as it is when more are asked for."""
-        found = load_prompts(
-            self._settings.prompts,
-            self._settings.split,
-            self._target.tokenizer,
-            max_tokens=self._settings.max_prompt_tokens,
-            limit=limit,
-            # Files are often sorted by kind: what is kept apart should be of the same kinds as what is trained on.
-            seed=self._settings.seed,
-            revision=self._settings.revision,
-        )
+        # Files are often sorted by kind: what is kept apart should be of the same kinds as what is trained on.
+        found = prompts_for(self._settings, self._target.tokenizer, limit, seed=self._settings.seed)
         self._given, self._limit, self.left_out = found.prompts, limit, found.left_out
+        self.used_up = found.used_up
 
     def seed(self, split: str, number: int) -> int:
         """A seed of its own for each part."""
@@ -366,8 +385,18 @@ class _PromptSource:
         ]
         limit = self._settings.max_prompt_tokens
         return deduplicate(
-            [prompt for prompt in prompts if len(prompt_tokens(prompt.messages, target.tokenizer)) <= limit]
+            [
+                prompt
+                for prompt in prompts
+                if len(prompt_tokens(prompt.messages, target.tokenizer)) <= limit and not self._gives_away(prompt)
+            ]
         )
+
+    def _gives_away(self, prompt: Prompt) -> bool:
+        reason = self._excluded.reason(prompt.turns)
+        if reason:
+            self.left_out.add(reason, prompt.id)
+        return reason is not None
 
     def exhausted(self, split: str, own: int, start: int) -> bool:
         """Whether there is no further part: no prompts from `start` on, or, of those that the target writes, `own`

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.data.conversations import Conversation, added_tokens, alike, encode, prompt_tokens, render
+from headstart.data.conversations import Conversation, added_tokens, alike, encode, has_template, prompt_tokens, render
 from headstart.doctor.findings import Finding, bad, check, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject, spread
 from headstart.errors import UserError
@@ -86,7 +86,7 @@ def _cause(subject: Subject, item: Conversation, index: int) -> str:
         if kept.special_tokens_map != now.special_tokens_map:
             return "The special tokens are others than when the data were written."
     first = _first_answer(item)
-    text = render(item.messages[:first], now, answer=True)
+    text = render(item.messages[:first], now, answer=True) if has_template(now) else item.messages[0]["content"]
     if max(item.tokens) < subject.target.vocab_size and text.startswith(now.decode(item.tokens[: index + 1])):
         return "The tokenizer cuts the same text into other tokens than when the data were written."
     return "Another chat template or tokenizer wrote the data."

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headstart.data.conversations import Conversation, prompt_tokens, read_conversations
+from headstart.data.conversations import Conversation, prompt_tokens, read_conversations, with_template_kwargs
 from headstart.data.questions import Question, read_questions
 from headstart.data.store import StateStore
 from headstart.decode.loop import Engine
@@ -240,6 +240,7 @@ def find_subject(
 def _of_run(recipe: Recipe, run: Path | None, asked: list[Question], target: str | None, quick: bool) -> Subject:
     section = recipe.target
     loaded = load_target(target or section.spec, section.dtype, section.device, None if target else section.revision)
+    loaded = loaded.with_tokenizer(with_template_kwargs(loaded.tokenizer, recipe.data.chat_template_kwargs))
     paths = [run / HEADS, run / TRAIN / "best"] if run else []
     return Subject(loaded, recipe, run, next((path for path in paths if path.is_dir()), None), asked, quick)
 

@@ -21,7 +21,7 @@ import transformers
 from rich.console import Console
 
 import headstart
-from headstart.data.conversations import check_template, prompt_tokens
+from headstart.data.conversations import check_template, has_template, prompt_tokens
 from headstart.data.questions import Question
 from headstart.decode.budget import Costs
 from headstart.decode.costs import core_count, cpu_model
@@ -106,7 +106,7 @@ def evaluate(
     """Measure a drafter on questions against the plain loop and transformers.
 
     Args:
-        target: the frozen model, with a tokenizer that has a chat template.
+        target: the frozen model, with a tokenizer; without a chat template the text of a question is read as it is.
         drafter: what drafts; None measures plain decoding against itself.
         questions: what to ask.
         options: how to measure.
@@ -118,15 +118,18 @@ def evaluate(
         The content of results.json: schema_version, summary, compare, categories, settings, environment, per_prompt.
 
     Raises:
-        UserError: no questions, an option out of range, a target without a chat template, or a question that does not
-            fit the context; all before anything runs.
+        UserError: no questions, an option out of range, a target without a tokenizer, several turns for one without a
+            chat template, or a question that does not fit the context; all before anything runs.
     """
     options = options or EvalOptions()
     _check_options(target, options)
     questions = list(questions)[: options.limit]
     if not questions:
         raise UserError("There are no questions.", "Give a question file with at least one line, or raise --limit.")
-    check_template(target.tokenizer)
+    if target.tokenizer is None or options.multi_turn:  # a target without a template can go on with a text, once
+        check_template(target.tokenizer)
+    elif progress is not None and not has_template(target.tokenizer):
+        progress.print(f"{target.name} has no chat template: it goes on with each question as it is.", style="dim")
     for question in questions:
         _check_fits(target, question, options)
 

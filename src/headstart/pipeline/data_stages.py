@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Files of the target's tokenizer, as the target's stage keeps them."""
 _SPLITS = ("train", "calibration")
+_LATER = {"prefix_tokens", "chat_template_kwargs", "exclude"}
+"""Settings that earlier records of conversations do not know: noted where they are set."""
 _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
 
@@ -67,10 +69,10 @@ def _target_settings(run: Run) -> dict[str, Any]:
 
 
 def _target(run: Run) -> Outcome:
-    from headstart.data.conversations import check_template
+    from headstart.data.conversations import check_prompts
 
     target = run.target
-    check_template(target.tokenizer)
+    check_prompts(target.tokenizer, run.recipe.data.prompts)
     aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
     if run.recipe.data.minutes is None:
         count = run.recipe.data.conversations + run.recipe.data.validation
@@ -112,10 +114,15 @@ def _conversation_settings(run: Run) -> dict[str, Any]:
     from headstart.data.generate import OF_SERVERS
 
     data = run.recipe.data
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(data).model_fields.items()}
+    unset = {name for name in _LATER if getattr(data, name) == defaults[name]}
+    excluded = {"the excluded questions": [content(file) for file in data.exclude]} if data.exclude else {}
+    contents = [_prompts_content(one.source) for one in data.sources]
     return {
-        **flat("data", data, OF_SERVERS),
+        **flat("data", data, OF_SERVERS | unset),
         **({"data.server": True} if data.server else {}),
-        "the prompts' content": _prompts_content(data.prompts),
+        **excluded,
+        "the prompts' content": _prompts_content(data.prompts) if isinstance(data.prompts, str) else contents,
         "states of a token": len(aux_layers(run)),
         **{name: content(str(run.folder / TARGET / "tokenizer" / name)) for name in _TOKENIZER},
     }
@@ -130,15 +137,14 @@ def _prompts_content(source: str) -> str | None:
 
 def _conversations(run: Run) -> Outcome:
     from headstart.data.generate import build_conversations, identity
+    from headstart.data.mixture import begun_at, pinned
     from headstart.data.store import Capture, estimate_bytes
 
     data, target = run.recipe.data, run.target
-    slug = "self" if data.prompts == "self" else Path(data.prompts).stem
+    slug = "self" if data.prompts == "self" else "-".join(Path(one.source).stem for one in data.sources[:3])
     settings = data.model_dump(mode="json")
-    if data.revision is None and (known := referred(run.folder, "conversations")) is not None:
-        begun = read_note(known)
-        if begun.get("revision") and begun.get("prompts") == f"{data.prompts} at {begun['revision']}":
-            settings["revision"] = begun["revision"]  # what the run began with, whatever is newer
+    if (known := referred(run.folder, "conversations")) is not None:
+        settings = begun_at(settings, read_note(known))
     made = artifact(run.folder, "conversations", slug, identity(target, settings))
     # More text than there is room for states of would be written for nothing.
     maximum = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype)
@@ -148,9 +154,8 @@ def _conversations(run: Run) -> Outcome:
         run.refer("states", states)
     with held(made, run.console) as path:
         run.refer("conversations", made)
-        pinned = data.model_copy(update={"revision": made.identity["revision"]})
-        capture = Capture(shards, target, aux_layers(run))
-        splits = build_conversations(target, pinned, folder, run.console, path / "parts", maximum, capture)
+        fixed, capture = pinned(data, made.identity), Capture(shards, target, aux_layers(run))
+        splits = build_conversations(target, fixed, folder, run.console, path / "parts", maximum, capture)
     questions = [
         {
             "question_id": item.id,

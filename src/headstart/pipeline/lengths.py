@@ -84,19 +84,11 @@ def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
     Raises:
         UserError: prompts that cannot be read.
     """
-    from headstart.data.prompts import load_prompts
+    from headstart.data.prompts import prompts_for
 
     if data.prompts == "self":
         return []
-    return load_prompts(
-        data.prompts,
-        data.split,
-        tokenizer,
-        max_tokens=data.max_prompt_tokens,
-        limit=SAMPLE,
-        revision=data.revision,
-        whole=False,
-    ).prompts
+    return prompts_for(data, tokenizer, SAMPLE, whole=False).prompts
 
 
 def _row(prompt: Prompt, data: DataSection, target: Target, template: int) -> Lengths:
@@ -132,8 +124,10 @@ def _words(text: str, tokenizer: Any) -> int:
 
 def _tokens_of_a_turn(tokenizer: Any) -> int:
     """What the template adds to one more user turn and its answer."""
-    from headstart.data.conversations import Unfit, prompt_tokens
+    from headstart.data.conversations import Unfit, has_template, prompt_tokens
 
+    if not has_template(tokenizer):
+        return 0
     first = [{"role": "user", "content": "a"}]
     try:
         again = prompt_tokens([*first, {"role": "assistant", "content": "a"}, *first], tokenizer)

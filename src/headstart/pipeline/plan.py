@@ -11,7 +11,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from headstart.data.conversations import check_template
+from headstart.data.conversations import check_prompts
 from headstart.data.questions import read_questions
 from headstart.data.sampling import CACHE_PEAK
 from headstart.data.workers import Workers
@@ -68,7 +68,7 @@ def make_plan(run: Run) -> Plan:
     start = perf_counter()
     target = run.target
     loading = perf_counter() - start
-    check_template(target.tokenizer)
+    check_prompts(target.tokenizer, data.prompts)
     needed = aux_layers(run)
     config = make_config(run.recipe.heads, target)
     heads = family(config.family)(config).to(target.device)

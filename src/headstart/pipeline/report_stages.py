@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from headstart.pipeline.dependencies import before, conditions, content, flat, w
 from headstart.pipeline.head_stages import trained_heads
 from headstart.pipeline.layout import HEADS, QUESTIONS, REPORT, STATES, TRAIN, TUNE
 from headstart.pipeline.run import Outcome, Run, Stage
+from headstart.recipe import DataSection
 
 _REPORT_FILES = {"report.html", "report.md", "results.json"}
 _EXPORT_VERSION = 1
@@ -50,16 +52,24 @@ def _give(source: Path, path: Path) -> None:
         give(source, path)
 
 
+def _sources(data: DataSection) -> str:
+    if isinstance(data.prompts, str):
+        return data.prompts
+    total = sum(one.weight for one in data.prompts)
+    return ", ".join(f"{one.source} ({one.weight / total:.0%})" for one in data.prompts)
+
+
 def _training_facts(run: Run) -> dict[str, str]:
     """Rows of the model card about what the heads learned from."""
     from headstart.data.store import StateStore
 
     result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
-    source = "written by the target itself" if data.prompts == "self" else data.prompts
+    source = "written by the target itself" if data.prompts == "self" else _sources(data)
     return {
         "recipe": run.recipe.name,
         "prompts": source,
         "answers": "the target's own" if data.regenerate or data.prompts == "self" else "as given",
+        **({"chat template variables": json.dumps(data.chat_template_kwargs)} if data.chat_template_kwargs else {}),
         "training conversations": str(len(StateStore(run.folder / STATES / "train"))),
         "steps": f"{result['steps']} of at most {training.batch_tokens * training.gradient_accumulation_steps} tokens; "
         f"these are the heads of step {result['best']['step']}",

@@ -59,6 +59,7 @@ class Run:
         Raises:
             UserError: when it cannot be loaded, or is no longer the model that the run began with.
         """
+        from headstart.data.conversations import with_template_kwargs
         from headstart.target import load_target
 
         section = self.recipe.target
@@ -70,7 +71,7 @@ class Run:
                 f"{section.spec} is not the model (or not in the dtype) that the run in {self.folder} began with.",
                 "Load the one that the run began with, or choose another --run-dir.",
             )
-        return target
+        return target.with_tokenizer(with_template_kwargs(target.tokenizer, self.recipe.data.chat_template_kwargs))
 
     def refer(self, stage: str, artifact: Artifact, link: str | None = None) -> None:
         """Note which artifact a stage uses; `link` in the run's folder leads there."""

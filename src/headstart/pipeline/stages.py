@@ -43,9 +43,12 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     if "train" in names:
         check_training(recipe)
 
-    prompts = Path(recipe.data.prompts).expanduser()
-    if prompts.suffix in (".json", ".jsonl") and not prompts.is_file():
-        raise UserError(f"No file at {recipe.data.prompts}.", "Check data.prompts; a relative path starts here.")
+    for one in recipe.data.sources:
+        prompts = Path(one.source).expanduser()
+        if prompts.suffix in (".json", ".jsonl") and not prompts.is_file():
+            raise UserError(f"No file at {one.source}.", "Check data.prompts; a relative path starts here.")
+    for file in recipe.data.exclude:
+        read_questions(Path(file).expanduser())
     if "eval" not in names:
         return
     for name in wanted(recipe.eval.compare, "heads"):

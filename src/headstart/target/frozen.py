@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,16 @@ class FrozenModel:
         self.window = _sliding_window(self.config)
         self.device: torch.device = self.embedding_weight.device
         self.dtype = torch.float32
+        self._lender: FrozenModel | None = None
+
+    def with_tokenizer(self, tokenizer: Any) -> Self:
+        """The same model with another tokenizer of the same vocabulary; itself where that is its own."""
+        if tokenizer is self.tokenizer:
+            return self
+        other = copy(self)
+        other.tokenizer = tokenizer
+        other._lender = self  # its fitting is undone when it goes
+        return other
 
     @property
     def name(self) -> str:

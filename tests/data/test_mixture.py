@@ -1,0 +1,189 @@
+"""Prompts of several sources by weight, and the commits that they are pinned to."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headstart.data.generate import build_conversations, identity
+from headstart.data.mixture import begun_at, in_turns, pinned
+from headstart.data.prompts import Prompts, load_prompts
+from headstart.data.sources import Origin
+from headstart.errors import UserError
+from headstart.pipeline.data_stages import conversations
+from headstart.pipeline.run import Run, execute, left_to_do
+from headstart.pipeline.stages import check_inputs, stages_until
+from headstart.recipe import DataSection, PromptSource, load_recipe, parse_recipe
+from headstart.target import Target
+
+
+def write(path: Path, *texts: str) -> str:
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return str(path)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[dict[str, Any]]:
+    """Sixty prompts "a ..", and ten "b .." with a third of the weight, of which one is also in the first."""
+    first = write(tmp_path / "p.jsonl", *(f"a {i}" for i in range(59)), "b 3")
+    (tmp_path / "other").mkdir()
+    second = write(tmp_path / "other" / "p.jsonl", *(f"b {i}" for i in range(10)))
+    return [{"source": first, "weight": 3}, {"source": second}]
+
+
+def drawn(sources: list[dict[str, Any]], limit: int | None, seed: int = 0) -> Prompts:
+    data = DataSection.model_validate({"prompts": sources})
+    return load_prompts(data.sources, data.split, limit=limit, seed=seed)
+
+
+def texts(found: Prompts) -> list[str]:
+    return [prompt.turns[0] for prompt in found.prompts]
+
+
+def test_each_source_gives_its_share_at_every_point(sources: list[dict[str, Any]]) -> None:
+    some = drawn(sources, 36)
+    kinds = [text[0] for text in texts(some)]
+    assert all(abs(kinds[:count].count("b") - count / 4) <= 1 for count in range(1, 37))
+    assert len({prompt.id for prompt in some.prompts}) == 36, "both files are called p.jsonl"
+    assert not some.used_up and [origin.source for origin in some.origins] == [one["source"] for one in sources]
+
+
+def test_the_order_is_the_seeds_and_more_go_on_in_it(sources: list[dict[str, Any]]) -> None:
+    everything = texts(drawn(sources, None))
+    for limit in (1, 7, 36, 60):
+        assert texts(drawn(sources, limit)) == everything[:limit]
+    assert everything != texts(drawn(sources, None, seed=1))
+
+
+def test_a_source_that_is_used_up_is_named_and_no_prompt_comes_twice(sources: list[dict[str, Any]]) -> None:
+    found = drawn(sources, 60)
+    assert Counter(text[0] for text in texts(found)) == {"a": 50, "b": 10}
+    assert found.used_up == [sources[1]["source"]]
+    everything = drawn(sources, None)
+    assert len(texts(everything)) == len(set(texts(everything))) == 69
+    assert everything.left_out.counts == {"repeated": 1}
+
+
+def test_three_sources() -> None:
+    counts = Counter[int]()
+    turns = in_turns([iter(range(1000)) for _ in range(3)], [0.5, 0.3, 0.2])
+    for number, (source, _) in zip(range(1, 501), turns, strict=False):
+        counts[source] += 1
+        assert all(abs(counts[one] - number * weight) < 2 for one, weight in enumerate([0.5, 0.3, 0.2]))
+
+
+def test_a_source_without_prompts_is_an_error(sources: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"body": "a"}\n')
+    with pytest.raises(UserError, match=r"No usable prompt in .*empty\.jsonl: 1 read"):
+        drawn([*sources, {"source": str(tmp_path / "empty.jsonl"), "weight": 1e-3}], None)
+
+
+def test_conversations_of_a_mixture(tiny_target: Target, sources: list[dict[str, Any]], tmp_path: Path) -> None:
+    sizes = {"conversations": 12, "heldout": 4, "validation": 4, "max_new_tokens": 8, "batch_size": 4}
+    data = DataSection.model_validate({"prompts": sources, **sizes})
+    splits = build_conversations(tiny_target, data, tmp_path / "data")
+    parts = (splits.heldout, splits.validation, splits.train)
+    assert [sum(item.messages[0]["content"].startswith("b") for item in part) for part in parts] == [1, 1, 3]
+
+
+def test_a_run_of_a_mixture_works_again_when_an_excluded_question_changes(
+    tiny_target_folder: Path, sources: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"turns": ["a 1"]}\n')
+    sizes = {"conversations": 60, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 32}
+    recipe = parse_recipe(
+        {
+            "name": "mixed",
+            "target": {"spec": str(tiny_target_folder), "dtype": "float32", "device": "cpu"},
+            "data": {"prompts": sources, "exclude": [str(questions)], **sizes},
+            "heads": {"family": "medusa"},
+        }
+    )
+    stages = stages_until("conversations")
+    asked = []
+    for _ in range(2):
+        check_inputs(recipe, stages)
+        run = Run(recipe, tmp_path / "run", Console(quiet=True))
+        execute(run, stages)
+        assert not left_to_do(run, stages)
+        asked.append({item.messages[0]["content"] for item in conversations(run, "train")})
+        questions.write_text('{"turns": ["a 2"]}\n')
+    assert "a 1" not in asked[0] and "a 2" not in asked[1]
+    assert "a 2" in asked[0] or "a 1" in asked[1], "one of them may be held out"
+    questions.unlink()
+    with pytest.raises(UserError, match=r"No file at .*questions\.jsonl"):
+        check_inputs(recipe, stages)
+    with pytest.raises(UserError, match=r"No file at none\.jsonl.*data\.prompts"):
+        check_inputs(load_recipe("quickstart", ["data.prompts=[none.jsonl]"]), stages)
+
+
+def test_the_identity_follows_shares_and_contents(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
+    def of(*given: dict[str, Any]) -> dict[str, Any]:
+        settings = DataSection.model_validate({"prompts": list(given)}).model_dump(mode="json")
+        return identity(tiny_target, settings)
+
+    one, other = sources
+    same = of(one, other)
+    assert same == of({**one, "weight": 6}, {**other, "weight": 2})
+    assert json.loads(json.dumps(same)) == same
+    assert same != of({**one, "weight": 4}, other)
+    assert same != of(one, {**other, "split": "test"})
+    assert same != of(one)
+    write(Path(other["source"]), "b 1")
+    assert same != of(one, other)
+
+
+def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
+    for prompts in ("self", sources[0]["source"]):
+        now = DataSection(prompts=prompts).model_dump(mode="json")
+        before = {key: now[key] for key in now.keys() - {"prefix_tokens", "chat_template_kwargs", "exclude"}}
+        known = identity(tiny_target, before)
+        assert identity(tiny_target, now) == known
+        own = {"seed_prompts"} if prompts == "self" else {"split", "regenerate"}
+        assert known.keys() - own == {
+            *("version", "target", "settings", "dtype", "vocabulary", "ends", "template", "prompts", "configuration"),
+            *("revision", "max_prompt_tokens", "max_new_tokens", "temperature", "sampled_fraction", "seed"),
+        }
+
+
+def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
+    newest = "1" * 40
+    monkeypatch.setattr(
+        "headstart.data.mixture.find_origin", lambda source, revision: Origin(source, commit=revision or newest)
+    )
+    data = DataSection(prompts=(PromptSource(source="x/a"), PromptSource(source="x/b", revision="2" * 40)))
+    settings = data.model_dump(mode="json")
+    begun = identity(tiny_target, settings)
+    fixed = pinned(data, begun)
+    assert [one.revision for one in fixed.sources] == ["1" * 40, "2" * 40]
+    newest = "3" * 40
+    assert identity(tiny_target, settings) != begun
+    assert identity(tiny_target, begun_at(settings, begun)) == begun
+    other = DataSection(prompts=(PromptSource(source="x/c"), PromptSource(source="x/b"))).model_dump(mode="json")
+    assert [one["revision"] for one in begun_at(other, begun)["prompts"]] == [None, "2" * 40]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.prompts=[]", r"'data.prompts' is \[\].*list of {source, weight}"),
+        ("data.prompts=3", "'data.prompts' is 3"),
+        ("data.prompts=[{path: a.jsonl}]", "Source 1 of data.prompts has an unknown key 'path'. Did you mean 'source'"),
+        ("data.prompts=[a.jsonl, {source: b, wieght: 2}]", "Source 2 .* unknown key 'wieght'. Did you mean 'weight'"),
+        ("data.prompts=[{source: b, weight: 0}]", "Source 1 .* weight: input should be greater than 0"),
+        ("data.prompts=[{weight: 1}]", "Source 1 .* source: field required"),
+        ("data.prompts=[self, b.jsonl]", "Source 1 of data.prompts is 'self'"),
+        ("data.chat_template_kwargs={tokenize: true}", "'tokenize', which is no variable of chat templates"),
+    ],
+)
+def test_mistakes_in_the_recipe_are_answered(override: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_recipe("quickstart", [override])
+    with pytest.raises(UserError, match=r"data\.revision is 'main', and data.prompts names several sources"):
+        load_recipe("quickstart", ["data.prompts=[a.jsonl]", "data.revision=main"])

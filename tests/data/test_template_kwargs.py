@@ -1,0 +1,136 @@
+"""Variables for the chat template, and the reasoning and calls of tools that it may not render."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headstart.data.conversations import Conversation, encode, prompt_tokens, with_template_kwargs
+from headstart.data.generate import build_conversations, identity
+from headstart.data.prompts import load_prompts
+from headstart.data.selfprompt import user_prefix
+from headstart.errors import UserError
+from headstart.pipeline.run import Run
+from headstart.recipe import DataSection, parse_recipe
+from headstart.target import Target
+from tests.tiny import CHATML, tiny_tokenizer
+
+SWITCH = "{% if enable_thinking is defined and not enable_thinking %}{{ 'quiet ' }}{% endif %}" + CHATML
+REASONS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if loop.last and m['reasoning_content'] is defined %}{{ '<think>' + m['reasoning_content'] + '</think>' }}"
+    "{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QUIET = {"enable_thinking": False}
+SIZES = {"conversations": 4, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def switched(tiny_target: Target) -> Target:
+    return Target(tiny_target.model, tiny_tokenizer(SWITCH), "switched")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_they_reach_the_template_wherever_it_is_rendered(switched: Target, tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "Hi"}]
+    bound = with_template_kwargs(switched.tokenizer, QUIET)
+    assert switched.tokenizer.decode(prompt_tokens(asked, bound)).startswith("quiet <|im_start|>user")
+    assert not switched.tokenizer.decode(prompt_tokens(asked, switched.tokenizer)).startswith("quiet")
+    assert bound.decode(encode([*asked, {"role": "assistant", "content": "Ho"}], bound)[0]).startswith("quiet")
+    assert user_prefix(bound).startswith("quiet")
+
+    path = write(tmp_path / "p.jsonl", [{"turns": [f"Question {i}", "And?"]} for i in range(9)])
+    data = DataSection.model_validate({"prompts": path, "chat_template_kwargs": QUIET, **SIZES})
+    splits = build_conversations(switched, data, tmp_path / "data")
+    for item in (*splits.train, *splits.validation, *splits.heldout):
+        assert switched.tokenizer.decode(item.tokens).startswith("quiet <|im_start|>user")
+    longest = len(prompt_tokens([{"role": "user", "content": "Question 1"}], switched.tokenizer))
+    assert len(load_prompts(path, "train", switched.tokenizer, max_tokens=longest).prompts) == 9
+    with pytest.raises(UserError, match="9 over"):
+        load_prompts(path, "train", bound, max_tokens=longest)
+
+
+def test_a_runs_target_has_them(switched: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the report and the plan render as the data do."""
+    monkeypatch.setattr("headstart.target.load_target", lambda *_: switched)
+    values = {"name": "a", "data": {"chat_template_kwargs": QUIET}, "heads": {"family": "medusa"}}
+    target = Run(parse_recipe(values), tmp_path, Console(quiet=True)).target
+    assert user_prefix(target.tokenizer).startswith("quiet")
+    assert not user_prefix(switched.tokenizer).startswith("quiet"), "nobody else's"
+    assert target.model is switched.model
+
+
+def test_they_are_part_of_the_identity_when_set(switched: Target) -> None:
+    def of(values: dict[str, Any]) -> dict[str, Any]:
+        return identity(switched, DataSection(chat_template_kwargs=values).model_dump(mode="json"))
+
+    assert "chat_template_kwargs" not in of({})
+    assert of(QUIET) == {**of({}), "chat_template_kwargs": QUIET} != of({"enable_thinking": True})
+
+
+def test_a_variable_that_the_template_does_not_know_is_refused(switched: Target) -> None:
+    with pytest.raises(UserError, match="no variable 'enable_thinkin'"):
+        with_template_kwargs(switched.tokenizer, {"enable_thinkin": False})
+    with pytest.raises(UserError, match="no chat template"):
+        with_template_kwargs(tiny_tokenizer(None), QUIET)
+
+
+def chats(count: int, **answer: Any) -> list[dict[str, Any]]:
+    """Conversations of one turn."""
+    return [
+        {"messages": [{"role": "user", "content": f"Hi {i}"}, {"role": "assistant", "content": "Ho", **answer}]}
+        for i in range(count)
+    ]
+
+
+def given(target: Target, rows: list[dict[str, Any]], folder: Path, **over: Any) -> tuple[list[Conversation], str]:
+    """The conversations of these rows with the answers as given, and what is said about them."""
+    data = {"prompts": write(folder / "p.jsonl", rows), "regenerate": False, **SIZES, "conversations": 20, **over}
+    console = Console(file=io.StringIO(), width=300)
+    splits = build_conversations(target, DataSection.model_validate(data), folder / "data", console)
+    assert isinstance(console.file, io.StringIO)
+    return [*splits.train, *splits.validation], console.file.getvalue()
+
+
+def test_reasoning_is_rendered_and_learned_where_the_template_can(tiny_target: Target, tmp_path: Path) -> None:
+    target = Target(tiny_target.model, tiny_tokenizer(REASONS), "reasons")
+    # The answer's text stands in the reasoning as well.
+    found, _ = given(target, chats(12, reasoning_content="Ho or hum?"), tmp_path)
+    for item in found:
+        learned = [token for token, mine in zip(item.tokens, item.supervised, strict=True) if mine]
+        assert target.tokenizer.decode(learned) == "<think>Ho or hum?</think>Ho<|im_end|>"
+        assert Conversation.from_json(json.loads(json.dumps(item.to_json()))) == item
+
+
+def test_reasoning_that_the_template_drops_is_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
+    rows = [*chats(12), *({**row, "id": "r"} for row in chats(15, reasoning_content="Hm.")[12:])]
+    found, told = given(tiny_target, rows, tmp_path, heldout=0)
+    assert "r" not in {item.id for item in found} and len(found) == 12
+    assert "Left out: 3 with reasoning that the chat template does not render." in told
+    target = Target(tiny_target.model, tiny_tokenizer(REASONS), "reasons")
+    earlier = chats(15, reasoning_content="Hm.")[12:]
+    for row in earlier:
+        row["messages"] += [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "No"}]
+    (tmp_path / "earlier").mkdir()
+    _, told = given(target, [*chats(12), *earlier], tmp_path / "earlier", heldout=0)
+    assert "Left out: 3 in which the chat template rewrites an answer." in told
+
+
+def test_given_answers_that_call_tools_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
+    rows = [*chats(12), *chats(15, tool_calls=[{"id": "1"}])[12:]]
+    found, told = given(tiny_target, rows, tmp_path, heldout=0)
+    assert len(found) == 12
+    assert "Left out: 3 with given answers that call tools." in told
+    (tmp_path / "own").mkdir()
+    found, told = given(tiny_target, rows, tmp_path / "own", heldout=0, regenerate=True)
+    assert len(found) == 15 and "Left out" not in told, "the target's own answers call none"
