@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -133,12 +133,12 @@ def held(artifact: Artifact, console: Console | None = None, wait: bool = True) 
         lock.__exit__(None, None, None)
 
 
-def relatives(of: Artifact) -> list[Artifact]:
-    """Artifacts that are there and differ from this one only in the amount."""
+def relatives(of: Artifact, base: Callable[[Artifact], Any] = lambda one: one.base) -> list[Artifact]:
+    """Artifacts that are there and differ from this one only in the amount, or in what else `base` leaves out."""
     found = []
     for note in sorted(of.folder.parent.glob(f"*/{NOTE}")):
         other = Artifact(note.parent, read_note(note.parent))
-        if other.folder != of.folder and other.base == of.base and other.folder.suffix != PARTIAL:
+        if other.folder != of.folder and base(other) == base(of) and other.folder.suffix != PARTIAL:
             found.append(other)
     return found
 

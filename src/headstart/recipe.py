@@ -28,7 +28,10 @@ PositionWeight = Literal["exponential", "subsampled", "dpace", "accept_until_fai
 
 _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 
-FREE_TO_CHANGE = {"steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "tracker", "project"}
+FREE_TO_CHANGE = {
+    *("steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "decode_every"),
+    *("keep_checkpoints", "tracker", "project"),
+}
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, and who watches."""
 
 
@@ -257,7 +260,11 @@ class TrainSection(Section):
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")
     eval_every: int = Field(100, ge=1, description="Optimiser steps between validations.")
     save_every: int = Field(200, ge=1, description="Optimiser steps between checkpoints.")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
     log_every: int = Field(10, ge=1, description="Optimiser steps between logged losses.")
+    decode_every: int | None = Field(
+        None, ge=1, description="Optimiser steps between decoding a few validation prompts with the heads; null: never."
+    )
     tracker: Literal["none", "wandb", "trackio", "tensorboard"] = Field("none", description="accelerate tracker.")
     project: str = Field("headstart", description="Project name for the tracker.")
     seed: int = Field(0, description="Seed of initialisation and batch order.")

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,26 @@ def train_families(target_folder: str, states: str, folder: str, gradient_accumu
             valid,
             Path(folder) / name,
         )
+    leave_processes()
+
+
+def train_some_steps(
+    target_folder: str,
+    states: str,
+    folder: str,
+    gradient_accumulation_steps: int | str = 1,
+    stop: int | str | None = None,
+) -> None:
+    """Train Medusa heads for 8 steps, or go on with them; a Ctrl-C ends it after `stop` steps."""
+    _, device = join_processes("cpu")
+    target = load_target(target_folder, "float32", device)
+    store, valid = StateStore(Path(states) / "train"), StateStore(Path(states) / "calibration")
+    loop.make_optimizers = plain_steps
+    if stop is not None:
+        at(int(stop) - 1, lambda rank: signal.raise_signal(signal.SIGINT))
+    recipe = recipe_of("medusa", steps=8, lr=0.1, gradient_accumulation_steps=int(gradient_accumulation_steps))
+    with suppress(KeyboardInterrupt):
+        loop.train(recipe, target, silent(store), valid, Path(folder))
     leave_processes()
 
 

@@ -34,7 +34,7 @@ def saved(tmp_path: Path, best: Path) -> Path:
     model = torch.nn.Linear(3, 3)
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     for step in (10, 20, 30):
-        checkpoint.save(accelerator, tmp_path, TrainerState(step=step, epoch=1, elapsed=2.5), SETTINGS, best)
+        checkpoint.save(accelerator, tmp_path, TrainerState(step=step, epoch=1, elapsed=2.5), SETTINGS, best, keep=2)
     return tmp_path
 
 
@@ -42,6 +42,14 @@ def test_the_two_newest_are_kept_and_the_newest_is_found(saved: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["step-00000020", "step-00000030"]
     found = checkpoint.find(saved, SETTINGS, pytest.fail)
     assert found == (saved / "step-00000030", TrainerState(step=30, epoch=1, elapsed=2.5))
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_as_many_are_kept_as_the_recipe_says(saved: Path, best: Path, keep: int) -> None:
+    for step in (40, 50):
+        checkpoint.save(Accelerator(cpu=True), saved, TrainerState(step=step), SETTINGS, best, keep=keep)
+    expected = ["step-00000030", "step-00000040", "step-00000050"][-keep:]
+    assert sorted(path.name for path in saved.iterdir()) == expected
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "no manifest"])
@@ -72,7 +80,7 @@ def test_one_that_was_still_being_written_is_not_seen(saved: Path) -> None:
 def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(saved: Path, best: Path) -> None:
     (saved / "step-00000035.partial").mkdir()
     accelerator = Accelerator(cpu=True)
-    checkpoint.save(accelerator, saved, TrainerState(step=40), SETTINGS, best)
+    checkpoint.save(accelerator, saved, TrainerState(step=40), SETTINGS, best, keep=2)
     assert sorted(path.name for path in saved.iterdir()) == ["step-00000030", "step-00000040"]
 
 
@@ -85,7 +93,7 @@ def test_the_best_heads_are_those_of_the_checkpoint(
 
     if not links:
         monkeypatch.setattr(os, "link", refuse)
-    checkpoint.save(Accelerator(cpu=True), tmp_path, TrainerState(step=10), SETTINGS, best)
+    checkpoint.save(Accelerator(cpu=True), tmp_path, TrainerState(step=10), SETTINGS, best, keep=2)
     folder, file = tmp_path / "step-00000010", best / "heads.safetensors"
     assert (file.stat().st_nlink == 2) is links, "no second copy where the disk can do without"
     write_text(file, "of a lost future")

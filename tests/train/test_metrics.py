@@ -12,6 +12,7 @@ from headstart.heads import HeadBatch, StepPrediction
 from headstart.target import FINAL, Target
 from headstart.train import losses
 from headstart.train.display import Display
+from headstart.train.log import Log
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage, pick_vocabulary
 
 DEVICE = torch.device("cpu")
@@ -106,5 +107,5 @@ def test_coverage_is_the_share_of_supervised_tokens_that_can_be_drafted() -> Non
 def test_a_validation_is_shown_with_leading_zeros() -> None:
     text = io.StringIO()
     shown = Validation({"top1": [0.316, 1.0]}, 1.7, [40, 20])
-    Display(Console(file=text, width=200), 0.0).validated(20, 61.0, None, shown)
+    Display(Log(Console(file=text, width=200), None), 0.0).validated(20, 61.0, None, shown)
     assert "top-1 0.32/1.00 · tau 1.70" in text.getvalue()

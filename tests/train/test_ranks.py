@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from headstart.data.store import StateStore
 from headstart.heads import HeadBatch, families, make_config
@@ -26,7 +27,7 @@ from headstart.train.artifact import training
 from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions
 from tests.train import ranks
 from tests.train.conftest import clean_environment
-from tests.train.test_main import here
+from tests.train.test_main import here, run_to_end
 
 COUNT = 2
 
@@ -186,12 +187,47 @@ def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
         assert torch.equal(one[name], other[name]), name
 
 
+@pytest.mark.parametrize("order", ["two, then one", "one, then two"])
+def test_another_number_of_processes_goes_on_where_a_step_reads_as_many_batches(
+    together: Ranks,
+    states: Path,
+    tiny_target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    order: str,
+) -> None:
+    def on_two(folder: Path, *stop: int) -> None:
+        assert_codes(together(ranks.train_some_steps, tiny_target_folder, states, folder, "1", *map(str, stop)), 0, 0)
+
+    def on_one(folder: Path, *stop: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "make_optimizers", loop.make_optimizers)
+            patch.setattr(loop._Run, "_step", loop._Run._step)
+            ranks.train_some_steps(str(tiny_target_folder), str(states), str(folder), COUNT, *stop)
+
+    first, then = (on_two, on_one) if order == "two, then one" else (on_one, on_two)
+    on_one(tmp_path / "whole")
+    first(tmp_path / "cut", 4)
+    (kept,) = (tmp_path / "cut" / "checkpoints").iterdir()
+    middle = {name.split("heads.", 1)[1]: tensor for name, tensor in load_file(kept / "model.safetensors").items()}
+    then(tmp_path / "cut")
+    assert "Going on from step 4 " in (tmp_path / "cut" / "log.txt").read_text()
+    one, other = (load_heads(tmp_path / name / "last").state_dict() for name in ("whole", "cut"))
+    assert one.keys() == middle.keys()
+    assert_moved_alike(middle, one, other)
+    assert last_row(tmp_path / "whole")["tokens"] == last_row(tmp_path / "cut")["tokens"]
+
+
 def test_ctrl_c_keeps_the_step_and_ends_both(together: Ranks, workplace: Callable[..., tuple[Path, Path]]) -> None:
     file, run = workplace(steps=8, save_every=100, eval_every=100)
     ended = together(ranks.train_until_ctrl_c, file, "--run-dir", run)
     assert_codes(ended, 130, 130)
     assert_one_voice(ended, "Stopped after step 4")
     assert [path.name for path in (run / "train" / "checkpoints").iterdir()] == ["step-00000004"]
+    alone = run_to_end(file, "--run-dir", run, "train.gradient_accumulation_steps=2")
+    assert alone.returncode == 0, alone.stderr
+    assert "A training on another number of processes of these heads is there" in alone.stderr
+    assert "Going on from step 4" in alone.stderr and last_row(run / "train")["step"] == 8
 
 
 def test_what_one_process_alone_refuses_is_said_once(
@@ -216,7 +252,9 @@ def test_refusals_are_one_sentence_from_one_process(
     (begun / "result.json").unlink()  # as if it had been interrupted
     ended = together(ranks.train, file, "--run-dir", run)
     assert_codes(ended, 2, 2)
-    assert_one_voice(ended, "was trained with number of processes = 1, and now it is 2.")
+    assert_one_voice(
+        ended, "was trained with number of processes = 1, and now it is 2.", "begin anew in another folder of runs"
+    )
     ended = together(ranks.train, file, "--run-dir", run, "train.loss=foo")
     assert_codes(ended, 2, 2)
     assert_one_voice(ended, "Unknown loss 'foo'")

@@ -5,23 +5,28 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 import wandb
 import yaml
+from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils import tensorboard
 from wandb.proto.wandb_internal_pb2 import Record
 
 from headstart.errors import UserError
 from headstart.recipe import Recipe
+from headstart.train import loop
 from headstart.train.setup import check_training
-from headstart.train.tracking import check_tracker
+from headstart.train.tracking import check_tracker, start_tracker
 from tests.train.conftest import Train
+from tests.train.results import Killed
 
 Logged = dict[str, list[tuple[int, float]]]
 """(step, value) of every logged name."""
@@ -59,8 +64,8 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 def in_wandb(folder: Path) -> tuple[Logged, dict[str, Any]]:
-    """What an offline run holds: values and configuration."""
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    """What the last offline session holds: values and configuration."""
+    *_, file = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
     logged: Logged = {}
     config: dict[str, Any] = {}
     for data in _records(file.read_bytes()):
@@ -105,6 +110,15 @@ def test_what_is_logged_is_there(
     losses = [value for _, value in logged["loss"]]
     assert [sum(losses[:2]) / 2, losses[2]] == pytest.approx([row["loss"] for row in rows[1:]])
     assert all(0 < value <= 3e-3 for _, value in logged["lr"])
+    assert [step for step, _ in logged["grad_norm"]] == [1, 2, 3] and all(value > 0 for _, value in logged["grad_norm"])
+    assert [value for _, value in logged["valid/coverage"]] == pytest.approx(
+        [row["coverage"] for row in rows], abs=1e-4
+    )
+    place = dict(logged["data/step_in_epoch"])
+    assert [place[step] for step in range(4)] == [0, 1, 2, 3]
+    assert {value for _, value in logged["data/epoch"]} == {0}
+    assert all(0.05 < value < 100 for _, value in logged["memory/rss_gigabytes"])
+    assert ("memory/cuda_peak_gigabytes" in logged) is torch.cuda.is_available()
     assert (config["heads.family"], config["train.lr"], config["train.max_grad_norm"]) == ("medusa", 3e-3, 1.0)
 
 
@@ -116,6 +130,88 @@ def test_wandb_writes_where_its_user_says(
     run(tmp_path / "run", steps=1, log_every=1, tracker="wandb")
     assert "loss" in in_wandb(tmp_path / "mine")[0]
     assert not (tmp_path / "run" / "wandb").exists()
+
+
+def runs_in_wandb(folder: Path) -> list[tuple[str, str]]:
+    """(id, name) of the run of every offline session."""
+    found = []
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        for data in _records(file.read_bytes()):
+            record = Record()
+            record.ParseFromString(data)
+            if record.run.run_id:
+                found.append((record.run.run_id, record.run.display_name))
+                break
+    return found
+
+
+def test_a_training_that_goes_on_stays_in_the_same_wandb_run(
+    run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, steps=2, log_every=1, tracker="wandb")
+    run(tmp_path, steps=3, log_every=1, tracker="wandb")
+    first, second = runs_in_wandb(tmp_path)
+    assert first == second and first[1] == "tiny", "the recipe's name"
+    assert json.loads((tmp_path / "tracker.json").read_text()) == {"wandb": first[0]}
+    assert [step for step, _ in in_wandb(tmp_path)[0]["loss"]] == [3]
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    monkeypatch.setenv("WANDB_NAME", "my name")
+    wandb.teardown()  # as in another process: it reads its variables once
+    run(tmp_path, steps=4, log_every=1, tracker="wandb")
+    assert runs_in_wandb(tmp_path)[-1] == ("mine", "my name"), "what the user says comes first"
+
+
+def test_wandb_that_is_disabled_leaves_nothing(
+    run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert run(tmp_path / "run", steps=1, log_every=1, tracker="wandb").steps == 1
+    assert not list(tmp_path.rglob("*.wandb"))
+
+
+def test_tensorboard_hides_what_came_after_the_checkpoint(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: Any, *args: Any) -> None:
+        raise Killed
+
+    settings: dict[str, Any] = {"log_every": 1, "save_every": 2, "tracker": "tensorboard", "project": "tries"}
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "_finish", killed)
+        with pytest.raises(Killed):
+            run(tmp_path, steps=3, **settings)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
+    run(tmp_path, steps=4, **settings)
+    losses = EventAccumulator(str(tmp_path / "tries")).Reload().Scalars("loss")
+    assert [loss.step for loss in losses] == [1, 2, 3, 4], "step 3 once"
+
+
+class Started:
+    """An accelerator that notes with what trackers are started."""
+
+    is_main_process = True
+
+    def __init__(self, folder: Path) -> None:
+        self.project_dir, self.trackers = str(folder), list[Any]()
+
+    def init_trackers(self, project: str, config: Any, init_kwargs: dict[str, Any]) -> None:
+        self.project, self.options = project, init_kwargs
+
+
+def test_trackio_knows_a_run_by_a_name_of_its_own(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    names = []
+    for step, again in ((None, {}), (4, {"resume": "allow"}), (None, {})):
+        accelerator = Started(tmp_path)
+        start_tracker(cast(Accelerator, accelerator), recipe(tracker="trackio").train, {}, "tiny", step)
+        name = accelerator.options["trackio"].pop("name")
+        assert accelerator.options == {"trackio": again} and name.startswith("tiny-")
+        names.append(name)
+    assert names[0] == names[1] != names[2], "another one when a training begins anew"
+
+
+def test_without_a_tracker_none_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
+    check_tracker("none")
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio", "tensorboard"])

@@ -27,6 +27,7 @@ RESULT = "result.json"
 """Written last: a training that has it is finished."""
 AMOUNT = ("steps", "minutes", "epochs")
 _VERSION = 1
+_ACCUMULATION = "gradient_accumulation_steps"
 
 
 def training(
@@ -63,24 +64,31 @@ def finished(folder: Path) -> bool:
 def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> None:
     """Begin a training with the newest checkpoint of those that differ only in being shorter, when there is one.
 
+    So does the same training on another number of processes, where a step reads as many batches.
+
     Args:
         of: the training; nothing happens when it has checkpoints of its own.
-        ranks: processes that train; checkpoints of another number do not fit.
+        ranks: processes that train.
         say: takes a sentence for the user.
     """
     checkpoints = of.folder / "checkpoints"
     if checkpoint.find(checkpoints, {}, lambda _: None) is not None:
         return
     best: tuple[int, Path] | None = None
-    for other in relatives(of):
+    shorter = True
+    settings = {checkpoint.PROCESSES: ranks, checkpoint.ACCUMULATION: _accumulation(of)}
+    for other in relatives(of, _spread_aside):
         if not _within(other.identity["amount"], of.identity["amount"]):
             continue
         found = checkpoint.find(other.folder / "checkpoints", {}, lambda _: None)
         if found is None or not (other.folder / "metrics.jsonl").is_file():
             continue
         kept = read_json(found[0] / checkpoint.MANIFEST)["settings"]
-        if kept.get(checkpoint.PROCESSES) == ranks and (best is None or found[1].step > best[0]):
+        kept = {checkpoint.PROCESSES: kept.get(checkpoint.PROCESSES), checkpoint.ACCUMULATION: _accumulation(other)}
+        fits = checkpoint.fits(kept, settings, found[0])
+        if fits and (best is None or found[1].step > best[0]):
             best = found[1].step, found[0]
+            shorter = other.base == of.base
     if best is None:
         return
     _, path = best
@@ -90,7 +98,19 @@ def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> 
     shutil.copyfile(path.parent.parent / "metrics.jsonl", of.folder / "metrics.jsonl")
     shutil.copytree(path, partial, copy_function=link_or_copy)
     partial.rename(checkpoints / path.name)
-    say(f"A shorter training of these heads is there ({path.parent.parent.name}): going on from it.")
+    what = "A shorter training" if shorter else "A training on another number of processes"
+    say(f"{what} of these heads is there ({path.parent.parent.name}): going on from it.")
+
+
+def _spread_aside(of: Artifact) -> dict[str, Any]:
+    """The identity without the amount, and without how the batches of a step are spread."""
+    train = of.base.get("train") or {}
+    return {**of.base, "train": {key: value for key, value in train.items() if key != _ACCUMULATION}}
+
+
+def _accumulation(of: Artifact) -> int | None:
+    value = of.identity["train"].get(_ACCUMULATION)
+    return None if value is None else int(value)
 
 
 def _within(shorter: dict[str, Any], longer: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Checkpoints: folders that are complete, or are not used.
 
 A checkpoint holds what accelerate saves (heads, optimiser, gradient scaler, random states of every process) and
-`checkpoint.json`, written last: where the run stands, and the size of every file. The two newest are kept.
+`checkpoint.json`, written last: where the run stands, and the size of every file. The newest are kept.
 
 The best heads so far are in it as well. A run that was killed may have found better ones after its last checkpoint,
 and the run that goes on from there may never find them again: its schedule may follow the clock, or a new budget.
@@ -11,23 +11,30 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
 
 from headstart.artifacts import link_or_copy
 from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json, write_atomic, write_json
 from headstart.old_records import settings_now
+from headstart.train.processes import is_sharded
 
 MANIFEST = "checkpoint.json"
 BEST = "best"
-KEEP = 2
 PROCESSES = "number of processes"
-"""Key of a checkpoint's settings."""
+ACCUMULATION = "train.gradient_accumulation_steps"
+"""Keys of a checkpoint's settings. A step reads as many batches as both make together."""
+_WEIGHTS = "model.safetensors"
+_OF_SEVERAL = "module."
+"""How the names of weights begin where several processes trained them."""
 
 
 @dataclass
@@ -62,9 +69,14 @@ class TrainerState:
 
 
 def save(
-    accelerator: Accelerator, folder: Path, trainer_state: TrainerState, settings: dict[str, Any], best: Path
+    accelerator: Accelerator,
+    folder: Path,
+    trainer_state: TrainerState,
+    settings: dict[str, Any],
+    best: Path,
+    keep: int,
 ) -> None:
-    """Write a checkpoint into `folder`, move it into place in one step, and delete those beyond the newest two.
+    """Write a checkpoint into `folder`, move it into place in one step, and delete all but the newest `keep`.
 
     Every process calls it.
 
@@ -74,6 +86,7 @@ def save(
         trainer_state: where the run stands.
         settings: what must be equal for a run to continue from here.
         best: folder with the heads of `trainer_state.best_step`.
+        keep: how many to keep, this one included.
     """
     path = folder / f"step-{trainer_state.step:08d}"
     partial = path.with_name(path.name + PARTIAL)
@@ -92,13 +105,63 @@ def save(
         if path.exists():  # the same step once more; the one before it is still there
             shutil.rmtree(path)
         partial.rename(path)
-        for old in _newest_first(folder)[KEEP:]:
+        for old in _newest_first(folder)[keep:]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
+def load(accelerator: Accelerator, path: Path) -> None:
+    """Give the prepared heads and optimisers the state of a checkpoint, of however many processes it is.
+
+    Random states are those of as many processes as there were; further ones keep their own.
+    """
+
+    def rename(models: list[nn.Module], folder: str) -> None:
+        """Load weights here when their names begin otherwise: accelerate wraps the heads where several train."""
+        file = Path(folder) / _WEIGHTS
+        if not file.is_file():  # each process has its own share of each weight
+            return
+        with safe_open(file, "pt") as weights:
+            if set(weights.keys()) <= models[0].state_dict().keys():
+                return
+        model = accelerator.unwrap_model(models[0])
+        state = {name.removeprefix(_OF_SEVERAL): tensor for name, tensor in load_file(file).items()}
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        tensors = model.state_dict()
+        shared = {tensors[name].data_ptr() for name in state if name in tensors}
+        assert not unexpected and all(tensors[name].data_ptr() in shared for name in missing), "the same heads"
+        models.clear()
+
+    hook = accelerator.register_load_state_pre_hook(rename)
+    accelerator.load_state(str(path))
+    hook.remove()
+
+
+def fits(kept: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> bool:
+    """Whether a step reads as many batches now as when a checkpoint was written, however they are spread.
+
+    Args:
+        kept: settings of the checkpoint.
+        settings: those of now.
+        path: of the checkpoint. Where each process holds a share of each weight (FSDP2), then or now, their number
+            must be the same.
+    """
+    if kept.get(PROCESSES) == settings.get(PROCESSES):
+        return kept.get(ACCUMULATION) == settings.get(ACCUMULATION)
+    before, now = batches_of_step(kept), batches_of_step(settings)
+    return before is not None and before == now and not is_sharded() and (path / _WEIGHTS).is_file()
+
+
+def batches_of_step(settings: Mapping[str, Any]) -> int | None:
+    """How many batches an optimiser step reads over all processes; None where the settings do not say."""
+    ranks, each = settings.get(PROCESSES), settings.get(ACCUMULATION)
+    return None if ranks is None or each is None else int(ranks) * int(each)
+
+
 def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) -> tuple[Path, TrainerState] | None:
     """The newest complete checkpoint, or None when there is none; one that was cut short is skipped with a warning.
+
+    A checkpoint of another number of processes is taken where `fits` says so.
 
     Raises:
         UserError: when it belongs to other settings.
@@ -109,16 +172,36 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
             warn(f"The checkpoint {path} is cut short; falling back to the one before it.")
             continue
         kept = settings_now(manifest["settings"])
+        spread = {PROCESSES, ACCUMULATION} if fits(kept, settings, path) else set()
         for key, value in settings.items():
+            if key in spread:
+                continue
             if differing := _differing(key, kept.get(key), value):
                 name, was, wanted = differing[0]
                 more = f" ({len(differing) - 1} more settings of {key} differ)" if len(differing) > 1 else ""
+                remedy = (
+                    _other_processes(kept, settings)
+                    if key == PROCESSES
+                    else "Go on with the same settings, or begin anew in another folder of runs "
+                    "(--run-dir elsewhere/NAME)."
+                )
                 raise UserError(
                     f"The run in {folder.parent} was trained with {name} = {was!r}, and now it is {wanted!r}{more}.",
-                    "Go on with the same settings, or begin anew in another folder of runs (--run-dir elsewhere/NAME).",
+                    remedy,
                 )
         return path, TrainerState(**manifest["standing"])
     return None
+
+
+def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """What to type to go on with another number of processes."""
+    batches, ranks = batches_of_step(kept), int(settings[PROCESSES])
+    if batches is None or batches % ranks:
+        return f"Start {kept.get(PROCESSES)} processes, or begin anew in another folder of runs."
+    return (
+        f"Set {ACCUMULATION}={batches // ranks}, so that a step reads as many batches, or start "
+        f"{kept[PROCESSES]} processes."
+    )
 
 
 def restore_best(path: Path, best: Path) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from rich.console import Console
 from torch import Tensor
 
@@ -36,8 +36,11 @@ from headstart.train import checkpoint
 from headstart.train.allocator import keep_freed_memory
 from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, noisy, predictions, share, subsampled
 from headstart.train.checkpoint import TrainerState
+from headstart.train.decoded import decode
 from headstart.train.display import Display
+from headstart.train.finite import not_finite
 from headstart.train.interrupt import Interrupt
+from headstart.train.log import Log
 from headstart.train.losses import Teacher, find_loss, weighted
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
 from headstart.train.optimizers import make_optimizers
@@ -45,6 +48,7 @@ from headstart.train.processes import describe_processes, make_accelerator, on_d
 from headstart.train.setup import build_heads, check_store, check_training, learning_rate
 from headstart.train.tracking import finish_trackers, start_tracker
 from headstart.train.unrolled import Unrolled
+from headstart.train.watch import LossWatch, divergence, memory
 
 if TYPE_CHECKING:
     from headstart.data.store import StateStore
@@ -79,7 +83,8 @@ def train(
 ) -> TrainResult:
     """Train heads, or go on where an interrupted run in `folder` stopped.
 
-    Leaves `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation) and `result.json`.
+    Leaves `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation), `log.txt` (what was
+    said) and `result.json`.
     Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt.
 
     Args:
@@ -124,17 +129,18 @@ class _Run:
         self.started = monotonic()
         self.section = recipe.train
         self.target, self.store, self.folder, self.accelerator = target, train_store, folder, accelerator
-        self.console = console if accelerator.is_main_process else None
+        self.log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
+        self.name = recipe.name
         self.loss = find_loss(self.section.loss)
         set_seed(self.section.seed)
         with together():
-            self.heads = build_heads(recipe, target, train_store, self._say)
+            self.heads = build_heads(recipe, target, train_store, self.log.say)
             check_store(valid_store, target, self.heads)
             self.coverage = self._coverage(valid_store)
-            copies = 4 * (checkpoint.KEEP + 1)
+            copies = 4 * (self.section.keep_checkpoints + 1)
             need_disk(folder, 4 * copies * sum(p.numel() for p in self.heads.parameters()), "Training")
             self.settings = self._settings(recipe)
-            self.found = checkpoint.find(folder / "checkpoints", self.settings, self._say)
+            self.found = checkpoint.find(folder / "checkpoints", self.settings, self.log.say)
         self.aux_layers = sorted({*self.heads.aux_layers, FINAL})
         self.flops = self.heads.flops_per_draft()  # here: what `prepare` makes of the heads may be a part of them
         # Without autocast the states meet float32 weights.
@@ -151,7 +157,8 @@ class _Run:
         self.per_epoch = len(self._epoch(0))
         self.total = min(self.section.steps or math.inf, self.section.epochs * self.per_epoch)
         self.trainer_state = TrainerState()
-        self.earlier = 0.0
+        self.earlier = self.grad_norm = 0.0
+        self.watch = LossWatch()
         self.records: list[dict[str, Any]] = []
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -159,19 +166,24 @@ class _Run:
     def go(self) -> TrainResult:
         """Train until the budget is spent."""
         for line in describe_processes(self.accelerator):
-            self._say(line)
-        self._say(
+            self.log.say(line)
+        self.log.say(
             f"{self.heads.draft_steps} draft steps, {self.heads.trainable_parameters / 1e6:.1f} M parameters to train, "
             f"{self.flops / 1e6:.1f} MFLOP a drafted token; the "
             f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
             f"answers. {len(self.store)} conversations, {self.per_epoch} steps per epoch."
         )
-        start_tracker(self.accelerator, self.section, self.settings)  # before anything of an earlier session changes
+        at = self.found[1].step if self.found else None  # before anything of an earlier session changes:
+        start_tracker(self.accelerator, self.section, self.settings, self.name, at)
+        with self.log:
+            return self._go()
+
+    def _go(self) -> TrainResult:
         self._resume()
         saved = self.trainer_state.step if self.trainer_state.step else -1
         losses: list[float] = []
         asked = False
-        with Interrupt() as interrupt, Display(self.console, self._fraction(self.trainer_state.elapsed)) as display:
+        with Interrupt() as interrupt, Display(self.log, self._fraction(self.trainer_state.elapsed)) as display:
             if not self.records:
                 self._validate(display, None)
             started, learnt = monotonic(), 0
@@ -182,7 +194,8 @@ class _Run:
                 if asked or fraction >= 1:
                     break
                 lr = self.trainer_state.lr = self._lr(fraction)
-                loss = self._step(group, batches, max(count, 1), lr, fraction >= 1 - self.section.round_starts_fraction)
+                starts_only = fraction >= 1 - self.section.round_starts_fraction
+                loss = self._step(group, batches, max(count, 1), lr, starts_only)
                 learnt += count
                 self._advance(count)
                 step = self.trainer_state.step
@@ -191,7 +204,12 @@ class _Run:
                 speed = learnt / (now - started)
                 display.step(self._fraction(self._elapsed()), now - self.started, step, loss, lr, speed)
                 if step % self.section.log_every == 0:
-                    self.accelerator.log({"loss": loss, "lr": lr, "tokens_per_second": speed}, step=step)
+                    self._log({"loss": loss, "lr": lr, "tokens_per_second": speed, "grad_norm": self.grad_norm})
+                if ratio := self.watch.ratio(loss, starts_only):
+                    display.say(divergence(loss, ratio, step))
+                    self._log({"loss_over_median": ratio})
+                if self.section.decode_every and step % self.section.decode_every == 0:
+                    self._decode(display)
                 if step % self.section.eval_every == 0:
                     self._validate(display, losses)
                 if step % self.section.save_every == 0:
@@ -237,10 +255,12 @@ class _Run:
                 self.accelerator.backward(loss * (self.ranks / count))
             summed += loss.detach()
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.section.max_grad_norm)
+        self.grad_norm = float(norm)
         mean = float(self.accelerator.reduce(summed, "sum")) / count
         # With fp16 a gradient may overflow now and then: the scaler skips that step by itself.
-        if not math.isfinite(mean) or not (math.isfinite(norm) or self.accelerator.mixed_precision == "fp16"):
-            self._not_finite(group, batches, mean)
+        if not math.isfinite(mean) or not (math.isfinite(self.grad_norm) or self.accelerator.mixed_precision == "fp16"):
+            own = share(group, self.rank, self.ranks)
+            raise not_finite(self.trainer_state.step + 1, mean, group, own, batches)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -255,24 +275,6 @@ class _Run:
         if self.section.position_weight == "subsampled" and not round_starts_only:
             batch = subsampled(batch, self.section.step_weight, seed)
         return batch
-
-    def _not_finite(self, group: list[Batch], batches: list[HeadBatch], loss: float) -> None:
-        own = share(group, self.rank, self.ranks)
-        broken = [
-            index
-            for indices, batch in zip(own, batches, strict=True)
-            for row, index in enumerate(indices)
-            if not all(states[row].isfinite().all() for states in batch.states.values())
-        ]
-        broken = sorted(gather_object(broken))
-        step = self.trainer_state.step + 1
-        if broken:
-            where = f"the stored states of training conversations {_some(broken)} are not finite"
-            remedy = "Build the data again; if it stays, use target.dtype=float32."
-        else:
-            where = f"its batches held training conversations {_some(sorted(i for batch in group for i in batch))}"
-            remedy = "Lower train.lr or raise train.warmup; the checkpoints before this step are kept."
-        raise UserError(f"The loss or its gradient is not finite at step {step} (loss {loss:g}): {where}.", remedy)
 
     def _validate(self, display: Display, losses: list[float] | None) -> None:
         """Judge the heads, note it, and keep them when they are the best so far; empties `losses`."""
@@ -314,7 +316,23 @@ class _Run:
         if self.accelerator.is_main_process:
             write_jsonl(self.folder / "metrics.jsonl", self.records)
         top1 = {f"valid/top1_step{k}": share for k, share in enumerate(validation.accuracy["top1"])}
-        self.accelerator.log({"valid/tau": validation.tau, **top1}, step=self.trainer_state.step)
+        self._log({"valid/tau": validation.tau, "valid/coverage": self.coverage, **top1})
+
+    def _log(self, values: dict[str, float]) -> None:
+        """Tell trackers, with the memory of the main process and where in the data the run stands."""
+        standing = self.trainer_state
+        position = {"data/epoch": standing.epoch, "data/step_in_epoch": standing.index}
+        self.accelerator.log({**values, **memory(self.accelerator.device), **position}, step=standing.step)
+
+    def _decode(self, display: Display) -> None:
+        """Decode validation prompts on the main process; the others wait for it in the next step."""
+        state = whole_state(self.heads, self.accelerator.is_main_process)
+        if state is None:
+            return
+        tau, told = decode(self.heads, state, self.target, self.valid_store)
+        display.say(f"step {self.trainer_state.step} · {told}")
+        if tau is not None:
+            self._log({"decoded/tokens_per_round": tau})
 
     def _finish(self) -> TrainResult:
         best = next(row for row in self.records if row["step"] == self.trainer_state.best_step)
@@ -403,13 +421,14 @@ class _Run:
     def _save(self) -> None:
         self.trainer_state.elapsed, self.trainer_state.budget = self._elapsed(), self._budget
         best = self.folder / "best"
-        checkpoint.save(self.accelerator, self.folder / "checkpoints", self.trainer_state, self.settings, best)
+        folder, keep = self.folder / "checkpoints", self.section.keep_checkpoints
+        checkpoint.save(self.accelerator, folder, self.trainer_state, self.settings, best, keep)
 
     def _resume(self) -> None:
         if self.found is None:
             return
         path, self.trainer_state = self.found
-        self.accelerator.load_state(str(path))
+        checkpoint.load(self.accelerator, path)
         self.earlier = self.trainer_state.elapsed
         if self.trainer_state.budget and self.trainer_state.budget != self._budget:
             self.trainer_state.onward, self.trainer_state.onward_lr = (
@@ -421,7 +440,7 @@ class _Run:
         if self.accelerator.is_main_process:  # what came after the checkpoint never happened to this run
             checkpoint.restore_best(path, self.folder / "best")
             write_jsonl(self.folder / "metrics.jsonl", self.records)
-        self._say(f"Going on from step {self.trainer_state.step} ({format_seconds(self.earlier)} spent).")
+        self.log.say(f"Going on from step {self.trainer_state.step} ({format_seconds(self.earlier)} spent).")
 
     def _settings(self, recipe: Recipe) -> dict[str, Any]:
         section = recipe.train.model_dump(mode="json", exclude=FREE_TO_CHANGE | {"start_from"})
@@ -454,16 +473,3 @@ class _Run:
         batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
         own = share(batches, self.rank, self.ranks)
         return [(batch, chosen_tokens(self.target, self._collate(self.valid_store, batch))) for batch in own]
-
-    def _say(self, text: str) -> None:
-        if self.console is not None:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _some(numbers: list[int]) -> str:
-    """At most eight of them.
-
-    >>> _some([3, 5]), _some(list(range(10)))
-    ('3, 5', '0, 1, 2, 3, 4, 5, 6, 7, ...')
-    """
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -44,7 +44,7 @@ def join_processes(device: str) -> tuple[PartialState, str]:
     Raises:
         UserError: one GPU for several processes, or a setting of FSDP with which they would not all load the target.
     """
-    if _is_on("ACCELERATE_USE_FSDP") and _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+    if is_sharded() and _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         # transformers reads these too, and leaves the weights of every other process as they come.
         raise UserError(
             "With FSDP's RAM-efficient loading only one process of a machine would get the target's weights.",
@@ -63,6 +63,11 @@ def join_processes(device: str) -> tuple[PartialState, str]:
         return PartialState(), device
     state = PartialState()
     return state, str(state.device)
+
+
+def is_sharded() -> bool:
+    """Whether the launcher asked for a share of each weight on each process (FSDP)."""
+    return _is_on("ACCELERATE_USE_FSDP")
 
 
 def _is_on(variable: str) -> bool:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +15,16 @@ from typing import Any
 from accelerate import Accelerator
 
 from headstart.errors import UserError
+from headstart.files import read_json, write_json
 from headstart.recipe import TrainSection
 
 _PACKAGES = {"wandb": ("wandb",), "trackio": ("trackio",), "tensorboard": ("tensorboard", "tensorboardX")}
 """What each tracker needs, any one of them."""
+
+RUN_ID = "tracker.json"
+"""In the folder of a training: the id of its run, by tracker."""
+_WITH_ID = ("wandb", "trackio")
+_WANDB_SAYS = {"dir": "WANDB_DIR", "name": "WANDB_NAME", "id": "WANDB_RUN_ID", "resume": "WANDB_RESUME"}
 
 _NONE = "Or set train.tracker=none."
 _REMEDIES = {
@@ -50,8 +57,17 @@ def check_tracker(name: str) -> None:
         raise UserError("The tracker wandb has no account to log in with, and nobody to ask.", _REMEDIES["wandb"])
 
 
-def start_tracker(accelerator: Accelerator, section: TrainSection, settings: Mapping[str, Any]) -> None:
+def start_tracker(
+    accelerator: Accelerator, section: TrainSection, settings: Mapping[str, Any], run: str, step: int | None
+) -> None:
     """Start the recipe's tracker, on the main process only.
+
+    Args:
+        accelerator: of the training, whose folder keeps the id of the tracker's run.
+        section: names the tracker and the project.
+        settings: to show beside the curves.
+        run: name of the run, that of the recipe.
+        step: that the training goes on from, in the same run of the tracker; None when it begins.
 
     Raises:
         UserError: when it does not start; the message is the tracker's own.
@@ -59,17 +75,45 @@ def start_tracker(accelerator: Accelerator, section: TrainSection, settings: Map
     name = section.tracker
     if name == "none":
         return
-    options: dict[str, dict[str, Any]] = {}
     folder = Path(accelerator.project_dir)
-    if name == "wandb" and "WANDB_DIR" not in os.environ:
-        options["wandb"] = {"dir": str(folder)}  # else its files land where the user happens to be
+    note = _note(folder / RUN_ID) if step is not None else {}
+    run_id = str(note.get(name) or secrets.token_hex(4))
+    options = {name: _options(name, folder, run, run_id, name in note, step)}
     try:
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
         accelerator.init_trackers(section.project, config=flat(settings), init_kwargs=options)
+        if accelerator.is_main_process and name in _WITH_ID:
+            write_json(folder / RUN_ID, {**note, name: run_id})
     except Exception as error:  # every tracker has its own kinds
         accelerator.trackers.clear()  # there is nothing to finish
         raise UserError(f"The tracker {name} did not start: {error}", _REMEDIES[name]) from error
+
+
+def _options(name: str, folder: Path, run: str, run_id: str, again: bool, step: int | None) -> dict[str, Any]:
+    """What a tracker is started with; what its user says by environment variables comes first.
+
+    Args:
+        name: of the tracker.
+        folder: of the training.
+        run: name of the run.
+        run_id: of the run.
+        again: whether a run with this id was begun before.
+        step: that the training goes on from.
+    """
+    if name == "tensorboard":  # hides what was logged after the checkpoint that the training goes on from
+        return {} if step is None else {"purge_step": step + 1}
+    if name == "trackio":  # which knows runs by their names
+        return {"name": f"{run}-{run_id}", **({"resume": "allow"} if again else {})}
+    options = {"dir": str(folder), "name": run, "id": run_id, **({"resume": "allow"} if again else {})}
+    return {key: value for key, value in options.items() if _WANDB_SAYS[key] not in os.environ}
+
+
+def _note(file: Path) -> dict[str, Any]:
+    try:
+        return dict(read_json(file))
+    except (UserError, TypeError, ValueError):
+        return {}
 
 
 def finish_trackers(accelerator: Accelerator) -> None:
