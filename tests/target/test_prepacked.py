@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,30 @@ def test_other_weights_are_packed_again() -> None:
     torch.testing.assert_close(forward(x), layer(x))
     layer.weight = nn.Parameter(torch.randn(32, 32), requires_grad=False)
     torch.testing.assert_close(forward(x), layer(x))
+
+
+@pytest.mark.parametrize("part", [(slice(None), slice(None)), (7, slice(None)), (slice(None), 3)])
+def test_weights_that_were_changed_unseen_are_packed_again(part: Any) -> None:
+    """Through `data`, which PyTorch does not count: all of them, a row, a column."""
+    target = Target(tiny_model("llama"))
+    before = logits(target)
+    target.model.model.layers[1].mlp.down_proj.weight.data[part] += 0.5
+    after = logits(target)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, logits(Target(target.model)), atol=1e-5, rtol=1e-5)
+    changed = tiny_model("llama")
+    changed.model.layers[1].mlp.down_proj.weight.data[part] += 0.5
+    torch.testing.assert_close(after, logits(Target(changed)), atol=1e-5, rtol=1e-5)
+
+
+def test_models_with_prepacked_weights_can_be_copied() -> None:
+    target = Target(tiny_model("llama"))
+    before = logits(target)
+    copied = copy.deepcopy(target.model)
+    for weight in copied.parameters():
+        weight.data.mul_(0.5)
+    assert torch.equal(logits(target), before), "the copy is another model"
+    assert not torch.equal(logits(Target(copied)), before)
 
 
 def test_layers_that_are_not_plain_are_left_alone() -> None:

@@ -102,6 +102,13 @@ class Fitting:
                 for layer in missing - self._hooks.keys():
                     self._hooks[layer] = self._hook(layer)
 
+    def refresh(self) -> None:
+        """See whether prepacked weights are still those of their layers."""
+        for module in self._prepacked:
+            matrix = vars(module).get("forward")
+            if type(matrix) is _Matrix:
+                matrix.refresh()
+
     def release(self) -> None:
         """Take everything off again that this target has added; the next forward of ours puts it back."""
         with self._lock:
@@ -197,6 +204,11 @@ class _Matrix:
         self._module, self._own = module, own or partial(type(module).forward, module)
         self._prepacked = Prepacked(cast(nn.Linear, module), self._own) if prepacked and own is None else None
         self._known: tuple[int, SameBits] | None = None  # and with how many threads
+
+    def refresh(self) -> None:
+        """See `Prepacked.refresh`."""
+        if self._prepacked is not None:
+            self._prepacked.refresh()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = running()

@@ -149,6 +149,7 @@ class Target(FrozenModel):
 
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         """An empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
+        self._fitting.refresh()
         return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
 
     @torch.inference_mode()
@@ -204,6 +205,7 @@ class Target(FrozenModel):
 
         No logits are computed, and no keys and values kept. Rows that make too large a batch are read in several.
         """
+        self._fitting.refresh()
         together = max(1, _CAPTURED // max(map(len, rows)))
         found: list[dict[int, Tensor]] = []
         for first in range(0, len(rows), together):

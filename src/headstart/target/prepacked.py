@@ -68,17 +68,36 @@ def _works(dtype: torch.dtype) -> bool:
         return False
 
 
+def _sample(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """A row and a column: one number of each column and one of each row."""
+    weight_OI = weight_OI.detach()
+    return weight_OI[weight_OI.shape[0] // 2], weight_OI[:, weight_OI.shape[1] // 2]
+
+
 class Prepacked:
     """The forward of a linear layer, with prepacked weights where they pay.
 
+    When the layer's weights change, they are packed again: at once where PyTorch counts the change, and at the next
+    `refresh` where it goes past the count, as through `weight.data` (merged adapters do that).
+
     Args:
-        module: the layer; when its weights change, they are packed again.
+        module: the layer.
         own: its own forward.
     """
 
     def __init__(self, module: nn.Linear, own: Callable[..., Any]) -> None:
         self._module, self._own = module, own
         self._packed: tuple[Tensor, int, Tensor] | None = None  # the weights, their version, and they packed
+        self._sample: tuple[Tensor, Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies pack their own: prepacked tensors can be neither copied nor saved."""
+        return {**vars(self), "_packed": None, "_sample": None}
+
+    def refresh(self) -> None:
+        """Forget the packed weights when a row, a column or all of the layer's own are others by now."""
+        if self._sample is not None and not all(map(torch.equal, self._sample, _sample(self._module.weight))):
+            self._packed = self._sample = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rows, weight, known = args[0], self._module.weight, self._packed
@@ -89,5 +108,7 @@ class Prepacked:
         if known is None or known[0] is not weight or known[1] != version:
             if not can_prepack(self._module):
                 return self._own(*args, **kwargs)
+            row_I, column_O = _sample(weight)
+            self._sample = row_I.clone(), column_O.clone()
             known = self._packed = weight, version, prepack(weight)
         return product(rows, known[2], self._module.bias)
