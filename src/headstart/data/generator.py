@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 from headstart.data.sampling import Room, RowStates, sample_rows
 from headstart.target import Target
+
+
+class Asked(TypedDict):
+    """How rows are continued.
+
+    Attributes:
+        max_new_tokens: most tokens to add to a row.
+        temperatures: one per row; 0 is greedy.
+        top_p: nucleus for rows with a temperature, taken among the 64 likeliest tokens.
+        ends: tokens that end a row.
+        seed: of the draws, which each row has of its own.
+        check: called now and then; what it raises ends the work.
+        states: takes the hidden states of rows and added tokens, of those rows that they are known of.
+    """
+
+    max_new_tokens: int
+    temperatures: Sequence[float]
+    top_p: float
+    ends: frozenset[int]
+    seed: int
+    check: NotRequired[Callable[[], None] | None]
+    states: NotRequired[RowStates | None]
 
 
 class Generator(Protocol):
@@ -16,29 +38,12 @@ class Generator(Protocol):
     def shareable(self) -> bool:
         """Whether several threads may ask at once, each for rows of its own."""
 
-    def continue_rows(
-        self,
-        rows: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        temperatures: Sequence[float],
-        top_p: float,
-        ends: frozenset[int],
-        seed: int,
-        check: Callable[[], None] | None = None,
-        states: RowStates | None = None,
-    ) -> list[list[int]]:
+    def continue_rows(self, rows: Sequence[Sequence[int]], **asked: Unpack[Asked]) -> list[list[int]]:
         """Continue each row until an end token (kept) or `max_new_tokens`.
 
         Args:
             rows: token ids; any lengths.
-            max_new_tokens: most tokens to add to a row.
-            temperatures: one per row; 0 is greedy.
-            top_p: nucleus for rows with a temperature, taken among the 64 likeliest tokens.
-            ends: tokens that end a row.
-            seed: of the draws, which each row has of its own.
-            check: called now and then; what it raises ends the work.
-            states: takes the hidden states of rows and added tokens, of those rows that they are known of.
+            **asked: see `Asked`.
 
         Returns:
             The added tokens of each row, at least one.
@@ -67,28 +72,6 @@ class InProcess:
             kind in str(getattr(self._target.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")
         )
 
-    def continue_rows(
-        self,
-        rows: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        temperatures: Sequence[float],
-        top_p: float,
-        ends: frozenset[int],
-        seed: int,
-        check: Callable[[], None] | None = None,
-        states: RowStates | None = None,
-    ) -> list[list[int]]:
+    def continue_rows(self, rows: Sequence[Sequence[int]], **asked: Unpack[Asked]) -> list[list[int]]:
         """See `Generator` and `sample_rows`."""
-        return sample_rows(
-            self._target,
-            rows,
-            max_new_tokens=max_new_tokens,
-            temperatures=temperatures,
-            top_p=top_p,
-            ends=ends,
-            seed=seed,
-            check=check,
-            room=self._room,
-            states=states,
-        )
+        return sample_rows(self._target, rows, room=self._room, **asked)

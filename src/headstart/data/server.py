@@ -10,19 +10,20 @@ import math
 import queue
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import count
 from time import monotonic
-from typing import Any
+from typing import Any, Unpack
 
 import httpx
 
 from headstart.completions import Ask, Dialect, LlamaServer, NoTokenIds, OpenAI
-from headstart.data.sampling import CANDIDATES, RowStates
+from headstart.data.generator import Asked
+from headstart.data.sampling import CANDIDATES
 from headstart.data.workers import Stopped
 from headstart.errors import UserError
 from headstart.target import Target
@@ -86,26 +87,17 @@ class Servers:
         self._answered = 0
         self._turns = count(1)
 
-    def continue_rows(
-        self,
-        rows: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        temperatures: Sequence[float],
-        top_p: float,
-        ends: frozenset[int],
-        seed: int,
-        check: Callable[[], None] | None = None,
-        states: RowStates | None = None,
-    ) -> list[list[int]]:
+    def continue_rows(self, rows: Sequence[Sequence[int]], **asked: Unpack[Asked]) -> list[list[int]]:
         """See `Generator`; of hidden states a server says nothing.
 
         Raises:
             UserError: no server answered for long, or one gave what the target cannot have written.
         """
+        most, top_p, seed, ends = asked["max_new_tokens"], asked["top_p"], asked["seed"], asked["ends"]
+        check = asked.get("check")
         asks = [
-            Ask(row, max_new_tokens, temperature, CANDIDATES, top_p, _seed(seed, number), ends)
-            for number, (row, temperature) in enumerate(zip(rows, temperatures, strict=True))
+            Ask(row, most, temperature, CANDIDATES, top_p, _seed(seed, number), ends)
+            for number, (row, temperature) in enumerate(zip(rows, asked["temperatures"], strict=True))
         ]
         waiting, done = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, list[int] | BaseException]]()
         for number in range(len(asks)):
