@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from headstart.heads import DraftHead, HeadBatch, family, make_config
 from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
 from headstart.heads.fused import FusedHead
 from headstart.heads.layer import DraftLayer, LayerConfig, Rotary
-from headstart.heads.own_position import hold, look_at_itself, number_of_all, pair_shares
+from headstart.heads.own_position import hold, look_at_itself, number_of_all, pair_shares, shares
 from headstart.heads.transition import TransitionHead
 from headstart.target import FINAL, Target
 from tests.tiny import tiny_model
@@ -68,9 +67,7 @@ def own_share(layer: DraftLayer, rotary: Rotary, embedded_TE: Tensor, heads: int
     read_1TI = torch.cat([embedded_TE, torch.randn(length, SIZE)], dim=-1)[None]
     turn = rotary.at(torch.arange(length)[None], torch.float32, length)
     queries, keys, _ = layer.read(read_1TI, turn)
-    scores_NTT = queries[0, :heads, 0] @ keys[0, :heads].mT / layer.config.head_dim**0.5
-    later_TT = torch.ones(length, length, dtype=torch.bool).triu(1)
-    return scores_NTT.masked_fill_(later_TT, -math.inf).softmax(-1).diagonal(dim1=1, dim2=2)
+    return shares(queries[:, :heads], keys[:, :heads])[0, :, 0]
 
 
 def cosines(rotary: Rotary, width: int, far: int) -> Tensor:
@@ -203,6 +200,44 @@ def test_the_start_is_that_of_transition_heads(norm_before_residual: bool, targe
     for step, (theirs, own) in enumerate(zip(guesses(joined, batch), guesses(ours, batch), strict=True)):
         cosine = torch.nn.functional.cosine_similarity(theirs, own, dim=-1).mean()
         assert cosine > (0.99 if norm_before_residual else (0.97, 0.6)[step])
+
+
+def test_training_takes_for_granted_what_own_heads_find(target: Target) -> None:
+    """Their queries and keys do not learn, and all else learns what it would learn beside them."""
+    batch = batch_of(target, texts_of(40), (1, 3, FINAL))
+    heads = cast(Eagle3Head, made(START, target))
+    heads.fit([batch])
+    layer, own, width = heads.stack[0], heads.config.own_heads, heads.config.head_dim
+    with torch.no_grad():  # the others attend to the text
+        layer.qkv.weight.view(3, -1, width, 128)[:, own:].normal_(std=0.1)
+        layer.o.weight.normal_(std=0.1)
+    gradients = []
+    for _ in range(2):
+        heads.train().zero_grad()
+        torch.stack([guess.square().sum() for guess in guesses(heads, batch)]).sum().backward()
+        gradients.append({name: weight.grad for name, weight in heads.named_parameters() if weight.grad is not None})
+        heads.before_training([batch])
+    assert layer.own_heads == own == 4
+    complete, ours = gradients
+    for name, wanted in complete.items():
+        # Norms also move scores of about 50, and with them the last 1e-4 of the attention of own heads.
+        share = 0.05 if "norm" in name else 1e-3
+        torch.testing.assert_close(ours[name], wanted, rtol=0, atol=share * float(wanted.abs().max()), msg=name)
+    rows_HdI = ours["layers.0.qkv.weight"].view(3, -1, width, 128)
+    assert not rows_HdI[:2, :own].any() and rows_HdI[:2, own:].any() and rows_HdI[2].any(dim=-1).all()
+    assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(64, 96), slice(160, 192), slice(192, 288)]
+
+
+def test_own_heads_that_look_elsewhere_are_not_taken_for_granted(target: Target) -> None:
+    batch = batch_of(target, texts_of(40), (1, 3, FINAL))
+    heads = cast(Eagle3Head, made(START, target))
+    heads.before_training([batch])
+    assert heads.stack[0].own_heads == 4
+    with torch.no_grad():
+        heads.stack[0].qkv.weight[:16] = torch.randn(16, 128)
+    heads.before_training([batch])
+    assert heads.stack[0].own_heads == 0
+    assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(0, 96), slice(96, 192), slice(192, 288)]
 
 
 @torch.no_grad()

@@ -176,6 +176,10 @@ class DraftHead(nn.Module, ABC):
         """
         return None
 
+    def before_training(self, batches: Iterable[HeadBatch]) -> None:
+        """Look at what training may take as given, now that every weight is in place; by default nothing."""
+        return None
+
     def bind(self, target: Target) -> None:
         """Take references to frozen weights of the target that are not saved with the heads; called after loading."""
 
@@ -219,6 +223,14 @@ class DraftHead(nn.Module, ABC):
 
         Steps come one at a time so that the logits of all steps never exist at once.
         """
+
+    def learning_rows(self) -> dict[str, list[slice]]:
+        """Rows of weights in which several matrices lie one below the other, by the weight's name and by matrix.
+
+        An optimiser that treats a matrix as a whole takes them one by one. Rows that are in none of them do not learn:
+        `unroll` gives them no gradient.
+        """
+        return {}
 
     # -- drafting ------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ from headstart.target import FINAL, Target
 
 _BLOCK = 8192
 """Embeddings that are normed at a time."""
+_LONGEST, _ENOUGH = 1024, 8192
+"""Tokens of a text, and of all, on which it is looked up whether heads find their own position."""
 
 
 class Eagle3Config(FusedConfig):
@@ -150,6 +152,27 @@ class Eagle3Head(FusedHead):
         start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
         for map_EX in start.solve(batches, read):
             self.fc.weight.copy_(scale / start.rows * map_EX)
+
+    @torch.no_grad()
+    def before_training(self, batches: Iterable[HeadBatch]) -> None:
+        """Let heads that look at their own position stay as they are, where they really do."""
+        layer, own = self.stack[0], self.config.own_heads
+        layer.own_heads = 0
+        if self.config.init != "transition":
+            return
+        least, tokens = 1.0, 0
+        for batch in batches:
+            seen_BTX = self.select_states(batch.states)[:, :_LONGEST]
+            following_BT = F.pad(batch.tokens_BT[:, 1:], (0, 1))[:, :_LONGEST]
+            attended_BTI, _ = self.layer_input(self.project(seen_BTX), self._embed(following_BT, seen_BTX))
+            width = attended_BTI.shape[1]
+            index_BT = torch.arange(width, device=attended_BTI.device).expand(attended_BTI.shape[:2])
+            queries, keys, _ = layer.read(attended_BTI, self._rotary.at(index_BT, attended_BTI.dtype, width))
+            least = min(least, float(own_position.shares(queries[:, :own], keys[:, :own]).mean((0, 2, 3)).min()))
+            tokens += width
+            if tokens >= _ENOUGH:
+                break
+        layer.own_heads = own if least >= own_position.ALONE else 0
 
     # -- the start as transition heads ---------------------------------------------------------------------------
 

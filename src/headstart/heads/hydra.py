@@ -168,6 +168,11 @@ class HydraHead(DraftHead):
 
     # -- training ------------------------------------------------------------------------------------------------
 
+    def learning_rows(self) -> dict[str, list[slice]]:
+        if self.prefix is None:
+            return {}
+        return {f"prefix.{name}": rows for name, rows in self.prefix.learning_rows().items()}
+
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, embedded_XE = self._inputs(batch)
         for step, head in enumerate(self._heads()):

@@ -150,6 +150,10 @@ class DraftLayer(nn.Module):
         inputs: I, width of what queries, keys and values are computed from.
         input_norm: normalise that input here; families that mix several inputs do it themselves.
 
+    Attributes:
+        own_heads: key heads, the first ones, that find nothing but their own position (`own_position`). Training takes
+            that as given: their queries and keys do not learn, and their values are what they find.
+
     Raises:
         UserError: sizes of attention heads that do not go together.
     """
@@ -157,6 +161,7 @@ class DraftLayer(nn.Module):
     def __init__(self, config: LayerConfig, inputs: int, input_norm: bool = True) -> None:
         super().__init__()
         self.config = config
+        self.own_heads = 0
         size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         if heads % kv_heads:
             raise UserError(
@@ -176,18 +181,48 @@ class DraftLayer(nn.Module):
         self.down = Linear(config.intermediate_size, size, bias=False)
         self._act = ACT2FN[config.hidden_act]
 
-    def read(self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d]."""
+    def read(
+        self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], learning_RI: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d].
+
+        Args:
+            x_BTI: what attention reads.
+            rotary: cosines and sines.
+            learning_RI: from `learning`: queries and keys of the first `own_heads` are then left out.
+        """
         config = self.config
-        kv_heads, size = config.num_key_value_heads, config.head_dim
+        groups, size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+        kv_heads = config.num_key_value_heads - (0 if learning_RI is None else self.own_heads)
         if self.input_norm is not None:
             x_BTI = normed(self.input_norm, x_BTI)
         rows, width = x_BTI.shape[:2]
-        all_BHTd = self.qkv(x_BTI).view(rows, width, -1, size).transpose(1, 2)
-        heads = config.num_attention_heads
+        read_BTH = self.qkv(x_BTI) if learning_RI is None else F.linear(x_BTI, learning_RI)
+        all_BHTd = read_BTH.view(rows, width, -1, size).transpose(1, 2)
+        heads = groups * kv_heads
         rotated_BHTd = _rotate(all_BHTd[:, : heads + kv_heads], *rotary)
-        queries = rotated_BHTd[:, :heads].reshape(rows, kv_heads, heads // kv_heads, width, size)
+        queries = rotated_BHTd[:, :heads].reshape(rows, kv_heads, groups, width, size)
         return queries, rotated_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
+
+    def learning(self) -> Tensor | None:
+        """In training mode, the rows of queries, keys and values that learn, [R, I]; None where all do."""
+        if not self.own_heads or not self.training:
+            return None
+        weight_RI = torch.cat([self.qkv.weight[rows] for rows in self.learning_rows()["qkv.weight"]])
+        device = weight_RI.device.type  # cast once: autocast would in every step
+        return weight_RI.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight_RI
+
+    def learning_rows(self) -> dict[str, list[slice]]:
+        """Rows of each weight that hold several matrices, by matrix; rows in none of them do not learn."""
+        config = self.config
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        own = self.own_heads
+        queries = slice(heads // kv_heads * own * size, heads * size)
+        keys = slice((heads + own) * size, (heads + kv_heads) * size)
+        values = slice((heads + kv_heads) * size, (heads + 2 * kv_heads) * size)
+        halves = [slice(0, config.intermediate_size), slice(config.intermediate_size, 2 * config.intermediate_size)]
+        found = {"qkv.weight": [queries, keys, values], "gate_up.weight": halves}
+        return {name: [rows for rows in parts if rows.stop > rows.start] for name, parts in found.items()}
 
     def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
         """The stream after this layer, from the stream before it and what attention brought."""
@@ -373,6 +408,13 @@ def chain_attention(
     for step, (_, values_BNAd) in enumerate(chain):
         mixed = mixed + shares[..., text + step, None] * values_BNAd[:, :, None]
     return mixed
+
+
+def with_own(own_BNTd: Tensor, mixed_BNGTd: Tensor, groups: int) -> Tensor:
+    """What all heads found, [B, N, G, T, d], from what those that learn found and the values of `own_heads`."""
+    if not own_BNTd.shape[1]:
+        return mixed_BNGTd
+    return torch.cat([own_BNTd[:, :, None].expand(-1, -1, groups, -1, -1), mixed_BNGTd], dim=1)
 
 
 def by_token(mixed_BNGTd: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ _UNUSED = 0.01
 _MARGIN, _OTHERS = 20.0, 30.0
 """How far the own score stands above any other of the same token, whose number is 1, and how much farther above those
 of other tokens on average."""
+ALONE = 0.999
+"""Mean share of its attention from which a head counts as looking at its own position alone."""
 _RIDGE = 1e-4
 """Of the number that all tokens share, as a share of the mean squared size of an embedding's component."""
 
@@ -140,3 +142,12 @@ def hold(layer: DraftLayer, heads: int, map_EI: Tensor, read_II: Tensor) -> None
     back_EO[:, :used] = axes_EO.to(back_EO) / groups
     back_ENd = back_EO.view(len(map_EI), heads, 1, width).expand(-1, -1, groups, -1)
     layer.o.weight[:, : groups * rank] = back_ENd.reshape(len(map_EI), groups * rank)
+
+
+def shares(queries_BNGTd: Tensor, keys_BNTd: Tensor) -> Tensor:
+    """How much of its attention each position of whole texts gives to itself, [B, N, G, T]."""
+    width, size = keys_BNTd.shape[2:]
+    scores = queries_BNGTd @ keys_BNTd[:, :, None].mT / size**0.5
+    later_TT = torch.ones(width, width, dtype=torch.bool, device=scores.device).triu(1)
+    share_BNGT: Tensor = scores.masked_fill(later_TT, float("-inf")).softmax(-1).diagonal(dim1=-2, dim2=-1)
+    return share_BNGT

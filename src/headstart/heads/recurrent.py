@@ -36,6 +36,7 @@ from headstart.heads.layer import (
     cached_attention,
     causal_attention,
     chain_attention,
+    with_own,
 )
 from headstart.proposal import Committed
 from headstart.target import Target
@@ -126,6 +127,13 @@ class RecurrentHead(DraftHead):
     def feature(self, feedback_ME: Tensor) -> Tensor | None:
         """What is fed back, where it stands for the target's FINAL state."""
         return None
+
+    def learning_rows(self) -> dict[str, list[slice]]:
+        return {
+            f"layers.{number}.{name}": rows
+            for number, layer in enumerate(self.stack)
+            for name, rows in layer.learning_rows().items()
+        }
 
     @property
     def device_of_target(self) -> torch.device:
@@ -295,6 +303,7 @@ class _Text:
         self.index_BA, self.real_BA = _by_row(origin_M, tokens_BT.shape)
         self.kv: list[tuple[Tensor, Tensor]] = []
         self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in heads.layers]
+        self.learning = [layer.learning() for layer in heads.stack]
         index_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         self.hidden_BAT = index_T > self.index_BA[:, :, None]
 
@@ -326,12 +335,15 @@ class _Text:
         rotary = heads._rotary.at(indices, self.feedback_BAE.dtype, self.tokens_BT.shape[1] + step)
         attended, stream = heads.layer_input(self.feedback_BAE, heads._embed(tokens, self.feedback_BAE))
         for number, layer in enumerate(heads.stack):
-            queries, keys, values = layer.read(attended, rotary)
+            queries, keys, values = layer.read(attended, rotary, self.learning[number])
+            alone = values.shape[1] - keys.shape[1]  # heads that find their own position, whose value is all they give
+            own, values = values[:, :alone], values[:, alone:]
             if step == 0:
                 self.kv.append((keys, values))
                 if number == len(heads.layers) - 1:  # after the last layer only the origins matter
                     index_BA1 = index_BA[:, :, None]
                     stream = stream.gather(1, index_BA1.expand(-1, -1, stream.shape[2]))
+                    own = own.gather(2, index_BA1[:, None].expand(-1, alone, -1, own.shape[3]))
                     index = index_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
                     mixed = chain_attention(queries.gather(3, index), keys, values, self.hidden_BAT)
                 else:
@@ -339,6 +351,7 @@ class _Text:
             else:
                 self.chains[number].append((keys, values))
                 mixed = chain_attention(queries, *self.kv[number], self.hidden_BAT, self.chains[number])
+            mixed = with_own(own, mixed, queries.shape[2])
             attended = stream = layer.write(stream, mixed)
         return stream
 

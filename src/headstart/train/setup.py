@@ -123,6 +123,7 @@ def build_heads(
         heads.fit(_first_look(train_store, heads))
     if earlier is not None:
         say(f"Started from {recipe.train.start_from}: {take_over(heads, earlier)}.")
+    heads.before_training(_first_look(train_store, heads))
     return heads
 
 
