@@ -22,8 +22,8 @@ from tests.test_pipeline import recipe_text, tiny_recipe
 from tests.tiny import tiny_model, tiny_tokenizer
 
 COMMANDS = (
-    "run", "plan", "data", "data build", "data show", "train", "tune", "eval", "audit", "generate", "chat", "export",
-    "import",    "push", "runs", "gc", "recipes", "recipes show", "doctor",
+    "run", "plan", "data", "data build", "data show", "data import-states", "train", "tune", "eval", "audit",
+    "generate", "chat", "export", "import", "push", "runs", "gc", "recipes", "recipes show", "doctor",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from headstart.cli_doctor import doctor
 from headstart.cli_engines import engine_table, export, import_checkpoint
 from headstart.cli_heads import audit, chat, evaluate, generate, load_decoder
 from headstart.cli_options import Dtype, DtypeOption, Overrides, RecipeName, RunDir, TargetOption, with_options
+from headstart.cli_states import import_states
 from headstart.errors import UserError
 from headstart.options import EngineOptions
 from headstart.terminal import Commands, DataCommands, format_seconds, program, say
@@ -152,6 +153,9 @@ def data_build(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir 
     work = _run(recipe, overrides, run_dir)
     _execute(work, stages_until("states"))
     say(work.console, ("Conversations", work.folder / CONVERSATIONS), ("Look", f"headstart data show {work.folder}"))
+
+
+data_app.command("import-states")(import_states)
 
 
 @data_app.command("show")

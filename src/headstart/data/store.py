@@ -265,6 +265,15 @@ class Capture:
         _write_shard(self._shards, _owner(target), self.aux_layers, numbers, conversations, keys, states)
 
 
+def without_states(
+    shards: Path, target: Target, conversations: Sequence[Conversation], aux_layers: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
+    """Numbers of the conversations that the whole shards of a folder do not hold all states of, equal ones once, each
+    with the layers that are missing."""
+    found = _Index(shards, _owner(target)).lacking([_key(item.tokens) for item in conversations], aux_layers)
+    return {number: layers for layers, numbers in found.items() for number in numbers}
+
+
 def _owner(target: Target) -> str:
     """Whose states a shard holds."""
     return f"{target.identity().fingerprint} {target.settings} {_name_of(target.dtype)}"

@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from headstart.data.conversations import Conversation
+from headstart.data.identify import called, every_layer, identify
 from headstart.data.store import StateStore
 from headstart.doctor.findings import Finding, bad, check, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject, spread
 from headstart.target import FINAL, Target
-
-_TOLERANCE = {torch.float32: 1e-3}
-_TOLERANCE_COARSE = 0.1
-"""Largest distance of states that are the same, as a share of their size. Sums in another order move float32 states by
-1e-6 of it, TF32 by 1e-3. bfloat16 keeps 8 bits and adds up over the layers to some percent; one layer adds tens."""
 
 _READ = 128
 """Tokens of a conversation that are read again: a causal model's first states do not depend on the rest."""
@@ -51,12 +47,12 @@ def states(subject: Subject) -> Finding:
         for index in spread(len(store), 1 if subject.quick else 3):
             sample = store.get(index)
             tokens = sample.tokens_T[:_READ].tolist()
-            fresh = target.hidden_states([tokens], [*range(target.num_layers + 1), FINAL])[0]
+            fresh = target.hidden_states([tokens], every_layer(target))[0]
             for aux_layer in store.aux_layers:
-                distance, said = _identify(aux_layer, sample.states[aux_layer][:_READ], fresh, target)
+                distance, said = identify(aux_layer, sample.states[aux_layer][:_READ], fresh, target)
                 worst = max(worst, distance)
                 if said:
-                    found.setdefault(aux_layer, f"{said} (conversation {index} of {store.folder})")
+                    found.setdefault(aux_layer, f"The store's {said} (conversation {index} of {store.folder})")
     missing = [
         aux_layer
         for aux_layer in _aux_layers(subject)
@@ -69,7 +65,7 @@ def states(subject: Subject) -> Finding:
         "wrong": {str(aux_layer): said for aux_layer, said in found.items()},
     }
     if missing:
-        found[missing[0]] = f"The heads read {_called(missing[0], target)}, and the store does not hold it"
+        found[missing[0]] = f"The heads read {called(missing[0])}, and the store does not hold it"
     if found:
         return bad(f"{'; '.join(found.values())}.", _REBUILD, **figures)
     return good(
@@ -82,63 +78,6 @@ def _aux_layers(subject: Subject) -> tuple[int, ...]:
         return subject.heads.aux_layers
     except (Absent, ValueError):  # none yet, or reported by `files`
         return ()
-
-
-def _called(aux_layer: int, target: Target) -> str:
-    if aux_layer == FINAL:
-        return "the final state"
-    return "the embeddings" if aux_layer == 0 else f"layer {aux_layer}"
-
-
-def _identify(aux_layer: int, stored_TE: Tensor, fresh: dict[int, Tensor], target: Target) -> tuple[float, str]:
-    """Distance of the stored states from the target's own at this layer, and what they are instead ("" when alike)."""
-    exact = stored_TE.dtype == fresh[aux_layer].dtype == torch.float32
-    limit = _TOLERANCE[torch.float32] if exact else _TOLERANCE_COARSE
-    own = _distance(stored_TE, fresh[aux_layer])
-    name = "FINAL" if aux_layer == FINAL else f"layer {aux_layer}"
-    if not stored_TE.isfinite().all():
-        return own, f"The store's {name} holds numbers that are not finite"
-    others = {other: _distance(stored_TE, state_TE) for other, state_TE in fresh.items() if other != aux_layer}
-    nearest = min(others, key=lambda other: others[other])
-    # In bfloat16 neighbouring layers of a deep target can be as close as the rounding: the nearer one decides.
-    if own <= limit and own <= 2 * others[nearest] + _TOLERANCE[torch.float32]:
-        return own, ""
-    last = target.num_layers
-    if others[nearest] <= limit:
-        if (aux_layer, nearest) == (FINAL, last):
-            return own, "The store's FINAL holds the state before the final norm: the norm is missing"
-        if (aux_layer, nearest) == (last, FINAL):
-            return own, f"The store's layer {last} holds the state after the final norm: a norm too many"
-        side = ": off by one" if FINAL not in (aux_layer, nearest) and abs(aux_layer - nearest) == 1 else ""
-        return own, f"The store's {name} holds {_called(nearest, target)}{side}"
-    for late, said in ((1, "late"), (-1, "early")):
-        if _distance(stored_TE[max(late, 0) :][: len(stored_TE) - 1], fresh[aux_layer][max(-late, 0) :]) <= limit:
-            return (
-                own,
-                f"The store's {name} is one token {said}: state t stands at token {'t + 1' if late > 0 else 't - 1'}",
-            )
-    for other, state_TE in fresh.items():
-        if _distance(stored_TE, _normed(state_TE)) <= limit:
-            return (
-                own,
-                f"The store's {name} holds {_called(other, target)} with a norm that the target does not apply there",
-            )
-    if _distance(_normed(stored_TE), _normed(fresh[aux_layer])) <= limit:
-        return own, f"The store's {name} holds {_called(aux_layer, target)} in another scale"
-    return own, f"The store's {name} holds no state that {target.name} has on these tokens ({own:.0%} off)"
-
-
-def _distance(a_TE: Tensor, b_TE: Tensor) -> float:
-    """Median over tokens of |a - b| / |b|: a few tokens have states a thousand times the size of all others."""
-    width = min(len(a_TE), len(b_TE))
-    a_TE, b_TE = a_TE[:width].double().cpu(), b_TE[:width].double().cpu()
-    shares_T = (a_TE - b_TE).norm(dim=-1) / b_TE.norm(dim=-1).clamp_min(1e-30)
-    return float(shares_T.nan_to_num(nan=torch.inf).median())
-
-
-def _normed(state_TE: Tensor) -> Tensor:
-    state_TE = state_TE.double()
-    return state_TE / state_TE.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
 
 
 # -- the teacher -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,62 @@
+"""Hidden states of a run's conversations that vLLM computes; see `headstart.data.extraction`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headstart.artifacts import held
+from headstart.pipeline.data_stages import aux_layers, conversations, states_artifact
+from headstart.pipeline.run import Run
+from headstart.terminal import progress_bar
+
+if TYPE_CHECKING:
+    from headstart.data.extraction import Imported
+
+FILES = "vllm-states"
+"""Suggested folder of vLLM's files, in the folder of the run."""
+
+
+def serve_command(run: Run) -> str:
+    """What starts a vLLM that writes the states that the run's heads need."""
+    from headstart.data.extraction import serve_command as of_target
+    from headstart.target.loading import loadable_folder
+
+    model = loadable_folder(run.recipe.target.spec)
+    return of_target(model, run.target, aux_layers(run), (run.folder / FILES).resolve())
+
+
+def import_states(run: Run, source: str) -> Imported:
+    """Take over the states of the run's conversations.
+
+    Args:
+        run: whose conversations are written.
+        source: a folder of vLLM's files, or addresses of servers with commas between them.
+
+    Raises:
+        UserError: nothing there, or nothing that can be taken over.
+    """
+    from headstart.data.extraction import Import
+    from headstart.data.states_server import take_from_servers
+    from headstart.data.store import estimate_bytes, fitting
+
+    target, layers, wanted = run.target, aux_layers(run), []
+    budget = int(run.recipe.data.cache_gigabytes * 1e9)
+    for split in ("calibration", "train"):  # as the store is built
+        texts = conversations(run, split)
+        texts = texts[: fitting(texts, target, layers, budget)]
+        tokens = sum(len(item.tokens) for item in texts)
+        budget -= estimate_bytes(tokens, len(layers), target.hidden_size, target.dtype)
+        wanted += texts
+    shared = states_artifact(run)
+    with held(shared, run.console) as shards:
+        run.refer("states", shared)
+        work = Import(shards, target, wanted, layers)
+        if not work.waiting:
+            return work.found
+        if "://" in source:
+            urls = [one.strip() for one in source.split(",") if one.strip()]
+            with progress_bar(run.console, "hidden states by vLLM", unit="tokens") as bar:
+                return take_from_servers(urls, work, run.recipe.data.server_requests, bar.update)
+        with progress_bar(run.console, "files of vLLM", unit="files") as bar:
+            return work.take_folder(Path(source).expanduser(), bar.update)

@@ -1,0 +1,376 @@
+"""States that vLLM wrote become those of our store; files that are not what they should be are refused by reason."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from headstart.data import states_server
+from headstart.data.conversations import Conversation, encode
+from headstart.data.extraction import Import, engine_layers, final_norm, serve_command
+from headstart.data.states_server import take_from_servers
+from headstart.data.store import StateStore, build_store
+from headstart.errors import UserError
+from headstart.target import FINAL, Target
+from tests.tiny import KINDS, tiny_model
+
+AUX_LAYERS = (2, 1, FINAL)
+Change = Callable[[dict[str, torch.Tensor]], None]
+
+
+def conversations(target: Target, count: int = 5) -> list[Conversation]:
+    out = []
+    for i in range(count):
+        messages = [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "la " * (1 + 5 * i % 7)}]
+        out.append(Conversation(f"c{i}", *encode(messages, target.tokenizer), messages))
+    return out
+
+
+def write(
+    folder: Path,
+    target: Target,
+    tokens: Sequence[int],
+    layers: Sequence[int] = (1, 2, 3),
+    name: str = "",
+    change: Change | None = None,
+) -> Path:
+    """A file as vLLM 0.32 wrote it for one request: bfloat16 there, the target's dtype here, no metadata, and the
+    empty file of its lock beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (states,) = target.hidden_states([tokens], layers)
+    tensors = {
+        "hidden_states": torch.stack([states[layer] for layer in layers], dim=1).contiguous(),
+        "token_ids": torch.tensor(list(tokens), dtype=torch.int64),
+    }
+    if change is not None:
+        change(tensors)
+    file = folder / f"cmpl-{name or len(list(folder.iterdir()))}-0-ba6c21d6.safetensors"
+    save_file(tensors, file)
+    file.with_name(file.name + ".lock").touch()
+    return file
+
+
+def imported(tmp_path: Path, target: Target, given: Sequence[Conversation], **options: Any) -> Import:
+    return Import(tmp_path / "shards", target, given, AUX_LAYERS, **options)
+
+
+def stored(
+    tmp_path: Path, target: Target, given: Sequence[Conversation], monkeypatch: pytest.MonkeyPatch
+) -> tuple[StateStore, int]:
+    """The store of what is in the shards, and how many conversations had to be computed for it."""
+    rows: list[int] = []
+    stock = target.hidden_states
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            target, "hidden_states", lambda some, layers: rows.extend(map(len, some)) or stock(some, layers)
+        )
+        built = build_store(
+            tmp_path / "store", given, target, AUX_LAYERS, budget_bytes=10**9, shards=tmp_path / "shards"
+        )
+    return built, len(rows)
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 10**9], ids=["a shard each", "one shard"])
+def test_a_store_of_imported_states_is_that_of_computed_ones(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
+    given = conversations(tiny_target)
+    for item in given:
+        write(tmp_path / "files", tiny_target, item.tokens)
+    work = imported(tmp_path, tiny_target, [*given, given[0]], shard_bytes=shard_bytes)
+    seen: list[tuple[int, int]] = []
+    found = work.take_folder(tmp_path / "files", lambda done, total: seen.append((done, total)))
+    assert (found.taken, found.there, found.lacking, found.left_out) == (5, 0, 0, {})
+    assert seen == [(number, 5) for number in range(1, 6)]
+    assert len(list((tmp_path / "shards").glob("shard-*"))) == (5 if shard_bytes == 1 else 1)
+    built, computed = stored(tmp_path, tiny_target, given, monkeypatch)
+    assert not computed
+    for index, item in enumerate(given):
+        sample = built.get(index)
+        assert sample.tokens_T.tolist() == item.tokens
+        (expected,) = tiny_target.hidden_states([item.tokens], AUX_LAYERS)
+        for layer in AUX_LAYERS:
+            torch.testing.assert_close(sample.states[layer], expected[layer], rtol=1e-5, atol=1e-6)
+    assert imported(tmp_path, tiny_target, given).found.there == 5, "a second import has nothing to do"
+
+
+def test_only_layers_that_are_missing_are_taken(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = conversations(tiny_target, 2)
+    build_store(tmp_path / "one", given, tiny_target, (1,), budget_bytes=10**9, shards=tmp_path / "shards")
+    (before,) = (tmp_path / "shards").glob("shard-*")
+    for item in given:
+        write(tmp_path / "files", tiny_target, item.tokens)
+    assert imported(tmp_path, tiny_target, given).take_folder(tmp_path / "files").taken == 2
+    (added,) = set((tmp_path / "shards").glob("shard-*")) - {before}
+    assert added.stat().st_size < 2.5 * before.stat().st_size, "two layers beside the one"
+    assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_final_norm_of_every_architecture(kind: str) -> None:
+    target = Target(tiny_model(kind), None)
+    states = target.hidden_states([[5, 6, 7, 8]], [target.num_layers, FINAL])[0]
+    normed = final_norm(target)(states[target.num_layers][None])[0]
+    torch.testing.assert_close(normed, states[FINAL])
+    assert not torch.equal(states[target.num_layers], states[FINAL])
+
+
+def test_the_command_asks_for_the_layers_before_the_norm(tiny_target: Target, tmp_path: Path) -> None:
+    words = shlex.split(serve_command("user/model", tiny_target, (FINAL, 0, 2), tmp_path))
+    settings = {name: json.loads(words[words.index(name) + 1]) for name in words if name.endswith("-config")}
+    wanted = settings["--speculative-config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert wanted == [0, 2, 3] == engine_layers((FINAL, 0, 2), tiny_target)
+    assert settings["--kv-transfer-config"]["kv_connector_extra_config"] == {"shared_storage_path": str(tmp_path)}
+    assert words[:3] == ["vllm", "serve", "user/model"]
+    assert words[words.index("--dtype") + 1] == "float32"
+    assert engine_layers((3, FINAL), tiny_target) == [3], "both come from the last layer"
+
+
+# -- files that are not what they should be ---------------------------------------------------------------------------
+
+
+def half(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"] = tensors["hidden_states"].to(torch.bfloat16)
+
+
+def nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"][2, 1, 7] = torch.nan
+
+
+def never_written(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"][-1] = 0
+
+
+def other_names(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["states"] = tensors.pop("hidden_states")
+
+
+def fewer(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"] = tensors["hidden_states"][:-1].clone()
+
+
+def fewer_layers(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["hidden_states"] = tensors["hidden_states"][:, 1:].clone()
+
+
+def other_ids(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["token_ids"][1] += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (half, "its states are bfloat16 and those of the run float32: start vLLM with --dtype float32"),
+        (nan, "not finite or that were never written"),
+        (never_written, "not finite or that were never written"),
+        (other_names, "no hidden_states and token_ids"),
+        (fewer, r"its states are \[\d+, 3, 64\] and not \[\d+, 3, 64\]"),
+        (fewer_layers, r"and not \[\d+, 3, 64\] .*: vLLM was not started with the layers 1, 2, 3"),
+        (other_ids, "its token ids are of no conversation that lacks states"),
+        ("cut", "cut short or no safetensors file"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_file_is_left_out_by_reason_and_the_others_are_taken(
+    tiny_target: Target, tmp_path: Path, change: Any, said: str
+) -> None:
+    given = conversations(tiny_target, 3)
+    for number, item in enumerate(given):
+        file = write(
+            tmp_path / "files",
+            tiny_target,
+            item.tokens,
+            name=f"{number}",
+            change=change if number == 1 and change != "cut" else None,
+        )
+        if number == 1 and change == "cut":
+            file.write_bytes(file.read_bytes()[:-100])
+    found = imported(tmp_path, tiny_target, given).take_folder(tmp_path / "files")
+    assert (found.taken, found.lacking) == (2, 1)
+    ((reason, files),) = found.left_out.items()
+    assert files == ["cmpl-1-0-ba6c21d6.safetensors"]
+    assert re.search(said, reason), reason
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ((0, 1, 2), "layer 2 holds layer 1: off by one"),
+        ((1, 1, 3), "layer 2 holds layer 1: off by one"),
+    ],
+)
+def test_states_of_other_layers_are_refused_before_anything_is_written(
+    tiny_target: Target, tmp_path: Path, layers: tuple[int, ...], said: str
+) -> None:
+    given = conversations(tiny_target)
+    for item in given:
+        write(tmp_path / "files", tiny_target, item.tokens, layers)
+    with pytest.raises(UserError, match=f"{said}.*1, 2, 3"):
+        imported(tmp_path, tiny_target, given).take_folder(tmp_path / "files")
+    assert not list((tmp_path / "shards").glob("*"))
+
+
+def test_states_of_another_model_are_refused(tiny_target: Target, tmp_path: Path) -> None:
+    other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
+    given = conversations(tiny_target)
+    for item in given:
+        write(tmp_path / "files", other, item.tokens)
+    with pytest.raises(UserError, match="holds no state that tiny has on these tokens"):
+        imported(tmp_path, tiny_target, given).take_folder(tmp_path / "files")
+
+
+def test_a_folder_without_files(tiny_target: Target, tmp_path: Path) -> None:
+    work = imported(tmp_path, tiny_target, conversations(tiny_target))
+    with pytest.raises(UserError, match=r"nowhere holds no .safetensors files.*shared_storage_path"):
+        work.take_folder(tmp_path / "nowhere")
+
+
+# -- a server --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Fake:
+    """A vLLM that writes hidden states, after a list of faults, one a request for completions.
+
+    Faults: a number is a status; `drop` closes the connection, `junk` is no JSON, `none` writes no states, `short` read
+    fewer tokens, `lost` and `unlocked` name a file that is not there, `cut` and a function write one that is not whole
+    or not as asked.
+    """
+
+    target: Target
+    folder: Path
+    faults: list[Any] = field(default_factory=list)
+    asked: list[list[int]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    url: str = ""
+
+    def completion(self, tokens: list[int], fault: Any) -> dict[str, Any]:
+        with self.lock:
+            number = len(self.asked)
+            self.asked.append(tokens)
+            change = fault if callable(fault) else None
+            file = write(self.folder, self.target, tokens, name=f"{number}", change=change)
+        if fault == "cut":
+            file.write_bytes(file.read_bytes()[:-9])
+        if fault in ("lost", "unlocked"):
+            file.unlink()
+        if fault == "unlocked":
+            file.with_name(file.name + ".lock").unlink()
+        params = None if fault == "none" else {"hidden_states_path": str(file)}
+        choice = {"text": "", "token_ids": [1], "prompt_token_ids": tokens[:-1] if fault == "short" else tokens}
+        return {"choices": [choice], "kv_transfer_params": params}
+
+
+@pytest.fixture
+def serve(tiny_target: Target, tmp_path: Path) -> Iterator[Callable[..., Fake]]:
+    running: list[ThreadingHTTPServer] = []
+
+    def started(*faults: Any) -> Fake:
+        fake = Fake(tiny_target, tmp_path / "files" / str(len(running)), list(faults))
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def reply(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_GET(self) -> None:
+                self.reply(200, json.dumps({"data": [{"id": "fake"}]}).encode())
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                assert (self.path, body["model"], body["max_tokens"]) == ("/v1/completions", "fake", 1)
+                with fake.lock:
+                    fault = fake.faults.pop(0) if fake.faults else None
+                if fault == "drop":
+                    self.close_connection = True
+                elif isinstance(fault, int):
+                    self.reply(fault, b"no")
+                elif fault == "junk":
+                    self.reply(200, b"junk")
+                else:
+                    self.reply(200, json.dumps(fake.completion(body["prompt"], fault)).encode())
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        running.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        fake.url = f"http://127.0.0.1:{server.server_port}"
+        return fake
+
+    yield started
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states_server, "FIRST_WAIT", 0.0)
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_servers_are_asked_for_every_conversation_once(
+    tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, requests: int
+) -> None:
+    given = conversations(tiny_target)
+    fakes = [serve(), serve()]
+    work = imported(tmp_path, tiny_target, given)
+    found = take_from_servers([f"{fakes[0].url}/v1", fakes[1].url], work, requests)
+    assert (found.taken, found.lacking) == (5, 0)
+    assert sorted(fakes[0].asked + fakes[1].asked) == sorted(item.tokens for item in given)
+    assert fakes[0].asked and fakes[1].asked
+    assert not list((tmp_path / "files").rglob("*.*")), "what was taken over is not kept twice"
+    assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0
+
+
+def test_a_server_that_fails_is_asked_again(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
+    given = conversations(tiny_target)
+    fake = serve("drop", 503, "junk", 429, "lost")
+    assert take_from_servers([fake.url], imported(tmp_path, tiny_target, given), 1).taken == 5
+
+
+def test_what_came_before_a_failure_is_kept(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
+    given = conversations(tiny_target)
+    with pytest.raises(UserError, match="answered 400"):
+        take_from_servers([serve(*[None] * 3, 400).url], imported(tmp_path, tiny_target, given), 1)
+    again = imported(tmp_path, tiny_target, given)
+    assert (again.found.there, len(again.waiting)) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ([500] * 8, r"gave no states: 500 no \(8 tries\).*goes on from there"),
+        ([400], "answered 400: no"),
+        (["none"], "writes no hidden states"),
+        (["short"], "read other token ids than those it was sent"),
+        (["unlocked"], "there is no such file here.*both see"),
+        (["cut"], "cut short"),
+        ([other_ids], "of other token ids than were asked for"),
+        ([fewer_layers], "not started with the layers 1, 2, 3"),
+    ],
+    ids=["500", "400", "none", "short", "unlocked", "cut", "other ids", "fewer layers"],
+)
+def test_what_a_server_does_wrong_is_said(
+    tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake], faults: list[Any], said: str
+) -> None:
+    fake = serve(*faults)
+    with pytest.raises(UserError, match=said):
+        take_from_servers([fake.url], imported(tmp_path, tiny_target, conversations(tiny_target)), 1)

@@ -1,0 +1,60 @@
+"""`headstart data import-states`: from the command that starts vLLM to a run whose states nobody here computed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from headstart.data.conversations import read_conversations
+from headstart.target import load_target
+from tests.data.test_extraction import write
+from tests.test_cli import works
+from tests.test_pipeline import recipe_text, tiny_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_target_folder: Path) -> Path:
+    file = tmp_path / "tiny.yaml"
+    data = {"conversations": 4, "heldout": 0, "validation": 2, "max_new_tokens": 8}
+    file.write_text(recipe_text(tiny_recipe(tmp_path, tiny_target_folder, data=data)))
+    return file
+
+
+def test_the_states_of_a_run_come_from_vllm(recipe: Path, tmp_path: Path, tiny_target_folder: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    words = shlex.split(works("data", "import-states", recipe, "--run-dir", run).stdout.splitlines()[0])
+    assert words[:3] == ["vllm", "serve", str(tiny_target_folder)]
+    layers = json.loads(words[words.index("--speculative-config") + 1])["draft_model_config"]["hf_config"]
+    assert layers == {"eagle_aux_hidden_state_layer_ids": [3]}
+
+    works("data", "build", recipe, "--run-dir", run)
+    states = next((run.parent / "artifacts" / "states").iterdir())
+    for shard in states.glob("shard-*"):  # of writing in this process, which a server does not leave
+        shard.unlink()
+    target = load_target(str(tiny_target_folder), "float32", "cpu")
+    texts = [item for split in ("train", "calibration") for item in read_conversations(texts_of(run, split))]
+    for item in texts[1:]:
+        write(tmp_path / "files", target, item.tokens, (3,))
+    (tmp_path / "files" / "other.safetensors").write_bytes(b"junk")
+
+    said = works("data", "import-states", recipe, tmp_path / "files", "--run-dir", run).stdout
+    assert "Left out 1 file: it is cut short or no safetensors file (other.safetensors)." in said
+    assert f"States of {len(texts) - 1} conversations taken over.\n1 have none yet" in said
+    taken = set(states.glob("shard-*"))
+    works("data", "build", recipe, "--run-dir", run)
+    assert len(set(states.glob("shard-*")) - taken) == 1, "what was lacking is computed, and nothing else"
+    said = works("data", "import-states", recipe, tmp_path / "files", "--run-dir", run).stdout
+    assert f"States of 0 conversations taken over; {len(texts)} had states before." in said
+
+
+def test_an_override_may_stand_where_the_source_would(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    said = works("data", "import-states", recipe, "heads.num_heads=3", "--run-dir", run).stdout
+    assert said.startswith("vllm serve")
+
+
+def texts_of(run: Path, split: str) -> Path:
+    return run / "data" / "conversations" / f"{split}.jsonl"
