@@ -104,3 +104,15 @@ def test_every_weight_has_one_optimizer_and_lm_heads_norms_and_biases_have_adamw
     assert not [trained[key] for key in by_adamw if not any(part in trained[key] for part in apart)]
     (only,) = make_optimizers(heads, TrainSection())
     assert isinstance(only, torch.optim.AdamW)
+
+
+def test_rows_that_do_not_learn_do_not_decay(tiny_target: Target) -> None:
+    settings = {"family": "eagle3", "init": "transition", "aux_layers": [1, 2], "draft_vocab_size": 40}
+    heads = family("eagle3")(make_config(settings, tiny_target))
+    layer: Any = heads.get_submodule("layers.0")
+    for own, kept in ((0, []), (1, [layer.qkv.weight])):
+        layer.own_heads = own
+        (adamw,) = make_optimizers(heads, TrainSection(weight_decay=0.1))
+        decay = {group["weight_decay"]: group["params"] for group in adamw.param_groups}
+        assert [id(weight) for weight in decay.get(0.0, [])] == [id(weight) for weight in kept]
+        assert len(decay[0.1]) + len(kept) == sum(weight.requires_grad for weight in heads.parameters())

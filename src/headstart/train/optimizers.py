@@ -102,6 +102,22 @@ def make_optimizers(heads: DraftHead, section: TrainSection) -> list[torch.optim
         made.append(Muon(matrices, section.lr, section.weight_decay, rows))
     if rest:
         made.append(
-            torch.optim.AdamW(rest, lr=section.lr, betas=section.betas, weight_decay=section.weight_decay, fused=True)
+            torch.optim.AdamW(
+                _with_decay(rest, rows) if section.weight_decay else rest,
+                lr=section.lr,
+                betas=section.betas,
+                weight_decay=section.weight_decay,
+                fused=True,
+            )
         )
     return made
+
+
+def _with_decay(weights: Sequence[nn.Parameter], rows: Mapping[nn.Parameter, Sequence[slice]]) -> list[dict[str, Any]]:
+    """Groups of an optimiser: those with rows that do not learn, which must not decay either, apart."""
+    apart = {
+        id(weight) for weight, parts in rows.items() if sum(part.stop - part.start for part in parts) < len(weight)
+    }
+    learning = {"params": [weight for weight in weights if id(weight) not in apart]}
+    still = {"params": [weight for weight in weights if id(weight) in apart], "weight_decay": 0.0}
+    return [group for group in (learning, still) if group["params"]]
