@@ -86,6 +86,7 @@ class StateStore:
             raise UserError(f"{folder} is a store of another format.", "Build it again, in another folder.")
         self.fingerprint: str = manifest["fingerprint"]
         self.target_fingerprint: str = manifest["target_fingerprint"]
+        self.dtype: str = manifest["dtype"]
         self.aux_layers: tuple[int, ...] = tuple(manifest["taps"])
         self.hidden_size: int = manifest["hidden_size"]
         self.lengths: list[int] = manifest["lengths"]

@@ -103,10 +103,11 @@ def aux_layers(run: Run) -> list[int]:
     from headstart.heads import family, make_config
     from headstart.target import FINAL
 
-    config = make_config(run.recipe.heads, run.target)
+    target = run.frozen()
+    config = make_config(run.recipe.heads, target)
     with torch.device("meta"):
         needed = sorted({*family(config.family)(config).aux_layers, FINAL})
-    write_json(file, {**key, "target": target_identity(run.target), "taps": needed})
+    write_json(file, {**key, "target": target_identity(target), "taps": needed})
     return needed
 
 
@@ -197,22 +198,35 @@ def _states(run: Run) -> Outcome:
 
 
 def _broken_states(run: Run) -> str | None:
-    from headstart.data.store import StateStore
+    from headstart.target.teacher import teacher_folder, teacher_problem
 
     try:
-        for split in _SPLITS:
-            StateStore(run.folder / STATES / split)
+        store = kept_stores(run)["train"]
+        return teacher_problem(teacher_folder(store.shards, store.target_fingerprint, store.dtype))
     except (UserError, KeyError, TypeError) as error:
         return error.problem if isinstance(error, UserError) else "a manifest is damaged"
-    return None
+
+
+def kept_stores(run: Run) -> dict[str, StateStore]:
+    """The hidden states of both splits, as the stage has left them.
+
+    Raises:
+        UserError: it has not, or they are broken.
+    """
+    from headstart.data.store import StateStore
+
+    return {split: StateStore(run.folder / STATES / split) for split in _SPLITS}
 
 
 def both_stores(run: Run) -> dict[str, StateStore]:
     """The hidden states of both splits: what is there is kept, what is missing or cut short is computed.
 
-    Those for calibration come first: the byte budget, which holds for both together, leaves out training text.
+    Those for calibration come first: the byte budget, which holds for both together, leaves out training text. What
+    training needs of the target itself is kept beside them.
     """
     from headstart.data.store import build_store, estimate_bytes
+    from headstart.heads import make_config
+    from headstart.target.teacher import save_teacher
 
     target, stores, shared = run.target, dict[str, "StateStore"](), states_artifact(run)
     budget = int(run.recipe.data.cache_gigabytes * 1e9)
@@ -230,6 +244,8 @@ def both_stores(run: Run) -> dict[str, StateStore]:
                     advance=bar.update,
                 )
             budget -= estimate_bytes(stores[split].tokens, len(aux_layers(run)), target.hidden_size, target.dtype)
+        layers = make_config(run.recipe.heads, target).start_layers
+        save_teacher(shards, target, layers, run.recipe.target.revision)
     return stores
 
 

@@ -21,7 +21,6 @@ from headstart.heads import make_config
 from headstart.lock import locked
 from headstart.provenance import note_provenance
 from headstart.recipe import load_recipe, recipe_text
-from headstart.target import load_target
 from headstart.train.artifact import finished, go_on_from_shorter, training
 from headstart.train.loop import train
 from headstart.train.processes import (
@@ -33,7 +32,7 @@ from headstart.train.processes import (
     speak_once,
     together,
 )
-from headstart.train.setup import check_training
+from headstart.train.setup import check_training, open_target
 
 app = typer.Typer(add_completion=False)
 
@@ -93,8 +92,7 @@ def _train(name: str, overrides: list[str], run_dir: Path | None, console: Conso
     with _on_main(state, locked(run)):
         with together():
             stores = {part: StateStore(path) for part, path in paths.items()}
-            section = recipe.target
-            target = load_target(section.spec, section.dtype, device, section.revision)
+            target = open_target(recipe, stores["train"], device)
             made = training(run, recipe, make_config(recipe.heads, target), stores["train"], stores["calibration"])
         with _on_main(state, held(made, wait=False)):
             with together():

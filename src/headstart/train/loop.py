@@ -30,7 +30,7 @@ from headstart.files import need_disk, read_jsonl, write_json, write_jsonl
 from headstart.heads import HeadBatch
 from headstart.heads.io import save_heads
 from headstart.recipe import FREE_TO_CHANGE, Recipe
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, FrozenModel, Target, TeacherModel
 from headstart.terminal import format_seconds
 from headstart.train import checkpoint
 from headstart.train.allocator import keep_freed_memory
@@ -75,7 +75,7 @@ class TrainResult:
 
 def train(
     recipe: Recipe,
-    target: Target,
+    target: FrozenModel,
     train_store: StateStore,
     valid_store: StateStore,
     folder: Path,
@@ -89,7 +89,7 @@ def train(
 
     Args:
         recipe: its `heads` and `train` parts are read.
-        target: the frozen model whose states the stores hold.
+        target: the frozen model whose states the stores hold, or its teacher.
         train_store: conversations to learn from.
         valid_store: conversations to judge by.
         folder: of this run's training.
@@ -119,7 +119,7 @@ class _Run:
     def __init__(
         self,
         recipe: Recipe,
-        target: Target,
+        target: FrozenModel,
         train_store: StateStore,
         valid_store: StateStore,
         folder: Path,
@@ -167,6 +167,8 @@ class _Run:
         """Train until the budget is spent."""
         for line in describe_processes(self.accelerator):
             self.log.say(line)
+        if isinstance(self.target, TeacherModel):
+            self.log.say(f"The target itself is not loaded: the teacher of {self.target.name} is beside the states.")
         self.log.say(
             f"{self.heads.draft_steps} draft steps, {self.heads.trainable_parameters / 1e6:.1f} M parameters to train, "
             f"{self.flops / 1e6:.1f} MFLOP a drafted token; the "
@@ -329,6 +331,7 @@ class _Run:
         state = whole_state(self.heads, self.accelerator.is_main_process)
         if state is None:
             return
+        assert isinstance(self.target, Target), "checked before the first step"
         tau, told = decode(self.heads, state, self.target, self.valid_store)
         display.say(f"step {self.trainer_state.step} · {told}")
         if tau is not None:

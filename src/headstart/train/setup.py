@@ -14,7 +14,9 @@ from headstart.heads import DraftHead, HeadBatch, family, make_config
 from headstart.heads.base import supervised_origins
 from headstart.heads.io import load_heads
 from headstart.recipe import Recipe, TrainSection
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, FrozenModel, TeacherModel, load_target
+from headstart.target.loading import pick_device
+from headstart.target.teacher import load_teacher, teacher_folder, teacher_of
 from headstart.train.batches import collate
 from headstart.train.losses import find_loss
 from headstart.train.metrics import pick_vocabulary
@@ -45,7 +47,7 @@ def learning_rate(section: TrainSection, fraction: float) -> float:
     return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share_of_peak)
 
 
-def check_training(recipe: Recipe, target: Target | None = None) -> None:
+def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
     """Refuse settings of training that cannot work, before any work is done for them.
 
     Args:
@@ -69,11 +71,47 @@ def check_training(recipe: Recipe, target: Target | None = None) -> None:
         )
     if section.mixed_precision == "fp16" and (recipe.target.device == "cpu" or not torch.cuda.is_available()):
         raise UserError("fp16 training needs a GPU.", "Set train.mixed_precision=bf16 (or no).")
+    if section.decode_every and isinstance(target, TeacherModel):
+        raise UserError(
+            "train.decode_every decodes with the target itself, and only its teacher is loaded.",
+            "Set train.decode_every=null, or load the target.",
+        )
     check_tracker(section.tracker)
     _earlier(recipe, target)
 
 
-def _earlier(recipe: Recipe, target: Target | None) -> DraftHead | None:
+def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
+    """What training reads of the target: its teacher where one lies beside the states, else the target itself.
+
+    Args:
+        recipe: names the target; with `train.decode_every` it is the target itself.
+        store: of the training data.
+        device: where it goes.
+
+    Raises:
+        UserError: a teacher that is cut short or damaged, or neither a teacher nor a target that can be loaded.
+    """
+    section = recipe.target
+    folder = teacher_folder(store.shards, store.target_fingerprint or "", store.dtype)
+    taught = teacher_of(folder)
+    remedy = "Or write a teacher where the target is (headstart data build with this recipe): heads train from it."
+    same = taught == (section.spec, section.revision) and section.dtype in ("auto", store.dtype)
+    if taught is not None and not same:
+        at = f" target.revision={taught[1]}" if taught[1] else ""
+        remedy = f"Or train from the teacher that is beside the states: target.spec={taught[0]}{at} target.dtype=auto"
+    elif taught is not None and recipe.train.decode_every:
+        remedy = "Or set train.decode_every=null: without it, heads train from the teacher beside the states."
+    elif taught is not None:
+        teacher = load_teacher(folder, pick_device(device))
+        if teacher.starts(make_config(recipe.heads, teacher).start_layers):
+            return teacher
+    try:
+        return load_target(section.spec, section.dtype, device, section.revision)
+    except UserError as error:
+        raise UserError(error.problem, f"{error.remedy} {remedy}") from error
+
+
+def _earlier(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
     """The heads that the recipe starts from, on the CPU."""
     if recipe.train.start_from is None:
         return None
@@ -81,7 +119,7 @@ def _earlier(recipe: Recipe, target: Target | None) -> DraftHead | None:
 
 
 def build_heads(
-    recipe: Recipe, target: Target, train_store: StateStore, say: Callable[[str], None] = lambda text: None
+    recipe: Recipe, target: FrozenModel, train_store: StateStore, say: Callable[[str], None] = lambda text: None
 ) -> DraftHead:
     """Heads of the recipe, warm-started from the target and from earlier heads when the recipe names some.
 
@@ -166,7 +204,7 @@ def take_over(heads: DraftHead, earlier: DraftHead) -> str:
     return f"{complete + rows} of {len(state)} tensors are those of earlier {earlier.family} heads{by_token}"
 
 
-def check_store(store: StateStore, target: Target, heads: DraftHead) -> None:
+def check_store(store: StateStore, target: FrozenModel, heads: DraftHead) -> None:
     """Refuse states that these heads on this target cannot learn from.
 
     Raises:
