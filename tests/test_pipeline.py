@@ -444,6 +444,24 @@ def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch
     assert teacher_problem(teacher) is None
 
 
+def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, folder = copied
+    stored = (folder / "train").resolve()
+    shutil.rmtree(folder.parent / "artifacts" / "states")
+    shutil.rmtree(folder / "data" / "states")
+    monkeypatch.setattr("headstart.data.generate.answer_prompts", lambda *_: pytest.fail("written again"))
+    online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
+    run = Run(online, folder, Console(file=io.StringIO(), width=200))
+    execute(run, stages_until("export"))
+    assert "nothing to store: training computes them" in said(run)
+    assert not list(folder.parent.rglob("shard-*")) and not list(folder.parent.rglob("teacher-*"))
+    assert (folder / "train").resolve() != stored, "an artifact of its own"
+    assert "| training conversations | 12 |" in (folder / "heads" / "README.md").read_text()
+    assert not execute(quiet(folder, online), stages_until("export")), "it is done"
+    execute(quiet(folder, recipe), stages_until("train"))
+    assert (folder / "train").resolve() == stored, "stored states find the heads that they have taught"
+
+
 def test_another_model_in_the_targets_place_builds_everything_anew(
     copied: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path
 ) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.artifacts import Artifact, artifact, held, read_note, referred
 from headstart.errors import UserError
 from headstart.files import format_bytes, need_disk, read_json, write_json, write_jsonl
-from headstart.pipeline.dependencies import content, flat
+from headstart.pipeline.dependencies import before, content, flat
 from headstart.pipeline.layout import CONVERSATIONS, QUESTIONS, STATES, TARGET
 from headstart.pipeline.run import Outcome, Run, Stage, target_identity
 from headstart.terminal import progress_bar
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Files of the target's tokenizer, as the target's stage keeps them."""
 _SPLITS = ("train", "calibration")
-_LATER = {"prefix_tokens", "chat_template_kwargs", "exclude"}
+_LATER = {"prefix_tokens", "chat_template_kwargs", "exclude", "states"}
 """Settings that earlier records of conversations do not know: noted where they are set."""
 _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
 
 
 def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> int:
-    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow.
+    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow; online none.
 
     Args:
         run: recipe and target.
@@ -38,10 +39,17 @@ def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> 
     from headstart.pipeline.lengths import expected_tokens, prompts_of
 
     data, target = run.recipe.data, run.target
+    if is_online(run):
+        return 0
     if tokens is None:
         tokens = expected_tokens(data, target, prompts_of(data, target.tokenizer))
     size = estimate_bytes(int(conversations * tokens), len(aux_layers(run)), target.hidden_size, target.dtype)
     return min(size, int(1e9 * data.cache_gigabytes))
+
+
+def is_online(run: Run) -> bool:
+    """Whether the run's hidden states are computed in training, and none stored."""
+    return run.recipe.data.states == "online"
 
 
 def states_artifact(run: Run) -> Artifact:
@@ -147,15 +155,17 @@ def _conversations(run: Run) -> Outcome:
     if (known := referred(run.folder, "conversations")) is not None:
         settings = begun_at(settings, read_note(known))
     made = artifact(run.folder, "conversations", slug, identity(target, settings))
-    # More text than there is room for states of would be written for nothing.
-    maximum = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype)
-    folder = run.folder / CONVERSATIONS
-    states = states_artifact(run)
-    with held(states, run.console) as shards:  # shards are added whole, by whoever has them
-        run.refer("states", states)
+    folder, maximum, capture = run.folder / CONVERSATIONS, math.inf, None
+    if not is_online(run):
+        # More text than there is room for states of would be written for nothing.
+        maximum = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype)
+        states = states_artifact(run)
+        with held(states, run.console) as shards:  # shards are added whole, by whoever has them
+            run.refer("states", states)
+        capture = Capture(shards, target, aux_layers(run))
     with held(made, run.console) as path:
         run.refer("conversations", made)
-        fixed, capture = pinned(data, made.identity), Capture(shards, target, aux_layers(run))
+        fixed = pinned(data, made.identity)
         splits = build_conversations(target, fixed, folder, run.console, path / "parts", maximum, capture)
     questions = [
         {
@@ -176,6 +186,11 @@ def _conversations(run: Run) -> Outcome:
     )
 
 
+def conversation_files(run: Run) -> dict[str, Path]:
+    """What is trained on, and what is judged by."""
+    return {split: run.folder / CONVERSATIONS / f"{split}.jsonl" for split in _SPLITS}
+
+
 def conversations(run: Run, split: str) -> list[Conversation]:
     """What the conversation stage wrote."""
     from headstart.data.conversations import read_conversations
@@ -184,10 +199,16 @@ def conversations(run: Run, split: str) -> list[Conversation]:
 
 
 def _state_settings(run: Run) -> dict[str, Any]:
+    if is_online(run):
+        return {"data.states": "online", "taps of the heads": aux_layers(run)}
     return {"data.cache_gigabytes": run.recipe.data.cache_gigabytes, "taps of the heads": aux_layers(run)}
 
 
 def _states(run: Run) -> Outcome:
+    if is_online(run):
+        (run.folder / STATES).mkdir(parents=True, exist_ok=True)
+        known = ["online", before(run, "target"), before(run, "conversations"), *map(str, aux_layers(run))]
+        return Outcome("nothing to store: training computes them (data.states=online)", identity=" ".join(known))
     stores = both_stores(run)
     notice = f"; {stores['train'].notice}" if stores["train"].notice else ""
     size = format_bytes(sum(part.bytes for part in stores.values()))
@@ -198,6 +219,8 @@ def _states(run: Run) -> Outcome:
 
 
 def _broken_states(run: Run) -> str | None:
+    if is_online(run):
+        return None
     from headstart.target.teacher import teacher_folder, teacher_problem
 
     try:

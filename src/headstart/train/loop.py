@@ -51,7 +51,7 @@ from headstart.train.unrolled import Unrolled
 from headstart.train.watch import LossWatch, divergence, memory
 
 if TYPE_CHECKING:
-    from headstart.data.store import StateStore
+    from headstart.data.online import States
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class TrainResult:
 def train(
     recipe: Recipe,
     target: FrozenModel,
-    train_store: StateStore,
-    valid_store: StateStore,
+    train_store: States,
+    valid_store: States,
     folder: Path,
     console: Console | None = None,
 ) -> TrainResult:
@@ -120,8 +120,8 @@ class _Run:
         self,
         recipe: Recipe,
         target: FrozenModel,
-        train_store: StateStore,
-        valid_store: StateStore,
+        train_store: States,
+        valid_store: States,
         folder: Path,
         console: Console | None,
         accelerator: Accelerator,
@@ -456,7 +456,7 @@ class _Run:
 
     # -- setting up ----------------------------------------------------------------------------------------------
 
-    def _coverage(self, valid_store: StateStore) -> float:
+    def _coverage(self, valid_store: States) -> float:
         counts_V = valid_store.supervised_counts(self.target.vocab_size)
         if int(counts_V.sum()) == 0:
             raise UserError(
@@ -465,7 +465,7 @@ class _Run:
             )
         return coverage(counts_V, self.heads.draft_to_target_D)
 
-    def _collate(self, store: StateStore, batch: Batch) -> HeadBatch:
+    def _collate(self, store: States, batch: Batch) -> HeadBatch:
         return collate(store, batch, self.aux_layers, self.dtype, self.accelerator.device)
 
     def _validation_batches(self) -> list[tuple[Batch, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from headstart.heads import DraftHead, HeadBatch, family, make_config
 from headstart.heads.base import supervised_origins
 from headstart.heads.io import load_heads
 from headstart.recipe import Recipe, TrainSection
-from headstart.target import FINAL, FrozenModel, TeacherModel, load_target
+from headstart.target import FINAL, FrozenModel, Target, TeacherModel, load_target
 from headstart.target.loading import pick_device
 from headstart.target.teacher import load_teacher, teacher_folder, teacher_of
 from headstart.train.batches import collate
@@ -23,6 +23,7 @@ from headstart.train.metrics import pick_vocabulary
 from headstart.train.tracking import check_tracker
 
 if TYPE_CHECKING:
+    from headstart.data.online import OnlineStates, States
     from headstart.data.store import StateStore
 
 
@@ -111,6 +112,26 @@ def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
         raise UserError(error.problem, f"{error.remedy} {remedy}") from error
 
 
+def online_states(recipe: Recipe, target: Target, files: Mapping[str, Path]) -> dict[str, OnlineStates]:
+    """Conversations whose hidden states the target computes in the training loop.
+
+    Args:
+        recipe: its heads say which states.
+        target: the frozen model.
+        files: of the conversations, by what they are for.
+
+    Raises:
+        UserError: conversations that cannot be read, by this program or by the target.
+    """
+    from headstart.data.conversations import read_conversations
+    from headstart.data.online import OnlineStates
+
+    config = make_config(recipe.heads, target)
+    with torch.device("meta"):
+        layers = sorted({*family(config.family)(config).aux_layers, FINAL})
+    return {part: OnlineStates(file, read_conversations(file), target, layers) for part, file in files.items()}
+
+
 def _earlier(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
     """The heads that the recipe starts from, on the CPU."""
     if recipe.train.start_from is None:
@@ -119,7 +140,7 @@ def _earlier(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
 
 
 def build_heads(
-    recipe: Recipe, target: FrozenModel, train_store: StateStore, say: Callable[[str], None] = lambda text: None
+    recipe: Recipe, target: FrozenModel, train_store: States, say: Callable[[str], None] = lambda text: None
 ) -> DraftHead:
     """Heads of the recipe, warm-started from the target and from earlier heads when the recipe names some.
 
@@ -204,7 +225,7 @@ def take_over(heads: DraftHead, earlier: DraftHead) -> str:
     return f"{complete + rows} of {len(state)} tensors are those of earlier {earlier.family} heads{by_token}"
 
 
-def check_store(store: StateStore, target: FrozenModel, heads: DraftHead) -> None:
+def check_store(store: States, target: FrozenModel, heads: DraftHead) -> None:
     """Refuse states that these heads on this target cannot learn from.
 
     Raises:
@@ -224,10 +245,9 @@ def check_store(store: StateStore, target: FrozenModel, heads: DraftHead) -> Non
         )
 
 
-def _check_depth(heads: DraftHead, store: StateStore) -> None:
+def _check_depth(heads: DraftHead, store: States) -> None:
     """Refuse to train a step that no conversation reaches."""
-    masks = (store.get(index).supervised_T for index in range(len(store)))
-    if not any(len(supervised_origins(supervised_T[None], heads.draft_steps - 1)) for supervised_T in masks):
+    if not any(len(supervised_origins(mask_T[None], heads.draft_steps - 1)) for mask_T in store.supervised()):
         raise UserError(
             f"The heads draft {heads.draft_steps} tokens ahead and no answer of the training data has the "
             f"{heads.draft_steps + 1} tokens in a row that the last step learns from.",
@@ -235,7 +255,7 @@ def _check_depth(heads: DraftHead, store: StateStore) -> None:
         )
 
 
-def _first_look(store: StateStore, heads: DraftHead) -> Iterator[HeadBatch]:
+def _first_look(store: States, heads: DraftHead) -> Iterator[HeadBatch]:
     """Up to `_FIRST_LOOK` tokens of the training data, in float32, for a closed-form start."""
     aux_layers, read = sorted({*heads.aux_layers, FINAL}), 0
     for index in range(len(store)):
