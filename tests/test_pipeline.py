@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+import headstart.target
 from headstart.data.store import StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.lock import locked
@@ -27,6 +28,7 @@ from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
 from headstart.recipe import Recipe, parse_heads, parse_recipe, recipe_text
 from headstart.target import FINAL
+from headstart.target.teacher import teacher_problem
 from headstart.train import loop
 from tests.test_stages import said
 
@@ -420,6 +422,44 @@ def test_a_shard_cut_short_is_computed_again(copied: tuple[Recipe, Path]) -> Non
     assert shard not in again.files
     for i, states_TE in enumerate(before):  # float32, once read token by token and once at a time
         torch.testing.assert_close(again.get(i).states[FINAL], states_TE, atol=1e-4, rtol=1e-4)
+
+
+def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher beside the states is enough; what is damaged of it is written again, by the target."""
+    recipe, folder = copied
+    before = load_file(folder / "train" / "last" / "heads.safetensors")
+    (teacher,) = (folder.parent / "artifacts").glob("states/*/teacher-*")
+    loaded: list[str] = []
+    load = headstart.target.load_target
+    monkeypatch.setattr("headstart.target.load_target", lambda *words: loaded.append(words[0]) or load(*words))
+    for damaged in (False, True):
+        shutil.rmtree((folder / "train").resolve())
+        (folder / "stages" / "train.json").unlink()
+        if damaged:
+            (teacher / "base.safetensors").write_bytes(b"cut")
+        execute(quiet(folder, recipe), stages_until("train"))
+        assert len(loaded) == damaged
+        after = load_file(folder / "train" / "last" / "heads.safetensors")
+        assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    assert teacher_problem(teacher) is None
+
+
+def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, folder = copied
+    stored = (folder / "train").resolve()
+    shutil.rmtree(folder.parent / "artifacts" / "states")
+    shutil.rmtree(folder / "data" / "states")
+    monkeypatch.setattr("headstart.data.generate.answer_prompts", lambda *_: pytest.fail("written again"))
+    online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
+    run = Run(online, folder, Console(file=io.StringIO(), width=200))
+    execute(run, stages_until("export"))
+    assert "nothing to store: training computes them" in said(run)
+    assert not list(folder.parent.rglob("shard-*")) and not list(folder.parent.rglob("teacher-*"))
+    assert (folder / "train").resolve() != stored, "an artifact of its own"
+    assert "| training conversations | 12 |" in (folder / "heads" / "README.md").read_text()
+    assert not execute(quiet(folder, online), stages_until("export")), "it is done"
+    execute(quiet(folder, recipe), stages_until("train"))
+    assert (folder / "train").resolve() == stored, "stored states find the heads that they have taught"
 
 
 def test_another_model_in_the_targets_place_builds_everything_anew(

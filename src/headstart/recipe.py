@@ -151,6 +151,11 @@ class DataSection(Section):
     batch_size: int = Field(64, ge=1, description="Conversations written at a time.")
     regenerate: bool = Field(True, description="Replace the answers of a given file by the target's own.")
     seed: int = Field(0, description="Seed of prompts and answers.")
+    states: Literal["stored", "online"] = Field(
+        "stored",
+        description="stored: hidden states are computed before training and kept on disk; online: training computes "
+        "them with the target, and nothing is kept.",
+    )
     cache_gigabytes: float = Field(4.0, gt=0, description="Most bytes of hidden states kept on disk, in 1e9.")
     server: tuple[str, ...] | None = Field(
         None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from headstart.heads import DraftHead, HeadBatch, families, family, make_config
 from headstart.heads.base import register
 from headstart.proposal import Committed, Request, Root
 from headstart.target import Target, TreeShape
+from headstart.target.frozen import FrozenModel
+from headstart.target.teacher import load_teacher, save_teacher
 from tests.tiny import tiny_model
 
 CASES: dict[str, dict[str, Any]] = {
@@ -66,7 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, target: Target, seed: int = 0) -> DraftHead:
+def build(name: str, target: FrozenModel, seed: int = 0) -> DraftHead:
     torch.manual_seed(seed)
     config = make_config(CASES[name], target)
     heads = family(config.family)(config)
@@ -128,6 +131,18 @@ def test_unroll_shapes_and_gradients(name: str, target: Target) -> None:
     total.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in heads.parameters() if p.requires_grad)
     assert all(not p.requires_grad for p in target.model.parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_teacher_stands_for_the_target_in_training(name: str, target: Target, tmp_path: Path) -> None:
+    """Heads that start from a layer further down than the last say so in `HeadConfig.start_layers`."""
+    folder = save_teacher(tmp_path, target, make_config(CASES[name], target).start_layers)
+    assert folder is not None
+    heads, taught = build(name, target), build(name, load_teacher(folder, target.device))
+    batch = batch_of(target, heads, [list(range(1, 13)), list(range(20, 28))], prompt=3)
+    for one, other in zip(heads.unroll(batch), taught.unroll(batch), strict=True):
+        assert torch.equal(one.logits_MD, other.logits_MD)
+    assert all(torch.equal(tensor, taught.state_dict()[key]) for key, tensor in heads.state_dict().items())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -67,7 +67,7 @@ def toy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     sys.modules.pop(f"headstart.heads.{module}")
 
 
-def test_a_toy_family_keeps_the_whole_contract(toy: str) -> None:
+def test_a_toy_family_keeps_the_whole_contract(toy: str, tmp_path: Path) -> None:
     test_contract.test_every_family_has_a_case()
     model = tiny_model("llama", vocab_size=61)
     given = {"target": Target(model), "exact": Target(tiny_model("llama", vocab_size=61).double())}
@@ -75,7 +75,7 @@ def test_a_toy_family_keeps_the_whole_contract(toy: str) -> None:
     for name, test, parameters in suite():
         wanted = inspect.signature(test).parameters
         with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
-            offered = {**given, **parameters, "name": toy, "monkeypatch": patch}
+            offered = {**given, **parameters, "name": toy, "monkeypatch": patch, "tmp_path": tmp_path}
             test(**{key: offered[key] for key in wanted})
         ran.add(name)
     assert len(ran) >= 10, "the suite is found by how its tests are marked"

@@ -27,15 +27,17 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from headstart.data.online import OnlineStates, States
 from headstart.data.store import StateStore
 from headstart.errors import UserError
 from headstart.heads import families
 from headstart.heads.io import save_heads
 from headstart.recipe import Recipe, parse_recipe
-from headstart.target import FINAL, load_target
+from headstart.target import FINAL, Target, load_target
 from headstart.train import loop, processes
 from headstart.train.__main__ import app
 from headstart.train.processes import join_processes, leave_processes
+from tests.train.conftest import conversations
 from tests.train.stores import Silent
 from tests.train.test_golden import HEADS
 
@@ -59,7 +61,16 @@ def recipe_of(name: str, **train: Any) -> Recipe:
     return parse_recipe({"name": "tiny", "target": "tiny", "heads": heads, "train": settings})
 
 
-def silent(store: StateStore) -> Any:
+def both_states(folder: Path, target: Target, how: str) -> list[States]:
+    """Those of training and of validation: as the fixture `states` stored them, or computed online from the same
+    conversations."""
+    if how == "stored":
+        return [StateStore(folder / split) for split in ("train", "calibration")]
+    made = (conversations(24, 0, target.vocab_size), conversations(7, 1, target.vocab_size))
+    return [OnlineStates(folder, one, target, [1, 2, 3, FINAL]) for one in made]
+
+
+def silent(store: States) -> Any:
     """The store in which every other conversation has no answer."""
     return Silent(store, set(range(0, len(store), 2)))
 
@@ -93,11 +104,13 @@ def train_sharded(target_folder: str, states: str, folder: str) -> None:
     leave_processes()
 
 
-def train_families(target_folder: str, states: str, folder: str, gradient_accumulation_steps: int = 1) -> None:
+def train_families(
+    target_folder: str, states: str, folder: str, gradient_accumulation_steps: int | str = 1, how: str = "stored"
+) -> None:
     """Train every family; each process leaves its weights in <folder>/<family>: start-<rank>, then of-<rank>."""
     state, device = join_processes("cpu")
     target = load_target(target_folder, "float32", device)
-    store, valid = StateStore(Path(states) / "train"), StateStore(Path(states) / "calibration")
+    store, valid = both_states(Path(states), target, how)
     go, loop.make_optimizers = loop._Run.go, plain_steps
 
     def keep(run: Any) -> Any:
@@ -109,7 +122,7 @@ def train_families(target_folder: str, states: str, folder: str, gradient_accumu
     loop._Run.go = keep
     for name in families():
         loop.train(
-            recipe_of(name, gradient_accumulation_steps=gradient_accumulation_steps),
+            recipe_of(name, gradient_accumulation_steps=int(gradient_accumulation_steps)),
             target,
             silent(store),
             valid,

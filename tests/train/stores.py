@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from headstart.data.store import Sample, StateStore
+from headstart.data.online import States
+from headstart.data.store import Sample
 
 
 class _Wrapped:
-    def __init__(self, store: StateStore) -> None:
+    def __init__(self, store: States) -> None:
         self._store = store
 
     def __getattr__(self, name: str) -> Any:
@@ -19,6 +21,19 @@ class _Wrapped:
 
     def __len__(self) -> int:
         return len(self._store)
+
+    def get(self, index: int) -> Sample:
+        return self.samples([index])[0]
+
+    def samples(self, indices: Sequence[int]) -> list[Sample]:
+        found = zip(indices, self._store.samples(indices), strict=True)
+        return [dataclasses.replace(one, supervised_T=self._mask(index, one.supervised_T)) for index, one in found]
+
+    def supervised(self) -> Iterable[torch.Tensor]:
+        return (self._mask(index, supervised_T) for index, supervised_T in enumerate(self._store.supervised()))
+
+    def _mask(self, index: int, supervised_T: torch.Tensor) -> torch.Tensor:
+        return supervised_T
 
 
 class Unsupervised(_Wrapped):
@@ -31,22 +46,20 @@ class Unsupervised(_Wrapped):
 class Masked(_Wrapped):
     """A store in which each answer is its conversation's last `count` tokens."""
 
-    def __init__(self, store: StateStore, count: int) -> None:
+    def __init__(self, store: States, count: int) -> None:
         super().__init__(store)
         self._count = count
 
-    def get(self, index: int) -> Sample:
-        sample = self._store.get(index)
-        supervised_T = torch.arange(len(sample.tokens_T)) >= len(sample.tokens_T) - self._count
-        return dataclasses.replace(sample, supervised_T=supervised_T)
+    def _mask(self, index: int, supervised_T: torch.Tensor) -> torch.Tensor:
+        return torch.arange(len(supervised_T)) >= len(supervised_T) - self._count
 
 
 class Silent(Masked):
     """A store in which some conversations have no answer."""
 
-    def __init__(self, store: StateStore, silent: set[int]) -> None:
+    def __init__(self, store: States, silent: set[int]) -> None:
         super().__init__(store, 0)
         self._silent = silent
 
-    def get(self, index: int) -> Sample:
-        return super().get(index) if index in self._silent else self._store.get(index)
+    def _mask(self, index: int, supervised_T: torch.Tensor) -> torch.Tensor:
+        return super()._mask(index, supervised_T) if index in self._silent else supervised_T

@@ -97,7 +97,7 @@ def test_missing_states_say_how_to_make_them(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert f"no stored states at {tmp_path}/data/states/train" in done.stderr
-    assert f"headstart data quickstart train.lr=1e-4 --run-dir {tmp_path}" in done.stderr
+    assert f"headstart data build quickstart train.lr=1e-4 --run-dir {tmp_path}" in done.stderr
 
 
 def test_a_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Path, Path]]) -> None:

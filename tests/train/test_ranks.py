@@ -117,24 +117,31 @@ def assert_moved_alike(start: dict[str, torch.Tensor], one: dict[str, torch.Tens
 
 
 def train_alone(
-    monkeypatch: pytest.MonkeyPatch, target_folder: Path, states: Path, folder: Path, gradient_accumulation_steps: int
+    monkeypatch: pytest.MonkeyPatch,
+    target_folder: Path,
+    states: Path,
+    folder: Path,
+    gradient_accumulation_steps: int,
+    how: str = "stored",
 ) -> None:
     """What two processes do, in this one."""
     monkeypatch.setattr(loop, "make_optimizers", loop.make_optimizers)  # put back afterwards what is replaced there
     monkeypatch.setattr(loop._Run, "go", loop._Run.go)
-    ranks.train_families(str(target_folder), str(states), str(folder), gradient_accumulation_steps)
+    ranks.train_families(str(target_folder), str(states), str(folder), gradient_accumulation_steps, how)
 
 
+@pytest.mark.parametrize("how", ["stored", "online"])
 def test_every_family_trains_as_one_process_does_with_twice_the_accumulation(
-    together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
+    """From the store, and with the target's forward in each process on its own batches."""
     store = StateStore(states / "train")
     steps = epoch_steps(epoch_batches(store.lengths, 64, seed=0, epoch=0), COUNT, 1)[:3]
     learnt = [[predictions(read(ranks.silent(store), one)) > 0 for (one,) in (step[:1], step[1:])] for step in steps]
     assert [False, True] in learnt or [True, False] in learnt, "in some step, one process has nothing to learn from"
-    ended = together(ranks.train_families, tiny_target_folder, states, tmp_path / "both")
+    ended = together(ranks.train_families, tiny_target_folder, states, tmp_path / "both", "1", how)
     assert_codes(ended, 0, 0)
-    train_alone(monkeypatch, tiny_target_folder, states, tmp_path / "alone", gradient_accumulation_steps=COUNT)
+    train_alone(monkeypatch, tiny_target_folder, states, tmp_path / "alone", COUNT, how)
     for name in families():
         first, second = (load_heads(tmp_path / "both" / name / f"of-{rank}").state_dict() for rank in range(COUNT))
         alone = load_heads(tmp_path / "alone" / name / "of-0").state_dict()

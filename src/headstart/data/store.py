@@ -86,6 +86,7 @@ class StateStore:
             raise UserError(f"{folder} is a store of another format.", "Build it again, in another folder.")
         self.fingerprint: str = manifest["fingerprint"]
         self.target_fingerprint: str = manifest["target_fingerprint"]
+        self.dtype: str = manifest["dtype"]
         self.aux_layers: tuple[int, ...] = tuple(manifest["taps"])
         self.hidden_size: int = manifest["hidden_size"]
         self.lengths: list[int] = manifest["lengths"]
@@ -137,6 +138,10 @@ class StateStore:
             raise IndexError(f"conversation {index} of {len(self)}")
         states = {layer: self._read(f"states.{layer}", self._places[layer][index], index) for layer in self.aux_layers}
         return Sample(self._tokens(index), self._supervised(index), states)
+
+    def samples(self, indices: Sequence[int]) -> list[Sample]:
+        """Several conversations with their states."""
+        return [self.get(index) for index in indices]
 
     def _tokens(self, index: int) -> Tensor:
         return self._read("tokens", self._places[self.aux_layers[0]][index], index).long()
@@ -202,7 +207,7 @@ def build_store(
         UserError: nothing to store, a conversation that the target cannot read, a budget too small for the first
             conversation, or too little free disk.
     """
-    _check(conversations, target)
+    check_conversations(conversations, target)
     aux_layers, shards = tuple(dict.fromkeys(aux_layers)), shards or folder
     kept = conversations[: fitting(conversations, target, aux_layers, budget_bytes)]
     lengths = [len(conversation.tokens) for conversation in kept]
@@ -379,7 +384,12 @@ class _Index:
         return {missing: list(numbers.values()) for missing, numbers in found.items()}
 
 
-def _check(conversations: Sequence[Conversation], target: Target) -> None:
+def check_conversations(conversations: Sequence[Conversation], target: Target) -> None:
+    """Refuse conversations whose states cannot be computed, or have nothing to teach.
+
+    Raises:
+        UserError: there are none, nothing is supervised in one, or one that the target cannot read.
+    """
     if not conversations:
         raise UserError("There are no conversations to store.", "Check data.prompts and data.conversations.")
     for conversation in conversations:

@@ -123,7 +123,7 @@ class Subject:
             Absent: there are none.
             UserError: a store is damaged or unfinished.
         """
-        if self.run is None or not (self.run / STATES).is_dir():
+        if self.run is None or not (self.run / STATES / "train").is_dir():
             raise Absent("there are no stored hidden states here")
         return {split: StateStore(self.run / STATES / split) for split in SPLITS}
 

@@ -29,7 +29,7 @@ from headstart.heads.published import Layout, Published
 from headstart.proposal import Committed, Proposal, Request, Root
 from headstart.recipe import FromTarget, HeadSettings, parse_heads
 from headstart.renamed import tensors_now
-from headstart.target import FINAL, Finish, Target, TreeShape
+from headstart.target import FINAL, Finish, FrozenModel, Target, TreeShape
 
 
 class HeadConfig(HeadSettings):
@@ -44,8 +44,13 @@ class HeadConfig(HeadSettings):
         """Size D of the vocabulary the heads draft from."""
         return self.draft_vocab_size or self.vocab_size
 
+    @property
+    def start_layers(self) -> int:
+        """How many of the target's last layers `warm_start` may read; a teacher keeps as many."""
+        return 1
+
     @classmethod
-    def of_target(cls, target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings marked with `FromTarget`, for families that have any.
 
         Args:
@@ -166,7 +171,7 @@ class DraftHead(nn.Module, ABC):
         return (FINAL,)
 
     @abstractmethod
-    def warm_start(self, target: Target) -> None:
+    def warm_start(self, target: FrozenModel) -> None:
         """Initialise from the target's own weights, in place. `draft_to_target_D` is set already."""
 
     def fit(self, batches: Iterable[HeadBatch]) -> None:
@@ -180,7 +185,7 @@ class DraftHead(nn.Module, ABC):
         """Look at what training may take as given, now that every weight is in place; by default nothing."""
         return None
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: FrozenModel) -> None:
         """Take references to frozen weights of the target that are not saved with the heads; called after loading."""
 
     # -- exchange ------------------------------------------------------------------------------------------------
@@ -328,7 +333,7 @@ class DraftHead(nn.Module, ABC):
                 self.draft_step(session, node_11, node_11, depth)
         return int(counter.get_total_flops()) // self.draft_steps
 
-    def frozen_lm_head(self, target: Target, like: Tensor) -> Tensor:
+    def frozen_lm_head(self, target: FrozenModel, like: Tensor) -> Tensor:
         """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it.
 
         Sets `lm_bias_D` and `finish`, which belong to such logits. In the dtype and on the device of `like`; no copy
@@ -339,7 +344,7 @@ class DraftHead(nn.Module, ABC):
         self.finish = target.finish
         return self._drafted(target.lm_head_weight.detach()).to(like)
 
-    def first_lm_head(self, target: Target) -> Tensor:
+    def first_lm_head(self, target: FrozenModel) -> Tensor:
         """What an LM head of the heads' own starts from, [D, E]: the target's, with the scale of its logits.
 
         A bias or a cap is not part of it: such heads have none, in training and in the engines that serve them.
@@ -447,7 +452,7 @@ def family(name: str) -> type[DraftHead]:
     return known[name]
 
 
-def make_config(settings: HeadSettings | Mapping[str, Any], target: Target) -> HeadConfig:
+def make_config(settings: HeadSettings | Mapping[str, Any], target: FrozenModel) -> HeadConfig:
     """A family's config from recipe settings, with what follows from the target filled in.
 
     Raises:

@@ -33,7 +33,7 @@ from headstart.heads.layer import DraftLayer, LayerConfig
 from headstart.heads.published import Layout, Published
 from headstart.heads.recurrent import RecurrentHead
 from headstart.heads.residual import LinearStart
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, FrozenModel, Target
 
 
 class EagleConfig(LayerConfig):
@@ -71,13 +71,13 @@ class EagleHead(RecurrentHead):
     def lm_head_DE(self) -> Tensor:
         return self._frozen_DE
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: FrozenModel) -> None:
         """Take the target's embeddings, and its LM head over the draft vocabulary."""
         super().bind(target)
         self._frozen_DE = self.frozen_lm_head(target, self.fc.weight)
 
     @torch.no_grad()
-    def warm_start(self, target: Target) -> None:
+    def warm_start(self, target: FrozenModel) -> None:
         """The target's last layer; the map starts as the state alone."""
         self.bind(target)
         if self.config.init == "random":

@@ -33,7 +33,7 @@ from headstart.heads.fused_published import fill_fused, fused_settings, publish_
 from headstart.heads.layer import LayerConfig, by_token, causal_attention, normed
 from headstart.heads.published import Layout, Published
 from headstart.heads.residual import LinearStart
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, FrozenModel, Target
 
 _BLOCK = 8192
 """Embeddings that are normed at a time."""
@@ -58,7 +58,7 @@ class Eagle3Config(FusedConfig):
     )
 
     @classmethod
-    def of_target(cls, target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
         found = super().of_target(target, settings)
         if settings.get("init") != "transition":
             return {**found, "aux_layers": (2, target.num_layers // 2, target.num_layers - 3)}
@@ -120,7 +120,7 @@ class Eagle3Head(FusedHead):
         return hidden, stream if self.config.feedback == "pre_norm" else hidden
 
     @torch.no_grad()
-    def warm_start(self, target: Target) -> None:
+    def warm_start(self, target: FrozenModel) -> None:
         """The target's last layer, norm and LM head; or a layer without any effect yet, whose own heads look at
         themselves."""
         super().warm_start(target)

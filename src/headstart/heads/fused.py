@@ -22,7 +22,7 @@ from headstart.heads.int8_weights import Linear
 from headstart.heads.layer import DraftLayer, LayerConfig, norm_scale, normed
 from headstart.heads.recurrent import RecurrentHead
 from headstart.recipe import FromTarget
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, FrozenModel
 
 _FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000
 """Tokens for each number that is read, from which the code of a token is learnt: `_ROWS`, but beyond `_MANY` in all
@@ -41,6 +41,10 @@ class FusedConfig(LayerConfig):
     )
     aux_norms: bool = Field(False, description="Normalise each aux hidden state before the fusion (EAGLE-3.1).")
     init: str = Field("target", description="Families say what heads can start from; random is random numbers.")
+
+    @property
+    def start_layers(self) -> int:
+        return self.num_layers
 
     def check(self) -> None:
         aux_layers = self.aux_layers
@@ -94,7 +98,7 @@ class FusedHead(RecurrentHead):
         return self.lm_head.weight
 
     @torch.no_grad()
-    def warm_start(self, target: Target) -> None:
+    def warm_start(self, target: FrozenModel) -> None:
         """The target's last layer on the deepest aux hidden state, then its final norm and LM head."""
         if self.config.num_layers > target.num_layers:
             raise UserError(

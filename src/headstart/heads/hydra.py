@@ -40,7 +40,7 @@ from headstart.heads.int8_weights import linear
 from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, causal_attention
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.proposal import Committed
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, FrozenModel
 
 
 class HydraConfig(LayerConfig):
@@ -118,7 +118,7 @@ class HydraHead(DraftHead):
         return self.config.num_heads
 
     @torch.no_grad()
-    def warm_start(self, target: Target) -> None:
+    def warm_start(self, target: FrozenModel) -> None:
         """Every head starts as the target's own LM head, cut to the draft vocabulary, on the target's own state."""
         self.bind(target)
         size = self.config.hidden_size
@@ -160,7 +160,7 @@ class HydraHead(DraftHead):
         for head, map_EF in zip(self._heads(), maps, strict=False):
             head.input_EF.copy_(map_EF)
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: FrozenModel) -> None:
         """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
         self._embedding_VE = target.embedding_weight.detach()
         if self.config.shared_lm_head:

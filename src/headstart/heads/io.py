@@ -22,7 +22,7 @@ from headstart.errors import UserError, nearest
 from headstart.files import read_json, write_atomic, write_json
 from headstart.heads.base import DraftHead, families, family
 from headstart.renamed import section_now, tensors_now
-from headstart.target import Target
+from headstart.target import FrozenModel
 
 CONFIG = "config.json"
 WEIGHTS = "heads.safetensors"
@@ -65,7 +65,7 @@ def save_heads(heads: DraftHead, folder: Path, state: Mapping[str, Tensor] | Non
     write_atomic(folder, write)
 
 
-def load_heads(folder: Path, target: Target | None = None, device: torch.device | str | None = None) -> DraftHead:
+def load_heads(folder: Path, target: FrozenModel | None = None, device: torch.device | str | None = None) -> DraftHead:
     """Read heads that `save_heads` wrote, or that were exported.
 
     Args:
@@ -104,7 +104,7 @@ def write_weights(heads: DraftHead, path: Path, state: Mapping[str, Tensor] | No
 
 
 def build_heads(
-    settings: Any, weights: Path, target: Target | None = None, device: torch.device | str | None = None
+    settings: Any, weights: Path, target: FrozenModel | None = None, device: torch.device | str | None = None
 ) -> DraftHead:
     """Heads from their settings and their weights file; see `load_heads`.
 

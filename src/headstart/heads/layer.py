@@ -26,7 +26,7 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
 from headstart.heads.int8_weights import Linear
 from headstart.recipe import FromTarget
-from headstart.target import Target
+from headstart.target import FrozenModel
 
 _ROTARY: dict[str, set[str]] = {
     "default": {"rope_theta"},
@@ -59,7 +59,7 @@ class LayerConfig(HeadConfig):
     max_position_embeddings: Annotated[int, FromTarget()] = Field(2048, ge=1, description="Longest context.")
 
     @classmethod
-    def of_target(cls, target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
         config, (heads, size) = target.config, target.kv_shapes[-1][0]
         rope = _rope(target)
         found: dict[str, Any] = {
@@ -238,7 +238,7 @@ class DraftLayer(nn.Module):
         self.down.weight.zero_()
 
     @torch.no_grad()
-    def warm_start(self, target: Target, number: int = -1, offset: int = 0) -> None:
+    def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
         """Take over a layer of the target, as far as it is built alike; the rest starts without any effect.
 
         Args:
@@ -277,14 +277,14 @@ class DraftLayer(nn.Module):
             self.down.weight.copy_(share * down.weight)
             self.mlp_norm.weight.copy_(norm_scale(norm, self.mlp_norm.weight))
 
-    def _rotary_as(self, target: Target, attention: object) -> bool:
+    def _rotary_as(self, target: FrozenModel, attention: object) -> bool:
         """Whether the target's attention turns queries and keys by position as this layer does."""
         rotary = getattr(sys.modules[type(attention).__module__], "rotate_half", rotate_half)
         x_4 = torch.arange(4.0)
         return self.config.rope_parameters == _rope(target) and torch.equal(rotary(x_4), rotate_half(x_4))
 
 
-def _rope(target: Target) -> dict[str, Any]:
+def _rope(target: FrozenModel) -> dict[str, Any]:
     """The target's rotary positions, those of full attention where kinds differ; empty for other positions."""
     rope = getattr(target.config, "rope_parameters", None) or {}
     rope = rope if "rope_theta" in rope else rope.get("full_attention", {})

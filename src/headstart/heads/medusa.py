@@ -39,7 +39,7 @@ from headstart.heads.int8_weights import linear, unstack
 from headstart.heads.published import Layout, Published
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
 from headstart.proposal import Committed
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, FrozenModel, Target
 
 
 class MedusaConfig(HeadConfig):
@@ -111,7 +111,7 @@ class MedusaHead(OneForwardHead):
     def draft_steps(self) -> int:
         return self.config.num_heads
 
-    def warm_start(self, target: Target) -> None:
+    def warm_start(self, target: FrozenModel) -> None:
         """Every head starts as the target's own LM head, cut to the draft vocabulary, on the target's own state."""
         self.bind(target)
         if self.input_KEF is not None:
@@ -143,7 +143,7 @@ class MedusaHead(OneForwardHead):
             else:
                 self.lm_head_KDE.data[step] = self.lm_head_KDE.data[step] @ map_EF.to(self.lm_head_KDE)
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: FrozenModel) -> None:
         """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
         self._embedding_VE = target.embedding_weight.detach() if self.config.see_root else None
         if self.config.shared_lm_head:

@@ -39,7 +39,7 @@ from headstart.heads.layer import (
     with_own,
 )
 from headstart.proposal import Committed
-from headstart.target import Target
+from headstart.target import FrozenModel
 
 _WORTH_A_COPY = 0.9
 """Origins of a batch are copied together again when fewer than this share of them go on."""
@@ -97,7 +97,7 @@ class RecurrentHead(DraftHead):
         """The layers, first to last."""
         return cast(list[DraftLayer], list(self.layers))
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: FrozenModel) -> None:
         """Take the target's embeddings."""
         self._embedding_VE = target.embedding_weight.detach()
 

@@ -32,7 +32,7 @@ from headstart.heads.fused import FusedConfig, FusedHead
 from headstart.heads.int8_weights import Linear
 from headstart.heads.layer import LayerConfig, by_token, causal_attention, normed
 from headstart.heads.residual import LinearStart
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, FrozenModel
 
 
 class TransitionConfig(FusedConfig):
@@ -44,7 +44,7 @@ class TransitionConfig(FusedConfig):
     )
 
     @classmethod
-    def of_target(cls, target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {**super().of_target(target, settings), "aux_layers": (2, target.num_layers // 2, FINAL)}
 
     def check(self) -> None:
@@ -70,7 +70,7 @@ class TransitionHead(FusedHead):
         self.joined = Linear(2 * size, size, bias=False)
 
     @torch.no_grad()
-    def warm_start(self, target: Target) -> None:
+    def warm_start(self, target: FrozenModel) -> None:
         """The target's last layer, norm and LM head; the layers add nothing and the state passes through."""
         super().warm_start(target)
         if self.config.init == "random":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.artifacts import Artifact, artifact, held, read_note, referred
 from headstart.errors import UserError
 from headstart.files import format_bytes, need_disk, read_json, write_json, write_jsonl
-from headstart.pipeline.dependencies import content, flat
+from headstart.pipeline.dependencies import before, content, flat
 from headstart.pipeline.layout import CONVERSATIONS, QUESTIONS, STATES, TARGET
 from headstart.pipeline.run import Outcome, Run, Stage, target_identity
 from headstart.terminal import progress_bar
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Files of the target's tokenizer, as the target's stage keeps them."""
 _SPLITS = ("train", "calibration")
-_LATER = {"prefix_tokens", "chat_template_kwargs", "exclude"}
+_LATER = {"prefix_tokens", "chat_template_kwargs", "exclude", "states"}
 """Settings that earlier records of conversations do not know: noted where they are set."""
 _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
 
 
 def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> int:
-    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow.
+    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow; online none.
 
     Args:
         run: recipe and target.
@@ -38,10 +39,17 @@ def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> 
     from headstart.pipeline.lengths import expected_tokens, prompts_of
 
     data, target = run.recipe.data, run.target
+    if is_online(run):
+        return 0
     if tokens is None:
         tokens = expected_tokens(data, target, prompts_of(data, target.tokenizer))
     size = estimate_bytes(int(conversations * tokens), len(aux_layers(run)), target.hidden_size, target.dtype)
     return min(size, int(1e9 * data.cache_gigabytes))
+
+
+def is_online(run: Run) -> bool:
+    """Whether the run's hidden states are computed in training, and none stored."""
+    return run.recipe.data.states == "online"
 
 
 def states_artifact(run: Run) -> Artifact:
@@ -103,10 +111,11 @@ def aux_layers(run: Run) -> list[int]:
     from headstart.heads import family, make_config
     from headstart.target import FINAL
 
-    config = make_config(run.recipe.heads, run.target)
+    target = run.frozen()
+    config = make_config(run.recipe.heads, target)
     with torch.device("meta"):
         needed = sorted({*family(config.family)(config).aux_layers, FINAL})
-    write_json(file, {**key, "target": target_identity(run.target), "taps": needed})
+    write_json(file, {**key, "target": target_identity(target), "taps": needed})
     return needed
 
 
@@ -146,15 +155,17 @@ def _conversations(run: Run) -> Outcome:
     if (known := referred(run.folder, "conversations")) is not None:
         settings = begun_at(settings, read_note(known))
     made = artifact(run.folder, "conversations", slug, identity(target, settings))
-    # More text than there is room for states of would be written for nothing.
-    maximum = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype)
-    folder = run.folder / CONVERSATIONS
-    states = states_artifact(run)
-    with held(states, run.console) as shards:  # shards are added whole, by whoever has them
-        run.refer("states", states)
+    folder, maximum, capture = run.folder / CONVERSATIONS, math.inf, None
+    if not is_online(run):
+        # More text than there is room for states of would be written for nothing.
+        maximum = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype)
+        states = states_artifact(run)
+        with held(states, run.console) as shards:  # shards are added whole, by whoever has them
+            run.refer("states", states)
+        capture = Capture(shards, target, aux_layers(run))
     with held(made, run.console) as path:
         run.refer("conversations", made)
-        fixed, capture = pinned(data, made.identity), Capture(shards, target, aux_layers(run))
+        fixed = pinned(data, made.identity)
         splits = build_conversations(target, fixed, folder, run.console, path / "parts", maximum, capture)
     questions = [
         {
@@ -175,6 +186,11 @@ def _conversations(run: Run) -> Outcome:
     )
 
 
+def conversation_files(run: Run) -> dict[str, Path]:
+    """What is trained on, and what is judged by."""
+    return {split: run.folder / CONVERSATIONS / f"{split}.jsonl" for split in _SPLITS}
+
+
 def conversations(run: Run, split: str) -> list[Conversation]:
     """What the conversation stage wrote."""
     from headstart.data.conversations import read_conversations
@@ -183,10 +199,16 @@ def conversations(run: Run, split: str) -> list[Conversation]:
 
 
 def _state_settings(run: Run) -> dict[str, Any]:
+    if is_online(run):
+        return {"data.states": "online", "taps of the heads": aux_layers(run)}
     return {"data.cache_gigabytes": run.recipe.data.cache_gigabytes, "taps of the heads": aux_layers(run)}
 
 
 def _states(run: Run) -> Outcome:
+    if is_online(run):
+        (run.folder / STATES).mkdir(parents=True, exist_ok=True)
+        known = ["online", before(run, "target"), before(run, "conversations"), *map(str, aux_layers(run))]
+        return Outcome("nothing to store: training computes them (data.states=online)", identity=" ".join(known))
     stores = both_stores(run)
     notice = f"; {stores['train'].notice}" if stores["train"].notice else ""
     size = format_bytes(sum(part.bytes for part in stores.values()))
@@ -197,22 +219,37 @@ def _states(run: Run) -> Outcome:
 
 
 def _broken_states(run: Run) -> str | None:
-    from headstart.data.store import StateStore
+    if is_online(run):
+        return None
+    from headstart.target.teacher import teacher_folder, teacher_problem
 
     try:
-        for split in _SPLITS:
-            StateStore(run.folder / STATES / split)
+        store = kept_stores(run)["train"]
+        return teacher_problem(teacher_folder(store.shards, store.target_fingerprint, store.dtype))
     except (UserError, KeyError, TypeError) as error:
         return error.problem if isinstance(error, UserError) else "a manifest is damaged"
-    return None
+
+
+def kept_stores(run: Run) -> dict[str, StateStore]:
+    """The hidden states of both splits, as the stage has left them.
+
+    Raises:
+        UserError: it has not, or they are broken.
+    """
+    from headstart.data.store import StateStore
+
+    return {split: StateStore(run.folder / STATES / split) for split in _SPLITS}
 
 
 def both_stores(run: Run) -> dict[str, StateStore]:
     """The hidden states of both splits: what is there is kept, what is missing or cut short is computed.
 
-    Those for calibration come first: the byte budget, which holds for both together, leaves out training text.
+    Those for calibration come first: the byte budget, which holds for both together, leaves out training text. What
+    training needs of the target itself is kept beside them.
     """
     from headstart.data.store import build_store, estimate_bytes
+    from headstart.heads import make_config
+    from headstart.target.teacher import save_teacher
 
     target, stores, shared = run.target, dict[str, "StateStore"](), states_artifact(run)
     budget = int(run.recipe.data.cache_gigabytes * 1e9)
@@ -230,6 +267,8 @@ def both_stores(run: Run) -> dict[str, StateStore]:
                     advance=bar.update,
                 )
             budget -= estimate_bytes(stores[split].tokens, len(aux_layers(run)), target.hidden_size, target.dtype)
+        layers = make_config(run.recipe.heads, target).start_layers
+        save_teacher(shards, target, layers, run.recipe.target.revision)
     return stores
 
 

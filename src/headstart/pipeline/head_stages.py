@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headstart.artifacts import artifact, held
 from headstart.files import read_json, write_json
 from headstart.pipeline.actions import describe_tuning
-from headstart.pipeline.data_stages import both_stores, conversations
+from headstart.pipeline.data_stages import both_stores, conversation_files, conversations, is_online, kept_stores
 from headstart.pipeline.dependencies import before, conditions, content, flat, where
 from headstart.pipeline.layout import CONVERSATIONS, TRAIN, TUNE
 from headstart.pipeline.run import Outcome, Run, Stage
 
 if TYPE_CHECKING:
+    from headstart.data.online import States
     from headstart.heads import DraftHead
 
 _TUNE_VERSION = 4
@@ -30,18 +32,30 @@ def _train_settings(run: Run) -> dict[str, Any]:
 
 def _train(run: Run) -> Outcome:
     from headstart.heads import make_config
+    from headstart.target import TeacherModel
     from headstart.train.artifact import RESULT, finished, go_on_from_shorter, training
     from headstart.train.loop import train
+    from headstart.train.setup import online_states
 
-    stores = both_stores(run)
+    target = run.frozen()
+    if isinstance(target, TeacherModel) and not (
+        run.recipe.train.decode_every is None and target.starts(make_config(run.recipe.heads, target).start_layers)
+    ):
+        target = run.target
+    stores: Mapping[str, States]
+    if is_online(run):
+        target = run.target
+        stores = online_states(run.recipe, target, conversation_files(run))
+    else:
+        stores = kept_stores(run) if isinstance(target, TeacherModel) else both_stores(run)
     train_store, judged = stores["train"], stores["calibration"]
-    made = training(run.folder, run.recipe, make_config(run.recipe.heads, run.target), train_store, judged)
+    made = training(run.folder, run.recipe, make_config(run.recipe.heads, target), train_store, judged)
     with held(made, run.console) as folder:
         if not finished(folder):  # before the shorter one is referred to no more
             go_on_from_shorter(made, 1, lambda text: run.console.print(text, highlight=False, soft_wrap=True))
         run.refer("train", made, TRAIN)
         if not finished(folder):
-            train(run.recipe, run.target, train_store, judged, folder, run.console)
+            train(run.recipe, target, train_store, judged, folder, run.console)
     result = read_json(folder / RESULT)
     return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=made.name)
 

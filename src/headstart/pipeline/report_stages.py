@@ -62,6 +62,7 @@ def _sources(data: DataSection) -> str:
 def _training_facts(run: Run) -> dict[str, str]:
     """Rows of the model card about what the heads learned from."""
     from headstart.data.store import StateStore
+    from headstart.pipeline.data_stages import conversations, is_online
 
     result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
     source = "written by the target itself" if data.prompts == "self" else _sources(data)
@@ -70,7 +71,9 @@ def _training_facts(run: Run) -> dict[str, str]:
         "prompts": source,
         "answers": "the target's own" if data.regenerate or data.prompts == "self" else "as given",
         **({"chat template variables": json.dumps(data.chat_template_kwargs)} if data.chat_template_kwargs else {}),
-        "training conversations": str(len(StateStore(run.folder / STATES / "train"))),
+        "training conversations": str(
+            len(conversations(run, "train") if is_online(run) else StateStore(run.folder / STATES / "train"))
+        ),
         "steps": f"{result['steps']} of at most {training.batch_tokens * training.gradient_accumulation_steps} tokens; "
         f"these are the heads of step {result['best']['step']}",
         "loss": training.loss,

@@ -33,7 +33,7 @@ from headstart.recipe import Recipe, recipe_text
 from headstart.terminal import format_seconds
 
 if TYPE_CHECKING:
-    from headstart.target import Target
+    from headstart.target import FrozenModel, Target
 
 
 @dataclass
@@ -72,6 +72,26 @@ class Run:
                 "Load the one that the run began with, or choose another --run-dir.",
             )
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, self.recipe.data.chat_template_kwargs))
+
+    def frozen(self) -> FrozenModel:
+        """What training reads of the target: the target itself where it is loaded, else its teacher where one lies
+        beside the states, else the target, loaded now."""
+        from headstart.target.loading import pick_device
+        from headstart.target.teacher import load_teacher, teacher_folder
+
+        record, states = self.record("target"), referred(self.folder, "states")
+        if "target" in vars(self) or record is None or not record.whole or states is None:
+            return self.target
+        fingerprint, _, dtype = record.identity.split(" ")
+        folder = teacher_folder(states, fingerprint, dtype)
+        if folder.is_dir() and self.recipe.target.dtype in ("auto", dtype):
+            try:
+                teacher = load_teacher(folder, pick_device(self.recipe.target.device))
+            except UserError:  # the stage of the states finds it broken, and writes it again
+                return self.target
+            if target_identity(teacher) == record.identity:
+                return teacher
+        return self.target
 
     def refer(self, stage: str, artifact: Artifact, link: str | None = None) -> None:
         """Note which artifact a stage uses; `link` in the run's folder leads there."""
@@ -317,6 +337,6 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def target_identity(target: Target) -> str:
+def target_identity(target: FrozenModel) -> str:
     """What stages depend on when they depend on the target: its weights, its settings and the dtype they run in."""
     return f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"

@@ -76,6 +76,11 @@ class FrozenModel:
         """Number of parameters, tied ones counted once."""
         return sum(p.numel() for p in self.model.parameters())
 
+    @property
+    def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Per layer ((key heads, key head size), (value heads, value head size))."""
+        raise NotImplementedError
+
     @cached_property
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a turn: those of the generation config, else of the config, and the tokenizer's own."""

@@ -112,7 +112,6 @@ class Target(FrozenModel):
 
     @property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Per layer ((key heads, key head size), (value heads, value head size))."""
         return [(layer.keys, layer.values) for layer in self.kv_layers]
 
     @property

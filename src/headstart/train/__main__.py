@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headstart.artifacts import held, refer
+from headstart.data.online import States
 from headstart.data.store import StateStore
 from headstart.errors import UserError
 from headstart.files import write_text
@@ -21,7 +22,7 @@ from headstart.heads import make_config
 from headstart.lock import locked
 from headstart.provenance import note_provenance
 from headstart.recipe import load_recipe, recipe_text
-from headstart.target import load_target
+from headstart.target import FrozenModel, load_target
 from headstart.train.artifact import finished, go_on_from_shorter, training
 from headstart.train.loop import train
 from headstart.train.processes import (
@@ -33,7 +34,7 @@ from headstart.train.processes import (
     speak_once,
     together,
 )
-from headstart.train.setup import check_training
+from headstart.train.setup import check_training, online_states, open_target
 
 app = typer.Typer(add_completion=False)
 
@@ -44,7 +45,7 @@ def main(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example train.lr=3e-4.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<name> by default.")] = None,
 ) -> None:
-    """Train draft heads on the states that `headstart data build RECIPE` stored.
+    """Train draft heads on what `headstart data build RECIPE` wrote.
 
     Example: accelerate launch -m headstart.train quickstart train.minutes=3
     """
@@ -81,20 +82,28 @@ def _train(name: str, overrides: list[str], run_dir: Path | None, console: Conso
     check_training(recipe)
     run = run_dir or Path("runs") / recipe.name
     state, device = join_processes(recipe.target.device)
-    paths = {part: run / "data" / "states" / part for part in ("train", "calibration")}
+    online = recipe.data.states == "online"
+    where, suffix = run / "data" / ("conversations" if online else "states"), ".jsonl" if online else ""
+    paths = {part: where / f"{part}{suffix}" for part in ("train", "calibration")}
     for path in paths.values():
-        if not path.is_dir():
+        if not path.exists():
             raise UserError(
-                f"The run has no stored states at {path}.",
-                f"Make them first: headstart data {' '.join([name, *overrides])}"
+                f"The run has no {'conversations' if online else 'stored states'} at {path}.",
+                f"Make them first: headstart data build {' '.join([name, *overrides])}"
                 + (f" --run-dir {run_dir}" if run_dir else ""),
             )
     main = state.is_main_process
     with _on_main(state, locked(run)):
         with together():
-            stores = {part: StateStore(path) for part, path in paths.items()}
-            section = recipe.target
-            target = load_target(section.spec, section.dtype, device, section.revision)
+            stores: Mapping[str, States]
+            target: FrozenModel
+            if online:
+                section = recipe.target
+                target = load_target(section.spec, section.dtype, device, section.revision)
+                stores = online_states(recipe, target, paths)
+            else:
+                stored = {part: StateStore(path) for part, path in paths.items()}
+                target, stores = open_target(recipe, stored["train"], device), stored
             made = training(run, recipe, make_config(recipe.heads, target), stores["train"], stores["calibration"])
         with _on_main(state, held(made, wait=False)):
             with together():

@@ -21,7 +21,7 @@ from headstart.recipe import FREE_TO_CHANGE, Recipe
 from headstart.train import checkpoint
 
 if TYPE_CHECKING:
-    from headstart.data.store import StateStore
+    from headstart.data.online import States
 
 RESULT = "result.json"
 """Written last: a training that has it is finished."""
@@ -31,7 +31,7 @@ _ACCUMULATION = "gradient_accumulation_steps"
 
 
 def training(
-    run_folder: Path, recipe: Recipe, config: HeadConfig, train_store: StateStore, valid_store: StateStore
+    run_folder: Path, recipe: Recipe, config: HeadConfig, train_store: States, valid_store: States
 ) -> Artifact:
     """The artifact of a training.
 

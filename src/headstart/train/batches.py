@@ -19,7 +19,7 @@ from torch import Tensor
 from headstart.heads import HeadBatch
 
 if TYPE_CHECKING:
-    from headstart.data.store import StateStore
+    from headstart.data.online import States
 
 Batch = list[int]
 """Indices of the conversations of one batch."""
@@ -71,18 +71,18 @@ def share(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
 
 
 def collate(
-    store: StateStore, batch: Batch, aux_layers: Sequence[int], dtype: torch.dtype, device: torch.device
+    store: States, batch: Batch, aux_layers: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> HeadBatch:
-    """Read conversations from the store and pad them on the right.
+    """Take conversations from the store and pad them on the right.
 
     Args:
-        store: of tokens, masks and states.
+        store: of tokens, masks and states, which computes the states of a batch together where they are online.
         batch: indices of conversations.
         aux_layers: the states to read.
         dtype: of the states.
         device: where the batch goes.
     """
-    samples = [store.get(index) for index in batch]
+    samples = store.samples(batch)
 
     def pad(rows: Sequence[Tensor]) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)

@@ -15,13 +15,13 @@ from headstart.heads import DraftHead
 from headstart.target import Target, TreeShape
 
 if TYPE_CHECKING:
-    from headstart.data.store import StateStore
+    from headstart.data.online import States
 
 PROMPTS = 4
 NEW_TOKENS = 64
 
 
-def validation_prompts(store: StateStore, target: Target) -> list[list[int]]:
+def validation_prompts(store: States, target: Target) -> list[list[int]]:
     """What comes before the first answer in the first conversations of a store that leave room for new tokens."""
     found: list[list[int]] = []
     for index in range(len(store)):
@@ -34,9 +34,7 @@ def validation_prompts(store: StateStore, target: Target) -> list[list[int]]:
     return found
 
 
-def decode(
-    heads: DraftHead, state: Mapping[str, Tensor], target: Target, store: StateStore
-) -> tuple[float | None, str]:
+def decode(heads: DraftHead, state: Mapping[str, Tensor], target: Target, store: States) -> tuple[float | None, str]:
     """τ of greedy decoding that drafts one chain, as deep as the heads go, in every round.
 
     A copy of the heads decodes, in the target's dtype as they will later; neither the heads in training nor the random

@@ -30,7 +30,7 @@ from headstart.files import need_disk, read_jsonl, write_json, write_jsonl
 from headstart.heads import HeadBatch
 from headstart.heads.io import save_heads
 from headstart.recipe import FREE_TO_CHANGE, Recipe
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, FrozenModel, Target, TeacherModel
 from headstart.terminal import format_seconds
 from headstart.train import checkpoint
 from headstart.train.allocator import keep_freed_memory
@@ -51,7 +51,7 @@ from headstart.train.unrolled import Unrolled
 from headstart.train.watch import LossWatch, divergence, memory
 
 if TYPE_CHECKING:
-    from headstart.data.store import StateStore
+    from headstart.data.online import States
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class TrainResult:
 
 def train(
     recipe: Recipe,
-    target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
+    target: FrozenModel,
+    train_store: States,
+    valid_store: States,
     folder: Path,
     console: Console | None = None,
 ) -> TrainResult:
@@ -89,7 +89,7 @@ def train(
 
     Args:
         recipe: its `heads` and `train` parts are read.
-        target: the frozen model whose states the stores hold.
+        target: the frozen model whose states the stores hold, or its teacher.
         train_store: conversations to learn from.
         valid_store: conversations to judge by.
         folder: of this run's training.
@@ -119,9 +119,9 @@ class _Run:
     def __init__(
         self,
         recipe: Recipe,
-        target: Target,
-        train_store: StateStore,
-        valid_store: StateStore,
+        target: FrozenModel,
+        train_store: States,
+        valid_store: States,
         folder: Path,
         console: Console | None,
         accelerator: Accelerator,
@@ -167,6 +167,8 @@ class _Run:
         """Train until the budget is spent."""
         for line in describe_processes(self.accelerator):
             self.log.say(line)
+        if isinstance(self.target, TeacherModel):
+            self.log.say(f"The target itself is not loaded: the teacher of {self.target.name} is beside the states.")
         self.log.say(
             f"{self.heads.draft_steps} draft steps, {self.heads.trainable_parameters / 1e6:.1f} M parameters to train, "
             f"{self.flops / 1e6:.1f} MFLOP a drafted token; the "
@@ -329,6 +331,7 @@ class _Run:
         state = whole_state(self.heads, self.accelerator.is_main_process)
         if state is None:
             return
+        assert isinstance(self.target, Target), "checked before the first step"
         tau, told = decode(self.heads, state, self.target, self.valid_store)
         display.say(f"step {self.trainer_state.step} · {told}")
         if tau is not None:
@@ -453,7 +456,7 @@ class _Run:
 
     # -- setting up ----------------------------------------------------------------------------------------------
 
-    def _coverage(self, valid_store: StateStore) -> float:
+    def _coverage(self, valid_store: States) -> float:
         counts_V = valid_store.supervised_counts(self.target.vocab_size)
         if int(counts_V.sum()) == 0:
             raise UserError(
@@ -462,7 +465,7 @@ class _Run:
             )
         return coverage(counts_V, self.heads.draft_to_target_D)
 
-    def _collate(self, store: StateStore, batch: Batch) -> HeadBatch:
+    def _collate(self, store: States, batch: Batch) -> HeadBatch:
         return collate(store, batch, self.aux_layers, self.dtype, self.accelerator.device)
 
     def _validation_batches(self) -> list[tuple[Batch, Tensor]]:

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from headstart.errors import UserError, nearest
 from headstart.heads import HeadBatch, StepPrediction
 from headstart.recipe import PositionWeight
-from headstart.target import FINAL, Finish, Target
+from headstart.target import FINAL, Finish, FrozenModel
 from headstart.train.position_weights import accept_until_failure, dpace, exponential, round_starts
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -151,7 +151,7 @@ class Teacher:
         draft_to_target_D: int64, the target's token id of each draft token.
     """
 
-    def __init__(self, target: Target, draft_to_target_D: Tensor) -> None:
+    def __init__(self, target: FrozenModel, draft_to_target_D: Tensor) -> None:
         self._target = target
         complete = len(draft_to_target_D) == target.vocab_size
         ids_D = draft_to_target_D.to(target.device)

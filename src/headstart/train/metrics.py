@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import HeadBatch, StepPrediction
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, FrozenModel
 from headstart.train.losses import logits_by_block
 
 TOPS = (1, 4, 8)
@@ -53,7 +53,7 @@ class Validation:
 
 
 @torch.no_grad()
-def chosen_tokens(target: Target, batch: HeadBatch) -> Tensor:
+def chosen_tokens(target: FrozenModel, batch: HeadBatch) -> Tensor:
     """The token that the target chooses greedily after each flat position, int64 [X]; -1 where nothing is judged."""
     before_BT = torch.zeros_like(batch.supervised_BT)
     before_BT[:, :-1] = batch.supervised_BT[:, 1:]

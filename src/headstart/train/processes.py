@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from headstart.errors import UserError
 from headstart.recipe import Recipe
-from headstart.target import Target
+from headstart.target import FrozenModel
 
 _SPEAKERS, _SAID, _HEARERS, _HEARD = (f"headstart/{key}" for key in ("speakers", "said", "hearers", "heard"))
 """Keys of the store that all processes read: who wants to speak, and who has heard."""
@@ -74,7 +74,7 @@ def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")
 
 
-def make_accelerator(recipe: Recipe, target: Target, folder: Path) -> Accelerator:
+def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accelerator:
     """The accelerator of a run: the recipe's precision and tracker, on the target's device.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,16 @@ from headstart.heads import DraftHead, HeadBatch, family, make_config
 from headstart.heads.base import supervised_origins
 from headstart.heads.io import load_heads
 from headstart.recipe import Recipe, TrainSection
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, FrozenModel, Target, TeacherModel, load_target
+from headstart.target.loading import pick_device
+from headstart.target.teacher import load_teacher, teacher_folder, teacher_of
 from headstart.train.batches import collate
 from headstart.train.losses import find_loss
 from headstart.train.metrics import pick_vocabulary
 from headstart.train.tracking import check_tracker
 
 if TYPE_CHECKING:
+    from headstart.data.online import OnlineStates, States
     from headstart.data.store import StateStore
 
 
@@ -45,7 +48,7 @@ def learning_rate(section: TrainSection, fraction: float) -> float:
     return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share_of_peak)
 
 
-def check_training(recipe: Recipe, target: Target | None = None) -> None:
+def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
     """Refuse settings of training that cannot work, before any work is done for them.
 
     Args:
@@ -69,11 +72,67 @@ def check_training(recipe: Recipe, target: Target | None = None) -> None:
         )
     if section.mixed_precision == "fp16" and (recipe.target.device == "cpu" or not torch.cuda.is_available()):
         raise UserError("fp16 training needs a GPU.", "Set train.mixed_precision=bf16 (or no).")
+    if section.decode_every and isinstance(target, TeacherModel):
+        raise UserError(
+            "train.decode_every decodes with the target itself, and only its teacher is loaded.",
+            "Set train.decode_every=null, or load the target.",
+        )
     check_tracker(section.tracker)
     _earlier(recipe, target)
 
 
-def _earlier(recipe: Recipe, target: Target | None) -> DraftHead | None:
+def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
+    """What training reads of the target: its teacher where one lies beside the states, else the target itself.
+
+    Args:
+        recipe: names the target; with `train.decode_every` it is the target itself.
+        store: of the training data.
+        device: where it goes.
+
+    Raises:
+        UserError: a teacher that is cut short or damaged, or neither a teacher nor a target that can be loaded.
+    """
+    section = recipe.target
+    folder = teacher_folder(store.shards, store.target_fingerprint or "", store.dtype)
+    taught = teacher_of(folder)
+    remedy = "Or write a teacher where the target is (headstart data build with this recipe): heads train from it."
+    same = taught == (section.spec, section.revision) and section.dtype in ("auto", store.dtype)
+    if taught is not None and not same:
+        at = f" target.revision={taught[1]}" if taught[1] else ""
+        remedy = f"Or train from the teacher that is beside the states: target.spec={taught[0]}{at} target.dtype=auto"
+    elif taught is not None and recipe.train.decode_every:
+        remedy = "Or set train.decode_every=null: without it, heads train from the teacher beside the states."
+    elif taught is not None:
+        teacher = load_teacher(folder, pick_device(device))
+        if teacher.starts(make_config(recipe.heads, teacher).start_layers):
+            return teacher
+    try:
+        return load_target(section.spec, section.dtype, device, section.revision)
+    except UserError as error:
+        raise UserError(error.problem, f"{error.remedy} {remedy}") from error
+
+
+def online_states(recipe: Recipe, target: Target, files: Mapping[str, Path]) -> dict[str, OnlineStates]:
+    """Conversations whose hidden states the target computes in the training loop.
+
+    Args:
+        recipe: its heads say which states.
+        target: the frozen model.
+        files: of the conversations, by what they are for.
+
+    Raises:
+        UserError: conversations that cannot be read, by this program or by the target.
+    """
+    from headstart.data.conversations import read_conversations
+    from headstart.data.online import OnlineStates
+
+    config = make_config(recipe.heads, target)
+    with torch.device("meta"):
+        layers = sorted({*family(config.family)(config).aux_layers, FINAL})
+    return {part: OnlineStates(file, read_conversations(file), target, layers) for part, file in files.items()}
+
+
+def _earlier(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
     """The heads that the recipe starts from, on the CPU."""
     if recipe.train.start_from is None:
         return None
@@ -81,7 +140,7 @@ def _earlier(recipe: Recipe, target: Target | None) -> DraftHead | None:
 
 
 def build_heads(
-    recipe: Recipe, target: Target, train_store: StateStore, say: Callable[[str], None] = lambda text: None
+    recipe: Recipe, target: FrozenModel, train_store: States, say: Callable[[str], None] = lambda text: None
 ) -> DraftHead:
     """Heads of the recipe, warm-started from the target and from earlier heads when the recipe names some.
 
@@ -167,7 +226,7 @@ def take_over(heads: DraftHead, earlier: DraftHead) -> str:
     return f"{complete + rows} of {len(state)} tensors are those of earlier {earlier.family} heads{by_token}"
 
 
-def check_store(store: StateStore, target: Target, heads: DraftHead) -> None:
+def check_store(store: States, target: FrozenModel, heads: DraftHead) -> None:
     """Refuse states that these heads on this target cannot learn from.
 
     Raises:
@@ -187,10 +246,9 @@ def check_store(store: StateStore, target: Target, heads: DraftHead) -> None:
         )
 
 
-def _check_depth(heads: DraftHead, store: StateStore) -> None:
+def _check_depth(heads: DraftHead, store: States) -> None:
     """Refuse to train a step that no conversation reaches."""
-    masks = (store.get(index).supervised_T for index in range(len(store)))
-    if not any(len(supervised_origins(supervised_T[None], heads.draft_steps - 1)) for supervised_T in masks):
+    if not any(len(supervised_origins(mask_T[None], heads.draft_steps - 1)) for mask_T in store.supervised()):
         raise UserError(
             f"The heads draft {heads.draft_steps} tokens ahead and no answer of the training data has the "
             f"{heads.draft_steps + 1} tokens in a row that the last step learns from.",
@@ -198,7 +256,7 @@ def _check_depth(heads: DraftHead, store: StateStore) -> None:
         )
 
 
-def _first_look(store: StateStore, heads: DraftHead) -> Iterator[HeadBatch]:
+def _first_look(store: States, heads: DraftHead) -> Iterator[HeadBatch]:
     """Up to `_FIRST_LOOK` tokens of the training data, in float32, for a closed-form start."""
     aux_layers, read = sorted({*heads.aux_layers, FINAL}), 0
     for index in range(len(store)):

@@ -1,0 +1,316 @@
+"""The teacher: what training draft heads needs of a target, kept beside its hidden states.
+
+Heads read embeddings, LM head, final norm and, for a warm start, the last layers: of a 70B model about 6 GB of 140.
+With these and stored states heads train where the target itself does not fit, and come out the same, bit for bit.
+
+    teacher-<fingerprint>-<dtype>/
+        base.safetensors          embeddings, LM head, final norms
+        layer-<n>.safetensors     of a layer: linear maps, biases and norms; experts are left out
+        teacher.json              what else is known of the target, and sizes and hashes of the files; written last
+
+Layers are added as heads ask for them, so that all stores of a folder share one teacher.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from headstart.errors import UserError
+from headstart.files import need_disk, read_json, write_atomic, write_json
+from headstart.target.frozen import FrozenModel
+from headstart.target.identity import Identity
+from headstart.target.model import Target
+
+NOTE = "teacher.json"
+_BASE = "base.safetensors"
+_FORMAT = 1
+_AGAIN = "Write it again where the target is: headstart data build RECIPE computes nothing else anew."
+
+
+class TeacherModel(FrozenModel):
+    """What is left of a target without most of its layers: heads can be made and trained with it, not decoded.
+
+    Args:
+        model: of the target's class; parameters that were not kept are on the device `meta`.
+        note: what `save_teacher` wrote of the target.
+    """
+
+    def __init__(self, model: Any, note: Mapping[str, Any]) -> None:
+        super().__init__(model, None, note["spec"])
+        self.dtype = getattr(torch, note["dtype"])
+        self._kept = [number for number in range(self.num_layers) if _layer_file(number) in note["files"]]
+        self.layers = _Kept(self.layers, self._kept, note["name"])
+        self.end_tokens = frozenset(note["end_tokens"])
+        self.settings = note["settings"]
+        self.vocabulary = note["vocabulary"]
+        self._note = note
+
+    def starts(self, layers: int) -> bool:
+        """Whether so many of the last layers are there, for heads that start from them."""
+        return all(layer in self._kept for layer in range(max(0, self.num_layers - layers), self.num_layers))
+
+    @property
+    def name(self) -> str:
+        return str(self._note["name"])
+
+    @property
+    def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        return [(tuple(keys), tuple(values)) for keys, values in self._note["kv_shapes"]]
+
+    def identity(self) -> Identity:
+        return Identity(self.spec, self.name, self._note["fingerprint"])
+
+
+class _Kept(nn.ModuleList):
+    """The layers of a decoder, of which some are there; asking for another one says so."""
+
+    def __init__(self, layers: nn.ModuleList, kept: Sequence[int], name: str) -> None:
+        super().__init__(layers)
+        self._numbers, self._name = list(kept), name
+
+    def __getitem__(self, index: int | slice) -> Any:
+        for number in range(len(self))[index] if isinstance(index, slice) else [range(len(self))[index]]:
+            if number not in self._numbers:
+                raise UserError(
+                    f"The teacher of {self._name} lacks layer {number + 1}, which these heads start from "
+                    f"(it has {', '.join(str(one + 1) for one in self._numbers)}).",
+                    "Add it where the target is: headstart data build with this recipe.",
+                )
+        return super().__getitem__(index)
+
+
+def teacher_folder(states: Path, fingerprint: str, dtype: str) -> Path:
+    """Where the teacher of a target lies among its hidden states.
+
+    Args:
+        states: the folder of the shards.
+        fingerprint: of the target.
+        dtype: of its states.
+    """
+    return states / f"teacher-{fingerprint[:16]}-{dtype}"
+
+
+def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | None = None) -> Path | None:
+    """Keep what training needs of a target beside its hidden states; what is there and whole is not written again.
+
+    Args:
+        states: the folder of the shards.
+        target: the frozen model.
+        layers: how many of its last layers to keep.
+        revision: that the target was loaded at.
+
+    Returns:
+        The teacher's folder; None for a target that cannot be kept this way: one whose weights are packed
+        (quantised), or of a class that transformers does not have. Training then loads the target.
+
+    Raises:
+        UserError: too little free disk.
+    """
+    if not can_teach(target):
+        return None
+    folder = teacher_folder(states, target.identity().fingerprint, _name_of(target.dtype))
+    note = _whole_note(folder)
+    known = note["files"] if note else {}
+    count = target.num_layers
+    wanted = {_BASE: _base(target)}
+    for number in range(max(0, count - layers), count):
+        wanted[_layer_file(number)] = _of_layer(target, number)
+    missing = {file: tensors for file, tensors in wanted.items() if file not in known}
+    if not missing:
+        return folder
+    size = sum(tensor.numel() * tensor.itemsize for tensors in missing.values() for tensor in tensors.values())
+    need_disk(states, size, "Keeping the teacher")
+    files = dict(known)
+    for file, tensors in missing.items():
+        _write(folder / file, tensors)
+        files[file] = {"bytes": (folder / file).stat().st_size, "sha256": _hash(folder / file)}
+    write_json(folder / NOTE, {**_facts(target, revision), "files": files})
+    return folder
+
+
+def can_teach(target: FrozenModel) -> bool:
+    """Whether what training needs of a target can be kept: plain weights, in a class of transformers."""
+    if getattr(transformers, type(target.model).__name__, None) is not type(target.model):
+        return False
+    if getattr(target.model.config, "quantization_config", None) is not None:
+        return False
+    return all(
+        type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.dtype.itemsize >= 2
+        for weight in target.model.parameters()
+    )
+
+
+def load_teacher(folder: Path, device: torch.device) -> TeacherModel:
+    """Read a teacher.
+
+    Args:
+        folder: that `save_teacher` wrote.
+        device: where its weights go.
+
+    Raises:
+        UserError: there is none, or it is cut short or damaged.
+    """
+    note = _note(folder)
+    cls = getattr(transformers, str(note["class"]), None)
+    if cls is None:
+        raise UserError(
+            f"This transformers ({transformers.__version__}) has no {note['class']}, the class of {note['name']}.",
+            f"Install the version that the teacher was written with: pip install transformers=={note['transformers']}",
+        )
+    config = cls.config_class.from_dict(note["config"])
+    with torch.device("meta"):
+        model = cls(config)
+    tensors: dict[str, Tensor] = {}
+    for file, known in note["files"].items():
+        tensors.update(_read(folder / file, known))
+    for name, tensor in tensors.items():
+        parameter = nn.Parameter(tensor.to(device), requires_grad=False)
+        for alias in (name, *note["tied"].get(name, ())):
+            path, _, own = alias.rpartition(".")
+            setattr(model.get_submodule(path), own, parameter)
+    return TeacherModel(model.eval().requires_grad_(False), note)
+
+
+def teacher_problem(folder: Path) -> str | None:
+    """What is wrong with a teacher, as far as the sizes of its files say; None where nothing is, or none was kept."""
+    if not folder.is_dir():
+        return None
+    try:
+        note = _note(folder)
+    except UserError as error:
+        return error.problem
+    for file, known in note["files"].items():
+        if not (folder / file).is_file() or (folder / file).stat().st_size != known["bytes"]:
+            return f"{folder / file} is cut short or missing."
+    return None
+
+
+def teacher_of(folder: Path) -> tuple[str, str | None] | None:
+    """Name and revision of the target whose teacher a folder holds; None without a teacher.
+
+    Raises:
+        UserError: it is cut short.
+    """
+    if not folder.is_dir():
+        return None
+    note = _note(folder)
+    return note["spec"], note["revision"]
+
+
+def _note(folder: Path) -> dict[str, Any]:
+    """What a teacher says of itself.
+
+    Raises:
+        UserError: nothing that this version can read.
+    """
+    file = folder / NOTE
+    try:
+        note = read_json(file)
+    except UserError:
+        raise UserError(f"{folder} holds no whole teacher: its {NOTE} is missing or cut short.", _AGAIN) from None
+    if not isinstance(note, dict) or note.get("format") != _FORMAT:
+        raise UserError(f"{folder} is a teacher of another format.", _AGAIN)
+    return note
+
+
+def _whole_note(folder: Path) -> dict[str, Any] | None:
+    """The note of a teacher with which nothing is wrong, down to every byte."""
+    if not folder.is_dir() or teacher_problem(folder) is not None:
+        return None
+    note = _note(folder)
+    return note if all(_hash(folder / file) == known["sha256"] for file, known in note["files"].items()) else None
+
+
+def _facts(target: Target, revision: str | None) -> dict[str, Any]:
+    """What a teacher says of its target, but for the files."""
+    tied: dict[str, list[str]] = {}
+    for names in _names(target.model).values():
+        if len(names) > 1:
+            tied[names[0]] = names[1:]
+    return {
+        "format": _FORMAT,
+        "name": target.name,
+        "spec": target.spec,
+        "revision": revision,
+        "fingerprint": target.identity().fingerprint,
+        "settings": target.settings,
+        "vocabulary": target.vocabulary,
+        "dtype": _name_of(target.dtype),
+        "end_tokens": sorted(target.end_tokens),
+        "kv_shapes": target.kv_shapes,
+        "class": type(target.model).__name__,
+        "transformers": transformers.__version__,
+        "config": json.loads(target.model.config.to_json_string(use_diff=False)),
+        "tied": tied,
+    }
+
+
+def _names(model: nn.Module) -> dict[int, list[str]]:
+    """Names of each parameter, by its id: tied ones have several."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def _base(target: Target) -> dict[str, Tensor]:
+    """Embeddings, LM head and norms outside the layers, each parameter once, by its first name."""
+    modules = [target.model.get_input_embeddings(), target.model.get_output_embeddings()]
+    own = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+    for child in target.decoder.children():
+        if child is not target.layers:
+            own += [parameter for parameter in child.parameters() if parameter.ndim == 1]
+    return _by_name(target, own)
+
+
+def _of_layer(target: Target, number: int) -> dict[str, Tensor]:
+    """Linear maps and norms of a layer. What stands deeper, or has three dimensions, are the experts of a mixture."""
+
+    def kept() -> Iterator[Tensor]:
+        for path, module in target.layers[number].named_modules():
+            if path.count(".") <= 1:
+                yield from (parameter for parameter in module.parameters(recurse=False) if parameter.ndim <= 2)
+
+    return _by_name(target, list(kept()))
+
+
+def _by_name(target: Target, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    names = _names(target.model)
+    return {names[id(parameter)][0]: parameter for parameter in parameters}
+
+
+def _layer_file(number: int) -> str:
+    return f"layer-{number + 1:03d}.safetensors"
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    complete = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomic(file, lambda partial: save_file(complete, partial, metadata={"format": "pt"}))
+
+
+def _read(file: Path, known: Mapping[str, Any]) -> dict[str, Tensor]:
+    try:
+        if file.stat().st_size == known["bytes"] and _hash(file) == known["sha256"]:
+            return load_file(file)
+    except (OSError, SafetensorError):
+        pass
+    raise UserError(f"{file} is missing, cut short or damaged.", f"Delete it, if it is there. {_AGAIN}")
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

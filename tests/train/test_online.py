@@ -1,0 +1,141 @@
+"""States computed in the training loop: the same batches, the same states, the same heads, and nothing on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.data.conversations import write_conversations
+from headstart.data.online import OnlineStates
+from headstart.data.store import StateStore
+from headstart.errors import UserError
+from headstart.heads import make_config
+from headstart.recipe import Recipe, load_recipe
+from headstart.target import FINAL, Target
+from headstart.train import loop
+from headstart.train.artifact import training
+from headstart.train.loop import train
+from headstart.train.setup import online_states
+from tests.train.conftest import conversations
+from tests.train.results import assert_same, metrics
+from tests.train.test_golden import HEADS
+from tests.train.test_main import run_to_end
+
+SUMS = {"rtol": 1e-5, "atol": 1e-5}
+"""float32 sums in another order: a conversation stands in a batch of another length, and matrix products of other
+shapes add in other orders, over a few layers of states of about size 1."""
+
+
+@pytest.fixture
+def online(tiny_target: Target, states: Path) -> list[OnlineStates]:
+    made = (conversations(24, 0, tiny_target.vocab_size), conversations(7, 1, tiny_target.vocab_size))
+    return [OnlineStates(states, one, tiny_target, [1, 2, 3, FINAL]) for one in made]
+
+
+def test_online_states_are_the_stored_ones(train_store: StateStore, online: list[OnlineStates]) -> None:
+    computed = online[0]
+    assert (len(computed), computed.lengths) == (len(train_store), train_store.lengths)
+    assert (computed.hidden_size, computed.target_fingerprint) == (
+        train_store.hidden_size,
+        train_store.target_fingerprint,
+    )
+    assert torch.equal(computed.supervised_counts(400), train_store.supervised_counts(400))
+    assert computed.fingerprint != train_store.fingerprint, "they differ by rounding"
+    batch = [3, 0, 11, 7]
+    for one, other in zip(computed.samples(batch), train_store.samples(batch), strict=True):
+        assert torch.equal(one.tokens_T, other.tokens_T) and torch.equal(one.supervised_T, other.supervised_T)
+        assert one.states.keys() == other.states.keys()
+        for layer, state_TE in one.states.items():
+            assert state_TE.dtype == other.states[layer].dtype
+            torch.testing.assert_close(state_TE, other.states[layer], **SUMS)
+    assert torch.equal(computed.get(3).tokens_T, train_store.get(3).tokens_T)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_family_trains_online_as_from_the_store(
+    name: str,
+    recipe: Callable[..., Recipe],
+    tiny_target: Target,
+    train_store: StateStore,
+    valid_store: StateStore,
+    online: list[OnlineStates],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Losses within what the golden runs allow: Adam's first steps make a whole step of a rounding error."""
+    read: list[list[list[int]]] = [[], []]
+    collate = loop.collate
+    settings = recipe(heads={"family": name, **HEADS[name]}, steps=4, eval_every=1, lr=1e-3)
+    for taken, stores in zip(read, ((train_store, valid_store), online), strict=True):
+
+        def noted(store: Any, batch: list[int], *rest: Any, taken: list[list[int]] = taken) -> Any:
+            taken.append(batch)
+            return collate(store, batch, *rest)
+
+        monkeypatch.setattr(loop, "collate", noted)
+        train(settings, tiny_target, stores[0], stores[1], tmp_path / type(stores[0]).__name__)
+    assert read[0] == read[1], "the same batches in the same order"
+    stored, computed = (metrics(tmp_path / who) for who in ("StateStore", "OnlineStates"))
+    assert [row["loss"] for row in computed][1:] == pytest.approx([row["loss"] for row in stored][1:], rel=1e-3)
+    assert [row["predictions"] for row in computed] == [row["predictions"] for row in stored]
+
+
+def test_a_batch_is_one_forward(tiny_target: Target, online: list[OnlineStates]) -> None:
+    read: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        own = Target.hidden_states
+        patch.setattr(
+            Target, "hidden_states", lambda self, rows, layers: read.append(len(rows)) or own(self, rows, layers)
+        )
+        list(online[0].supervised())
+        online[0].supervised_counts(tiny_target.vocab_size)
+        assert not read, "masks cost no forward"
+        online[0].samples([1, 2, 3])
+    assert read == [3]
+
+
+def test_an_online_training_is_an_artifact_of_its_own(
+    recipe: Callable[..., Recipe],
+    tiny_target: Target,
+    train_store: StateStore,
+    valid_store: StateStore,
+    online: list[OnlineStates],
+    tmp_path: Path,
+) -> None:
+    config = make_config(recipe().heads, tiny_target)
+    stored = training(tmp_path / "run", recipe(), config, train_store, valid_store)
+    computed = training(tmp_path / "run", recipe(), config, online[0], online[1])
+    again = training(tmp_path / "run", recipe(), config, *online)
+    assert stored.name != computed.name == again.name
+
+
+def test_conversations_that_the_target_cannot_read_are_refused(tiny_target: Target, tmp_path: Path) -> None:
+    (long,) = conversations(1, 0, tiny_target.vocab_size)
+    long.tokens.extend([5] * tiny_target.max_length)
+    long.supervised.extend([True] * tiny_target.max_length)
+    with pytest.raises(UserError, match="the context of tiny"):
+        OnlineStates(tmp_path, [long], tiny_target, [FINAL])
+
+
+def test_the_command_trains_online_and_stores_nothing(
+    workplace: Callable[..., tuple[Path, Path]], tiny_target: Target, tmp_path: Path
+) -> None:
+    file, run = workplace(steps=2)
+    (run / "data" / "states").unlink()
+    missing = run_to_end(file, "--run-dir", run, "data.states=online")
+    assert missing.returncode == 2 and "The run has no conversations at" in missing.stderr
+    folder = run / "data" / "conversations"
+    files = {split: folder / f"{split}.jsonl" for split in ("train", "calibration")}
+    for seed, (_, path) in enumerate(files.items()):
+        write_conversations(path, conversations(8, seed, tiny_target.vocab_size))
+    done = run_to_end(file, "--run-dir", run, "data.states=online")
+    assert done.returncode == 0, done.stderr
+    recipe = load_recipe(str(file), ["data.states=online"])
+    stores = online_states(recipe, tiny_target, files)
+    expected = train(recipe, tiny_target, stores["train"], stores["calibration"], tmp_path / "here").last_folder
+    assert_same(run / "train" / "last", expected)
+    assert not list(tmp_path.rglob("shard-*")) and not (run / "data" / "states").exists()
