@@ -30,9 +30,10 @@ from headstart.heads import own_position
 from headstart.heads.base import HeadBatch, register, supervised_origins
 from headstart.heads.fused import FusedConfig, FusedHead
 from headstart.heads.fused_published import fill_fused, fused_settings, publish_fused
-from headstart.heads.layer import LayerConfig, by_token, causal_attention, normed
+from headstart.heads.layer import LayerConfig, by_token, normed
 from headstart.heads.published import Layout, Published
 from headstart.heads.residual import LinearStart
+from headstart.heads.text_attention import causal_attention
 from headstart.target import FINAL, Target
 
 _BLOCK = 8192
