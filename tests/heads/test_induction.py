@@ -8,7 +8,8 @@ from torch import Tensor
 
 from headstart.heads import HeadBatch, family, make_config
 from headstart.heads.induction import slow_pairs, solve
-from headstart.heads.layer import DraftLayer, LayerConfig, Rotary, causal_attention
+from headstart.heads.layer import DraftLayer, LayerConfig, Rotary
+from headstart.heads.text_attention import causal_attention
 from headstart.target import FINAL, Target
 from tests.tiny import tiny_model
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
@@ -30,6 +31,8 @@ from headstart.proposal import Committed, Proposal, Request, Root
 from headstart.recipe import FromTarget, HeadSettings, parse_heads
 from headstart.renamed import tensors_now
 from headstart.target import FINAL, Finish, FrozenModel, Target, TreeShape
+
+R = TypeVar("R")
 
 
 class HeadConfig(HeadSettings):
@@ -73,12 +76,16 @@ class HeadBatch:
         states: {layer: [B, T, E]}; state t was computed after reading token t.
         subsampled_steps_BT: int64, how many draft steps learn from each position as their origin; None: as many as
             there are.
+        starts_BT: int64, where several conversations share a row, the position in it at which each token's own begins;
+            its first token is then not supervised, so that no draft goes from one into the next. None: a row is one
+            conversation.
     """
 
     tokens_BT: Tensor
     supervised_BT: Tensor
     states: dict[int, Tensor]
     subsampled_steps_BT: Tensor | None = None
+    starts_BT: Tensor | None = None
 
 
 @dataclass
@@ -130,8 +137,11 @@ class DraftHead(nn.Module, ABC):
         draft_to_target_D: int64, the target's token id of each draft token (the identity without a draft vocabulary).
         lm_bias_D: bias of the target's LM head, for heads that read logits through it.
         finish: what the target does to its logits, likewise.
+        gradient_checkpointing: whether what training computes inside of layers is computed again for the gradients
+            instead of being kept.
     """
 
+    gradient_checkpointing: bool = False
     family: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     drafts_features: ClassVar[bool] = False
@@ -236,6 +246,16 @@ class DraftHead(nn.Module, ABC):
         `unroll` gives them no gradient.
         """
         return {}
+
+    def light(self, function: Callable[..., R], *inputs: Any) -> R:
+        """What a function makes of its inputs; with `gradient_checkpointing` only these are kept for the gradients.
+
+        The function draws no random numbers.
+        """
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            return function(*inputs)
+        made: R = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return made
 
     # -- drafting ------------------------------------------------------------------------------------------------
 

@@ -30,9 +30,10 @@ from headstart.heads import own_position
 from headstart.heads.base import HeadBatch, register, supervised_origins
 from headstart.heads.fused import FusedConfig, FusedHead
 from headstart.heads.fused_published import fill_fused, fused_settings, publish_fused
-from headstart.heads.layer import LayerConfig, by_token, causal_attention, normed
+from headstart.heads.layer import LayerConfig, by_token, normed
 from headstart.heads.published import Layout, Published
 from headstart.heads.residual import LinearStart
+from headstart.heads.text_attention import causal_attention
 from headstart.target import FINAL, FrozenModel, Target
 
 _BLOCK = 8192
@@ -158,7 +159,7 @@ class Eagle3Head(FusedHead):
         """Let heads that look at their own position stay as they are, where they really do."""
         layer, own = self.stack[0], self.config.own_heads
         layer.own_heads = 0
-        if self.config.init != "transition":
+        if self.config.init != "transition" or own == self.config.num_key_value_heads:
             return
         least, tokens = 1.0, 0
         for batch in batches:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, cast
 
 import torch
@@ -37,8 +38,9 @@ from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, register, supervised_origins
 from headstart.heads.int8_weights import linear
-from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, causal_attention
+from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention
 from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
+from headstart.heads.text_attention import causal_attention, positions_of
 from headstart.proposal import Committed
 from headstart.target import FINAL, FrozenModel
 
@@ -177,7 +179,7 @@ class HydraHead(DraftHead):
         final_XE, embedded_XE = self._inputs(batch)
         for step, head in enumerate(self._heads()):
             origin_M = origins(batch, step)
-            hidden_ME = head(_seen(final_XE, embedded_XE, origin_M, step))
+            hidden_ME = self.light(partial(_hidden, head, origin_M=origin_M, step=step), final_XE, embedded_XE)
             own = (None, self.lm_bias_D, self.finish)
             yield StepPrediction(hidden_ME, self._lm_head(head), origin_M + step + 1, origin_M, *own)
 
@@ -186,9 +188,10 @@ class HydraHead(DraftHead):
         final_BTE, length = batch.states[FINAL], batch.tokens_BT.shape[1]
         embedded_XE = self._embed(batch.tokens_BT, final_BTE).flatten(0, 1)
         if self.prefix is not None:
-            index_1T = torch.arange(length, device=final_BTE.device)[None]
-            rotary = self._rotary.at(index_1T, final_BTE.dtype, length)
-            final_BTE = self.prefix.write(final_BTE, causal_attention(*self.prefix.read(final_BTE, rotary)))
+            positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
+            rotary = self._rotary.at(positions_BT, final_BTE.dtype, length)
+            found = causal_attention(*self.light(self.prefix.read, final_BTE, rotary), batch.starts_BT)
+            final_BTE = self.light(self.prefix.write, final_BTE, found)
         return final_BTE.flatten(0, 1), embedded_XE
 
     # -- drafting ------------------------------------------------------------------------------------------------
@@ -256,6 +259,12 @@ class HydraHead(DraftHead):
 def read_positions(origin_M: Tensor, step: int) -> Tensor:
     """Flat positions of the tokens that the head of a step reads, [M, step + 1]: those after the origin."""
     return origin_M[:, None] + torch.arange(1, step + 2, device=origin_M.device)
+
+
+def _hidden(head: HydraStep, final_XE: Tensor, embedded_XE: Tensor, origin_M: Tensor, step: int) -> Tensor:
+    """What the LM head of a step reads, [M, E]."""
+    hidden_ME: Tensor = head(_seen(final_XE, embedded_XE, origin_M, step))
+    return hidden_ME
 
 
 def _seen(final_XE: Tensor, embedded_XE: Tensor, origin_M: Tensor, step: int) -> Tensor:

@@ -1,7 +1,7 @@
 """A decoder layer that belongs to the heads: Llama's arrangement, warm-started from a layer of the target.
 
-Training reads whole conversations (`chain_attention`), drafting one tree level after the other with a KV cache
-(`LayerCache`, `cached_attention`). Both give the same numbers.
+Training reads whole conversations (`chain_attention`; `text_attention` for long ones), drafting one tree level after
+the other with a KV cache (`LayerCache`, `cached_attention`). Both give the same numbers.
 
 Shape suffixes: B rows, T tokens, A origins of a row, W nodes, S cache slots in sight, E hidden size, I width of what
 queries, keys and values read, G query heads that share a key head, N key heads, H query heads (G * N), d head size,
@@ -369,13 +369,6 @@ def cached_attention(
     keys, values = (cached[:, :, :slots] for cached in kv)
     mixed = F.scaled_dot_product_attention(queries_BNGWd.flatten(2, 3), keys, values, attn_mask=mask)
     return mixed.view(shape)
-
-
-def causal_attention(queries_BNGTd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor) -> Tensor:
-    """What the tokens of whole texts find in the tokens up to themselves, [B, N, G, T, d], without a mask in memory."""
-    keys, values = (part[:, :, None].expand_as(queries_BNGTd).flatten(1, 2) for part in (keys_BNTd, values_BNTd))
-    mixed = F.scaled_dot_product_attention(queries_BNGTd.flatten(1, 2), keys, values, is_causal=True)
-    return mixed.view(queries_BNGTd.shape)
 
 
 def chain_attention(

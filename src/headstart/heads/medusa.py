@@ -172,7 +172,7 @@ class MedusaHead(OneForwardHead):
             origin_M = origins(batch, step)
             input_EF, weight_LEE, bias_LE, lm_head_DE = part
             seen_MF = self.read(final_XE[origin_M], tokens_X[origin_M + 1])
-            hidden_ME = head_hidden(seen_MF, input_EF, weight_LEE, bias_LE)
+            hidden_ME = self.light(head_hidden, seen_MF, input_EF, weight_LEE, bias_LE)
             own = (None, self.lm_bias_D, self.finish)
             yield StepPrediction(hidden_ME, lm_head_DE, origin_M + step + 1, origin_M, *own)
 

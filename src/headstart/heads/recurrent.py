@@ -34,10 +34,9 @@ from headstart.heads.layer import (
     LayerConfig,
     Rotary,
     cached_attention,
-    causal_attention,
-    chain_attention,
     with_own,
 )
+from headstart.heads.text_attention import Sight, attend, causal_attention, positions_of
 from headstart.proposal import Committed
 from headstart.target import FrozenModel
 
@@ -154,7 +153,7 @@ class RecurrentHead(DraftHead):
             if not len(origin_M):
                 return
             if text is None:
-                text = _Text(self, self.project(self.select_states(batch.states)), batch.tokens_BT, origin_M)
+                text = _Text(self, self.project(self.select_states(batch.states)), batch, origin_M)
             else:
                 text.keep(origin_M)
             hidden_BAE, text.feedback_BAE = self.layer_output(text.step(step))
@@ -293,19 +292,25 @@ class _Text:
     """One batch of conversations while its origins are unrolled: the entries of the text, and each origin's own.
 
     Attributes:
-        index_BA: positions of the origins, short rows padded with 0.
-        real_BA: which of them are not padding.
+        sight: what each origin sees of the text.
+        real_BA: which origins are not padding.
         feedback_BAE: what the step before feeds back; at step 0 the text's own, [B, T, E].
     """
 
-    def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, tokens_BT: Tensor, origin_M: Tensor) -> None:
-        self.heads, self.tokens_BT, self.feedback_BAE = heads, tokens_BT, feedback_BTE
-        self.index_BA, self.real_BA = _by_row(origin_M, tokens_BT.shape)
+    def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, batch: HeadBatch, origin_M: Tensor) -> None:
+        self.heads, self.tokens_BT, self.feedback_BAE = heads, batch.tokens_BT, feedback_BTE
+        self.starts_BT = batch.starts_BT
+        index_BA, self.real_BA = _by_row(origin_M, self.tokens_BT.shape)
         self.kv: list[tuple[Tensor, Tensor]] = []
         self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in heads.layers]
         self.learning = [layer.learning() for layer in heads.stack]
-        index_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        self.hidden_BAT = index_T > self.index_BA[:, :, None]
+        starts_BA = None if self.starts_BT is None else self.starts_BT.gather(1, index_BA)
+        self.sight = Sight(index_BA, self.tokens_BT.shape[1], starts_BA)
+
+    @property
+    def index_BA(self) -> Tensor:
+        """Positions of the origins, short rows padded with 0."""
+        return self.sight.index_BA
 
     def keep(self, origin_M: Tensor) -> None:
         """Go on with these of the origins alone; what the others take is dropped when it is worth a copy."""
@@ -318,8 +323,7 @@ class _Text:
             self.real_BA = wanted_BA
             return
         column_BA, self.real_BA = _by_row(wanted_BA.flatten().nonzero()[:, 0], torch.Size([rows, maximum]))
-        self.index_BA = self.index_BA[row_B1, column_BA]
-        self.hidden_BAT, self.feedback_BAE = self.hidden_BAT[row_B1, column_BA], self.feedback_BAE[row_B1, column_BA]
+        self.sight, self.feedback_BAE = self.sight.columns(row_B1, column_BA), self.feedback_BAE[row_B1, column_BA]
         at = row_B1[:, None], torch.arange(self.kv[0][0].shape[1], device=origin_M.device)[:, None], column_BA[:, None]
         self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
 
@@ -327,15 +331,21 @@ class _Text:
         """The last layer's stream at step `step` of every origin, [B, A, E]."""
         heads, index_BA = self.heads, self.index_BA
         if step == 0:
-            indices = torch.arange(self.tokens_BT.shape[1], device=index_BA.device).expand_as(self.tokens_BT)
+            positions = positions_of(self.tokens_BT, self.starts_BT)
             tokens = F.pad(self.tokens_BT[:, 1:], (0, 1))
         else:
-            indices = index_BA + step
-            tokens = self.tokens_BT.gather(1, (indices + 1).clamp(max=self.tokens_BT.shape[1] - 1))
-        rotary = heads._rotary.at(indices, self.feedback_BAE.dtype, self.tokens_BT.shape[1] + step)
-        attended, stream = heads.layer_input(self.feedback_BAE, heads._embed(tokens, self.feedback_BAE))
+            tokens = self.tokens_BT.gather(1, (index_BA + step + 1).clamp(max=self.tokens_BT.shape[1] - 1))
+            positions = (index_BA if self.sight.starts_BA is None else index_BA - self.sight.starts_BA) + step
+        rotary = heads._rotary.at(positions, self.feedback_BAE.dtype, self.tokens_BT.shape[1] + step)
+
+        def enter(feedback: Tensor) -> tuple[Tensor, ...]:
+            attended, stream = heads.layer_input(feedback, heads._embed(tokens, feedback))
+            return *heads.stack[0].read(attended, rotary, self.learning[0]), stream
+
+        queries, keys, values, stream = heads.light(enter, self.feedback_BAE)
         for number, layer in enumerate(heads.stack):
-            queries, keys, values = layer.read(attended, rotary, self.learning[number])
+            if number:
+                queries, keys, values = heads.light(layer.read, stream, rotary, self.learning[number])
             alone = values.shape[1] - keys.shape[1]  # heads that find their own position, whose value is all they give
             own, values = values[:, :alone], values[:, alone:]
             if step == 0:
@@ -345,14 +355,13 @@ class _Text:
                     stream = stream.gather(1, index_BA1.expand(-1, -1, stream.shape[2]))
                     own = own.gather(2, index_BA1[:, None].expand(-1, alone, -1, own.shape[3]))
                     index = index_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
-                    mixed = chain_attention(queries.gather(3, index), keys, values, self.hidden_BAT)
+                    mixed = attend(queries.gather(3, index), keys, values, self.sight)
                 else:
-                    mixed = causal_attention(queries, keys, values)
+                    mixed = causal_attention(queries, keys, values, self.starts_BT)
             else:
                 self.chains[number].append((keys, values))
-                mixed = chain_attention(queries, *self.kv[number], self.hidden_BAT, self.chains[number])
-            mixed = with_own(own, mixed, queries.shape[2])
-            attended = stream = layer.write(stream, mixed)
+                mixed = attend(queries, *self.kv[number], self.sight, self.chains[number])
+            stream = heads.light(layer.write, stream, with_own(own, mixed, queries.shape[2]))
         return stream
 
 

@@ -30,8 +30,9 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, register, supervised_origins
 from headstart.heads.fused import FusedConfig, FusedHead
 from headstart.heads.int8_weights import Linear
-from headstart.heads.layer import LayerConfig, by_token, causal_attention, normed
+from headstart.heads.layer import LayerConfig, by_token, normed
 from headstart.heads.residual import LinearStart
+from headstart.heads.text_attention import causal_attention
 from headstart.target import FINAL, FrozenModel
 
 

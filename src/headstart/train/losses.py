@@ -43,6 +43,10 @@ _CHUNK = {"cpu": 1 << 19}
 """Numbers of a block that a loss reads at a time: on a CPU they fit the cache (2 MB of float32), elsewhere it only
 bounds memory."""
 _CHUNK_ELSEWHERE = 1 << 26
+_TABLE = {"cpu": 1 << 28}
+"""Teacher logits of a batch that are kept, 512 MB of bfloat16 on a CPU; those of more are computed where they are
+read."""
+_TABLE_ELSEWHERE = 1 << 30
 
 
 def soft_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
@@ -163,7 +167,8 @@ class Teacher:
     def read(self, batch: HeadBatch) -> TeacherLogits:
         """The target's logits at every position of a batch that a draft step can be asked about.
 
-        The logits are computed once here, although most positions are used by several steps.
+        The logits are computed once here, since most positions are used by several steps, unless their table would be
+        too large.
         """
         before_BT = torch.zeros_like(batch.supervised_BT)
         before_BT[:, :-1] = batch.supervised_BT[:, 1:]
@@ -171,9 +176,15 @@ class Teacher:
         row_X = torch.full((before_BT.numel(),), -1, device=before_BT.device)
         row_X[positions_S] = torch.arange(len(positions_S), device=before_BT.device)
         final_SE = batch.states[FINAL].flatten(0, 1)[positions_S].to(self._weight_DE.dtype)
+        if len(final_SE) * len(self._weight_DE) > _TABLE.get(final_SE.device.type, _TABLE_ELSEWHERE):
+            none_SD = final_SE.new_empty(0, len(self._weight_DE))
+            return LongTeacherLogits(none_SD, final_SE, row_X, self._logits)
+        return TeacherLogits(self._logits(final_SE), final_SE, row_X)
+
+    @torch.no_grad()
+    def _logits(self, final_SE: Tensor) -> Tensor:
         with torch.autocast(final_SE.device.type, enabled=False):
-            logits_SD = self._target.finish(F.linear(final_SE, self._weight_DE, self._bias_D))
-        return TeacherLogits(logits_SD, final_SE, row_X)
+            return self._target.finish(F.linear(final_SE, self._weight_DE, self._bias_D))
 
 
 @dataclass
@@ -195,6 +206,25 @@ class TeacherLogits:
         rows_M = self.row_X[source_M]
         assert not (rows_M < 0).any(), "a step predicts supervised tokens only"
         return rows_M
+
+    def of(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
+        """A table of logits, and where in it those of a block's rows are."""
+        return self.logits_SD, rows_B
+
+
+@dataclass
+class LongTeacherLogits(TeacherLogits):
+    """Those of a text too long for a table of all: `logits_SD` stays empty.
+
+    Attributes:
+        read: logits from final states.
+    """
+
+    read: Callable[[Tensor], Tensor]
+
+    def of(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
+        read_U, at_B = torch.unique(rows_B, return_inverse=True)
+        return self.read(self.final_SE[read_U]), at_B
 
 
 def weighted(
@@ -225,7 +255,7 @@ def weighted(
     """
     steps = list(predictions)
     weights = _position_weights(steps, teacher_logits, step_weight, position_weight, round_starts_only)
-    total = torch.zeros((), device=teacher_logits.logits_SD.device)
+    total = torch.zeros((), device=teacher_logits.final_SE.device)
     for members in _by_lm_head(steps):
         hidden_MH = torch.cat([steps[step].hidden_MH for step in members])
         source_M = torch.cat([steps[step].source_M for step in members])
@@ -233,6 +263,10 @@ def weighted(
         if position_weight == "accept_until_failure" or round_starts_only:
             kept_M = weight_M.nonzero()[:, 0]
             hidden_MH, source_M, weight_M = hidden_MH[kept_M], source_M[kept_M], weight_M[kept_M]
+        if isinstance(teacher_logits, LongTeacherLogits) and len(members) > 1:
+            # Steps that are compared with one distribution come together: it is computed once for all of them.
+            order_M = source_M.argsort(stable=True)
+            hidden_MH, source_M, weight_M = hidden_MH[order_M], source_M[order_M], weight_M[order_M]
         first = steps[members[0]]
         own = (first.bias_D, first.finish)
         total = total + summed(loss, hidden_MH, first.lm_head_DH, teacher_logits, source_M, weight_M, *own)
@@ -286,8 +320,9 @@ def agreement(prediction: StepPrediction, teacher_logits: TeacherLogits) -> tupl
     rows_M = teacher_logits.rows(prediction.source_M)
     alphas, right = [torch.zeros(0, device=rows_M.device)], [torch.zeros(0, dtype=torch.bool, device=rows_M.device)]
     for block, logits_BD in logits_by_block(prediction):
+        table_SD, rows_B = teacher_logits.of(rows_M[block])
         for chunk in _chunks(logits_BD):
-            draft_CD, target_CD = logits_BD[chunk].float(), teacher_logits.logits_SD[rows_M[block][chunk]].float()
+            draft_CD, target_CD = logits_BD[chunk].float(), table_SD[rows_B[chunk]].float()
             alphas.append(_alpha(draft_CD, target_CD.softmax(-1)))
             right.append(draft_CD.argmax(-1) == target_CD.argmax(-1))
     return torch.cat(alphas), torch.cat(right)
@@ -315,7 +350,8 @@ def summed_plain(
     logits_MD = F.linear(hidden_MH, lm_head_DH, bias_D)
     logits_MD = logits_MD if finish is None else finish(logits_MD)
     kind = torch.promote_types(logits_MD.dtype, torch.float32)
-    target_probs_MD = teacher_logits.logits_SD[teacher_logits.rows(source_M)].softmax(-1, dtype=kind)
+    table_SD, rows_M = teacher_logits.of(teacher_logits.rows(source_M))
+    target_probs_MD = table_SD[rows_M].softmax(-1, dtype=kind)
     return (weight_M * loss(logits_MD.to(kind), target_probs_MD)).sum()
 
 
@@ -410,10 +446,11 @@ def _differentiate(
 ) -> Tensor:
     """The weighted loss of a block; `learning` replaces its logits by their gradient."""
     total = torch.zeros((), dtype=kind, device=logits_BD.device)
+    table_SD, rows_B = teacher_logits.of(rows_B)
     with torch.set_grad_enabled(learning):
         for chunk in _chunks(logits_BD):
             logits_CD = logits_BD[chunk].detach().to(kind).requires_grad_(learning)
-            target_probs_CD = teacher_logits.logits_SD[rows_B[chunk]].softmax(-1, dtype=kind)
+            target_probs_CD = table_SD[rows_B[chunk]].softmax(-1, dtype=kind)
             part = (weight_B[chunk] * loss(logits_CD, target_probs_CD)).sum()
             total += part.detach()
             if learning:

@@ -1,0 +1,181 @@
+"""Attention of training over whole texts, in memory that grows with their length and not with its square.
+
+Short texts attend in one piece, with a table of all scores (`layer.chain_attention`). Longer ones attend a few queries
+at a time: each part sees only the stretch of the text that its queries may see, and its scores are computed again in
+the backward pass instead of being kept. Several conversations in one row are a mask like any other; parts then leave
+out what lies in other conversations.
+
+Shape suffixes: B rows, T tokens, A queries of a row, C queries of a part, S positions that a part sees, G query heads
+that share a key head, N key heads, H query heads (G * N), d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from headstart.heads.layer import chain_attention
+
+Chain = Sequence[tuple[Tensor, Tensor]]
+
+_IN_ONE = {"cpu": 1 << 22}
+"""Scores up to which queries attend in one piece; above, parts are faster as well, since they fit the cache."""
+_IN_ONE_ELSEWHERE = 1 << 25
+_PART = {"cpu": 1 << 24}
+"""Scores of a part at most."""
+_PART_ELSEWHERE = 1 << 28
+_QUERIES, _FEWEST = 128, 32
+"""Queries of a part, and how few of them there are before a part has more scores."""
+_QUERIES_ELSEWHERE = 512
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring queries of all rows, and the positions that at least one of them may see."""
+
+    queries: slice
+    seen: slice
+
+
+class Sight:
+    """What each query of a batch sees: the entries of its own conversation up to a position.
+
+    Args:
+        index_BA: int64, the last position that each sees, ascending in a row up to what pads it.
+        length: T.
+        starts_BA: int64, the first one; None is the first of the row.
+    """
+
+    def __init__(self, index_BA: Tensor, length: int, starts_BA: Tensor | None = None) -> None:
+        self.index_BA, self.length, self.starts_BA = index_BA, length, starts_BA
+        self._hidden_BAT: Tensor | None = None
+        self._parts: list[Part] = []
+
+    def hidden(self, part: Part) -> Tensor:
+        """Positions that each query of a part must not see, bool [B, C, S]."""
+        seen_S = torch.arange(part.seen.start, part.seen.stop, device=self.index_BA.device)
+        hidden_BCS = seen_S > self.index_BA[:, part.queries, None]
+        if self.starts_BA is not None:
+            hidden_BCS |= seen_S < self.starts_BA[:, part.queries, None]
+        return hidden_BCS
+
+    @property
+    def hidden_BAT(self) -> Tensor:
+        """The same of all queries and positions, kept."""
+        if self._hidden_BAT is None:
+            self._hidden_BAT = self.hidden(Part(slice(0, self.index_BA.shape[1]), slice(0, self.length)))
+        return self._hidden_BAT
+
+    def is_short(self, heads: int) -> bool:
+        """Whether the scores of so many query heads may all exist at once."""
+        return self.index_BA.numel() * heads * self.length <= _IN_ONE.get(self.index_BA.device.type, _IN_ONE_ELSEWHERE)
+
+    def parts(self, heads: int) -> list[Part]:
+        """The queries in parts, each with what it sees. The host waits for the device once in the life of a sight."""
+        if not self._parts:
+            (rows, width), kind = self.index_BA.shape, self.index_BA.device.type
+            fitting = _PART.get(kind, _PART_ELSEWHERE) // max(1, rows * heads * self.length)
+            size = max(_FEWEST, min(_QUERIES if kind == "cpu" else _QUERIES_ELSEWHERE, fitting))
+            queries = [slice(first, min(first + size, width)) for first in range(0, width, size)]
+            stops = [self.index_BA[:, one].max() + 1 for one in queries]
+            starts = [
+                torch.zeros_like(stop) if self.starts_BA is None else self.starts_BA[:, one].min()
+                for one, stop in zip(queries, stops, strict=True)
+            ]
+            bounds = torch.stack([*starts, *stops]).view(2, -1).T.tolist()
+            self._parts = [Part(one, slice(*bound)) for one, bound in zip(queries, bounds, strict=True)]
+        return self._parts
+
+    def columns(self, row_B1: Tensor, column_BA: Tensor) -> Sight:
+        """The sight of these of the queries."""
+        starts_BA = None if self.starts_BA is None else self.starts_BA[row_B1, column_BA]
+        sight = Sight(self.index_BA[row_B1, column_BA], self.length, starts_BA)
+        if self._hidden_BAT is not None:
+            sight._hidden_BAT = self._hidden_BAT[row_B1, column_BA]
+        return sight
+
+
+def positions_of(tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
+    """Position of each token in its conversation, int64 [B, T]."""
+    index_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
+    return index_BT if starts_BT is None else index_BT - starts_BT
+
+
+def causal_attention(
+    queries_BNGTd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, starts_BT: Tensor | None = None
+) -> Tensor:
+    """What the tokens of whole texts find in the tokens up to themselves, [B, N, G, T, d].
+
+    Args:
+        queries_BNGTd: one for each token.
+        keys_BNTd: of the text.
+        values_BNTd: of the text.
+        starts_BT: as in `HeadBatch`.
+    """
+    if starts_BT is not None:
+        return attend(
+            queries_BNGTd, keys_BNTd, values_BNTd, Sight(positions_of(starts_BT, None), len(starts_BT[0]), starts_BT)
+        )
+    keys, values = (part[:, :, None].expand_as(queries_BNGTd).flatten(1, 2) for part in (keys_BNTd, values_BNTd))
+    mixed = F.scaled_dot_product_attention(queries_BNGTd.flatten(1, 2), keys, values, is_causal=True)
+    return mixed.view(queries_BNGTd.shape)
+
+
+def attend(queries_BNGAd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, sight: Sight, chain: Chain = ()) -> Tensor:
+    """What each query finds in the text that it sees and in its own draft so far, [B, N, G, A, d].
+
+    Args:
+        queries_BNGAd: one for each column of the sight.
+        keys_BNTd: of the text.
+        values_BNTd: of the text.
+        sight: what each sees of the text.
+        chain: as `chain_attention` takes it.
+    """
+    heads = queries_BNGAd.shape[1] * queries_BNGAd.shape[2]
+    if sight.is_short(heads):
+        return chain_attention(queries_BNGAd, keys_BNTd, values_BNTd, sight.hidden_BAT, chain)
+    part_of = attend_part if queries_BNGAd.device.type == "cpu" else attend_part_fused
+    found = []
+    for part in sight.parts(heads):
+        own = [(keys[:, :, part.queries], values[:, :, part.queries]) for keys, values in chain]
+        read = (queries_BNGAd[:, :, :, part.queries], keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen])
+        if torch.is_grad_enabled():
+            # No random numbers are drawn here, so their state need not be kept.
+            mixed = checkpoint(part_of, *read, sight, part, own, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixed = part_of(*read, sight, part, own)
+        found.append(mixed)
+    return torch.cat(found, dim=3)
+
+
+def attend_part(
+    queries_BNGCd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, sight: Sight, part: Part, chain: Chain
+) -> Tensor:
+    """`attend` of one part."""
+    return chain_attention(queries_BNGCd, keys_BNSd, values_BNSd, sight.hidden(part), chain)
+
+
+def attend_part_fused(
+    queries_BNGCd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, sight: Sight, part: Part, chain: Chain
+) -> Tensor:
+    """The same by a fused kernel: drafted tokens are further positions, each seen by its own query alone.
+
+    On CPUs torch's kernel for masks is slower than two products and a softmax.
+    """
+    groups, columns = queries_BNGCd.shape[2:4]
+    seen_BCS = ~sight.hidden(part)
+    if chain:
+        own_CC = torch.eye(columns, dtype=torch.bool, device=seen_BCS.device)
+        seen_BCS = torch.cat([seen_BCS, own_CC.repeat(1, len(chain)).expand(len(seen_BCS), -1, -1)], dim=-1)
+        keys_BNSd = torch.cat([keys_BNSd, *(keys for keys, _ in chain)], dim=2)
+        values_BNSd = torch.cat([values_BNSd, *(values for _, values in chain)], dim=2)
+    keys, values = (
+        x_BNSd[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x_BNSd in (keys_BNSd, values_BNSd)
+    )
+    mixed = F.scaled_dot_product_attention(queries_BNGCd.flatten(1, 2), keys, values, attn_mask=seen_BCS[:, None])
+    return mixed.view(queries_BNGCd.shape)

@@ -1,0 +1,101 @@
+"""Attention over long texts: in parts it gives what one table of scores gives, and never makes such a table."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.heads import text_attention
+from headstart.heads.layer import chain_attention
+from headstart.heads.text_attention import Part, Sight, attend, attend_part, attend_part_fused, causal_attention
+
+ROWS, KV_HEADS, GROUPS, WIDTH, LENGTH = 2, 2, 3, 8, 50
+SINGLE = {"rtol": 1e-5, "atol": 1e-5}
+STARTS = torch.tensor([[0] * 20 + [20] * 5 + [25] * 25, [0] * 40 + [40] * 10])
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_attention, "_IN_ONE", {"cpu": 0})
+    monkeypatch.setattr(text_attention, "_QUERIES", 7)
+    monkeypatch.setattr(text_attention, "_FEWEST", 3)
+
+
+def sight_of(packed: bool) -> Sight:
+    """Queries of some positions; the second row has fewer, and is padded with 0 as `recurrent` pads it."""
+    index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 0, 0, 0])])
+    return Sight(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None)
+
+
+def read(sight: Sight, steps: int) -> tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    count = sight.index_BA.shape[1]
+    queries = made(ROWS, KV_HEADS, GROUPS, count)
+    keys, values = (made(ROWS, KV_HEADS, LENGTH) for _ in range(2))
+    chain = [(made(ROWS, KV_HEADS, count), made(ROWS, KV_HEADS, count)) for _ in range(steps)]
+    return queries, keys, values, chain
+
+
+def by_definition(sight: Sight, *operands: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """With a mask of every query and position, written out; its softmax is in float32."""
+    starts = torch.zeros_like(sight.index_BA) if sight.starts_BA is None else sight.starts_BA
+    rows = [
+        [[not start <= position <= index for position in range(LENGTH)] for index, start in zip(*one, strict=True)]
+        for one in zip(sight.index_BA.tolist(), starts.tolist(), strict=True)
+    ]
+    queries, keys, values = operands
+    return chain_attention(queries, keys, values, torch.tensor(rows), chain)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("part_of", [attend_part, attend_part_fused])
+@pytest.mark.usefixtures("in_parts")
+def test_in_parts_values_and_gradients_are_those_of_one_table(
+    monkeypatch: pytest.MonkeyPatch, part_of: object, steps: int, packed: bool
+) -> None:
+    monkeypatch.setattr(text_attention, "attend_part", part_of)
+    sight = sight_of(packed)
+    assert len(sight.parts(KV_HEADS * GROUPS)) == 4
+    queries, keys, values, chain = read(sight, steps)
+    every = [queries, keys, values, *(tensor for pair in chain for tensor in pair)]
+    wanted = by_definition(sight, queries, keys, values, chain=chain)
+    found = attend(queries, keys, values, sight, chain)
+    torch.testing.assert_close(found, wanted, **SINGLE)
+    weights = torch.randn(wanted.shape, dtype=wanted.dtype)
+    gradients = torch.autograd.grad((wanted * weights).sum(), every)
+    for one, other in zip(torch.autograd.grad((found * weights).sum(), every), gradients, strict=True):
+        torch.testing.assert_close(one, other, **SINGLE)
+    with torch.no_grad():
+        torch.testing.assert_close(attend(queries, keys, values, sight, chain), wanted, **SINGLE)
+
+
+def test_parts_leave_out_what_none_of_their_queries_sees(in_parts: None) -> None:
+    index_BA = torch.arange(20, 34)[None]
+    assert Sight(index_BA, LENGTH).parts(1) == [
+        Part(slice(0, 7), slice(0, 27)),
+        Part(slice(7, 14), slice(0, 34)),
+    ]
+    packed = Sight(index_BA, LENGTH, torch.tensor([[20] * 5 + [25] * 9]))
+    assert [part.seen for part in packed.parts(1)] == [slice(20, 27), slice(25, 34)]
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_a_row_of_conversations_attends_as_each_alone() -> None:
+    index_BT = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    queries, keys, values, _ = read(Sight(index_BT, LENGTH), 0)
+    found = causal_attention(queries, keys, values, STARTS)
+    for row, ends in enumerate([(0, 20, 25, 50), (0, 40, 50)]):
+        for start, stop in pairwise(ends):
+            one = slice(row, row + 1)
+            alone = causal_attention(
+                queries[one, :, :, start:stop], keys[one, :, start:stop], values[one, :, start:stop]
+            )
+            torch.testing.assert_close(found[one, :, :, start:stop], alone, **SINGLE)
