@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 from pathlib import Path
@@ -19,7 +20,7 @@ from headstart.data.sampling import sample_rows
 from headstart.errors import UserError
 from headstart.heads import families, family, make_config
 from headstart.pipeline import plan as planning
-from headstart.pipeline.costs import Place, Planned, optimizer_bytes
+from headstart.pipeline.costs import COSTS, Place, Planned, optimizer_bytes
 from headstart.pipeline.lengths import (
     PROMPT_TOKENS,
     answer_tokens,
@@ -369,3 +370,19 @@ def test_what_is_written_says_how_long_conversations_are(tiny_target: Target, tm
     assert (lengths.tokens, lengths.prompt, lengths.turns, lengths.answer) == (40, 10, 1, 15)
     assert (lengths.read, lengths.cached, lengths.written) == (10, 70, 2)
     assert written_lengths(data, tiny_target, []) is None
+
+
+def test_the_page_on_scaling_says_what_plans_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PAPER.parents[1] / "benchmarks"))
+    scaling = importlib.import_module("scaling")
+    page = (PAPER.parent / "scaling.md").read_text(encoding="utf-8")
+    assert "GPU hours, training" in page
+    assert scaling.page(page) == page, "python benchmarks/scaling.py writes it again"
+
+
+def test_a_plan_for_programs(tmp_path: Path, tiny_target_folder: Path) -> None:
+    plan = on_paper("llama-3.3-70b", "eagle3-70b", tmp_path, processes=2)
+    values = json.loads(json.dumps(plan.to_json()))
+    assert set(values["disk"]) == set(values["memory"]) == set(COSTS)
+    assert values["changes"][0]["setting"] == "--processes" and values["problems"]
+    assert values["seconds"].keys() == {"target", *COSTS}

@@ -171,9 +171,15 @@ class Planned:
         return _amounts(self)
 
     @property
+    def online(self) -> bool:
+        """Whether training computes hidden states itself and nothing is stored."""
+        return getattr(self.recipe.data, "states", None) == "online"
+
+    @property
     def captured(self) -> bool:
         """Whether hidden states are kept as conversations are written: on a CPU, in this process."""
-        return self.place.gpu is None and self.target.device.type == "cpu" and not self.recipe.data.server
+        here = self.place.gpu is None and self.target.device.type == "cpu"
+        return here and not self.recipe.data.server and not self.online
 
 
 @dataclass(frozen=True)
@@ -226,6 +232,9 @@ def _amounts(planned: Planned) -> Amounts:
     tokens = int((count + data.validation) * each)
     kept = rows + validation[1] if planned.captured else count + data.validation
     wanted = int(kept * each) * planned.state_bytes
+    if planned.online:
+        made = int((rows + validation[1]) * each)
+        return Amounts(count, tokens, int(count * each), made, seconds + kept_apart, 0, 0)
     budget = int(1e9 * data.cache_gigabytes)
     trained = min(int(count * each), max(0, int(budget / planned.state_bytes - data.validation * each)))
     return Amounts(
@@ -271,6 +280,8 @@ def conversations_cost(planned: Planned) -> Cost:
 def states_cost(planned: Planned) -> Cost:
     """Computing hidden states, where writing has not kept them."""
     amounts, place, target = planned.amounts, planned.place, planned.target
+    if planned.online:
+        return Cost(0.1)
     seconds = amounts.states / 4e9 + 0.1
     if not planned.captured:
         side_by_side = place.copies if place.gpu is not None else place.processes / place.crowding
@@ -304,7 +315,8 @@ def step_seconds(planned: Planned) -> float:
     section, place, speeds = planned.recipe.train, planned.place, planned.speeds
     batches = _PADDED * planned.amounts.trained / section.batch_tokens
     full = batches / math.ceil(max(batches, 1e-9))  # few batches are not full ones
-    seconds = (section.gradient_accumulation_steps * full * speeds.train_step + speeds.update) * place.crowding
+    batch = speeds.train_step + (section.batch_tokens * speeds.prefill_token if planned.online else 0.0)
+    seconds = (section.gradient_accumulation_steps * full * batch + speeds.update) * place.crowding
     return seconds + (gradient_bytes(planned) / _link(place) if place.gpu is not None else 0.0)
 
 
@@ -322,8 +334,8 @@ def optimizer_bytes(planned: Planned) -> int:
 
 
 def held_in_training(planned: Planned) -> int:
-    """What is held of the target: all of it where it was timed here, else what training reads of it."""
-    return planned.own_bytes if planned.place.gpu is None else planned.teacher_bytes
+    """What is held of the target: what training reads of it, where states are stored; all of it where it is here."""
+    return planned.own_bytes if planned.place.gpu is None or planned.online else planned.teacher_bytes
 
 
 def train_cost(planned: Planned) -> Cost:
