@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from headstart.cli_doctor import doctor
 from headstart.cli_engines import engine_table, export, import_checkpoint
@@ -123,20 +124,39 @@ def gc(
 
 
 @app.command()
-def plan(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
-    """What a run would cost in memory, disk and time, before any of it is spent.
+def plan(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    run_dir: RunDir = None,
+    processes: Annotated[int, typer.Option(help="Processes that train, each on a device of its own.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(help="A GPU of the table, such as h100; the target's config.json is enough then.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt, instead of reading some of the prompts.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File to write the plan to as well, for programs.")] = None,
+) -> None:
+    """What a run would cost in memory, disk, network and time, before any of it is spent.
+
+    Times come from forwards timed here, or with --device from a table of GPUs.
 
     Example: headstart plan quickstart data.conversations=5000
+
+    Example: headstart plan eagle3-8b --device h100 --processes 8
     """
+    from headstart.files import write_json
     from headstart.pipeline.plan import make_plan, show_plan
     from headstart.pipeline.stages import STAGES, check_inputs
 
     work = _run(recipe, overrides, run_dir)
     check_inputs(work.recipe, STAGES)
-    estimate = make_plan(work)
+    estimate = make_plan(work, processes, device, prompt_tokens)
     show_plan(work, estimate)
+    if json is not None:
+        write_json(json, estimate.to_json())
     for problem in estimate.problems:
-        work.console.print(f"[bold red]Problem:[/] {problem}", highlight=False, soft_wrap=True)
+        work.console.print("[bold red]Problem:[/]", escape(problem), highlight=False, soft_wrap=True)
     if estimate.problems:
         raise typer.Exit(2)
 

@@ -1,38 +1,51 @@
-"""What a recipe will cost, said before any work: memory, disk and time, from a few timed forwards on this machine."""
+"""What a recipe will cost, said before any work: bytes, memory, time and network, and what to change so that it fits.
+
+Times come from a few forwards timed on this machine, or, for a GPU that is not here, from the table of GPUs; then the
+target's config is enough.
+"""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Any, cast
 
+import psutil
 import torch
 from rich.markup import escape
 from rich.table import Table
 
+from headstart.artifacts import referred
 from headstart.data.conversations import check_prompts
-from headstart.data.questions import read_questions
-from headstart.data.sampling import CACHE_PEAK
 from headstart.data.workers import Workers
+from headstart.decode.costs import core_count
 from headstart.errors import UserError
 from headstart.files import format_bytes
+from headstart.gpus import Gpu, find_gpu
 from headstart.heads import DraftHead, family, make_config
-from headstart.pipeline.data_stages import aux_layers, state_bytes
-from headstart.pipeline.lengths import ANSWER_SHARE, SAMPLE, Lengths, expected_lengths, prompts_of
+from headstart.pipeline.advice import Change, advise, gpus_for, room
+from headstart.pipeline.costs import COSTS, Cost, Place, Planned, steps_of
+from headstart.pipeline.data_stages import aux_layers
+from headstart.pipeline.lengths import (
+    Lengths,
+    expected_lengths,
+    given_lengths,
+    prompts_of,
+    usual_answer,
+    written_lengths,
+)
 from headstart.pipeline.run import Run, left_to_do
-from headstart.pipeline.speeds import Speeds, measure
+from headstart.pipeline.speeds import from_table, measure
 from headstart.pipeline.stages import STAGES
-from headstart.target import Target
-from headstart.target.memory import free_bytes
+from headstart.target import FINAL, Target
+from headstart.target.memory import free_bytes, most_resident
+from headstart.target.outline import Outline, outline
 from headstart.terminal import format_seconds
 
-EVAL_METHODS = 4
-"""Ways of decoding that every report times: heads, plain, transformers, transformers' prompt lookup."""
-_WORKERS_GAIN = 1.3
-"""What two batches side by side bring on a CPU; see `headstart.data.workers`."""
-_GRADIENTS_AND_MOMENTS = 12
-"""Bytes of a trained parameter beside itself: its gradient and two moments of AdamW, in float32."""
+_SAME = ("data.prompts", "data.max_new_tokens", "data.max_prompt_tokens", "data.seed_prompts", "data.regenerate")
+"""Settings that say how long conversations are: what was written under the same ones says it better."""
 
 
 @dataclass(frozen=True)
@@ -43,214 +56,197 @@ class Plan:
         facts: (what, how much) for people.
         seconds: by stage, from its beginning to its end, whether it is done or not.
         left: the stages still to do, each with why (`headstart.pipeline.run.left_to_do`).
-        disk_bytes: that those may still write under the run's folder.
-        free_bytes: free there.
-        memory: bytes on the target's device at most, the target among them: "writing" data, "training", "report".
+        disk: bytes by stage that it leaves under the run's folder.
+        disk_bytes: that the stages left may still write there, what stands beside them for a while included.
+        free_bytes: free there; None where the plan is for another machine.
+        memory: bytes on a device by stage at most, what is held of the target among them.
+        process: bytes of this process by stage at most, libraries and loading included; empty for another machine.
+        room: bytes of a device that a process can use, the target among them.
+        network: bytes that each process sends in a step of training.
+        steps: of training.
         problems: sentences about what would fail.
+        changes: of settings, so that it fits or uses what there is.
+        how: where the times come from.
     """
 
     facts: list[tuple[str, str]]
     seconds: dict[str, float]
     left: dict[str, str]
+    disk: dict[str, int]
     disk_bytes: int
-    free_bytes: int
+    free_bytes: int | None
     memory: dict[str, int]
+    process: dict[str, int]
+    room: int
+    network: int
+    steps: float
     problems: list[str]
+    changes: list[Change] = field(default_factory=list)
+    how: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return {**asdict(self), "facts": dict(self.facts)}
 
 
-def make_plan(run: Run) -> Plan:
+def make_plan(run: Run, processes: int = 1, device: str | None = None, prompt_tokens: int | None = None) -> Plan:
     """Estimate a run.
 
+    Args:
+        run: recipe and folder.
+        processes: that train, each on a device of its own; on a CPU they share its cores.
+        device: a GPU of the table, for which the target's config is enough; None times this machine.
+        prompt_tokens: of a prompt, template included, instead of reading some.
+
     Raises:
-        UserError: anything in the recipe that would stop the run before its first minute.
+        UserError: anything in the recipe that would stop the run before its first minute, or a GPU that the table does
+            not have.
     """
-    data = run.recipe.data
+    if processes < 1:
+        raise UserError(f"A plan for {processes} processes.", "Give --processes 1 or more.")
+    if device is not None:
+        return _elsewhere(run, processes, find_gpu(device), prompt_tokens)
+    return _here(run, processes, prompt_tokens)
+
+
+def _here(run: Run, processes: int, prompt_tokens: int | None) -> Plan:
+    recipe, data = run.recipe, run.recipe.data
     start = perf_counter()
     target = run.target
     loading = perf_counter() - start
+    own = psutil.Process()
+    resident, peak = own.memory_info().rss, most_resident()
     check_prompts(target.tokenizer, data.prompts)
     needed = aux_layers(run)
-    config = make_config(run.recipe.heads, target)
+    config = make_config(recipe.heads, target)
     heads = family(config.family)(config).to(target.device)
     heads.warm_start(target)
-    speeds = measure(target, heads, needed, data.batch_size, run.recipe.train.batch_tokens)
-    lengths, problems = _lengths(run, target)
+    lengths, problems = _lengths(run, target, prompt_tokens, answered=True)
+    speeds = measure(target, heads, needed, data.batch_size, recipe.train, lengths)
+    threads = torch.get_num_threads()
+    place = Place(str(target.device), processes, core_count() or 1, threads, None, free_bytes(target.device))
     workers = Workers(target.device, -(-data.conversations // data.batch_size)).count
-
-    planned = _Planned(run, target, heads, needed, speeds, lengths, workers)
-    amounts = _amounts(planned)
+    planned = Planned(recipe, target, heads, needed, speeds, lengths, workers, place)
     left = left_to_do(run, STAGES)
-    disk = sum(size for stage, size in amounts.disk.items() if stage in left)
     free = shutil.disk_usage(_existing(run.folder)).free
-    memory, room = _memory(planned), free_bytes(target.device)
+    how = "estimated from forwards timed on this machine now"
+    plan = _plan(planned, {"target": loading}, left, free, problems, how)
+    if target.device.type == "cpu":
+        beside = {stage: memory - planned.own_bytes for stage, memory in plan.memory.items()}
+        plan.process.update({stage: max(peak, resident + more) for stage, more in beside.items()})
+    return plan
+
+
+def _elsewhere(run: Run, processes: int, gpu: Gpu, prompt_tokens: int | None) -> Plan:
+    recipe, data = run.recipe, run.recipe.data
+    section = recipe.target
+    target = outline(section.spec, section.dtype, section.revision)
+    shapes = cast(Target, target)  # which is all that heads on the meta device ask for
+    config = make_config(recipe.heads, shapes)
+    with torch.device("meta"):
+        heads: DraftHead = family(config.family)(config)
+    heads.bind(shapes)
+    needed = sorted({*heads.aux_layers, FINAL})
+    lengths, problems = _lengths(run, target, prompt_tokens)
+    per_copy = gpus_for(target.parameters * target.dtype.itemsize, gpu.memory)
+    served = bool(data.server)
+    rows = data.batch_size
+    speeds = from_table(target, heads, gpu, rows, recipe.train, lengths, min(per_copy, processes), served)
+    place = Place(gpu.name, processes, 0, 0, gpu, int(gpu.memory), per_copy)
+    planned = Planned(recipe, target, heads, needed, speeds, lengths, 1, place)
+    loading = planned.own_bytes / 2e9
+    left = dict.fromkeys((stage.name for stage in STAGES), "")
+    how = f"from the table of GPUs: {gpu.flops / 1e12:.0f} TFLOPS in bfloat16, {gpu.bandwidth / 1e9:.0f} GB/s"
+    return _plan(planned, {"target": loading}, left, None, problems, how)
+
+
+def _plan(
+    planned: Planned, seconds: dict[str, float], left: dict[str, str], free: int | None, problems: list[str], how: str
+) -> Plan:
+    costs = {stage: cost(planned) for stage, cost in COSTS.items()}
+    still = [cost for stage, cost in costs.items() if stage in left]
+    disk = sum(cost.disk for cost in still) + max((cost.at_peak for cost in still), default=0)
+    found, changes = advise(planned, costs, disk, free)
     return Plan(
-        facts=_facts(planned, amounts, disk, free, memory, room),
-        seconds={"target": loading, **_seconds(planned, amounts)},
+        facts=_facts(planned, costs, disk, free),
+        seconds={**seconds, **{stage: cost.seconds for stage, cost in costs.items()}},
         left=left,
+        disk={stage: cost.disk for stage, cost in costs.items()},
         disk_bytes=disk,
         free_bytes=free,
-        memory=memory,
-        problems=[*problems, *_problems(planned, disk, free, memory, room)],
+        memory={stage: cost.memory for stage, cost in costs.items()},
+        process={},
+        room=room(planned),
+        network=costs["train"].network,
+        steps=steps_of(planned),
+        problems=[*problems, *found],
+        changes=changes,
+        how=how,
     )
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """What an estimate starts from.
+def _lengths(
+    run: Run, target: Target | Outline, prompt_tokens: int | None, answered: bool = False
+) -> tuple[Lengths, list[str]]:
+    """What to expect of the conversations; prompts that cannot be read are a problem, and are assumed.
 
-    Attributes:
+    Args:
         run: recipe and folder.
         target: the model.
-        heads: as the recipe wants them, warm-started.
-        needed: layers whose states are kept.
-        speeds: as measured.
-        lengths: of the conversations to expect.
-        workers: batches that are written at once.
+        prompt_tokens: as of `make_plan`.
+        answered: whether the target answers some of the prompts, to see how long its answers are.
     """
-
-    run: Run
-    target: Target
-    heads: DraftHead
-    needed: list[int]
-    speeds: Speeds
-    lengths: Lengths
-    workers: int
-
-    @property
-    def weights(self) -> int:
-        """Numbers that the heads hold."""
-        return sum(parameter.numel() for parameter in self.heads.parameters())
-
-    @property
-    def own_bytes(self) -> int:
-        """What the target itself takes."""
-        return self.target.parameters * self.target.dtype.itemsize
-
-    @property
-    def cache_bytes(self) -> int:
-        """KV cache of a batch of the longest conversations."""
-        return self.run.recipe.data.batch_size * self.lengths.cached * self.target.kv_bytes_per_token
+    data = run.recipe.data
+    if prompt_tokens is not None:
+        return given_lengths(data, target, prompt_tokens), []
+    if (written := _written(run, target)) is not None:
+        return written, []
+    try:
+        prompts = prompts_of(data, target.tokenizer)
+        usual = None
+        if answered and isinstance(target, Target) and not data.server:
+            usual = usual_answer(data, target, prompts)
+        return expected_lengths(data, target, prompts, usual), []
+    except UserError as error:
+        return expected_lengths(data, target), [f"{error.problem} {error.remedy}"]
 
 
-@dataclass(frozen=True)
-class _Amounts:
-    """How much the data stages make.
-
-    Attributes:
-        conversations: to train on.
-        tokens: of these and of the validation conversations.
-        seconds: to write them all, those kept apart included.
-        state_bytes: hidden states on disk.
-        disk: bytes by stage that writes them.
-    """
-
-    conversations: float
-    tokens: int
-    seconds: float
-    state_bytes: int
-    disk: dict[str, int]
+def _written(run: Run, target: Target | Outline) -> Lengths | None:
+    """What the run's own conversations say, where some were written under the same settings."""
+    record, folder = run.record("conversations"), referred(run.folder, "conversations")
+    if record is None or folder is None:
+        return None
+    settings = {f"data.{name}": value for name, value in run.recipe.data.model_dump(mode="json").items()}
+    if any(record.settings.get(name) != settings[name] for name in _SAME):
+        return None
+    try:
+        return written_lengths(run.recipe.data, target, sorted((folder / "parts").glob("*-train.jsonl")))
+    except UserError:  # a part that is damaged: whoever writes says so
+        return None
 
 
-def _amounts(planned: _Planned) -> _Amounts:
-    data, lengths, speeds = planned.run.recipe.data, planned.lengths, planned.speeds
-    # A batch is written together: its steps are those of its longest answer, and its prompts are written the same way.
-    rounds = data.max_new_tokens * lengths.turns + (data.max_new_tokens / 2 if data.prompts == "self" else 0)
-    per_conversation = rounds * speeds.step_B / data.batch_size + lengths.read * speeds.prefill_token
-    per_conversation /= _WORKERS_GAIN if planned.workers > 1 else 1.0
-    count = float(data.conversations)
-    if 0 < lengths.sample < SAMPLE:  # these are all there are
-        count = min(count, max(1.0, lengths.sample - data.heldout - data.validation))
-    train_seconds = count * per_conversation
-    if data.minutes is not None and train_seconds > 60 * data.minutes:
-        count = 60 * data.minutes / per_conversation
-        train_seconds = 60 * data.minutes
-    kept_apart = data.validation * per_conversation
-    if data.prompts == "self":
-        kept_apart += data.heldout * per_conversation / 3  # written, and not answered
-    tokens = int((count + data.validation) * lengths.tokens)
-    states = state_bytes(planned.run, count + data.validation, lengths.tokens)
-    # A checkpoint has float32 weights, two Adam moments and the best heads; two are kept while one is being written.
-    checkpoints = 4 * planned.weights * 4 * 3
-    disk = {
-        "conversations": 12 * tokens,
-        "states": states,
-        "train": checkpoints + 8 * planned.weights,
-        "export": 4 * planned.weights,
-    }
-    return _Amounts(count, tokens, train_seconds + kept_apart, states, disk)
-
-
-def _seconds(planned: _Planned, amounts: _Amounts) -> dict[str, float]:
-    """Seconds of each stage after the target is loaded."""
-    recipe, speeds = planned.run.recipe, planned.speeds
-    data, training = recipe.data, recipe.train
-    steps = training.epochs * max(1.0, amounts.tokens / training.batch_tokens / training.gradient_accumulation_steps)
-    steps = min(steps, training.steps or steps)
-    seconds_training = steps * training.gradient_accumulation_steps * speeds.train_step
-    if training.minutes is not None:
-        seconds_training = min(seconds_training, 60 * training.minutes)
-    asked = recipe.eval.questions
-    prompts = data.heldout if asked == "heldout" else len(read_questions(Path(asked).expanduser()))
-    prompts = min(prompts, recipe.eval.limit or prompts)
-    answer = ANSWER_SHARE * data.max_new_tokens
-    ways = EVAL_METHODS + len(recipe.eval.compare)
-    return {
-        "conversations": amounts.seconds,
-        "states": amounts.tokens * speeds.prefill_token,
-        "train": seconds_training,
-        # Widths are timed 32 times, wide ones cost more; 64 rounds of sampling 24 answers cost about three each.
-        "tune": (48 * len(recipe.tune.widths) + 100 + 3 * 64) * speeds.single
-        + data.validation * 2 * answer * speeds.prefill_token,
-        "eval": prompts * recipe.eval.max_new_tokens * speeds.single * ways,
-        "export": 2.0,
-    }
-
-
-def _problems(planned: _Planned, disk: int, free: int, memory: dict[str, int], room: int) -> list[str]:
-    """Sentences about what the disk, the target's context or the device's memory does not hold."""
-    run, target, data = planned.run, planned.target, planned.run.recipe.data
-    problems = []
-    if free < 1.05 * disk:
-        problems.append(
-            f"The disk has {format_bytes(free)} free at {run.folder} and the run may write {format_bytes(disk)}: free "
-            "some space, choose another --run-dir, or lower data.cache_gigabytes."
-        )
-    longest = data.max_prompt_tokens + data.max_new_tokens
-    if longest > target.max_length:
-        problems.append(
-            f"A prompt and its answer may take {longest} tokens and {target.name} reads {target.max_length}: lower "
-            "data.max_prompt_tokens or data.max_new_tokens."
-        )
-    for what, more, remedy in (
-        ("Training", memory["training"] - planned.own_bytes, "train.batch_tokens"),
-        ("The report", memory["report"] - planned.own_bytes, "eval.max_new_tokens"),
-        (
-            "Writing the longest conversation",
-            planned.lengths.cached * target.kv_bytes_per_token,
-            "data.max_new_tokens or data.max_prompt_tokens",
-        ),
-    ):
-        if more > room:
-            problems.append(
-                f"{what} takes about {format_bytes(more)} beside the target, and {format_bytes(room)} are free on "
-                f"{target.device}: lower {remedy}."
-            )
-    return problems
-
-
-def _facts(
-    planned: _Planned, amounts: _Amounts, disk: int, free: int, memory: dict[str, int], room: int
-) -> list[tuple[str, str]]:
+def _facts(planned: Planned, costs: dict[str, Cost], disk: int, free: int | None) -> list[tuple[str, str]]:
     """What is planned and what it takes, for people."""
-    target, heads, lengths, data = planned.target, planned.heads, planned.lengths, planned.run.recipe.data
+    target, heads, lengths, data = planned.target, planned.heads, planned.lengths, planned.recipe.data
+    amounts, place = planned.amounts, planned.place
     cache = f"{format_bytes(planned.cache_bytes)} at most, {data.batch_size} conversations of {lengths.cached} tokens"
     cache += ", and two batches at once" if planned.workers > 1 else ""
-    if memory["writing"] - planned.own_bytes > room:
-        cache += f"; {format_bytes(room)} are free: larger batches are written in halves"
-    by_servers = f"{', '.join(data.server)}; time and memory below are as if this machine wrote" if data.server else ""
+    if costs["conversations"].memory > room(planned) and not data.server:
+        spare = max(0, room(planned) - planned.own_bytes)
+        cache += f"; {format_bytes(spare)} are free: larger batches are written in halves"
+    where = place.name if place.processes == 1 else f"{place.processes} x {place.name}"
+    by_servers = f"{', '.join(data.server)}; time and memory below are as if these devices wrote" if data.server else ""
+    free_text = "" if free is None else f", {format_bytes(free)} free"
+    dtype = str(target.dtype).removeprefix("torch.")
+    shared = f", {place.per_copy} GPUs hold a copy" if place.per_copy > 1 else ""
+    active = ""
+    if isinstance(target, Outline) and target.experts != (1, 1):
+        experts, chosen = target.experts
+        used = target.parameters - target.expert_parameters * (1 - chosen / experts)
+        active = f", {used / 1e9:.1f} B of them for a token"
     return [
-        ("Target", f"{target.name}, {str(target.dtype).removeprefix('torch.')} on {target.device}"),
-        ("Parameters", f"{target.parameters / 1e6:.1f} M, {format_bytes(planned.own_bytes)}"),
+        ("Target", f"{target.name}, {dtype} on {where}{shared}"),
+        ("Parameters", f"{_count(target.parameters)}{active}, {format_bytes(planned.own_bytes * place.per_copy)}"),
         (
             "Heads",
             f"{heads.config.family}, {heads.draft_steps} steps, {heads.trainable_parameters / 1e6:.1f} M to train",
@@ -262,58 +258,46 @@ def _facts(
         ),
         ("A conversation", _described(lengths)),
         *([("Written by", by_servers)] if by_servers else []),
-        ("Hidden states on disk", f"{format_bytes(amounts.state_bytes)} ({len(planned.needed)} of each token)"),
+        ("Hidden states on disk", f"{format_bytes(amounts.states)} ({len(planned.needed)} of each token)"),
+        *((f"Disk, {stage}", format_bytes(cost.disk)) for stage, cost in costs.items() if cost.disk >= 1e6),
         (
             "Disk in all",
-            f"{format_bytes(sum(amounts.disk.values()))}; {format_bytes(disk)} still to write, "
-            f"{format_bytes(free)} free",
+            f"{format_bytes(sum(one.disk for one in costs.values()))}; {format_bytes(disk)} still to write{free_text}",
         ),
         ("KV cache while writing data", cache),
-        ("Memory while writing data", f"about {format_bytes(memory['writing'])}"),
-        ("Memory while training", f"about {format_bytes(memory['training'])}"),
-        ("Memory of the report", f"about {format_bytes(memory['report'])}"),
+        ("Memory while writing data", _of_room(planned, costs["conversations"])),
+        ("Memory while training", _of_room(planned, costs["train"])),
+        ("Memory of the report", _of_room(planned, costs["eval"])),
+        ("Training", f"about {steps_of(planned):.0f} steps of {_step_tokens(planned)} tokens"),
+        *(
+            [("Network", f"{format_bytes(costs['train'].network)} sent by each process in a step (DDP)")]
+            if costs["train"].network
+            else []
+        ),
     ]
 
 
-def _lengths(run: Run, target: Target) -> tuple[Lengths, list[str]]:
-    """What to expect of the conversations; prompts that cannot be read are a problem, and are assumed."""
-    data = run.recipe.data
-    try:
-        return expected_lengths(data, target, prompts_of(data, target.tokenizer)), []
-    except UserError as error:
-        return expected_lengths(data, target), [f"{error.problem} {error.remedy}"]
+def _step_tokens(planned: Planned) -> int:
+    section = planned.recipe.train
+    return section.batch_tokens * section.gradient_accumulation_steps * planned.place.processes
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
+
+
+def _of_room(planned: Planned, cost: Cost) -> str:
+    return f"about {format_bytes(cost.memory)} of {format_bytes(room(planned))} on a device"
 
 
 def _described(lengths: Lengths) -> str:
-    known = f"from {lengths.sample} of the prompts" if lengths.sample else "assumed"
+    known = "assumed"
+    if lengths.written:
+        known = f"as the {lengths.written} that are written"
+    elif lengths.sample:
+        known = f"from {lengths.sample} of the prompts"
     turns = f"{lengths.turns:.1f} answers" if lengths.turns else "answers as given"
     return f"about {lengths.tokens:.0f} tokens, {turns} ({known})"
-
-
-def _memory(planned: _Planned) -> dict[str, int]:
-    """Bytes on the target's device at most, by what needs them; the target itself is in each."""
-    recipe, target, heads = planned.run.recipe, planned.target, planned.heads
-    own, weights, size = planned.own_bytes, planned.weights, target.dtype.itemsize
-    draft = heads.config.draft_width
-    # The teacher's LM head is the target's own unless it is cut to the draft vocabulary.
-    teacher = draft * target.hidden_size * size if draft < target.vocab_size else 0
-    state = (len(planned.needed) * target.hidden_size + draft) * (4 if target.dtype == torch.float32 else size)
-    exact = 0
-    if target.dtype.itemsize < 4:  # where a difference is judged, one part at a time is cast to float32
-        layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in target.layers]
-        exact = 4 * max(*layers, target.vocab_size * target.hidden_size)
-    asked = recipe.data.max_prompt_tokens + recipe.eval.max_new_tokens + recipe.tune.max_nodes
-    return {
-        "writing": int(own + planned.workers * CACHE_PEAK * planned.cache_bytes),
-        "training": own
-        + 4 * weights
-        + _GRADIENTS_AND_MOMENTS * heads.trainable_parameters
-        + teacher
-        + recipe.train.batch_tokens * state
-        + planned.speeds.kept_bytes,
-        # transformers has a cache of its own beside ours.
-        "report": own + weights * size + exact + 2 * asked * target.kv_bytes_per_token,
-    }
 
 
 def show_plan(run: Run, plan: Plan) -> None:
@@ -321,9 +305,10 @@ def show_plan(run: Run, plan: Plan) -> None:
     console = run.console
     facts = Table(title=f"Plan of {run.recipe.name}", title_justify="left", show_header=False, box=None)
     for what, much in plan.facts:
-        facts.add_row(what, much)
+        facts.add_row(what, escape(much))
     console.print(facts)
-    times = Table(title="\nTime, estimated from forwards timed on this machine now", title_justify="left", box=None)
+    console.print(f"\nTime, {plan.how}", style="italic", highlight=False, soft_wrap=True)
+    times = Table(box=None)
     times.add_column("stage")
     times.add_column("estimate", justify="right")
     times.add_column("")
@@ -341,6 +326,10 @@ def show_plan(run: Run, plan: Plan) -> None:
     console.print(times)
     if not plan.left:
         console.print("Nothing is left to do: every stage is done.", style="bold")
+    if plan.changes:
+        console.print("\nTo change:", style="bold")
+        for change in plan.changes:
+            console.print(f"  {change}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _existing(folder: Path) -> Path:

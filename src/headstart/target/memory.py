@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 import psutil
 import torch
 
@@ -12,6 +15,24 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(psutil.virtual_memory().available)
+
+
+def most_resident() -> int:
+    """Bytes that this process has held at most, where the system says so; else those that it holds now."""
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return int(psutil.Process().memory_info().rss)
+
+
+def forget_most_resident() -> int:
+    """Have `most_resident` begin anew, where the system can; returns the bytes that the process holds now."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return int(psutil.Process().memory_info().rss)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -1,0 +1,134 @@
+"""The figures of docs/scaling.md, from `headstart plan`: models by their config alone, on GPUs of the table.
+
+python benchmarks/scaling.py            # writes them into the page
+python benchmarks/scaling.py --check    # says whether the page differs, and exits with 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from tables import table
+
+from headstart.files import format_bytes
+from headstart.pipeline.plan import Plan, make_plan
+from headstart.pipeline.run import Run
+from headstart.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "scaling.md"
+BLOCK = re.compile(r"(<!-- plans -->\n).*?(<!-- end -->)", re.DOTALL)
+PROMPT_TOKENS = 300
+_SERVED = "data.server=http://node1:8000"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One column of the table.
+
+    Attributes:
+        title: of the column.
+        model: folder of docs/plans.
+        recipe: packaged.
+        gpu: of the table.
+        processes: that train.
+        overrides: of the recipe.
+    """
+
+    title: str
+    model: str
+    recipe: str
+    gpu: str
+    processes: int
+    overrides: tuple[str, ...] = ()
+
+    def plan(self) -> Plan:
+        """What the command says."""
+        recipe = load_recipe(self.recipe, [f"target={ROOT / 'docs' / 'plans' / self.model}", *self.overrides, _SERVED])
+        return make_plan(Run(recipe, Path("nowhere"), Console(quiet=True)), self.processes, self.gpu, PROMPT_TOKENS)
+
+    @property
+    def command(self) -> str:
+        """What to type."""
+        words = [f"target=docs/plans/{self.model}", *self.overrides, _SERVED]
+        words += [f"--device {self.gpu}", f"--processes {self.processes}", f"--prompt-tokens {PROMPT_TOKENS}"]
+        return f"headstart plan {self.recipe} {' '.join(words)}"
+
+
+EXAMPLES = (
+    Example("8B, 8 x H100", "llama-3.1-8b", "eagle3-8b", "h100", 8),
+    Example(
+        "8B, 1 M conversations, 16 x H100",
+        "llama-3.1-8b",
+        "eagle3-8b",
+        "h100",
+        16,
+        ("data.conversations=1000000", "data.cache_gigabytes=20000", "train.epochs=2"),
+    ),
+    Example("70B, 8 x H100", "llama-3.3-70b", "eagle3-70b", "h100", 8, ("data.cache_gigabytes=600",)),
+    Example("480B MoE, 32 x H100", "qwen3-coder-480b", "eagle3-70b", "h100", 32, ("data.cache_gigabytes=500",)),
+)
+
+
+def rows(plans: Sequence[Plan]) -> list[list[str]]:
+    """The table's rows: a figure of every plan."""
+    facts = [dict(plan.facts) for plan in plans]
+    counts = [example.processes for example in EXAMPLES]
+
+    def hours(stage: str) -> list[str]:
+        return [f"{plan.seconds[stage] * count / 3600:.1f}" for plan, count in zip(plans, counts, strict=True)]
+
+    return [
+        ["parameters, bytes", *(fact["Parameters"] for fact in facts)],
+        ["target", *(fact["Target"].partition(" on ")[2] for fact in facts)],
+        ["conversations", *(fact["Conversations"].partition(", ")[2] for fact in facts)],
+        ["hidden states on disk", *(format_bytes(plan.disk["states"]) for plan in plans)],
+        ["checkpoints and heads on disk", *(format_bytes(plan.disk["train"]) for plan in plans)],
+        ["heads to keep", *(format_bytes(plan.disk["export"]) for plan in plans)],
+        ["memory of a GPU while training", *(format_bytes(plan.memory["train"]) for plan in plans)],
+        ["sent by a process in a step", *(format_bytes(plan.network) for plan in plans)],
+        ["steps", *(f"{plan.steps:.0f}" for plan in plans)],
+        ["GPU hours, conversations", *hours("conversations")],
+        ["GPU hours, hidden states", *hours("states")],
+        ["GPU hours, training", *hours("train")],
+        ["hours on these GPUs", *(f"{_whole(plan) / 3600:.1f}" for plan in plans)],
+    ]
+
+
+def _whole(plan: Plan) -> float:
+    return sum(plan.seconds[stage] for stage in ("conversations", "states", "train"))
+
+
+def text() -> str:
+    """What stands between the marks."""
+    plans = [example.plan() for example in EXAMPLES]
+    assert not any(plan.problems for plan in plans), [plan.problems for plan in plans]
+    commands = "\n".join(example.command for example in EXAMPLES)
+    shown = table(["", *(example.title for example in EXAMPLES)], rows(plans))
+    return f"\n{shown}\n\n```\n{commands}\n```\n\n"
+
+
+def page(before: str) -> str:
+    """The page with these figures."""
+    return BLOCK.sub(lambda found: found.group(1) + text() + found.group(2), before)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page differs")
+    options = parser.parse_args(arguments)
+    before = PAGE.read_text(encoding="utf-8")
+    after = page(before)
+    if options.check and after != before:
+        raise SystemExit(f"{PAGE} differs from what plans say now: python benchmarks/scaling.py")
+    if not options.check:
+        PAGE.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A target known by its config alone: sizes and work, without weights. Enough to plan for models that fit no machine
+at hand."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from headstart.errors import UserError
+from headstart.network import absent
+from headstart.target.frozen import FrozenModel, refuse_layers
+from headstart.target.loading import DTYPES, loadable_folder
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""What configs call the number of experts of a layer."""
+
+
+class Outline(FrozenModel):
+    """A model of which only the shapes are there: its tensors are torch's `meta` tensors.
+
+    Args:
+        model: built on the `meta` device.
+        tokenizer: None where the config came alone.
+        spec: of the target.
+        dtype: that the model will run in.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, spec: str, dtype: torch.dtype) -> None:
+        super().__init__(model, tokenizer, spec)
+        refuse_layers(self.name, self.config)
+        self.dtype = dtype
+
+    @cached_property
+    def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Per layer ((key heads, key head size), (value heads, value head size)), as `Target` has them."""
+        config = self.config
+        heads: int = config.num_attention_heads
+        if getattr(config, "kv_lora_rank", None):  # latent attention, which transformers caches unfolded
+            keys = config.qk_nope_head_dim + config.qk_rope_head_dim
+            return [((heads, keys), (heads, config.v_head_dim))] * self.num_layers
+        size = getattr(config, "head_dim", None) or self.hidden_size // heads
+        shape = (getattr(config, "num_key_value_heads", None) or heads, size)
+        return [(shape, shape)] * self.num_layers
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token of one row takes."""
+        numbers = sum(count * size for pair in self.kv_shapes for count, size in pair)
+        return numbers * self.dtype.itemsize
+
+    @cached_property
+    def experts(self) -> tuple[int, int]:
+        """(experts of a layer, those that a token goes through); (1, 1) without experts."""
+        count = next((getattr(self.config, name) for name in _EXPERTS if getattr(self.config, name, None)), None)
+        chosen = getattr(self.config, "num_experts_per_tok", None)
+        return (count, chosen) if count and chosen else (1, 1)
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of experts that tokens are sent to."""
+        if self.experts == (1, 1):
+            return 0
+        return sum(weight.numel() for name, weight in self.model.named_parameters() if ".experts." in name)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of the largest layer."""
+        return max(sum(weight.numel() for weight in layer.parameters()) for layer in self.layers)
+
+
+def outline(spec: str, dtype: str = "auto", revision: str | None = None, tokenizer: bool = True) -> Outline:
+    """A target's outline, from its config; no weights are read, and none need to be there.
+
+    Args:
+        spec: as of `load_target`; of a folder, `config.json` is enough.
+        dtype: "auto" is the config's own, or bfloat16 where that is float32.
+        revision: of a hub id.
+        tokenizer: whether to read the tokenizer where there is one.
+
+    Raises:
+        UserError: an unknown target, a config that cannot be had or is none of a language model, or a model that cannot
+            take token trees.
+    """
+    folder = loadable_folder(spec)
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    if not Path(folder).is_dir() and (problem := absent(folder, "config.json", revision)) is not None:
+        kept = try_to_load_from_cache(folder, "config.json", revision=revision)
+        if not isinstance(kept, str):
+            raise UserError(
+                problem.problem,
+                f"{problem.remedy} A folder with the model's config.json alone is enough for a plan: target=FOLDER.",
+            )
+        folder, options = str(Path(kept).parent), {}
+    try:
+        config = AutoConfig.from_pretrained(folder, **options)
+        own = getattr(config.get_text_config(), "dtype", None)
+        kind = DTYPES.get(dtype, own if own in (torch.bfloat16, torch.float16) else torch.bfloat16)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=kind)
+    except Exception as error:  # transformers raises many kinds; all mean the same to the user
+        raise UserError(
+            f"Cannot plan for {spec!r}: {type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}",
+            "Give a folder with the config.json of a causal language model, or a hub id that can be reached.",
+        ) from error
+    return Outline(model, _tokenizer(folder, options) if tokenizer else None, spec, kind)
+
+
+def _tokenizer(folder: str, options: dict[str, Any]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, **options)
+    except Exception:  # a config that came alone; lengths are then counted otherwise
+        return None
