@@ -170,5 +170,20 @@ def save_tiny_target(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def save_tiny_adapter(folder: Path, target_folder: Path, seed: int = 0, **settings: Any) -> Path:
+    """Save a random LoRA adapter of a tiny target that moves its logits well beyond rounding; returns its folder."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+        adapted = get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": "all-linear", **settings}))
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(weight, std=0.05)
+        adapted.save_pretrained(folder)
+    return folder
+
+
 def _prefixes(word: str) -> list[str]:
     return [word[:count] for count in range(1, len(word) + 1)]

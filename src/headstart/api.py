@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headstart.decoder import Decoder as Decoder
 from headstart.errors import UserError
-from headstart.hub import check_folder, locate, read_heads, target_spec
+from headstart.hub import adapter_spec, check_folder, locate, read_heads, target_spec
 from headstart.hub import engines as _engines
 from headstart.hub.engines import Exported as Exported
 from headstart.options import GenerateOptions as GenerateOptions
@@ -29,7 +29,7 @@ def load(
     Args:
         heads: a folder of heads, the folder of a run, or a Hub id (user/name).
         target: the model, when it is loaded already or lies elsewhere than the heads say (then what `load_target`
-            takes). By default the one that the heads name is loaded.
+            takes). By default the one that the heads name is loaded. The adapter of a target comes with the heads.
         revision: branch, tag or commit of the heads, when they come from the Hub.
         dtype: of the model and the heads, see `load_target`; a model that is loaded already keeps its own.
         device: likewise.
@@ -52,7 +52,8 @@ def load(
     folder = locate(heads, revision)
     check_folder(folder)
     if not isinstance(target, Target):
-        target = load_target(target or _named_target(folder), dtype, device, exact=exact)
+        adapter = None if target and any_target else adapter_spec(folder)
+        target = load_target(target or _named_target(folder), dtype, device, exact=exact, adapter=adapter)
     elif exact != "auto":
         target.exact = exact
     return Decoder(target, *read_heads(folder, target, any_target))

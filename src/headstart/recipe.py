@@ -98,6 +98,9 @@ class TargetSection(Section):
     )
     device: str = Field("auto", description="auto is CUDA when there is one.")
     revision: str | None = Field(None, description="Revision of a hub id.")
+    adapter: str | None = Field(
+        None, description="Folder or hub id of a peft adapter (LoRA ...): the target is the model with it merged in."
+    )
     exact: Literal["auto", "bits", "tokens"] = Field(
         "auto",
         description="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower); "

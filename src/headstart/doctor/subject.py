@@ -21,7 +21,7 @@ from headstart.errors import UserError
 from headstart.files import read_json
 from headstart.heads import DraftHead
 from headstart.heads.io import CONFIG, load_heads
-from headstart.hub import locate, read_heads, target_spec
+from headstart.hub import adapter_spec, locate, read_heads, target_spec
 from headstart.pipeline.layout import CONVERSATIONS, HEADS, STATES, TARGET, TRAIN
 from headstart.recipe import Recipe, load_recipe, packaged_recipes
 from headstart.target import Target, load_target
@@ -233,13 +233,15 @@ def find_subject(
         return replace(_of_run(load_recipe(str(home / "recipe.yaml")), home, asked, target, quick), heads_folder=folder)
     if target is None and not is_exported(folder):
         raise UserError(f"The heads in {folder} do not name their target.", "Name it with --target.")
-    loaded = load_target(target or target_spec(folder)[0])
+    adapter = adapter_spec(folder) if is_exported(folder) else None
+    loaded = load_target(target or target_spec(folder)[0], adapter=adapter)
     return Subject(loaded, None, home, folder, asked, quick)
 
 
 def _of_run(recipe: Recipe, run: Path | None, asked: list[Question], target: str | None, quick: bool) -> Subject:
     section = recipe.target
-    loaded = load_target(target or section.spec, section.dtype, section.device, None if target else section.revision)
+    revision, adapter = (None, None) if target else (section.revision, section.adapter)
+    loaded = load_target(target or section.spec, section.dtype, section.device, revision, adapter=adapter)
     loaded = loaded.with_tokenizer(with_template_kwargs(loaded.tokenizer, recipe.data.chat_template_kwargs))
     paths = [run / HEADS, run / TRAIN / "best"] if run else []
     return Subject(loaded, recipe, run, next((path for path in paths if path.is_dir()), None), asked, quick)

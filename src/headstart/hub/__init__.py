@@ -1,12 +1,13 @@
 """Keeping and sharing heads: our folder format, the model card, pushing to the Hub and fetching from it."""
 
 from headstart.hub.card import write_card
-from headstart.hub.format import check_folder, export_heads, read_heads, target_spec
+from headstart.hub.format import adapter_spec, check_folder, export_heads, read_heads, target_spec
 from headstart.hub.pull import fetch, locate
 from headstart.hub.push import Upload, push
 
 __all__ = [
     "Upload",
+    "adapter_spec",
     "check_folder",
     "export_heads",
     "fetch",

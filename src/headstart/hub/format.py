@@ -7,16 +7,17 @@
     calibration.json    what the tree follows from: costs and acceptance as measured, and on which machine
     README.md           the model card
     engines.json        what was measured in serving engines, where anything was
+    adapter/            of the target, where it has one that is not on the Hub; as peft saves adapters
     custom_generate/    lets transformers decode with the heads: model.generate(..., custom_generate=FOLDER)
 
-Loading needs neither of the last two. A folder is written whole or not at all.
+Loading needs none of README.md, engines.json and custom_generate. A folder is written whole or not at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from shutil import copytree, ignore_patterns
+from shutil import copyfile, copytree, ignore_patterns
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -29,6 +30,10 @@ from headstart.heads.io import CONFIG, WEIGHTS, build_heads, settings_of, write_
 from headstart.hub.card import write_card
 from headstart.hub.measured import FILE as ENGINES
 from headstart.target import Target, TreeShape
+from headstart.target.adapter import FILES as ADAPTER_FILES
+from headstart.target.adapter import KEPT as ADAPTER_KEPT
+from headstart.target.adapter import find_adapter
+from headstart.target.identity import BUNDLED
 from headstart.target.loading import PACKAGED
 
 FORMAT = "headstart"
@@ -45,6 +50,7 @@ FILES = (
     *(CARD, CALIBRATION, CONFIG),
     *(f"{CUSTOM_GENERATE}/{file}" for file in ("generate.py", "requirements.txt")),
     *(WEIGHTS, TREE, ENGINES),
+    *(f"{BUNDLED}/{file}" for file in ADAPTER_KEPT),
 )
 """Everything that an exported folder holds; what else lies there is somebody's own."""
 
@@ -67,16 +73,18 @@ def export_heads(
     """
     paths = [list(path) for path in tuning["paths"]]
     _shape({"paths": paths}, heads, folder)
-    identity = target.identity()
+    identity, adapter = target.identity(), target.adapter
+    bundled = None if adapter is None or not Path(adapter.spec).expanduser().is_dir() else find_adapter(adapter.spec)
     config = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "headstart_version": headstart.__version__,
         "target": {
             "spec": _absolute(identity.spec),
-            "name": display_name(identity.spec, identity.name),
+            "name": named(target),
             "fingerprint": identity.fingerprint,
             "sketch": target.sketch(),
+            **({} if adapter is None else {"adapter": {"spec": "" if bundled else adapter.spec, "hash": adapter.hash}}),
         },
         "heads": settings_of(heads),
         "training": dict(facts.get("training") or {}),
@@ -88,6 +96,11 @@ def export_heads(
         write_weights(heads, partial / WEIGHTS)
         write_json(partial / TREE, {"paths": paths})
         write_json(partial / CALIBRATION, {key: value for key, value in tuning.items() if key != "paths"})
+        if bundled is not None:
+            (partial / BUNDLED).mkdir()
+            for name in ADAPTER_KEPT:
+                if (bundled / name).is_file():
+                    copyfile(bundled / name, partial / BUNDLED / name)
         write_card(partial, facts)
         copytree(_TEMPLATES / CUSTOM_GENERATE, partial / CUSTOM_GENERATE, ignore=ignore_patterns("__pycache__"))
 
@@ -135,10 +148,13 @@ def _check_target(folder: Path, trained_on: Mapping[str, Any], target: Target) -
         return
     else:
         why = found
+    adapted, load = "adapter" in trained_on, f"Load {trained_on['name']}"
+    if adapted:
+        load = f"Load it with load_target(SPEC, adapter={str(adapter_spec(folder))!r}), or let headstart.load do it"
     raise UserError(
         f"The heads in {folder} were trained on {trained_on['name']} (fingerprint {trained_on['fingerprint'][:12]}), "
         f"and {given.name} (fingerprint {given.fingerprint[:12]}) is another model: {why}.",
-        f"Load {trained_on['name']}, or train heads for {given.name}. To try all the same, pass any_target=True "
+        f"{load}, or train heads for {given.name}. To try all the same, pass any_target=True "
         "(--any-target): the text stays the target's own, and fewer drafts may be accepted.",
     )
 
@@ -156,14 +172,27 @@ def target_spec(folder: Path) -> tuple[str, str, str]:
     return target["spec"], target["fingerprint"], target["name"]
 
 
+def adapter_spec(folder: Path) -> str | None:
+    """The adapter of the target that heads belong to: a folder or a hub id for `load_target`; None without one.
+
+    Raises:
+        UserError: as `target_spec`.
+    """
+    adapter = read_config(folder)["target"].get("adapter")
+    if adapter is None:
+        return None
+    return adapter["spec"] or str(folder / BUNDLED)
+
+
 def check_folder(folder: Path) -> None:
     """See that a folder is whole, without loading the target: cheap, so worth doing before anything slow.
 
     Raises:
         UserError: a file is missing or cut short, or a newer headstart wrote the folder.
     """
-    read_config(folder)
-    for name in _NEEDED:
+    adapter = read_config(folder)["target"].get("adapter")
+    bundled = [f"{BUNDLED}/{name}" for name in ADAPTER_FILES] if adapter is not None and not adapter["spec"] else []
+    for name in (*_NEEDED, *bundled):
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}.", "Export or fetch the heads again.")
     for name in (TREE, CALIBRATION):
@@ -207,6 +236,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         isinstance(target.get(key), str) for key in ("spec", "name", "fingerprint")
     ):
         raise _not_ours(path)
+    adapter = target.get("adapter")
+    if adapter is not None and not (
+        isinstance(adapter, dict) and all(isinstance(adapter.get(key), str) for key in ("spec", "hash"))
+    ):
+        raise _not_ours(path)
     return config
 
 
@@ -226,6 +260,11 @@ def _absolute(spec: str) -> str:
     """A target in a local folder is found from wherever the heads are loaded on this machine."""
     path = Path(spec).expanduser()
     return str(path.resolve()) if spec and spec not in PACKAGED and path.exists() else spec
+
+
+def named(target: Target) -> str:
+    """What people call a target, with what was done to it at loading."""
+    return target.named(display_name(target.spec, target.model_name))
 
 
 def display_name(spec: str, name: str) -> str:

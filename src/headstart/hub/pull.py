@@ -11,6 +11,7 @@ from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS, heads_folder
 from headstart.hub.format import CARD, CUSTOM_GENERATE
 from headstart.network import explained
+from headstart.target.identity import BUNDLED
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """user/name, as the Hub writes it."""
@@ -31,7 +32,7 @@ def fetch(repo_id: str, revision: str | None = None) -> Path:
     """
     with explained("Cannot fetch", repo_id, revision):
         # Only our own files: an id of a whole model, given by mistake, is refused after a few kilobytes.
-        ours = ["*.json", WEIGHTS, CARD, f"{CUSTOM_GENERATE}/*"]
+        ours = ["*.json", WEIGHTS, CARD, f"{CUSTOM_GENERATE}/*", f"{BUNDLED}/*"]
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=ours))
 
 

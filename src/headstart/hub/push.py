@@ -18,6 +18,8 @@ from headstart.hub.engines.card import ENGINE_FILES, is_engine_folder
 from headstart.hub.format import CARD, FILES, check_folder
 from headstart.hub.pull import HUB_ID
 from headstart.network import LOGIN, explained
+from headstart.target.adapter import CONFIG as ADAPTER
+from headstart.target.identity import BUNDLED
 from headstart.target.loading import PACKAGED
 
 
@@ -103,7 +105,8 @@ def _contents(folder: Path) -> dict[str, bytes | Path]:
     """What is uploaded, by its path in the repository: the weights as they lie there, texts without local paths."""
     config = read_json(folder / CONFIG)
     texts = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if _is_text(folder / name)}
-    local = [value for value in (config["target"]["spec"], *_training(config).values()) if _is_local(value)]
+    base = _adapter_of(folder).get("base_model_name_or_path")
+    local = [value for value in (config["target"]["spec"], base, *_training(config).values()) if _is_local(value)]
     for path in sorted(local, key=len, reverse=True):
         texts = {name: text.replace(path, Path(path).name) for name, text in texts.items()}
     if config["target"]["spec"] in local:  # a bare name would be looked for as if it were somewhere
@@ -133,7 +136,13 @@ def _without_paths(value: Any) -> Any:
 
 
 def _is_text(path: Path) -> bool:
-    return path.is_file() and path.name != WEIGHTS
+    return path.is_file() and path.suffix != Path(WEIGHTS).suffix
+
+
+def _adapter_of(folder: Path) -> dict[str, Any]:
+    """What peft noted of the target's adapter, where that lies with the heads."""
+    file = folder / BUNDLED / ADAPTER
+    return dict(read_json(file)) if file.is_file() else {}
 
 
 def _training(config: dict[str, Any]) -> dict[str, Any]:

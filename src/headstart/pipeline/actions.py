@@ -138,8 +138,9 @@ def refuse_other_files(folder: Path) -> None:
     from headstart.heads.io import CONFIG, WEIGHTS
     from headstart.hub.format import CALIBRATION, CARD, CUSTOM_GENERATE, TREE, read_config
     from headstart.hub.measured import FILE as ENGINES
+    from headstart.target.identity import BUNDLED
 
-    refuse_others(folder, {CALIBRATION, CARD, CONFIG, CUSTOM_GENERATE, ENGINES, TREE, WEIGHTS})
+    refuse_others(folder, {BUNDLED, CALIBRATION, CARD, CONFIG, CUSTOM_GENERATE, ENGINES, TREE, WEIGHTS})
     if any(folder.iterdir()):
         read_config(folder)
 

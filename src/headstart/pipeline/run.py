@@ -64,7 +64,9 @@ class Run:
 
         section = self.recipe.target
         with self.console.status(f"loading {escape(section.spec)}"):
-            target = load_target(section.spec, section.dtype, section.device, section.revision, section.exact)
+            target = load_target(
+                section.spec, section.dtype, section.device, section.revision, section.exact, section.adapter
+            )
         record = self.record("target")
         if record is not None and record.whole and record.identity != target_identity(target):
             raise UserError(

@@ -3,7 +3,7 @@
 from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
-from headstart.target.identity import Identity
+from headstart.target.identity import Adapter, Identity
 from headstart.target.lm_head import Finish
 from headstart.target.loading import load_target
 from headstart.target.model import Exact, Target, TargetOutput
@@ -12,6 +12,7 @@ from headstart.target.tree import DraftTree, TreeShape
 
 __all__ = [
     "FINAL",
+    "Adapter",
     "DraftTree",
     "Exact",
     "Finish",

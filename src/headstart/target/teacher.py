@@ -111,7 +111,7 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
 
     Returns:
         The teacher's folder; None for a target that cannot be kept this way: one whose weights are packed
-        (quantised), or of a class that transformers does not have. Training then loads the target.
+        (quantised) or changed by an adapter, or of a class that transformers does not have. Training then loads it.
 
     Raises:
         UserError: too little free disk.
@@ -139,7 +139,9 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
 
 
 def can_teach(target: FrozenModel) -> bool:
-    """Whether what training needs of a target can be kept: plain weights, in a class of transformers."""
+    """Whether what training needs of a target can be kept: plain weights as read, in a class of transformers."""
+    if target.origin is not None:
+        return False
     if getattr(transformers, type(target.model).__name__, None) is not type(target.model):
         return False
     if getattr(target.model.config, "quantization_config", None) is not None:

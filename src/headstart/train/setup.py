@@ -107,7 +107,7 @@ def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
         if teacher.starts(make_config(recipe.heads, teacher).start_layers):
             return teacher
     try:
-        return load_target(section.spec, section.dtype, device, section.revision)
+        return load_target(section.spec, section.dtype, device, section.revision, adapter=section.adapter)
     except UserError as error:
         raise UserError(error.problem, f"{error.remedy} {remedy}") from error
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from headstart.errors import UserError
 from headstart.hub.engines.base import TargetFacts
-from headstart.hub.format import display_name, read_config
+from headstart.hub.format import adapter_spec, named, read_config
 from headstart.target import Target
 from headstart.target.loading import gguf_file, load_config, loadable_folder
 
@@ -27,6 +27,12 @@ def facts_of_heads(folder: Path, spec: str | None = None) -> TargetFacts:
     config = read_config(folder)
     target = config["target"]
     where = spec or target["spec"]
+    if adapter_spec(folder) is not None and spec is None:
+        raise UserError(
+            f"The heads in {folder} belong to {target['name']}, and engines serve whole models.",
+            "Save it with its adapter merged, then name that folder with --target. In Python: "
+            f"headstart.load({str(folder)!r}).target.save('merged').",
+        )
     sketch = target.get("sketch")
     parts = str(sketch.get("architecture", "")).split() if isinstance(sketch, dict) else []
     if len(parts) != 4 or not all(part.isdigit() for part in parts[1:]):
@@ -65,7 +71,7 @@ def facts_of_target(target: Target) -> TargetFacts:
     identity = target.identity()
     known = TargetFacts(
         spec=target.spec,
-        name=display_name(identity.spec, identity.name),
+        name=named(target),
         fingerprint=identity.fingerprint,
         model_type=target.config.model_type,
         num_layers=target.num_layers,

@@ -1,0 +1,138 @@
+"""Adapters (peft) of a target: found, known by their hash, and merged into its weights.
+
+A merged adapter costs nothing while decoding, and everything else sees an ordinary model. Layers whose weights are
+packed keep it beside them instead: merging would round it away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+
+from headstart.errors import UserError
+from headstart.files import read_json
+from headstart.network import explained
+from headstart.target.identity import Adapter
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NOTE = "headstart.json"
+"""Of adapters that headstart trained: how far the adapted model is from the one without."""
+FILES = (CONFIG, WEIGHTS)
+KEPT = (*FILES, NOTE)
+"""What is copied of an adapter, as far as it is there."""
+_OF_NO_WEIGHT = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "task_type", "auto_mapping"}
+"""Of an adapter's config: what may change without the adapted model changing."""
+
+
+def find_adapter(spec: str) -> Path:
+    """The folder of an adapter that a user named by its path or by a Hub id.
+
+    Raises:
+        UserError: neither, or a folder without the files of an adapter.
+    """
+    path = Path(spec).expanduser()
+    if not path.is_dir():
+        if spec.count("/") != 1 or spec.startswith((".", "/", "~")):
+            raise UserError(f"No adapter at {spec}.", "Give a folder that peft saved, or a hub id (user/name).")
+        with explained("Cannot fetch the adapter", spec, None):
+            path = Path(snapshot_download(spec, allow_patterns=list(KEPT)))
+    for name in FILES:
+        if not (path / name).is_file():
+            raise UserError(
+                f"The adapter {spec} has no {name}.", "Give a folder that peft's save_pretrained wrote (safetensors)."
+            )
+    return path
+
+
+def read_adapter(spec: str) -> Adapter:
+    """What names an adapter: two have the same hash when they change every model alike.
+
+    Raises:
+        UserError: as `find_adapter`, or a config that cannot be read.
+    """
+    folder = find_adapter(spec)
+    digest = hashlib.sha256()
+    known = {key: value for key, value in _config(folder).items() if key not in _OF_NO_WEIGHT}
+    digest.update(json.dumps(_sorted(known), sort_keys=True).encode())
+    with (folder / WEIGHTS).open("rb") as file:
+        digest.update(hashlib.file_digest(file, "sha256").digest())
+    note = read_json(folder / NOTE) if (folder / NOTE).is_file() else {}
+    return Adapter(spec, digest.hexdigest()[:32], note if isinstance(note, dict) else {})
+
+
+def apply_adapter(model: Any, spec: str, merge: bool = True) -> Any:
+    """The model with an adapter in it.
+
+    Args:
+        model: a transformers model; it is changed.
+        spec: of the adapter.
+        merge: add it to the weights, rather than keep it beside them.
+
+    Raises:
+        UserError: an adapter that adds tokens to prompts, that is another model's, or that changes tied embeddings.
+    """
+    import peft
+
+    folder = find_adapter(spec)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            config = peft.PeftConfig.from_pretrained(str(folder))
+            if config.is_prompt_learning:
+                raise UserError(
+                    f"The adapter {spec} is of the kind {config.peft_type.value}, which is no change of weights.",
+                    "Use one that can be merged, such as LoRA.",
+                )
+            adapted = peft.PeftModel.from_pretrained(model, str(folder))
+            if missing := next((str(one.message) for one in said if "missing adapter keys" in str(one.message)), None):
+                raise ValueError(missing)
+            ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+            if tied and any(isinstance(end, peft.tuners.tuners_utils.BaseTunerLayer) for end in ends):
+                raise UserError(
+                    f"The adapter {spec} changes the embeddings or the LM head, which are one matrix in this model.",
+                    "Use an adapter that leaves both as they are.",
+                )
+            return _merged(adapted) if merge else adapted.base_model.model
+    except UserError:
+        raise
+    except Exception as error:  # peft raises many kinds; all mean the same to the user
+        raise UserError(
+            f"The adapter {spec} does not fit the target: {type(error).__name__}: "
+            f"{(str(error).splitlines() or ['no reason'])[0][:200]}",
+            "Give the target that it was trained for.",
+        ) from error
+
+
+def _merged(adapted: Any) -> Any:
+    """The model with its adapter in the weights, which are rounded once: peft alone would round what is added too."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in adapted.modules():
+        weight = getattr(module.get_base_layer(), "weight", None) if isinstance(module, BaseTunerLayer) else None
+        if weight is not None and weight.dtype in (torch.bfloat16, torch.float16):
+            dtype = weight.dtype
+            weight.data = weight.data.float()
+            module.merge(safe_merge=True)
+            weight.data = weight.data.to(dtype)
+    return adapted.merge_and_unload(safe_merge=True)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    values = read_json(folder / CONFIG)
+    if not isinstance(values, dict):
+        raise UserError(f"{folder / CONFIG} holds no settings.", "Fetch or save the adapter again.")
+    return values
+
+
+def _sorted(value: Any) -> Any:
+    """JSON values with their lists in order: peft saves sets in whatever order they are."""
+    if isinstance(value, dict):
+        return {key: _sorted(inner) for key, inner in value.items()}
+    return sorted(map(_sorted, value), key=json.dumps) if isinstance(value, list) else value
