@@ -447,13 +447,14 @@ def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch
 def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     stored = (folder / "train").resolve()
-    shutil.rmtree(folder.parent / "artifacts" / "states")
-    shutil.rmtree(folder / "data" / "states")
     monkeypatch.setattr("headstart.data.generate.answer_prompts", lambda *_: pytest.fail("written again"))
     online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
     run = Run(online, folder, Console(file=io.StringIO(), width=200))
     execute(run, stages_until("export"))
     assert "nothing to store: training computes them" in said(run)
+    found = [one for one in unreferenced(folder.parent) if one.path.parent.name == "states"]
+    assert len(found) == 1, "what was stored before is not referred to any more"
+    free(folder.parent, found)
     assert not list(folder.parent.rglob("shard-*")) and not list(folder.parent.rglob("teacher-*"))
     assert (folder / "train").resolve() != stored, "an artifact of its own"
     assert "| training conversations | 12 |" in (folder / "heads" / "README.md").read_text()

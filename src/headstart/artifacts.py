@@ -172,6 +172,13 @@ def refer(run_folder: Path, stage: str, artifact: Artifact, link: str | None = N
         _point(run_folder / link, artifact.folder)
 
 
+def forget(run_folder: Path, stage: str) -> None:
+    """Note that a run uses no artifact of a stage any more; the artifact stays until `gc`."""
+    paths = references(run_folder)
+    if paths.pop(stage, None) is not None:
+        write_json(run_folder / REFERENCES, paths)
+
+
 def references(run_folder: Path) -> dict[str, str]:
     """The artifact of each stage of a run, relative to its folder; empty when it has none."""
     file = run_folder / REFERENCES

@@ -140,8 +140,22 @@ def test_a_damaged_teacher_is_refused_and_mended(damage: str, tmp_path: Path) ->
     assert load_teacher(folder, CPU).starts(1) and file.read_bytes() == content
 
 
-def test_a_target_with_packed_weights_has_none(tmp_path: Path) -> None:
+class Adapted(torch.nn.Module):
+    """A linear layer with something added to it, as adapters leave it."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.added = base, torch.nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.added(x)
+
+
+def test_a_target_with_packed_weights_or_an_adapter_has_none(tmp_path: Path) -> None:
     assert save_teacher(tmp_path, Target(packed_model(tiny_model("llama"), 8))) is None
+    adapted = tiny_model("llama")
+    adapted.model.layers[-1].self_attn.q_proj = Adapted(adapted.model.layers[-1].self_attn.q_proj)
+    assert save_teacher(tmp_path, Target(adapted)) is None
     assert not list(tmp_path.iterdir())
     assert teacher_of(tmp_path / "teacher-none") is None and teacher_problem(tmp_path / "teacher-none") is None
 

@@ -136,12 +136,13 @@ def train_some_steps(
     states: str,
     folder: str,
     gradient_accumulation_steps: int | str = 1,
+    how: str = "stored",
     stop: int | str | None = None,
 ) -> None:
     """Train Medusa heads for 8 steps, or go on with them; a Ctrl-C ends it after `stop` steps."""
     _, device = join_processes("cpu")
     target = load_target(target_folder, "float32", device)
-    store, valid = StateStore(Path(states) / "train"), StateStore(Path(states) / "calibration")
+    store, valid = both_states(Path(states), target, how)
     loop.make_optimizers = plain_steps
     if stop is not None:
         at(int(stop) - 1, lambda rank: signal.raise_signal(signal.SIGINT))

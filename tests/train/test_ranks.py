@@ -194,7 +194,9 @@ def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
         assert torch.equal(one[name], other[name]), name
 
 
-@pytest.mark.parametrize("order", ["two, then one", "one, then two"])
+@pytest.mark.parametrize(
+    ("order", "how"), [("two, then one", "stored"), ("one, then two", "stored"), ("two, then one", "online")]
+)
 def test_another_number_of_processes_goes_on_where_a_step_reads_as_many_batches(
     together: Ranks,
     states: Path,
@@ -202,15 +204,17 @@ def test_another_number_of_processes_goes_on_where_a_step_reads_as_many_batches(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     order: str,
+    how: str,
 ) -> None:
     def on_two(folder: Path, *stop: int) -> None:
-        assert_codes(together(ranks.train_some_steps, tiny_target_folder, states, folder, "1", *map(str, stop)), 0, 0)
+        words = [tiny_target_folder, states, folder, "1", how, *map(str, stop)]
+        assert_codes(together(ranks.train_some_steps, *words), 0, 0)
 
     def on_one(folder: Path, *stop: int) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(loop, "make_optimizers", loop.make_optimizers)
             patch.setattr(loop._Run, "_step", loop._Run._step)
-            ranks.train_some_steps(str(tiny_target_folder), str(states), str(folder), COUNT, *stop)
+            ranks.train_some_steps(str(tiny_target_folder), str(states), str(folder), COUNT, how, *stop)
 
     first, then = (on_two, on_one) if order == "two, then one" else (on_one, on_two)
     on_one(tmp_path / "whole")

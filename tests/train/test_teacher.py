@@ -74,8 +74,8 @@ class Place:
         assert folder is not None
         return folder
 
-    def recipe(self, dtype: str = "auto", spec: str = "", **settings: Any) -> Recipe:
-        section = {"spec": spec or str(self.target_folder), "dtype": dtype, "device": "cpu"}
+    def recipe(self, dtype: str = "auto", spec: str = "", adapter: str | None = None, **settings: Any) -> Recipe:
+        section = {"spec": spec or str(self.target_folder), "dtype": dtype, "device": "cpu", "adapter": adapter}
         values = self._recipe(**settings).model_dump(mode="json", exclude_defaults=True)
         return Recipe.model_validate({**values, "target": section})
 
@@ -95,6 +95,8 @@ def test_the_teacher_is_taken_where_it_is_enough(place: Place) -> None:
     assert place.open().dtype == torch.float32, "auto is the dtype of the states"
     assert isinstance(place.open(dtype="bfloat16"), Target), "asked for otherwise"
     assert isinstance(place.open(decode_every=2), Target)
+    with pytest.raises(UserError, match="No adapter at /nowhere"):
+        place.open(adapter="/nowhere")
     deep = {"family": "eagle3", "aux_layers": (1, 2), "num_layers": 2}
     assert isinstance(place.open(heads=deep), Target), "the teacher has one layer"
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.artifacts import Artifact, artifact, held, read_note, referred
+from headstart.artifacts import Artifact, artifact, forget, held, read_note, referred
 from headstart.errors import UserError
 from headstart.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.pipeline.dependencies import before, content, flat
@@ -208,6 +208,7 @@ def _state_settings(run: Run) -> dict[str, Any]:
 def _states(run: Run) -> Outcome:
     if is_online(run):
         (run.folder / STATES).mkdir(parents=True, exist_ok=True)
+        forget(run.folder, "states")
         known = ["online", before(run, "target"), before(run, "conversations"), *map(str, aux_layers(run))]
         return Outcome("nothing to store: training computes them (data.states=online)", identity=" ".join(known))
     stores = both_stores(run)

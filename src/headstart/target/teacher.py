@@ -139,17 +139,19 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
 
 
 def can_teach(target: FrozenModel) -> bool:
-    """Whether what training needs of a target can be kept: plain weights as read, in a class of transformers."""
-    if target.origin is not None:
+    """Whether what training needs of a target can be kept: plain weights as read, where transformers has them for its
+    config. An adapter or a packed layer would be missing in the model that `load_teacher` makes."""
+    model = target.model
+    if target.origin is not None or getattr(transformers, type(model).__name__, None) is not type(model):
         return False
-    if getattr(transformers, type(target.model).__name__, None) is not type(target.model):
+    plain = (type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() for weight in model.parameters())
+    if getattr(model.config, "quantization_config", None) is not None or not all(plain):
         return False
-    if getattr(target.model.config, "quantization_config", None) is not None:
+    try:
+        empty = _empty(type(model), _config_of(model))
+    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):  # a config that does not say all of itself
         return False
-    return all(
-        type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.dtype.itemsize >= 2
-        for weight in target.model.parameters()
-    )
+    return _shapes(empty) == _shapes(model)
 
 
 def load_teacher(folder: Path, device: torch.device) -> TeacherModel:
@@ -169,9 +171,7 @@ def load_teacher(folder: Path, device: torch.device) -> TeacherModel:
             f"This transformers ({transformers.__version__}) has no {note['class']}, the class of {note['name']}.",
             f"Install the version that the teacher was written with: pip install transformers=={note['transformers']}",
         )
-    config = cls.config_class.from_dict(note["config"])
-    with torch.device("meta"):
-        model = cls(config)
+    model = _empty(cls, note["config"])
     tensors: dict[str, Tensor] = {}
     for file, known in note["files"].items():
         tensors.update(_read(folder / file, known))
@@ -252,9 +252,24 @@ def _facts(target: Target, revision: str | None) -> dict[str, Any]:
         "kv_shapes": target.kv_shapes,
         "class": type(target.model).__name__,
         "transformers": transformers.__version__,
-        "config": json.loads(target.model.config.to_json_string(use_diff=False)),
+        "config": _config_of(target.model),
         "tied": tied,
     }
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    """A model's config as JSON values, defaults included: those of another version may differ."""
+    return dict(json.loads(model.config.to_json_string(use_diff=False)))
+
+
+def _empty(cls: Any, config: Mapping[str, Any]) -> Any:
+    """A model whose parameters are on the device `meta`."""
+    with torch.device("meta"):
+        return cls(cls.config_class.from_dict(dict(config)))
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:

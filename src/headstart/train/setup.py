@@ -96,7 +96,8 @@ def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
     folder = teacher_folder(store.shards, store.target_fingerprint or "", store.dtype)
     taught = teacher_of(folder)
     remedy = "Or write a teacher where the target is (headstart data build with this recipe): heads train from it."
-    same = taught == (section.spec, section.revision) and section.dtype in ("auto", store.dtype)
+    same = taught == (section.spec, section.revision) and section.adapter is None
+    same = same and section.dtype in ("auto", store.dtype)
     if taught is not None and not same:
         at = f" target.revision={taught[1]}" if taught[1] else ""
         remedy = f"Or train from the teacher that is beside the states: target.spec={taught[0]}{at} target.dtype=auto"
