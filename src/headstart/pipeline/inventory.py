@@ -183,7 +183,9 @@ def _unused_shards(path: Path, runs: Sequence[Path]) -> Iterator[Free]:
     for shard in sorted(path.glob(f"shard-*{DAMAGED}")):
         yield Free(shard, shard.stat().st_size, "damaged hidden states")
     read = _read_shards(path, runs)
-    for shard in sorted(path.glob("shard-*.safetensors")) if read is not None else ():
+    if read is None:
+        return
+    for shard in sorted(path.glob("shard-*.safetensors")):
         if shard.name not in read:
             yield Free(shard, shard.stat().st_size, "hidden states that no run reads")
 
