@@ -95,18 +95,25 @@ def gc(
     folder: Runs = Path("runs"),
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only list.")] = False,
+    states_gigabytes: Annotated[
+        float | None,
+        typer.Option(min=0, help="Keep so much of hidden states: of finished trainings the longest unread go."),
+    ] = None,
 ) -> None:
     """List what no run refers to any more, with sizes, and delete it after asking.
 
     Nothing else of headstart deletes conversations, states, checkpoints, heads or reports.
 
     Example: headstart gc --dry-run
+
+    Example: headstart gc --states-gigabytes 200
     """
     from headstart.files import format_bytes
-    from headstart.pipeline.inventory import free, unreferenced
+    from headstart.pipeline.inventory import free, over_budget, unreferenced
 
     console = Console()
-    found = unreferenced(folder)
+    maximum = None if states_gigabytes is None else int(states_gigabytes * 1e9)
+    found = [*unreferenced(folder), *(over_budget(folder, maximum) if maximum is not None else ())]
     for one in found:
         line = f"{format_bytes(one.bytes):>9}  {one.path}  ({one.what})"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -120,7 +127,7 @@ def gc(
     if not yes and not typer.confirm(f"Delete these {len(found)}, {total} at most?"):
         console.print("Nothing was deleted.")
         return
-    console.print(f"Freed {format_bytes(free(folder, found))}.", highlight=False)
+    console.print(f"Freed {format_bytes(free(folder, found, maximum))}.", highlight=False)
 
 
 @app.command()

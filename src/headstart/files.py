@@ -15,6 +15,8 @@ from headstart.errors import UserError
 
 PARTIAL = ".partial"
 """Suffix of a file or folder that is still being written."""
+DAMAGED = ".damaged"
+"""Suffix of a file that was found damaged and put aside."""
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:

@@ -160,6 +160,11 @@ class DataSection(Section):
         "them with the target, and nothing is kept.",
     )
     cache_gigabytes: float = Field(4.0, gt=0, description="Most bytes of hidden states kept on disk, in 1e9.")
+    states_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto",
+        description="How hidden states are stored: in the target's dtype (auto), or one byte a number with a scale for "
+        "each token.",
+    )
     server: tuple[str, ...] | None = Field(
         None,
         description="Address of a vLLM server or llama-server with this target that writes the conversations, or "

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import headstart.files
 from headstart.data.conversations import Conversation, encode
-from headstart.data.store import StateStore, build_store, estimate_bytes
+from headstart.data.store import StateStore, build_store, estimate_bytes, shard_size
 from headstart.errors import UserError
 from headstart.target import FINAL, Target
 from tests.tiny import tiny_model
@@ -181,6 +184,141 @@ class TestResume:
                 assert torch.equal(one.get(i).states[layer], other.get(i).states[layer])
 
 
+class TestDamage:
+    """A flipped bit is noticed before anything learns from it, and costs one shard."""
+
+    @pytest.mark.parametrize("cache_bytes", [0, PLENTY], ids=["from disk", "from memory"])
+    @pytest.mark.parametrize("where", ["states", "tokens", "header"])
+    def test_a_flipped_bit(
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_bytes: int, where: str
+    ) -> None:
+        given = conversations(tiny_target)
+        before = build(tmp_path, tiny_target, given)
+        kept = [before.get(i).states[FINAL].clone() for i in range(len(given))]
+        shard = before.files[0]
+        flip(shard, where)
+        store = StateStore(tmp_path, cache_bytes=cache_bytes)
+        with pytest.raises(UserError, match=rf"{shard.name} is damaged.*kept as {shard.name}.damaged.*only that shard"):
+            for i in range(len(given)):
+                store.get(i)
+        assert not shard.exists()
+        with pytest.raises(UserError, match="is missing"):
+            StateStore(tmp_path)
+        forwards = Forwards(tiny_target, monkeypatch)
+        again = build(tmp_path, tiny_target, given)
+        assert 0 < forwards.rows < len(given)
+        for i, states_TE in enumerate(kept):
+            torch.testing.assert_close(again.get(i).states[FINAL], states_TE, rtol=1e-4, atol=1e-5)
+
+    def test_a_look_at_all_of_it_leaves_it_in_its_place(self, tiny_target: Target, tmp_path: Path) -> None:
+        store = build(tmp_path, tiny_target, conversations(tiny_target))
+        assert store.damaged_files() == []
+        flip(store.files[1], "states")
+        assert store.damaged_files() == [store.files[1]]
+        assert store.files[1].exists()
+
+    def test_a_shard_that_goes_while_it_is_in_use(self, tiny_target: Target, tmp_path: Path) -> None:
+        store = build(tmp_path, tiny_target, conversations(tiny_target))
+        for file in store.files:
+            file.unlink()
+        with pytest.raises(UserError, match=r"is missing\..*data build"):
+            store.get(0)
+
+    def test_shards_of_before_have_no_checksums(self, tiny_target: Target, tmp_path: Path) -> None:
+        given = conversations(tiny_target)
+        build(tmp_path, tiny_target, given)
+        for file in tmp_path.glob("shard-*"):
+            with safe_open(file, framework="pt") as handle:
+                metadata = {key: value for key, value in handle.metadata().items() if key != "checksums"}
+            save_file(load_file(file), file, metadata)
+        store = build(tmp_path, tiny_target, given)
+        assert store.get(3).tokens_T.tolist() == given[3].tokens
+        assert store.damaged_files() == []
+
+
+def flip(file: Path, where: str) -> None:
+    """One bit of a shard: of its states, its tokens or its lengths."""
+    content = bytearray(file.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    names = json.loads(content[8 : 8 + header])
+    start = 8 + content[8 : 8 + header].index(b"lengths") if where == "header" else 8 + header
+    if where != "header":
+        start += next(named["data_offsets"][0] for name, named in names.items() if name.startswith(where))
+    content[start + 5] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_large_store_has_few_shards_and_a_small_one_loses_little() -> None:
+    for total in (10**6, 10**9, 20 * 10**9, 550 * 10**9, 5 * 10**12):
+        assert total / shard_size(total) <= max(200, total / 2e9)
+        assert 64e6 <= shard_size(total) <= 2e9
+
+
+class TestCodes:
+    """One byte a number, with a scale for each token."""
+
+    @pytest.mark.parametrize("cache_bytes", [0, PLENTY], ids=["from disk", "from memory"])
+    @pytest.mark.parametrize(("states_dtype", "lost"), [("int8", 0.02), ("fp8", 0.05)])
+    def test_states_come_back_but_for_rounding(
+        self, tiny_target: Target, tmp_path: Path, states_dtype: str, lost: float, cache_bytes: int
+    ) -> None:
+        given = conversations(tiny_target)
+        plain = build(tmp_path / "plain", tiny_target, given)
+        built = build(tmp_path / "codes", tiny_target, given, states_dtype=states_dtype)
+        store = StateStore(tmp_path / "codes", cache_bytes=cache_bytes)
+        assert store.bytes < 0.45 * plain.bytes, "float32 takes four bytes a number"
+        assert store.fingerprint == built.fingerprint != plain.fingerprint, "heads of one are not those of the other"
+        for i, item in enumerate(given):
+            sample = store.get(i)
+            assert sample.tokens_T.tolist() == item.tokens
+            for layer in AUX_LAYERS:
+                exact_TE = plain.get(i).states[layer]
+                assert sample.states[layer].dtype == exact_TE.dtype
+                shares_T = (sample.states[layer] - exact_TE).norm(dim=-1) / exact_TE.norm(dim=-1)
+                assert 0 < shares_T.max() < lost
+
+    def test_size_is_as_estimated(self, tiny_target: Target, tmp_path: Path) -> None:
+        store = build(tmp_path, tiny_target, conversations(tiny_target), states_dtype="fp8")
+        expected = estimate_bytes(store.tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype, "fp8")
+        assert expected <= store.bytes <= expected + 1200 * len(list(tmp_path.glob("shard-*")))
+
+    def test_the_budget_holds_more(self, tiny_target: Target, tmp_path: Path) -> None:
+        given = conversations(tiny_target)
+        budget = estimate_bytes(
+            sum(len(item.tokens) for item in given[:3]), len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype
+        )
+        plain = build(tmp_path / "plain", tiny_target, given, budget_bytes=budget)
+        assert (
+            len(plain)
+            == 3
+            < len(build(tmp_path / "codes", tiny_target, given, budget_bytes=budget, states_dtype="int8"))
+        )
+
+    def test_they_lie_beside_those_stored_as_they_are(
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given = conversations(tiny_target, 3)
+        shards = tmp_path / "shards"
+        plain = build(tmp_path / "plain", tiny_target, given, shards=shards)
+        build(tmp_path / "codes", tiny_target, given, shards=shards, states_dtype="int8")
+        forwards = Forwards(tiny_target, monkeypatch)
+        build(tmp_path / "codes", tiny_target, given, shards=shards, states_dtype="int8")
+        again = build(tmp_path / "plain", tiny_target, given, shards=shards)
+        assert forwards.count == 0
+        assert (again.files, again.fingerprint) == (plain.files, plain.fingerprint)
+
+    def test_an_earlier_headstart_refuses_them(self, tiny_target: Target, tmp_path: Path) -> None:
+        build(tmp_path, tiny_target, conversations(tiny_target, 2), states_dtype="int8")
+        assert json.loads((tmp_path / "manifest.json").read_text())["format"] == 3
+
+    def test_a_flipped_scale_is_noticed(self, tiny_target: Target, tmp_path: Path) -> None:
+        store = build(tmp_path, tiny_target, conversations(tiny_target), states_dtype="int8")
+        flip(store.files[0], "scales")
+        with pytest.raises(UserError, match="is damaged"):
+            for i in range(len(store)):
+                StateStore(tmp_path).get(i)
+
+
 class TestMore:
     """Shards are only ever added: what one of them holds is not computed again."""
 
@@ -300,7 +438,7 @@ class TestRefusals:
             build(tmp_path, tiny_target, conversations(tiny_target, 1), aux_layers=(9,))
 
     def test_another_format(self, tmp_path: Path) -> None:
-        (tmp_path / "manifest.json").write_text('{"format": 0}')
+        (tmp_path / "manifest.json").write_text('{"format": 4}')
         with pytest.raises(UserError, match="another format"):
             StateStore(tmp_path)
         (tmp_path / "manifest.json").write_text('{"format"')

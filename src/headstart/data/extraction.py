@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,8 +26,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.data.conversations import Conversation
+from headstart.data.encoding import AUTO
 from headstart.data.identify import every_layer, identify
-from headstart.data.store import SHARD_BYTES, Capture, estimate_bytes, without_states
+from headstart.data.store import Capture, estimate_bytes, shard_size, without_states
 from headstart.errors import UserError
 from headstart.files import need_disk
 from headstart.target import FINAL, Target
@@ -70,14 +72,20 @@ def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder:
         aux_layers: wanted, FINAL among them or not.
         folder: where vLLM writes.
     """
+    options = ["--dtype", _name(target.dtype), "--no-enable-prefix-caching"]
+    return shlex.join(["vllm", "serve", model, *options, *serve_arguments(target, aux_layers, folder)])
+
+
+def serve_arguments(target: Target, aux_layers: Iterable[int], folder: Path, **connector: str) -> list[str]:
+    """The arguments of vLLM that ask for these states; keys of its connector's config may be others."""
     layers = {"eagle_aux_hidden_state_layer_ids": engine_layers(aux_layers, target)}
     method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
-    words = ["vllm", "serve", model, "--dtype", str(target.dtype).removeprefix("torch."), "--no-enable-prefix-caching"]
-    words += ["--speculative-config", json.dumps({**method, "draft_model_config": {"hf_config": layers}})]
+    config = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer", **connector}
     extra = {"shared_storage_path": str(folder)}
-    words += ["--kv-transfer-config", json.dumps({**connector, "kv_connector_extra_config": extra})]
-    return shlex.join(words)
+    return [
+        *("--speculative-config", json.dumps({**method, "draft_model_config": {"hf_config": layers}})),
+        *("--kv-transfer-config", json.dumps({**config, "kv_connector_extra_config": extra})),
+    ]
 
 
 class Import:
@@ -88,7 +96,8 @@ class Import:
         target: whose states they are.
         conversations: whose states are wanted.
         aux_layers: wanted.
-        shard_bytes: size at which a shard is closed.
+        shard_bytes: size at which a shard is closed; None chooses by how much is wanted.
+        states_dtype: how they are stored, see `encoding`.
 
     Attributes:
         found: what has come of it so far.
@@ -104,20 +113,22 @@ class Import:
         conversations: Sequence[Conversation],
         aux_layers: Sequence[int],
         *,
-        shard_bytes: int = SHARD_BYTES,
+        shard_bytes: int | None = None,
+        states_dtype: str = AUTO,
     ) -> None:
-        self._folder, self._target, self._shard_bytes = shards, target, shard_bytes
+        self._folder, self._target, self._states_dtype = shards, target, states_dtype
         self._engine_layers = engine_layers(aux_layers, target)
         layers = tuple(dict.fromkeys(aux_layers))
         unlike = list({tuple(item.tokens): item for item in conversations}.values())
-        lacking = without_states(shards, target, unlike, layers)
+        lacking = without_states(shards, target, unlike, layers, states_dtype)
         self._wanted = {tuple(unlike[i].tokens): (unlike[i], missing) for i, missing in lacking.items()}
         self._gathered: dict[tuple[int, ...], list[tuple[Conversation, Mapping[int, Tensor]]]] = {}
         self._bytes = 0
         self.found = Imported(there=len(unlike) - len(lacking), lacking=len(lacking))
         sizes = ((len(tokens), len(missing)) for tokens, (_, missing) in self._wanted.items())
-        needed = sum(estimate_bytes(*size, target.hidden_size, target.dtype) for size in sizes)
+        needed = sum(estimate_bytes(*size, target.hidden_size, target.dtype, states_dtype) for size in sizes)
         need_disk(shards, needed, "Keeping hidden states")
+        self._shard_bytes = shard_bytes or shard_size(needed)
 
     @property
     def waiting(self) -> list[Conversation]:
@@ -182,7 +193,7 @@ class Import:
         gathered, self._gathered, self._bytes = self._gathered, {}, 0
         for layers, written in gathered.items():
             self._compare(*written[0])
-            Capture(self._folder, self._target, layers).keep(written)
+            Capture(self._folder, self._target, layers, self._states_dtype).keep(written)
             self.found.taken += len(written)
             self.found.lacking -= len(written)
 
@@ -245,10 +256,18 @@ def final_norm(target: Target) -> Callable[[Tensor], Tensor]:
     Raises:
         UserError: there is none, so that an engine's states before the norm are of no use.
     """
-    last = target.num_layers
-    seen: dict[str, Tensor] = {}
+    last, here = target.num_layers, threading.get_ident()
+    seen: dict[str, Any] = {}
+
+    def note(name: str) -> Callable[[Any, Any, Any], None]:
+        def hook(_: Any, __: Any, out: Any) -> None:
+            if threading.get_ident() == here:  # others may read with the same target meanwhile
+                seen[name] = out
+
+        return hook
+
     hooks = [
-        module.register_forward_hook(lambda _, args, out, name=name: seen.update({name: out}))
+        module.register_forward_hook(note(name))
         for name, module in target.decoder.named_children()
         if module is not target.layers
     ]

@@ -48,7 +48,16 @@ from headstart.terminal import progress_bar
 
 _COUNTS = {"heldout": "heldout", "calibration": "validation", "train": "conversations"}
 SPLITS = tuple(_COUNTS)
-AMOUNTS = {"conversations", "heldout", "validation", "minutes", "batch_size", "cache_gigabytes", "states"}
+AMOUNTS = {
+    "conversations",
+    "heldout",
+    "validation",
+    "minutes",
+    "batch_size",
+    "cache_gigabytes",
+    "states",
+    "states_dtype",
+}
 """Settings of the data that say how much of it there is, and not what it is."""
 OF_SERVERS = {"server", "server_requests"}
 """Settings that say who writes it. What counts is whether a server does: its numbers are not those of this process."""

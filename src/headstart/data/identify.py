@@ -23,7 +23,9 @@ def every_layer(target: Target) -> list[int]:
     return [*range(target.num_layers + 1), FINAL]
 
 
-def identify(aux_layer: int, given_TE: Tensor, fresh: Mapping[int, Tensor], target: Target) -> tuple[float, str]:
+def identify(
+    aux_layer: int, given_TE: Tensor, fresh: Mapping[int, Tensor], target: Target, rounded: bool = False
+) -> tuple[float, str]:
     """Distance of states from the target's own at this layer, and what they are instead ("" when alike).
 
     Args:
@@ -31,8 +33,9 @@ def identify(aux_layer: int, given_TE: Tensor, fresh: Mapping[int, Tensor], targ
         given_TE: the states.
         fresh: the target's own on the same tokens, at `every_layer`.
         target: whose they should be.
+        rounded: whether the states were stored in fewer bits than their dtype has.
     """
-    exact = given_TE.dtype == fresh[aux_layer].dtype == torch.float32
+    exact = not rounded and given_TE.dtype == fresh[aux_layer].dtype == torch.float32
     limit = _TOLERANCE[torch.float32] if exact else _TOLERANCE_COARSE
     own = distance(given_TE, fresh[aux_layer])
     name = "FINAL" if aux_layer == FINAL else f"layer {aux_layer}"

@@ -6,7 +6,8 @@ order, and in which shards their states lie. Several stores can share the shards
 conversations or for other layers computes what no shard holds yet. Whatever moment a build is killed at, the next one
 goes on from the shards that are complete.
 
-    shard-<name>.safetensors   tokens [S] int32, states.<layer> [S, E], sequences end to end
+    shard-<name>.safetensors   tokens [S] int32, states.<layer> [S, E], sequences end to end; checksums in its metadata;
+                               scales.<layer> [S] where states are stored in one byte a number
     manifest.json              fingerprint, aux layers, and for every conversation its length, mask and places
 
 Shape suffixes: T tokens of one conversation, S tokens of one shard, E hidden size, V vocabulary.
@@ -17,7 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +30,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headstart.data.checksums import KEY, Checks, checksums, is_missing, put_aside, rebuild, whole
 from headstart.data.conversations import Conversation
+from headstart.data.encoding import AUTO, bytes_per_state, decode, encode
 from headstart.errors import UserError
 from headstart.files import format_bytes, need_disk, read_json, write_atomic, write_json
 from headstart.target import Target
 
-SHARD_BYTES = 64_000_000
-"""A shard is closed once it holds this much; it is the most work that a kill can lose."""
+SHARD_BYTES = 64_000_000, 2_000_000_000
+"""A shard is closed once it holds this much, at least and at most; it is the most work that a kill can lose."""
+_SHARDS = 200
+"""Between the two, the states of a build make about so many shards."""
 
 CACHE_BYTES = 2_000_000_000
 """Stores up to this size are kept in memory once read."""
@@ -41,6 +48,8 @@ CACHE_BYTES = 2_000_000_000
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
 _FORMAT = 2
+_FORMAT_OF_CODES = 3
+"""Of stores with one byte a number, which earlier versions would take for states."""
 
 Location = tuple[int, int]
 """Where the states of a conversation lie: number of the shard among the manifest's, first token in it."""
@@ -61,9 +70,9 @@ class Sample:
     states: dict[int, Tensor]
 
 
-def estimate_bytes(tokens: int, aux_layers: int, hidden: int, dtype: torch.dtype) -> int:
+def estimate_bytes(tokens: int, aux_layers: int, hidden: int, dtype: torch.dtype, states_dtype: str = AUTO) -> int:
     """Bytes on disk of so many tokens, each with `aux_layers` states of `hidden` numbers."""
-    return tokens * (aux_layers * hidden * dtype.itemsize + _TOKEN_BYTES)
+    return tokens * (aux_layers * bytes_per_state(hidden, dtype, states_dtype) + _TOKEN_BYTES)
 
 
 class StateStore:
@@ -82,13 +91,15 @@ class StateStore:
         if not (folder / MANIFEST).is_file():
             raise UserError(f"{folder} holds no finished store of hidden states.", "Run: headstart data build RECIPE")
         manifest = read_json(folder / MANIFEST)
-        if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        if not isinstance(manifest, dict) or manifest.get("format") not in (_FORMAT, _FORMAT_OF_CODES):
             raise UserError(f"{folder} is a store of another format.", "Build it again, in another folder.")
         self.fingerprint: str = manifest["fingerprint"]
         self.target_fingerprint: str = manifest["target_fingerprint"]
         self.dtype: str = manifest["dtype"]
         self.aux_layers: tuple[int, ...] = tuple(manifest["taps"])
         self.hidden_size: int = manifest["hidden_size"]
+        self.states_dtype: str = manifest.get("states_dtype", AUTO)
+        self._dtype: torch.dtype = getattr(torch, manifest["dtype"])
         self.lengths: list[int] = manifest["lengths"]
         self.dropped: int = manifest["dropped"]
         self.shards: Path = folder / manifest["shards"]
@@ -103,12 +114,12 @@ class StateStore:
             found = path.stat().st_size if path.is_file() else 0
             if found != file["bytes"]:
                 raise UserError(
-                    f"{path} is {'cut short' if found else 'missing'} ({found} of {file['bytes']} bytes).",
-                    "Build the states again (headstart data build RECIPE): only that shard is computed anew.",
+                    f"{path} is {'cut short' if found else 'missing'} ({found} of {file['bytes']} bytes).", rebuild()
                 )
         self._cached = self.bytes <= cache_bytes
         self._loaded: dict[int, dict[str, Tensor]] = {}
         self._open: dict[int, Any] = {}
+        self._checks: dict[int, Checks] = {}
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -133,15 +144,23 @@ class StateStore:
 
         Raises:
             IndexError: beyond the last conversation.
+            UserError: a shard is damaged; it is put aside then.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
-        states = {layer: self._read(f"states.{layer}", self._places[layer][index], index) for layer in self.aux_layers}
+        states = {layer: self._states(layer, index) for layer in self.aux_layers}
         return Sample(self._tokens(index), self._supervised(index), states)
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
         """Several conversations with their states."""
         return [self.get(index) for index in indices]
+
+    def _states(self, layer: int, index: int) -> Tensor:
+        place = self._places[layer][index]
+        kept_TE = self._read(f"states.{layer}", place, index)
+        if self.states_dtype == AUTO:
+            return kept_TE
+        return decode(kept_TE, self._read(f"scales.{layer}", place, index), self._dtype)
 
     def _tokens(self, index: int) -> Tensor:
         return self._read("tokens", self._places[self.aux_layers[0]][index], index).long()
@@ -154,15 +173,31 @@ class StateStore:
 
     def _read(self, name: str, position: Location, index: int) -> Tensor:
         shard, start = position
-        part = slice(start, start + self.lengths[index])
+        if shard not in self._checks:
+            self._checks[shard] = Checks(self.files[shard])
+            _note_reading(self.files[shard])
+        try:
+            part = self._part(name, shard, slice(start, start + self.lengths[index]))
+        except SafetensorError:
+            raise put_aside(self.files[shard]) from None
+        except FileNotFoundError:
+            raise is_missing(self.files[shard]) from None
+        self._checks[shard].verify(name, start, part)
+        return part
+
+    def _part(self, name: str, shard: int, tokens: slice) -> Tensor:
         if self._cached:
             if shard not in self._loaded:
                 self._loaded[shard] = load_file(self.files[shard])
-            return self._loaded[shard][name][part]
+            return self._loaded[shard][name][tokens]
         if shard not in self._open:
             self._open[shard] = safe_open(self.files[shard], framework="pt")
-        part_of_it: Tensor = self._open[shard].get_slice(name)[part]
-        return part_of_it
+        part: Tensor = self._open[shard].get_slice(name)[tokens]
+        return part
+
+    def damaged_files(self) -> list[Path]:
+        """Shards that are not as they were written; all of them are read."""
+        return [file for file in self.files if not whole(file)]
 
     def supervised(self) -> Iterable[Tensor]:
         """The mask of each conversation in turn, bool [T]; no states are read."""
@@ -177,6 +212,12 @@ class StateStore:
         return counts_V
 
 
+def _note_reading(file: Path) -> None:
+    """For `headstart gc`, which knows from the time of access what was not read for long; many disks keep none."""
+    with suppress(OSError):
+        os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
+
+
 def build_store(
     folder: Path,
     conversations: Sequence[Conversation],
@@ -187,7 +228,8 @@ def build_store(
     shards: Path | None = None,
     batch_tokens: int = 2048,
     advance: Callable[[int, int], None] | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
+    states_dtype: str = AUTO,
 ) -> StateStore:
     """Compute and keep the aux hidden states of conversations; states that a whole shard holds already are not
     computed.
@@ -201,7 +243,8 @@ def build_store(
         shards: folder of the shards, which other stores of the same target may share; by default `folder` itself.
         batch_tokens: tokens of a forward at most, padding included (one longer conversation goes alone).
         advance: called with (tokens done, tokens in all) after every forward.
-        shard_bytes: size at which a shard is closed.
+        shard_bytes: size at which a shard is closed; None chooses by what there is to compute.
+        states_dtype: how they are stored, see `encoding`.
 
     Raises:
         UserError: nothing to store, a conversation that the target cannot read, a budget too small for the first
@@ -209,17 +252,18 @@ def build_store(
     """
     check_conversations(conversations, target)
     aux_layers, shards = tuple(dict.fromkeys(aux_layers)), shards or folder
-    kept = conversations[: fitting(conversations, target, aux_layers, budget_bytes)]
+    kept = conversations[: fitting(conversations, target, aux_layers, budget_bytes, states_dtype)]
     lengths = [len(conversation.tokens) for conversation in kept]
     keys = [_key(conversation.tokens) for conversation in kept]
-    index = _Index(shards, _owner(target))
+    index = _Index(shards, _owner(target, states_dtype))
     lacking = index.lacking(keys, aux_layers)
     total, left = sum(lengths), sum(lengths[i] for numbers in lacking.values() for i in numbers)
-    per_token = {layers: estimate_bytes(1, len(layers), target.hidden_size, target.dtype) for layers in lacking}
+    size = (target.hidden_size, target.dtype, states_dtype)
+    per_token = {layers: estimate_bytes(1, len(layers), *size) for layers in lacking}
     needed = sum(per_token[layers] * lengths[i] for layers, numbers in lacking.items() for i in numbers)
     need_disk(shards, needed, "Keeping hidden states")
     for layers, missing in lacking.items():
-        for numbers in _shards(missing, lengths, per_token[layers], shard_bytes):
+        for numbers in _shards(missing, lengths, per_token[layers], shard_bytes or shard_size(needed)):
             states: dict[int, dict[int, Tensor]] = {}
             for batch in _batches(numbers, lengths, batch_tokens):
                 rows = target.hidden_states([kept[i].tokens for i in batch], layers)
@@ -227,10 +271,21 @@ def build_store(
                 left -= sum(lengths[i] for i in batch)
                 if advance is not None:
                     advance(total - left, total)
-            index.add(_write_shard(shards, index.owner, layers, numbers, kept, keys, states))
-    manifest = _manifest(folder, index, target, aux_layers, kept, keys)
+            index.add(_write_shard(shards, index.owner, layers, numbers, kept, keys, states, states_dtype))
+    manifest = _manifest(folder, index, target, aux_layers, kept, keys, states_dtype)
     write_json(folder / MANIFEST, {**manifest, "dropped": len(conversations) - len(kept)}, indent=None)
     return StateStore(folder)
+
+
+def shard_size(total: int) -> int:
+    """Bytes at which a shard is closed when so many are to be written: few files of a large store, little lost of a
+    small one.
+
+    >>> shard_size(1_400_000_000), shard_size(40_000_000_000), shard_size(550_000_000_000)
+    (64000000, 200000000, 2000000000)
+    """
+    least, most = SHARD_BYTES
+    return min(most, max(least, total // _SHARDS))
 
 
 class Capture:
@@ -242,11 +297,12 @@ class Capture:
         shards: folder of the shards.
         target: the model that writes.
         aux_layers: which hidden states to keep.
+        states_dtype: how they are stored, see `encoding`.
     """
 
-    def __init__(self, shards: Path, target: Target, aux_layers: Sequence[int]) -> None:
+    def __init__(self, shards: Path, target: Target, aux_layers: Sequence[int], states_dtype: str = AUTO) -> None:
         self.aux_layers = tuple(dict.fromkeys(aux_layers))
-        self._shards, self._target = shards, target
+        self._shards, self._target, self._states_dtype = shards, target, states_dtype
 
     def keep(self, written: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
         """Write a shard of conversations and the states [T, E] of their tokens, by layer.
@@ -263,25 +319,32 @@ class Capture:
         target = self._target
         need_disk(
             self._shards,
-            estimate_bytes(tokens, len(self.aux_layers), target.hidden_size, target.dtype),
+            estimate_bytes(tokens, len(self.aux_layers), target.hidden_size, target.dtype, self._states_dtype),
             "Keeping hidden states",
         )
         states = {i: dict(written[i][1]) for i in numbers}
-        _write_shard(self._shards, _owner(target), self.aux_layers, numbers, conversations, keys, states)
+        owner = _owner(target, self._states_dtype)
+        _write_shard(self._shards, owner, self.aux_layers, numbers, conversations, keys, states, self._states_dtype)
 
 
 def without_states(
-    shards: Path, target: Target, conversations: Sequence[Conversation], aux_layers: Sequence[int]
+    shards: Path,
+    target: Target,
+    conversations: Sequence[Conversation],
+    aux_layers: Sequence[int],
+    states_dtype: str = AUTO,
 ) -> dict[int, tuple[int, ...]]:
     """Numbers of the conversations that the whole shards of a folder do not hold all states of, equal ones once, each
     with the layers that are missing."""
-    found = _Index(shards, _owner(target)).lacking([_key(item.tokens) for item in conversations], aux_layers)
+    index = _Index(shards, _owner(target, states_dtype))
+    found = index.lacking([_key(item.tokens) for item in conversations], aux_layers)
     return {number: layers for layers, numbers in found.items() for number in numbers}
 
 
-def _owner(target: Target) -> str:
-    """Whose states a shard holds."""
-    return f"{target.identity().fingerprint} {target.settings} {_name_of(target.dtype)}"
+def _owner(target: Target, states_dtype: str) -> str:
+    """Whose states a shard holds, and how."""
+    owner = f"{target.identity().fingerprint} {target.settings} {_name_of(target.dtype)}"
+    return owner if states_dtype == AUTO else f"{owner} {states_dtype}"
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -295,6 +358,7 @@ def _manifest(
     aux_layers: Sequence[int],
     kept: Sequence[Conversation],
     keys: Sequence[str],
+    states_dtype: str,
 ) -> dict[str, Any]:
     """What a store says of itself; see `StateStore` for what is read of it."""
     files = sorted({index.places[layer, key][0] for layer in aux_layers for key in keys})
@@ -302,8 +366,10 @@ def _manifest(
     digest = hashlib.sha256(json.dumps([_FORMAT, index.owner]).encode())
     for conversation in kept:
         digest.update(json.dumps([conversation.tokens, conversation.supervised_spans]).encode())
+    how = {} if states_dtype == AUTO else {"states_dtype": states_dtype}
     return {
-        "format": _FORMAT,
+        "format": _FORMAT_OF_CODES if how else _FORMAT,
+        **how,
         "fingerprint": digest.hexdigest()[:32],
         "target": target.name,
         "target_fingerprint": target.identity().fingerprint,
@@ -321,13 +387,19 @@ def _manifest(
     }
 
 
-def fitting(conversations: Sequence[Conversation], target: Target, aux_layers: Sequence[int], budget_bytes: int) -> int:
+def fitting(
+    conversations: Sequence[Conversation],
+    target: Target,
+    aux_layers: Sequence[int],
+    budget_bytes: int,
+    states_dtype: str = AUTO,
+) -> int:
     """How many conversations, from the first one on, a byte budget holds the states of.
 
     Raises:
         UserError: not even the first.
     """
-    per_token = estimate_bytes(1, len(set(aux_layers)), target.hidden_size, target.dtype)
+    per_token = estimate_bytes(1, len(set(aux_layers)), target.hidden_size, target.dtype, states_dtype)
     used = 0
     for kept, conversation in enumerate(conversations):
         used += len(conversation.tokens) * per_token
@@ -361,7 +433,8 @@ class _Index:
             self.add(file)
 
     def add(self, file: Path) -> None:
-        """Read what a shard says of itself; one that is cut short, or another target's, counts for nothing."""
+        """Read what a shard says of itself; one that is cut short, damaged there, or another target's, counts for
+        nothing."""
         try:
             with safe_open(file, framework="pt") as handle:  # refuses a file of another length than its header's
                 metadata = handle.metadata() or {}
@@ -369,9 +442,13 @@ class _Index:
             return
         if metadata.get("owner") != self.owner:
             return
+        try:
+            keys, lengths, layers = (json.loads(metadata[name]) for name in ("keys", "lengths", "taps"))
+        except (ValueError, KeyError):
+            return
         start = 0
-        for key, length in zip(json.loads(metadata["keys"]), json.loads(metadata["lengths"]), strict=True):
-            for layer in json.loads(metadata["taps"]):
+        for key, length in zip(keys, lengths, strict=True):
+            for layer in layers:
                 self.places.setdefault((layer, key), (file.name, start))
             start += length
 
@@ -453,19 +530,23 @@ def _write_shard(
     conversations: Sequence[Conversation],
     keys: Sequence[str],
     states: dict[int, dict[int, Tensor]],
+    states_dtype: str,
 ) -> Path:
     """Write one shard; returns its file."""
     tensors = {
         "tokens": torch.tensor([token for i in numbers for token in conversations[i].tokens], dtype=torch.int32),
-        **{f"states.{layer}": torch.cat([states[i][layer] for i in numbers]) for layer in aux_layers},
     }
+    for layer in aux_layers:
+        tensors |= encode(layer, torch.cat([states[i][layer] for i in numbers]), states_dtype)
+    lengths = [len(conversations[i].tokens) for i in numbers]
     metadata = {
         "owner": owner,
         "taps": json.dumps(list(aux_layers)),
         "keys": json.dumps([keys[i] for i in numbers]),
-        "lengths": json.dumps([len(conversations[i].tokens) for i in numbers]),
+        "lengths": json.dumps(lengths),
     }
     name = hashlib.sha256(json.dumps(metadata).encode()).hexdigest()[:16]
     file = folder / f"shard-{name}.safetensors"
-    write_atomic(file, lambda partial: save_file(tensors, partial, metadata=metadata))
+    described = {**metadata, KEY: checksums(tensors, lengths)}
+    write_atomic(file, lambda partial: save_file(tensors, partial, metadata=described))
     return file

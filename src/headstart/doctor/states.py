@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headstart.data.conversations import Conversation
+from headstart.data.encoding import AUTO
 from headstart.data.identify import called, every_layer, identify
 from headstart.data.store import StateStore
 from headstart.doctor.findings import Finding, bad, check, good, unknown
@@ -49,7 +50,8 @@ def states(subject: Subject) -> Finding:
             tokens = sample.tokens_T[:_READ].tolist()
             fresh = target.hidden_states([tokens], every_layer(target))[0]
             for aux_layer in store.aux_layers:
-                distance, said = identify(aux_layer, sample.states[aux_layer][:_READ], fresh, target)
+                states_TE, rounded = sample.states[aux_layer][:_READ], store.states_dtype != AUTO
+                distance, said = identify(aux_layer, states_TE, fresh, target, rounded)
                 worst = max(worst, distance)
                 if said:
                     found.setdefault(aux_layer, f"The store's {said} (conversation {index} of {store.folder})")

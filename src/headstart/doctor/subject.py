@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from headstart.data.checksums import damaged
 from headstart.data.conversations import Conversation, prompt_tokens, read_conversations, with_template_kwargs
 from headstart.data.questions import Question, read_questions
 from headstart.data.store import StateStore
@@ -121,11 +122,16 @@ class Subject:
 
         Raises:
             Absent: there are none.
-            UserError: a store is damaged or unfinished.
+            UserError: a store is damaged or unfinished; unless it is to be quick, all of it is read.
         """
         if self.run is None or not (self.run / STATES / "train").is_dir():
             raise Absent("there are no stored hidden states here")
-        return {split: StateStore(self.run / STATES / split) for split in SPLITS}
+        stores = {split: StateStore(self.run / STATES / split) for split in SPLITS}
+        if not self.quick:
+            for store in stores.values():
+                if broken := store.damaged_files():
+                    raise damaged(broken[0])
+        return stores
 
     @cached_property
     def kept_tokenizer(self) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from headstart.data.questions import read_questions
 from headstart.data.sampling import CACHE_PEAK
-from headstart.data.store import CACHE_BYTES, SHARD_BYTES, estimate_bytes
+from headstart.data.store import CACHE_BYTES, estimate_bytes, shard_size
 from headstart.gpus import Gpu
 from headstart.heads import DraftHead
 from headstart.pipeline.lengths import SAMPLE, Lengths, answer_tokens
@@ -163,7 +163,8 @@ class Planned:
     @property
     def state_bytes(self) -> int:
         """Of a token on disk."""
-        return estimate_bytes(1, len(self.needed), self.target.hidden_size, self.target.dtype)
+        target, kept = self.target, self.recipe.data.states_dtype
+        return estimate_bytes(1, len(self.needed), target.hidden_size, target.dtype, kept)
 
     @cached_property
     def amounts(self) -> Amounts:
@@ -289,7 +290,7 @@ def states_cost(planned: Planned) -> Cost:
             min(amounts.tokens, amounts.states / planned.state_bytes) * planned.speeds.prefill_token / side_by_side
         )
     reading = 2048 * target.hidden_size * target.dtype.itemsize * (4 + len(planned.needed))
-    return Cost(seconds, amounts.states, 0, planned.own_bytes + reading + SHARD_BYTES)
+    return Cost(seconds, amounts.states, 0, planned.own_bytes + reading + shard_size(int(amounts.states)))
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Files of the target's tokenizer, as the target's stage keeps them."""
 _SPLITS = ("train", "calibration")
-_LATER = {"prefix_tokens", "chat_template_kwargs", "exclude", "states"}
+_LATER = {"prefix_tokens", "chat_template_kwargs", "exclude", "states", "states_dtype"}
 """Settings that earlier records of conversations do not know: noted where they are set."""
 _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
@@ -35,7 +35,6 @@ def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> 
         conversations: how many.
         tokens: of one, on average (`headstart.pipeline.lengths`); None reads some of the recipe's prompts.
     """
-    from headstart.data.store import estimate_bytes
     from headstart.pipeline.lengths import expected_tokens, prompts_of
 
     data, target = run.recipe.data, run.target
@@ -43,13 +42,21 @@ def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> 
         return 0
     if tokens is None:
         tokens = expected_tokens(data, target, prompts_of(data, target.tokenizer))
-    size = estimate_bytes(int(conversations * tokens), len(aux_layers(run)), target.hidden_size, target.dtype)
+    size = int(conversations * tokens) * _token_bytes(run)
     return min(size, int(1e9 * data.cache_gigabytes))
 
 
 def is_online(run: Run) -> bool:
     """Whether the run's hidden states are computed in training, and none stored."""
     return run.recipe.data.states == "online"
+
+
+def _token_bytes(run: Run) -> int:
+    """Bytes of hidden states of one token."""
+    from headstart.data.store import estimate_bytes
+
+    target = run.target
+    return estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype, run.recipe.data.states_dtype)
 
 
 def states_artifact(run: Run) -> Artifact:
@@ -148,7 +155,7 @@ def _prompts_content(source: str) -> str | None:
 def _conversations(run: Run) -> Outcome:
     from headstart.data.generate import build_conversations, identity
     from headstart.data.mixture import begun_at, pinned
-    from headstart.data.store import Capture, estimate_bytes
+    from headstart.data.store import Capture
 
     data, target = run.recipe.data, run.target
     slug = "self" if data.prompts == "self" else "-".join(Path(one.source).stem for one in data.sources[:3])
@@ -159,11 +166,11 @@ def _conversations(run: Run) -> Outcome:
     folder, maximum, capture = run.folder / CONVERSATIONS, math.inf, None
     if not is_online(run):
         # More text than there is room for states of would be written for nothing.
-        maximum = 1e9 * data.cache_gigabytes / estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype)
+        maximum = 1e9 * data.cache_gigabytes / _token_bytes(run)
         states = states_artifact(run)
         with held(states, run.console) as shards:  # shards are added whole, by whoever has them
             run.refer("states", states)
-        capture = Capture(shards, target, aux_layers(run))
+        capture = Capture(shards, target, aux_layers(run), data.states_dtype)
     with held(made, run.console) as path:
         run.refer("conversations", made)
         fixed = pinned(data, made.identity)
@@ -200,9 +207,11 @@ def conversations(run: Run, split: str) -> list[Conversation]:
 
 
 def _state_settings(run: Run) -> dict[str, Any]:
+    data = run.recipe.data
     if is_online(run):
         return {"data.states": "online", "taps of the heads": aux_layers(run)}
-    return {"data.cache_gigabytes": run.recipe.data.cache_gigabytes, "taps of the heads": aux_layers(run)}
+    how = {} if data.states_dtype == "auto" else {"data.states_dtype": data.states_dtype}
+    return {"data.cache_gigabytes": data.cache_gigabytes, "taps of the heads": aux_layers(run), **how}
 
 
 def _states(run: Run) -> Outcome:
@@ -249,7 +258,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     Those for calibration come first: the byte budget, which holds for both together, leaves out training text. What
     training needs of the target itself is kept beside them.
     """
-    from headstart.data.store import build_store, estimate_bytes
+    from headstart.data.store import build_store
     from headstart.heads import make_config
     from headstart.target.teacher import save_teacher
 
@@ -267,8 +276,9 @@ def both_stores(run: Run) -> dict[str, StateStore]:
                     budget_bytes=budget,
                     shards=shards,
                     advance=bar.update,
+                    states_dtype=run.recipe.data.states_dtype,
                 )
-            budget -= estimate_bytes(stores[split].tokens, len(aux_layers(run)), target.hidden_size, target.dtype)
+            budget -= stores[split].tokens * _token_bytes(run)
         layers = make_config(run.recipe.heads, target).start_layers
         save_teacher(shards, target, layers, run.recipe.target.revision)
     return stores

@@ -40,18 +40,18 @@ def import_states(run: Run, source: str) -> Imported:
     from headstart.data.states_server import take_from_servers
     from headstart.data.store import estimate_bytes, fitting
 
-    target, layers, wanted = run.target, aux_layers(run), []
+    target, layers, wanted, states_dtype = run.target, aux_layers(run), [], run.recipe.data.states_dtype
     budget = int(run.recipe.data.cache_gigabytes * 1e9)
     for split in ("calibration", "train"):  # as the store is built
         texts = conversations(run, split)
-        texts = texts[: fitting(texts, target, layers, budget)]
+        texts = texts[: fitting(texts, target, layers, budget, states_dtype)]
         tokens = sum(len(item.tokens) for item in texts)
-        budget -= estimate_bytes(tokens, len(layers), target.hidden_size, target.dtype)
+        budget -= estimate_bytes(tokens, len(layers), target.hidden_size, target.dtype, states_dtype)
         wanted += texts
     shared = states_artifact(run)
     with held(shared, run.console) as shards:
         run.refer("states", shared)
-        work = Import(shards, target, wanted, layers)
+        work = Import(shards, target, wanted, layers, states_dtype=states_dtype)
         if not work.waiting:
             return work.found
         if "://" in source:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from headstart.artifacts import FOLDER, NOTE, references, referred
 from headstart.errors import UserError
-from headstart.files import PARTIAL, format_bytes, read_json
+from headstart.files import DAMAGED, PARTIAL, format_bytes, read_json
 from headstart.lock import Busy, locked
 from headstart.pipeline.layout import LAYOUT, REPORT, STATES, TRAIN
 from headstart.pipeline.stages import STAGES
@@ -180,27 +180,76 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
 
 
 def _unused_shards(path: Path, runs: Sequence[Path]) -> Iterator[Free]:
-    read: set[str] = set()
-    for run in runs:
-        if referred(run, "states") is None or not _same(referred(run, "states"), path):
-            continue
-        if not _json(run / "stages" / "states.json").get("whole"):
-            return
-        for manifest in (run / STATES).glob("*/manifest.json"):
-            read |= {str(file["file"]) for file in _json(manifest).get("files", ())}
+    for shard in sorted(path.glob(f"shard-*{DAMAGED}")):
+        yield Free(shard, shard.stat().st_size, "damaged hidden states")
+    read = _read_shards(path, runs)
+    if read is None:
+        return
     for shard in sorted(path.glob("shard-*.safetensors")):
         if shard.name not in read:
             yield Free(shard, shard.stat().st_size, "hidden states that no run reads")
 
 
-def free(folder: Path, found: Sequence[Free]) -> int:
-    """Delete what `unreferenced` found, as far as it is still unused; returns the bytes freed on the disk.
+def _read_shards(path: Path, runs: Sequence[Path]) -> dict[str, bool] | None:
+    """The shards that runs read, each with whether a training still needs it; None while a run adds to them."""
+    read: dict[str, bool] = {}
+    for run in runs:
+        if referred(run, "states") is None or not _same(referred(run, "states"), path):
+            continue
+        records = _records(run)
+        if not records["states"].get("whole"):
+            return None
+        for manifest in (run / STATES).glob("*/manifest.json"):
+            for file in _json(manifest).get("files", ()):
+                read[str(file["file"])] = read.get(str(file["file"]), False) or not records["train"].get("whole")
+    return read
+
+
+def over_budget(folder: Path, maximum: int, mine: Path | None = None) -> list[Free]:
+    """Hidden states to delete so that those of a folder of runs keep to a budget, the least recently read first.
+
+    Only such whose trainings are finished: what a training has yet to read stays, even above the budget. What no run
+    reads counts as gone (see `unreferenced`). A run that asks for deleted ones computes them again.
+
+    Args:
+        folder: of the runs.
+        maximum: bytes of hidden states to keep.
+        mine: an artifact that the caller holds.
+    """
+    runs, total, may_go = runs_in(folder), 0, list[Path]()
+    for path in sorted((folder / FOLDER / "states").glob("*/")):
+        read = _read_shards(path, runs)
+        for shard in sorted(path.glob("shard-*.safetensors")):
+            if read is not None and shard.name not in read:
+                continue
+            total += _size_of(shard)
+            if read is not None and not read[shard.name] and (path == mine or _idle(path)):
+                may_go.append(shard)
+    found = []
+    for shard in sorted(may_go, key=_last_read):
+        if total <= maximum:
+            break
+        total -= _size_of(shard)
+        days = _age(datetime.now(UTC).timestamp() - _last_read(shard))
+        found.append(Free(shard, _size_of(shard), f"hidden states of finished trainings, last read {days} ago"))
+    return found
+
+
+def _last_read(shard: Path) -> float:
+    """When a training, or whoever wrote it, had it in hand; seconds as `time.time`."""
+    found = shard.stat()
+    return max(found.st_atime, found.st_mtime)
+
+
+def free(folder: Path, found: Sequence[Free], maximum: int | None = None) -> int:
+    """Delete what `unreferenced` and `over_budget` found, as far as it is still so; returns the bytes freed.
 
     Each artifact is held while it is looked at again and deleted, so that no process takes it up meanwhile.
 
     Args:
         folder: of the runs.
         found: what may go.
+        maximum: that `over_budget` was asked with.
     """
     owners: dict[Path, list[Path]] = {}
     for one in found:
@@ -211,6 +260,8 @@ def free(folder: Path, found: Sequence[Free]) -> int:
         try:
             with locked(owner) if owner.is_dir() else nullcontext():
                 unused = {again.path for again in unreferenced(folder, owner)}
+                if maximum is not None:
+                    unused |= {again.path for again in over_budget(folder, maximum, owner)}
                 for path in paths:
                     if path not in unused:
                         continue

@@ -155,7 +155,7 @@ class Server:
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
-        self._client = httpx.Client(base_url=f"http://{HOST}:{self._port}", timeout=_ANSWER_SECONDS, trust_env=False)
+        self._client = httpx.Client(base_url=self.url, timeout=_ANSWER_SECONDS, trust_env=False)
 
     def __enter__(self) -> Self:
         self._handlers = _ending_by_exception()
@@ -174,6 +174,11 @@ class Server:
         finally:
             for sent, handler in self._handlers.items():
                 signal.signal(sent, handler)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{HOST}:{self._port}"
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
         """The engine's greedy answer to token ids.

@@ -1,0 +1,51 @@
+"""How hidden states are stored: as they are, or in one byte a number with a scale for each token.
+
+    auto   the target's dtype
+    int8   codes -127 to 127, evenly spaced: numbers far below a token's largest are lost
+    fp8    codes of float8_e4m3fn: each number keeps 4 bits, down to a 200,000th of a token's largest
+
+Shape suffixes: S tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+AUTO = "auto"
+_CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+_SCALE_BYTES = 4
+
+
+def bytes_per_state(hidden: int, dtype: torch.dtype, states_dtype: str = AUTO) -> int:
+    """Of one token at one layer.
+
+    >>> bytes_per_state(4096, torch.bfloat16), bytes_per_state(4096, torch.bfloat16, "fp8")
+    (8192, 4100)
+    """
+    return hidden * dtype.itemsize if states_dtype == AUTO else hidden + _SCALE_BYTES
+
+
+def encode(layer: int, states_SE: Tensor, states_dtype: str = AUTO) -> dict[str, Tensor]:
+    """What a shard holds of the states of a layer, by name."""
+    if states_dtype == AUTO:
+        return {f"states.{layer}": states_SE}
+    kind, largest = _CODES[states_dtype]
+    exact_SE = states_SE.float()
+    scales_S = (exact_SE.abs().amax(-1) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    codes_SE = exact_SE / scales_S[:, None]
+    codes_SE = codes_SE.round().to(kind) if kind == torch.int8 else codes_SE.to(kind)
+    return {f"states.{layer}": codes_SE, f"scales.{layer}": scales_S}
+
+
+def decode(codes_SE: Tensor, scales_S: Tensor, dtype: torch.dtype) -> Tensor:
+    """States from their codes.
+
+    >>> states_SE = torch.tensor([[1.0, -0.25, 0.5], [0.0, 0.0, 0.0]])
+    >>> for states_dtype in ("int8", "fp8"):
+    ...     found = encode(7, states_SE, states_dtype)
+    ...     decode(found["states.7"], found["scales.7"], torch.float32).sub(states_SE).abs().amax().item() < 0.005
+    True
+    True
+    """
+    return (codes_SE.float() * scales_S[:, None]).to(dtype)
