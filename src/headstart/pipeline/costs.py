@@ -174,7 +174,12 @@ class Planned:
     @property
     def online(self) -> bool:
         """Whether training computes hidden states itself and nothing is stored."""
-        return getattr(self.recipe.data, "states", None) == "online"
+        return self.recipe.data.states == "online"
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether training needs the whole target: to compute states, or to decode now and then."""
+        return self.online or self.recipe.train.decode_every is not None
 
     @property
     def captured(self) -> bool:
@@ -335,8 +340,8 @@ def optimizer_bytes(planned: Planned) -> int:
 
 
 def held_in_training(planned: Planned) -> int:
-    """What is held of the target: what training reads of it, where states are stored; all of it where it is here."""
-    return planned.own_bytes if planned.place.gpu is None or planned.online else planned.teacher_bytes
+    """What is held of the target: the teacher, which lies beside stored states, or all of it where that is needed."""
+    return planned.own_bytes if planned.needs_target else planned.teacher_bytes
 
 
 def train_cost(planned: Planned) -> Cost:

@@ -60,7 +60,7 @@ class Plan:
         disk_bytes: that the stages left may still write there, what stands beside them for a while included.
         free_bytes: free there; None where the plan is for another machine.
         memory: bytes on a device by stage at most, what is held of the target among them.
-        process: bytes of this process by stage at most, libraries and loading included; empty for another machine.
+        process: bytes of the process of a stage's own command at most, libraries and loading included; empty for GPUs.
         room: bytes of a device that a process can use, the target among them.
         network: bytes that each process sends in a step of training.
         steps: of training.
@@ -111,10 +111,10 @@ def make_plan(run: Run, processes: int = 1, device: str | None = None, prompt_to
 
 def _here(run: Run, processes: int, prompt_tokens: int | None) -> Plan:
     recipe, data = run.recipe, run.recipe.data
-    start = perf_counter()
+    own = psutil.Process()
+    libraries, start = own.memory_info().rss, perf_counter()
     target = run.target
     loading = perf_counter() - start
-    own = psutil.Process()
     resident, peak = own.memory_info().rss, most_resident()
     check_prompts(target.tokenizer, data.prompts)
     needed = aux_layers(run)
@@ -134,6 +134,8 @@ def _here(run: Run, processes: int, prompt_tokens: int | None) -> Plan:
     if target.device.type == "cpu":
         beside = {stage: memory - planned.own_bytes for stage, memory in plan.memory.items()}
         plan.process.update({stage: max(peak, resident + more) for stage, more in beside.items()})
+        if not planned.needs_target:  # the target is not loaded at all
+            plan.process["train"] = libraries + plan.memory["train"]
     return plan
 
 
