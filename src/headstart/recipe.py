@@ -35,7 +35,7 @@ FREE_TO_CHANGE = {
 }
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
 costs memory or time alone."""
-_LATER = ("packing",)
+_LATER = ("packing", "ema")
 """Train settings that trainings of earlier versions do not know; they were as the defaults are."""
 
 
@@ -268,6 +268,12 @@ class TrainSection(Section):
     )
     round_starts_fraction: float = Field(
         0.0, ge=0, le=1, description="Share of the run, at its end, that learns only where drafting would start."
+    )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Decay of a moving average of the weights (0.999), which is then validated and kept; null: none.",
     )
     start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")

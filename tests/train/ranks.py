@@ -88,12 +88,22 @@ def train_sharded(target_folder: str, states: str, folder: str) -> None:
     for name in families():
         for steps in (2, 3):
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate shards on GPUs only
-            recipe = recipe_of(name, steps=steps, gradient_accumulation_steps=2)
+            recipe = recipe_of(name, steps=steps, gradient_accumulation_steps=2, ema=0.9)
             loop.train(recipe, target, silent(store), valid, Path(folder) / name)
     leave_processes()
 
 
-def train_families(target_folder: str, states: str, folder: str, gradient_accumulation_steps: int = 1) -> None:
+def train_families_packed(
+    target_folder: str, states: str, folder: str, gradient_accumulation_steps: int = 1, packing: bool = True
+) -> None:
+    """As `train_families`, in the batches of packing, whether they are packed or not."""
+    loop.epoch_batches = loop.packed_batches
+    train_families(target_folder, states, folder, gradient_accumulation_steps, packing=packing)
+
+
+def train_families(
+    target_folder: str, states: str, folder: str, gradient_accumulation_steps: int = 1, **settings: Any
+) -> None:
     """Train every family; each process leaves its weights in <folder>/<family>: start-<rank>, then of-<rank>."""
     state, device = join_processes("cpu")
     target = load_target(target_folder, "float32", device)
@@ -109,7 +119,7 @@ def train_families(target_folder: str, states: str, folder: str, gradient_accumu
     loop._Run.go = keep
     for name in families():
         loop.train(
-            recipe_of(name, gradient_accumulation_steps=gradient_accumulation_steps),
+            recipe_of(name, gradient_accumulation_steps=gradient_accumulation_steps, **settings),
             target,
             silent(store),
             valid,

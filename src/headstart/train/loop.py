@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from headstart.train.batches import (
 from headstart.train.checkpoint import TrainerState
 from headstart.train.decoded import decode
 from headstart.train.display import Display
+from headstart.train.ema import Ema
 from headstart.train.finite import not_finite
 from headstart.train.interrupt import Interrupt
 from headstart.train.loader import pinned, read_ahead, sent
@@ -71,7 +72,7 @@ class TrainResult:
 
     Attributes:
         heads_folder: the heads with the best predicted tokens per round, for `heads.io.load_heads`.
-        last_folder: the heads after the last step.
+        last_folder: the heads after the last step; with `train.ema`, both are averages.
         steps: optimiser steps taken.
         metrics: the validation of the best heads: step, tau, top1, top4, top8, ...
         coverage: share of the validation data's supervised tokens that the heads can draft.
@@ -163,6 +164,9 @@ class _Run:
             self.model, *self.optimizers = accelerator.prepare(
                 Unrolled(self.heads), *make_optimizers(self.heads, self.section)
             )
+        self.ema = Ema(self.model, self.heads, self.section.ema) if self.section.ema is not None else None
+        if self.ema is not None:
+            accelerator.register_for_checkpointing(self.ema)
         self.teacher = Teacher(target, self.heads.draft_to_target_D)
         self.valid_store = valid_store
         self.valid = self._validation_batches()
@@ -277,6 +281,8 @@ class _Run:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update()
         return mean
 
     def _augment(self, batch: HeadBatch, number: int, round_starts_only: bool) -> HeadBatch:
@@ -289,8 +295,16 @@ class _Run:
             batch = subsampled(batch, self.section.step_weight, seed)
         return batch
 
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Inside, the heads are those to judge and to keep."""
+        return nullcontext() if self.ema is None else self.ema.applied()
+
     def _validate(self, display: Display, losses: list[float] | None) -> None:
         """Judge the heads, note it, and keep them when they are the best so far; empties `losses`."""
+        with self._averaged():
+            self._judge(display, losses)
+
+    def _judge(self, display: Display, losses: list[float] | None) -> None:
         self.model.eval()
         tally = Tally(self.heads.draft_steps, self.accelerator.device)
         with torch.no_grad():
@@ -339,7 +353,8 @@ class _Run:
 
     def _decode(self, display: Display) -> None:
         """Decode validation prompts on the main process; the others wait for it in the next step."""
-        state = whole_state(self.heads, self.accelerator.is_main_process)
+        with self._averaged():
+            state = whole_state(self.heads, self.accelerator.is_main_process)
         if state is None:
             return
         tau, told = decode(self.heads, state, self.target, self.valid_store)
@@ -350,7 +365,8 @@ class _Run:
     def _finish(self) -> TrainResult:
         best = next(row for row in self.records if row["step"] == self.trainer_state.best_step)
         result = TrainResult(self.folder / "best", self.folder / "last", self.trainer_state.step, best, self.coverage)
-        self._keep_heads(result.last_folder)
+        with self._averaged():
+            self._keep_heads(result.last_folder)
         if self.accelerator.is_main_process:
             write_json(
                 self.folder / "result.json",
