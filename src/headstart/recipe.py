@@ -31,8 +31,12 @@ _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 FREE_TO_CHANGE = {
     *("steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "decode_every"),
     *("keep_checkpoints", "tracker", "project"),
+    *("gradient_checkpointing", "prefetch"),
 }
-"""Train settings that may differ when a training goes on from a checkpoint: how long, how often, and who watches."""
+"""Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
+costs memory or time alone."""
+_LATER = ("packing", "ema")
+"""Train settings that trainings of earlier versions do not know; they were as the defaults are."""
 
 
 _NOT_OF_TEMPLATES = {
@@ -240,7 +244,16 @@ class TrainSection(Section):
     minutes: float | None = Field(None, gt=0, description="Wall-clock budget; the schedule follows the clock.")
     epochs: int = Field(50, ge=1, description="Passes over the data at most.")
     batch_tokens: int = Field(4096, ge=64, description="Tokens of a batch, padding included.")
+    packing: bool = Field(
+        False,
+        description="Put the conversations of a batch into one row, one after the other, without padding; none sees "
+        "another.",
+    )
     gradient_accumulation_steps: int = Field(1, ge=1, description="Batches per optimiser step.")
+    gradient_checkpointing: bool = Field(
+        False, description="Compute what lies inside of layers again for the gradients: less memory, more time."
+    )
+    prefetch: int = Field(2, ge=0, description="Steps whose batches are read while one computes; 0 reads them in turn.")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
         description="muon makes the updates of matrices orthogonal; LM heads, norms and biases stay with AdamW.",
@@ -269,6 +282,12 @@ class TrainSection(Section):
     round_starts_fraction: float = Field(
         0.0, ge=0, le=1, description="Share of the run, at its end, that learns only where drafting would start."
     )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Decay of a moving average of the weights (0.999), which is then validated and kept; null: none.",
+    )
     start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")
     eval_every: int = Field(100, ge=1, description="Optimiser steps between validations.")
@@ -281,6 +300,17 @@ class TrainSection(Section):
     tracker: Literal["none", "wandb", "trackio", "tensorboard"] = Field("none", description="accelerate tracker.")
     project: str = Field("headstart", description="Project name for the tracker.")
     seed: int = Field(0, description="Seed of initialisation and batch order.")
+
+    def unset(self) -> set[str]:
+        """Settings that came later and are at their defaults: what identifies a training leaves them out, so that it
+        is found again."""
+        defaults = later_settings()
+        return {name for name in defaults if getattr(self, name) == defaults[name]}
+
+
+def later_settings() -> dict[str, Any]:
+    """Train settings that came later, with what trainings of before them had."""
+    return {name: TrainSection.model_fields[name].default for name in _LATER}
 
 
 class TuneSection(Section):

@@ -99,13 +99,31 @@ def train_sharded(target_folder: str, states: str, folder: str) -> None:
     for name in families():
         for steps in (2, 3):
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate shards on GPUs only
-            recipe = recipe_of(name, steps=steps, gradient_accumulation_steps=2)
+            recipe = recipe_of(name, steps=steps, gradient_accumulation_steps=2, ema=0.9)
             loop.train(recipe, target, silent(store), valid, Path(folder) / name)
     leave_processes()
 
 
+def train_families_packed(
+    target_folder: str,
+    states: str,
+    folder: str,
+    gradient_accumulation_steps: int | str = 1,
+    how: str = "stored",
+    packing: bool = True,
+) -> None:
+    """As `train_families`, in the batches of packing, whether they are packed or not."""
+    loop.epoch_batches = loop.packed_batches
+    train_families(target_folder, states, folder, gradient_accumulation_steps, how, packing=packing)
+
+
 def train_families(
-    target_folder: str, states: str, folder: str, gradient_accumulation_steps: int | str = 1, how: str = "stored"
+    target_folder: str,
+    states: str,
+    folder: str,
+    gradient_accumulation_steps: int | str = 1,
+    how: str = "stored",
+    **settings: Any,
 ) -> None:
     """Train every family; each process leaves its weights in <folder>/<family>: start-<rank>, then of-<rank>."""
     state, device = join_processes("cpu")
@@ -122,7 +140,7 @@ def train_families(
     loop._Run.go = keep
     for name in families():
         loop.train(
-            recipe_of(name, gradient_accumulation_steps=int(gradient_accumulation_steps)),
+            recipe_of(name, gradient_accumulation_steps=int(gradient_accumulation_steps), **settings),
             target,
             silent(store),
             valid,

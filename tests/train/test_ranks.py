@@ -123,11 +123,14 @@ def train_alone(
     folder: Path,
     gradient_accumulation_steps: int,
     how: str = "stored",
+    do: Callable[..., None] = ranks.train_families,
+    **settings: Any,
 ) -> None:
     """What two processes do, in this one."""
+    monkeypatch.setattr(loop, "epoch_batches", loop.epoch_batches)
     monkeypatch.setattr(loop, "make_optimizers", loop.make_optimizers)  # put back afterwards what is replaced there
     monkeypatch.setattr(loop._Run, "go", loop._Run.go)
-    ranks.train_families(str(target_folder), str(states), str(folder), gradient_accumulation_steps, how)
+    do(str(target_folder), str(states), str(folder), gradient_accumulation_steps, how, **settings)
 
 
 @pytest.mark.parametrize("how", ["stored", "online"])
@@ -153,12 +156,29 @@ def test_every_family_trains_as_one_process_does_with_twice_the_accumulation(
         assert rows[0]["predictions"] == rows[1]["predictions"], "validation is counted over both processes' shares"
 
 
+@pytest.mark.parametrize("how", ["stored", "online"])
+def test_packed_on_two_processes_every_family_trains_as_unpacked_on_one(
+    together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    ended = together(ranks.train_families_packed, tiny_target_folder, states, tmp_path / "both", "1", how)
+    assert_codes(ended, 0, 0)
+    alone = tmp_path / "alone"
+    do = ranks.train_families_packed
+    train_alone(monkeypatch, tiny_target_folder, states, alone, COUNT, how, do, packing=False)
+    for name in families():
+        one, both = (load_heads(folder / name / "last").state_dict() for folder in (alone, tmp_path / "both"))
+        assert_moved_alike(start_of(alone / name), one, both)
+        rows = [last_row(folder / name) for folder in (alone, tmp_path / "both")]
+        assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+
+
 def test_every_family_trains_with_its_weights_spread_over_the_processes(
     together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = together(ranks.train_sharded, tiny_target_folder, states, tmp_path / "both")
     assert_codes(ended, 0, 0)
-    train_alone(monkeypatch, tiny_target_folder, states, tmp_path / "alone", gradient_accumulation_steps=2 * COUNT)
+    accumulation = 2 * COUNT
+    train_alone(monkeypatch, tiny_target_folder, states, tmp_path / "alone", accumulation, ema=0.9)
     for name in families():
         alone = load_heads(tmp_path / "alone" / name / "last").state_dict()
         both = load_heads(tmp_path / "both" / name / "last").state_dict()

@@ -74,16 +74,15 @@ def test_a_killed_run_goes_on_to_the_same_weights(
 def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
     """Families with dropout draw from it in every step."""
     seen: list[torch.Tensor] = []
-    original = loop._Run._groups
+    original = loop._Run._lr
 
-    def groups(self: Any) -> Any:
-        for group in original(self):
-            torch.rand(1)
-            seen.append(torch.get_rng_state())
-            yield group
+    def lr(self: Any, fraction: float) -> float:
+        torch.rand(1)
+        seen.append(torch.get_rng_state())
+        return original(self, fraction)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._Run, "_groups", groups)
+        patch.setattr(loop._Run, "_lr", lr)
         run(tmp_path / "whole")
         complete, seen[:] = list(seen), []
         kill_after(9)

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class States(Protocol):
     """Conversations with hidden states, as training reads them: stored (`StateStore`) or online (`OnlineStates`).
 
     Attributes:
+        stored: whether reading them computes nothing.
         folder: for messages: where they lie, or where the conversations were read.
         fingerprint: of the conversations and of whose states these are.
         target_fingerprint: of the target.
@@ -31,6 +32,7 @@ class States(Protocol):
         lengths: tokens of each conversation.
     """
 
+    stored: ClassVar[bool]
     folder: Path
     fingerprint: str
     target_fingerprint: str
@@ -68,6 +70,8 @@ class OnlineStates:
     Raises:
         UserError: nothing to learn from, or a conversation that the target cannot read.
     """
+
+    stored: ClassVar[bool] = False
 
     def __init__(
         self, folder: Path, conversations: Sequence[Conversation], target: Target, aux_layers: Sequence[int]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -85,6 +85,8 @@ class StateStore:
     Raises:
         UserError: not a store, unfinished, or a shard is missing or cut short.
     """
+
+    stored: ClassVar[bool] = True
 
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
         self.folder = folder

@@ -87,6 +87,16 @@ class HeadBatch:
     subsampled_steps_BT: Tensor | None = None
     starts_BT: Tensor | None = None
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> HeadBatch:
+        """The batch with every tensor changed."""
+        optional = (self.subsampled_steps_BT, self.starts_BT)
+        return HeadBatch(
+            change(self.tokens_BT),
+            change(self.supervised_BT),
+            {layer: change(state_BTE) for layer, state_BTE in self.states.items()},
+            *(None if tensor is None else change(tensor) for tensor in optional),
+        )
+
 
 @dataclass
 class StepPrediction:

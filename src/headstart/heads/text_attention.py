@@ -26,7 +26,7 @@ Chain = Sequence[tuple[Tensor, Tensor]]
 _IN_ONE = {"cpu": 1 << 22}
 """Scores up to which queries attend in one piece; above, parts are faster as well, since they fit the cache."""
 _IN_ONE_ELSEWHERE = 1 << 25
-_PART = {"cpu": 1 << 24}
+_PART = {"cpu": 1 << 22}
 """Scores of a part at most."""
 _PART_ELSEWHERE = 1 << 28
 _QUERIES, _FEWEST = 128, 32
@@ -140,17 +140,24 @@ def attend(queries_BNGAd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, sight:
     if sight.is_short(heads):
         return chain_attention(queries_BNGAd, keys_BNTd, values_BNTd, sight.hidden_BAT, chain)
     part_of = attend_part if queries_BNGAd.device.type == "cpu" else attend_part_fused
-    found = []
-    for part in sight.parts(heads):
-        own = [(keys[:, :, part.queries], values[:, :, part.queries]) for keys, values in chain]
-        read = (queries_BNGAd[:, :, :, part.queries], keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen])
+    parts = sight.parts(heads)
+    # Cut once: the gradient of a split is one tensor, that of a slice is as long as the whole for each of them.
+    widths = [part.queries.stop - part.queries.start for part in parts]
+    queries = torch.split(queries_BNGAd, widths, dim=3)
+    own = [list(zip(*pair, strict=True)) for pair in ([torch.split(x, widths, dim=2) for x in step] for step in chain)]
+    found: list[Tensor] = []
+    # The last part first: it sees most, and the memory of its scores serves all others.
+    for number in reversed(range(len(parts))):
+        part = parts[number]
+        read = (queries[number], keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen], sight, part)
+        drafted = [pairs[number] for pairs in own]
         if torch.is_grad_enabled():
             # No random numbers are drawn here, so their state need not be kept.
-            mixed = checkpoint(part_of, *read, sight, part, own, use_reentrant=False, preserve_rng_state=False)
+            mixed = checkpoint(part_of, *read, drafted, use_reentrant=False, preserve_rng_state=False)
         else:
-            mixed = part_of(*read, sight, part, own)
+            mixed = part_of(*read, drafted)
         found.append(mixed)
-    return torch.cat(found, dim=3)
+    return torch.cat(found[::-1], dim=3)
 
 
 def attend_part(

@@ -26,7 +26,7 @@ def _train_settings(run: Run) -> dict[str, Any]:
     from headstart.train.artifact import AMOUNT, weights_hash
 
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
-    settings = flat("train", run.recipe.train, leave_out=FREE_TO_CHANGE - set(AMOUNT))
+    settings = flat("train", run.recipe.train, leave_out=(FREE_TO_CHANGE - set(AMOUNT)) | run.recipe.train.unset())
     return {**settings, "train.start_from": weights_hash(run.recipe.train.start_from), **heads}
 
 

@@ -43,7 +43,8 @@ def training(
         valid_store: conversations to judge by.
     """
     section = recipe.train.model_dump(mode="json")
-    settings = {key: value for key, value in section.items() if key not in FREE_TO_CHANGE}
+    left_out = FREE_TO_CHANGE | recipe.train.unset()
+    settings = {key: value for key, value in section.items() if key not in left_out}
     settings["start_from"] = weights_hash(recipe.train.start_from)
     identity = {
         "version": _VERSION,

@@ -3,12 +3,15 @@
 The order depends on nothing but (lengths, seed, epoch), so a run that was cut short finds its place again by two
 numbers: the epoch and the number of steps taken in it.
 
-Shape suffixes: B rows, T tokens, E hidden size.
+With packing, the conversations of a batch stand one after the other in a single row; see `collate`.
+
+Shape suffixes: B rows, T tokens, E hidden size, N conversations.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -48,6 +51,33 @@ def epoch_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: i
     return [batches[i] for i in random.permutation(len(batches))]
 
 
+def packed_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[Batch]:
+    """Every conversation once, in batches that hold at most `batch_tokens` tokens in one row, of whatever lengths.
+
+    The longest come first, each into the batch with the least room that it fits in. A conversation longer than
+    `batch_tokens` has a batch of its own. The number of batches is the same in each epoch.
+
+    >>> sorted(map(sorted, packed_batches([5, 40, 30, 44, 90], batch_tokens=128, seed=0, epoch=0)))
+    [[0, 1, 3], [2, 4]]
+    """
+    random = np.random.default_rng([seed, epoch])
+    shuffled = random.permutation(len(lengths)).tolist()
+    rounded = [-(-length // _ROUND) * _ROUND for length in lengths]
+    batches: list[Batch] = []
+    rooms: list[tuple[int, int]] = []  # tokens that still fit, and which batch it is: ascending
+    for index in sorted(shuffled, key=lambda i: -rounded[i]):  # a stable sort: ties stay shuffled
+        found = bisect_left(rooms, (rounded[index], 0))
+        if found < len(rooms):
+            room, number = rooms.pop(found)
+            batches[number].append(index)
+        else:
+            room, number = batch_tokens, len(batches)
+            batches.append([index])
+        if (left := room - rounded[index]) >= _ROUND:
+            insort(rooms, (left, number))
+    return [batches[i] for i in random.permutation(len(batches))]
+
+
 def epoch_steps(batches: Sequence[Batch], ranks: int, gradient_accumulation_steps: int) -> list[list[Batch]]:
     """The epoch's batches in groups of `ranks * gradient_accumulation_steps`, one group for each optimiser step.
 
@@ -71,9 +101,17 @@ def share(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
 
 
 def collate(
-    store: States, batch: Batch, aux_layers: Sequence[int], dtype: torch.dtype, device: torch.device
+    store: States,
+    batch: Batch,
+    aux_layers: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool = False,
 ) -> HeadBatch:
-    """Take conversations from the store and pad them on the right.
+    """Take conversations from the store, and pad them on the right or put them into one row.
+
+    In one row none sees another: positions and attention begin anew with each, and its first token, which nothing
+    predicts when it stands alone, is not supervised, so that no draft goes from one conversation into the next.
 
     Args:
         store: of tokens, masks and states, which computes the states of a batch together where they are online.
@@ -81,17 +119,36 @@ def collate(
         aux_layers: the states to read.
         dtype: of the states.
         device: where the batch goes.
+        packed: one row for all.
     """
     samples = store.samples(batch)
 
-    def pad(rows: Sequence[Tensor]) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    def joined(rows: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(rows))[None] if packed else torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
+    tokens_BT = joined([sample.tokens_T for sample in samples])
+    supervised_BT = joined([sample.supervised_T for sample in samples])
+    starts_BT = None
+    if packed:
+        lengths_N = torch.tensor([len(sample.tokens_T) for sample in samples])
+        starts_N = lengths_N.cumsum(0) - lengths_N
+        supervised_BT[0, starts_N] = False
+        starts_BT = starts_N.repeat_interleave(lengths_N)[None].to(device)
     return HeadBatch(
-        tokens_BT=pad([sample.tokens_T for sample in samples]).to(device),
-        supervised_BT=pad([sample.supervised_T for sample in samples]).to(device),
-        states={layer: pad([sample.states[layer] for sample in samples]).to(device, dtype) for layer in aux_layers},
+        tokens_BT=tokens_BT.to(device),
+        supervised_BT=supervised_BT.to(device),
+        states={layer: joined([sample.states[layer] for sample in samples]).to(device, dtype) for layer in aux_layers},
+        starts_BT=starts_BT,
     )
+
+
+def states_by_conversation(batch: HeadBatch) -> list[list[Tensor]]:
+    """The states [T, E] of each conversation of a batch, in its order; padding may follow them."""
+    every = list(batch.states.values())
+    if batch.starts_BT is None:
+        return [[state_BTE[row] for state_BTE in every] for row in range(len(batch.tokens_BT))]
+    lengths = torch.unique_consecutive(batch.starts_BT[0], return_counts=True)[1].tolist()
+    return [list(parts) for parts in zip(*(torch.split(state_BTE[0], lengths) for state_BTE in every), strict=True)]
 
 
 def noisy(batch: HeadBatch, noise: float, seed: Sequence[int]) -> HeadBatch:

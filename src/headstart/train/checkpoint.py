@@ -25,6 +25,7 @@ from headstart.artifacts import link_or_copy
 from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json, write_atomic, write_json
 from headstart.old_records import settings_now
+from headstart.recipe import later_settings
 from headstart.train.processes import is_sharded
 
 MANIFEST = "checkpoint.json"
@@ -171,7 +172,8 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
         if manifest is None:
             warn(f"The checkpoint {path} is cut short; falling back to the one before it.")
             continue
-        kept = settings_now(manifest["settings"])
+        later = {f"train.{name}": value for name, value in later_settings().items()}
+        kept = {**later, **settings_now(manifest["settings"])}
         spread = {PROCESSES, ACCUMULATION} if fits(kept, settings, path) else set()
         for key, value in settings.items():
             if key in spread:

@@ -8,7 +8,7 @@ from accelerate.utils import gather_object
 
 from headstart.errors import UserError
 from headstart.heads import HeadBatch
-from headstart.train.batches import Batch
+from headstart.train.batches import Batch, states_by_conversation
 
 
 def not_finite(step: int, loss: float, group: list[Batch], own: list[Batch], batches: Sequence[HeadBatch]) -> UserError:
@@ -24,8 +24,8 @@ def not_finite(step: int, loss: float, group: list[Batch], own: list[Batch], bat
     broken = [
         index
         for indices, batch in zip(own, batches, strict=True)
-        for row, index in enumerate(indices)
-        if not all(states[row].isfinite().all() for states in batch.states.values())
+        for index, states in zip(indices, states_by_conversation(batch), strict=True)
+        if not all(state_TE.isfinite().all() for state_TE in states)
     ]
     broken = sorted(gather_object(broken))
     if broken:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,12 +34,24 @@ from headstart.target import FINAL, FrozenModel, Target, TeacherModel
 from headstart.terminal import format_seconds
 from headstart.train import checkpoint
 from headstart.train.allocator import keep_freed_memory
-from headstart.train.batches import Batch, collate, epoch_batches, epoch_steps, noisy, predictions, share, subsampled
+from headstart.train.batches import (
+    Batch,
+    collate,
+    epoch_batches,
+    epoch_steps,
+    noisy,
+    packed_batches,
+    predictions,
+    share,
+    subsampled,
+)
 from headstart.train.checkpoint import TrainerState
 from headstart.train.decoded import decode
 from headstart.train.display import Display
+from headstart.train.ema import Ema
 from headstart.train.finite import not_finite
 from headstart.train.interrupt import Interrupt
+from headstart.train.loader import pinned, read_ahead, sent
 from headstart.train.log import Log
 from headstart.train.losses import Teacher, find_loss, weighted
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
@@ -60,7 +72,7 @@ class TrainResult:
 
     Attributes:
         heads_folder: the heads with the best predicted tokens per round, for `heads.io.load_heads`.
-        last_folder: the heads after the last step.
+        last_folder: the heads after the last step; with `train.ema`, both are averages.
         steps: optimiser steps taken.
         metrics: the validation of the best heads: step, tau, top1, top4, top8, ...
         coverage: share of the validation data's supervised tokens that the heads can draft.
@@ -135,6 +147,7 @@ class _Run:
         set_seed(self.section.seed)
         with together():
             self.heads = build_heads(recipe, target, train_store, self.log.say)
+            self.heads.gradient_checkpointing = self.section.gradient_checkpointing
             check_store(valid_store, target, self.heads)
             self.coverage = self._coverage(valid_store)
             copies = 4 * (self.section.keep_checkpoints + 1)
@@ -151,6 +164,9 @@ class _Run:
             self.model, *self.optimizers = accelerator.prepare(
                 Unrolled(self.heads), *make_optimizers(self.heads, self.section)
             )
+        self.ema = Ema(self.model, self.heads, self.section.ema) if self.section.ema is not None else None
+        if self.ema is not None:
+            accelerator.register_for_checkpointing(self.ema)
         self.teacher = Teacher(target, self.heads.draft_to_target_D)
         self.valid_store = valid_store
         self.valid = self._validation_batches()
@@ -185,12 +201,13 @@ class _Run:
         saved = self.trainer_state.step if self.trainer_state.step else -1
         losses: list[float] = []
         asked = False
-        with Interrupt() as interrupt, Display(self.log, self._fraction(self.trainer_state.elapsed)) as display:
+        with ExitStack() as stack:
+            interrupt = stack.enter_context(Interrupt())
+            display = stack.enter_context(Display(self.log, self._fraction(self.trainer_state.elapsed)))
             if not self.records:
                 self._validate(display, None)
             started, learnt = monotonic(), 0
-            for group in self._groups():
-                batches = [self._collate(self.store, batch) for batch in share(group, self.rank, self.ranks)]
+            for group, batches in stack.enter_context(closing(self._batches())):
                 count, elapsed, asked = self._agree(sum(map(predictions, batches)), interrupt.asked)
                 fraction = self._fraction(elapsed)
                 if asked or fraction >= 1:
@@ -266,6 +283,8 @@ class _Run:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update()
         return mean
 
     def _augment(self, batch: HeadBatch, number: int, round_starts_only: bool) -> HeadBatch:
@@ -278,8 +297,16 @@ class _Run:
             batch = subsampled(batch, self.section.step_weight, seed)
         return batch
 
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Inside, the heads are those to judge and to keep."""
+        return nullcontext() if self.ema is None else self.ema.applied()
+
     def _validate(self, display: Display, losses: list[float] | None) -> None:
         """Judge the heads, note it, and keep them when they are the best so far; empties `losses`."""
+        with self._averaged():
+            self._judge(display, losses)
+
+    def _judge(self, display: Display, losses: list[float] | None) -> None:
         self.model.eval()
         tally = Tally(self.heads.draft_steps, self.accelerator.device)
         with torch.no_grad():
@@ -328,7 +355,8 @@ class _Run:
 
     def _decode(self, display: Display) -> None:
         """Decode validation prompts on the main process; the others wait for it in the next step."""
-        state = whole_state(self.heads, self.accelerator.is_main_process)
+        with self._averaged():
+            state = whole_state(self.heads, self.accelerator.is_main_process)
         if state is None:
             return
         assert isinstance(self.target, Target), "checked before the first step"
@@ -340,7 +368,8 @@ class _Run:
     def _finish(self) -> TrainResult:
         best = next(row for row in self.records if row["step"] == self.trainer_state.best_step)
         result = TrainResult(self.folder / "best", self.folder / "last", self.trainer_state.step, best, self.coverage)
-        self._keep_heads(result.last_folder)
+        with self._averaged():
+            self._keep_heads(result.last_folder)
         if self.accelerator.is_main_process:
             write_json(
                 self.folder / "result.json",
@@ -368,16 +397,38 @@ class _Run:
         return int(self.accelerator.num_processes)
 
     def _epoch(self, epoch: int) -> list[list[Batch]]:
-        batches = epoch_batches(self.store.lengths, self.section.batch_tokens, self.section.seed, epoch)
+        plan = packed_batches if self.section.packing else epoch_batches
+        batches = plan(self.store.lengths, self.section.batch_tokens, self.section.seed, epoch)
         return epoch_steps(batches, self.ranks, self.section.gradient_accumulation_steps)
 
     def _groups(self) -> Iterator[list[Batch]]:
-        """The batches of each step still to do; `_advance` moves on."""
-        plan_of, plan = -1, list[list[Batch]]()
-        while self.trainer_state.step < self.total:
-            if plan_of != self.trainer_state.epoch:
-                plan_of, plan = self.trainer_state.epoch, self._epoch(self.trainer_state.epoch)
-            yield plan[self.trainer_state.index]
+        """The batches of each step still to do, from where the run stands when the first is asked for."""
+        standing, plan_of, plan = self.trainer_state, -1, list[list[Batch]]()
+        step, epoch, index = standing.step, standing.epoch, standing.index
+        while step < self.total:
+            if plan_of != epoch:
+                plan_of, plan = epoch, self._epoch(epoch)
+            yield plan[index]
+            step, index = step + 1, index + 1
+            if index == self.per_epoch:
+                epoch, index = epoch + 1, 0
+
+    def _batches(self) -> Generator[tuple[list[Batch], list[HeadBatch]]]:
+        """The same, each with the batches of this process as they are read."""
+        device = self.accelerator.device
+        ahead = self.section.prefetch if self.store.stored else 0  # the target computes where training does
+        on_host = ahead > 0 and device.type == "cuda"
+
+        def read(group: list[Batch]) -> list[HeadBatch]:
+            own = share(group, self.rank, self.ranks)
+            if not on_host:
+                return [self._collate(self.store, batch, self.section.packing) for batch in own]
+            host = torch.device("cpu")
+            return [pinned(self._collate(self.store, batch, self.section.packing, host)) for batch in own]
+
+        with closing(read_ahead(self._groups(), read, ahead)) as steps:
+            for group, batches in steps:
+                yield group, [sent(batch, device) for batch in batches] if on_host else batches
 
     def _advance(self, count: int) -> None:
         trainer_state = self.trainer_state
@@ -465,8 +516,10 @@ class _Run:
             )
         return coverage(counts_V, self.heads.draft_to_target_D)
 
-    def _collate(self, store: States, batch: Batch) -> HeadBatch:
-        return collate(store, batch, self.aux_layers, self.dtype, self.accelerator.device)
+    def _collate(
+        self, store: States, batch: Batch, packed: bool = False, device: torch.device | None = None
+    ) -> HeadBatch:
+        return collate(store, batch, self.aux_layers, self.dtype, device or self.accelerator.device, packed)
 
     def _validation_batches(self) -> list[tuple[Batch, Tensor]]:
         """This process's share of the validation data, with what the target chooses at each position.

@@ -1,0 +1,148 @@
+"""Several conversations in one row: what is learnt from each is what it teaches in a row of its own."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.data.store import StateStore
+from headstart.errors import UserError
+from headstart.heads import DraftHead, HeadBatch
+from headstart.heads.base import origins
+from headstart.recipe import parse_recipe
+from headstart.target import FINAL, Target
+from headstart.train import loop
+from headstart.train.batches import collate, packed_batches, predictions, states_by_conversation
+from tests.heads.test_contract import CASES, build, shake
+from tests.tiny import tiny_model
+from tests.train.conftest import Train
+from tests.train.results import assert_same
+from tests.train.test_long_texts import assert_same_step, cut_up, learn
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+def store_of(target: Target, heads: DraftHead, lengths: list[int]) -> Any:
+    """Texts of which every token is supervised, the first as well."""
+    torch.manual_seed(1)
+    layers = sorted({*heads.aux_layers, FINAL})
+    samples = [
+        SimpleNamespace(
+            tokens_T=torch.randint(61, (length,)),
+            supervised_T=torch.rand(length) < 0.9,
+            states={layer: torch.randn(length, target.hidden_size) for layer in layers},
+        )
+        for length in lengths
+    ]
+    for sample in samples:
+        sample.supervised_T[0] = True
+    return SimpleNamespace(get=samples.__getitem__)
+
+
+def both(target: Target, heads: DraftHead, lengths: list[int]) -> tuple[HeadBatch, HeadBatch]:
+    store, layers = store_of(target, heads, lengths), sorted({*heads.aux_layers, FINAL})
+    indices = list(range(len(lengths)))
+    padded, packed = (collate(store, indices, layers, torch.float32, CPU, packed) for packed in (False, True))
+    assert packed.tokens_BT.shape == (1, sum(lengths)) and predictions(packed) == predictions(padded)
+    return padded, packed
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["in one piece", "in parts"])
+@pytest.mark.parametrize("name", CASES)
+def test_packed_the_loss_and_its_gradients_are_those_of_a_row_each(
+    name: str, short: bool, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = shake(build(name, target))
+    padded, packed = both(target, heads, [23, 2, 40, 1, 9, 17])
+    wanted = learn(target, heads, padded)
+    if not short:
+        cut_up(monkeypatch)
+    assert_same_step(learn(target, heads, packed), wanted)
+
+
+@pytest.mark.parametrize("settings", [{"position_weight": "dpace"}, {"round_starts_only": True}], ids=str)
+def test_packed_drafts_weigh_what_they_weigh_in_a_row_each(settings: dict[str, Any], target: Target) -> None:
+    heads = build("eagle3", target)
+    padded, packed = both(target, heads, [23, 40, 9, 17])
+    assert_same_step(learn(target, heads, packed, **settings), learn(target, heads, padded, **settings))
+
+
+def test_no_draft_goes_from_one_conversation_into_the_next(target: Target) -> None:
+    heads = build("medusa", target)
+    _, packed = both(target, heads, [4, 3, 5])
+    assert packed.starts_BT is not None
+    packed.supervised_BT[0, [1, 2, 3, 5, 6, 8, 9, 10, 11]] = True
+    assert packed.starts_BT.tolist() == [[0] * 4 + [4] * 3 + [7] * 5]
+    # t a b c | u d e | v f g h i: origins whose next two, or three, tokens belong to the same answer.
+    assert origins(packed, 0).tolist() == [0, 1, 4, 7, 8, 9]
+    assert origins(packed, 1).tolist() == [0, 7, 8]
+
+
+def test_states_are_found_by_conversation(target: Target) -> None:
+    heads = build("medusa", target)
+    padded, packed = both(target, heads, [4, 3, 5])
+    for one, other, length in zip(
+        states_by_conversation(padded), states_by_conversation(packed), [4, 3, 5], strict=True
+    ):
+        assert [len(state_TE) for state_TE in other] == [length]
+        assert torch.equal(one[0][:length], other[0])
+
+
+def test_batches_hold_every_conversation_once_and_little_room_is_left() -> None:
+    lengths = torch.randint(5, 400, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    first = packed_batches(lengths, 1024, seed=0, epoch=0)
+    assert Counter(index for batch in first for index in batch) == Counter(range(300))
+    filled = [sum(lengths[index] for index in batch) for batch in first]
+    assert max(filled) <= 1024 and sum(filled) / len(filled) > 0.9 * 1024
+    others = [packed_batches(lengths, 1024, seed, epoch) for seed, epoch in ((0, 1), (1, 0))]
+    assert first == packed_batches(lengths, 1024, seed=0, epoch=0)
+    for other in others:
+        assert other != first and len(other) == len(first)
+        assert {frozenset(batch) for batch in other} != {frozenset(batch) for batch in first}, "mixed anew"
+    assert sorted(packed_batches([10, 5000, 12], 64, seed=0, epoch=0), key=len)[0] == [1]
+
+
+def test_a_packed_training_goes_on_where_it_stopped(run: Train, tmp_path: Path) -> None:
+    settings = {"packing": True, "warmup": 0, "min_lr_ratio": 1}
+    for name, steps in (("cut", 4), ("cut", 7), ("once", 7)):
+        run(tmp_path / name, steps=steps, **settings)
+    assert_same(tmp_path / "cut" / "last", tmp_path / "once" / "last")
+
+
+def test_a_packed_conversation_that_is_not_finite_is_named(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poisoned(store: StateStore, batch: list[int], *args: Any) -> HeadBatch:
+        made = collate(store, batch, *args)
+        if 5 in batch and store.folder.name == "train":
+            states_by_conversation(made)[batch.index(5)][0][-5:] = torch.nan
+        return made
+
+    monkeypatch.setattr(loop, "collate", poisoned)
+    with pytest.raises(UserError, match="training conversations 5 are not finite"):
+        run(tmp_path, packing=True)
+
+
+def test_trainings_of_before_are_found_again_and_packed_ones_are_others(run: Train, tmp_path: Path) -> None:
+    values = {"name": "x", "heads": {"family": "medusa"}}
+    assert "packing" in parse_recipe(values).train.unset()
+    assert "packing" not in parse_recipe({**values, "train": {"packing": True}}).train.unset()
+    run(tmp_path, steps=4)
+    (path,) = (tmp_path / "checkpoints").glob("*/checkpoint.json")
+    manifest = json.loads(path.read_text())
+    del manifest["settings"]["train.packing"]  # as earlier versions wrote it
+    path.write_text(json.dumps(manifest))
+    run(tmp_path, steps=5)
+    with pytest.raises(UserError, match=r"trained with train.packing = False, and now it is True"):
+        run(tmp_path, steps=6, packing=True)
