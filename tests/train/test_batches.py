@@ -50,7 +50,7 @@ def test_collate_pads_on_the_right_and_reads_only_the_aux_layers_asked_for() -> 
         states = {FINAL: torch.full((length, 3), float(index)), 4: torch.zeros(length, 3)}
         return SimpleNamespace(tokens_T=torch.arange(length), supervised_T=torch.ones(length).bool(), states=states)
 
-    store: Any = SimpleNamespace(get=get)
+    store: Any = SimpleNamespace(samples=lambda indices: [get(index) for index in indices])
     batch = collate(store, [2, 0], [FINAL], torch.bfloat16, torch.device("cpu"))
     assert batch.tokens_BT.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
     assert batch.supervised_BT.tolist() == [[True] * 4, [True, True, False, False]]

@@ -47,7 +47,7 @@ def store_of(target: Target, heads: DraftHead, lengths: list[int]) -> Any:
     ]
     for sample in samples:
         sample.supervised_T[0] = True
-    return SimpleNamespace(get=samples.__getitem__)
+    return SimpleNamespace(samples=lambda indices: [samples[index] for index in indices])
 
 
 def both(target: Target, heads: DraftHead, lengths: list[int]) -> tuple[HeadBatch, HeadBatch]:
