@@ -5,10 +5,10 @@
         "engines/vllm/bin/python -m vllm.entrypoints.openai.api_server --model" \\
         --engine-arguments "--dtype bfloat16 --max-model-len 2048 --max-num-seqs 4 --enforce-eager"
 
-A plain vLLM writes the conversations, one that extracts hidden states reads them, and the states are taken over as
-`headstart data import-states` does. The same conversations get our own states. Of a few, the states are computed in
-float32 as well: what of the distance is vLLM's and what is ours. Then the recipe's heads are trained twice, on vLLM's
-states and on ours, with one seed, and judged by the same validation. Each step is kept and not done twice.
+A plain vLLM writes the conversations (or --run has some), one that extracts hidden states reads them, and the states
+are taken over as `headstart data import-states` does. The same conversations get our own states. Of a few, the states
+are computed in float32 as well: what of the distance is vLLM's and what is ours. Then the recipe's heads are trained
+twice, on vLLM's states and on ours, with one seed, and judged by the same validation. What was done is not done again.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from headstart.data.states_server import take_from_servers
 from headstart.data.store import StateStore, build_store
 from headstart.eval.measure import environment
 from headstart.files import write_text
+from headstart.pipeline.layout import CONVERSATIONS
 from headstart.serving import ENGINES, Server
 from headstart.target import FINAL, Target, load_target
 from headstart.target.loading import loadable_folder
@@ -42,6 +43,7 @@ PLENTY = 10**12
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_of(__doc__, Path("out/states_from_vllm"), runs=False)
     parser.add_argument("recipe")
+    parser.add_argument("--run", type=Path, help="whose conversations to use; by default vLLM writes some")
     parser.add_argument("--engine-command", default="", help="what starts vLLM")
     parser.add_argument("--engine-arguments", default="", help="more of its own")
     parser.add_argument("--stock-connector", action="store_true", help="vLLM's own connector, which needs CUDA")
@@ -72,7 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             start_seconds=3600.0,
         )
 
-    texts = conversations(target, one.recipe.data, out, lambda: serve("plain", ()))
+    if options.run is not None:
+        counts = {"train": options.conversations, "calibration": options.validation}
+        texts = {split: _of_run(options.run, split)[:count] for split, count in counts.items()}
+    else:
+        texts = conversations(target, one.recipe.data, out, lambda: serve("plain", ()))
     everything = [item for split in SPLITS for item in texts[split]]
     connector = {} if options.stock_connector else _on_cpu()
     files = (out / "files").resolve()
@@ -105,6 +111,10 @@ def conversations(target: Target, section: Any, out: Path, serve: Any) -> dict[s
         with serve() as server:
             build_conversations(target, section.model_copy(update={"server": (server.url,)}), folder)
     return {split: read_conversations(folder / f"{split}.jsonl") for split in SPLITS}
+
+
+def _of_run(run: Path, split: str) -> list[Conversation]:
+    return read_conversations(run / CONVERSATIONS / f"{split}.jsonl")
 
 
 def _on_cpu() -> dict[str, str]:

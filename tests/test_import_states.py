@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headstart.data.conversations import read_conversations
+from headstart.data.store import StateStore
 from headstart.target import load_target
 from tests.data.test_extraction import write
 from tests.test_cli import works
@@ -54,6 +55,20 @@ def test_an_override_may_stand_where_the_source_would(recipe: Path, tmp_path: Pa
     run = tmp_path / "run"
     said = works("data", "import-states", recipe, "heads.num_heads=3", "--run-dir", run).stdout
     assert said.startswith("vllm serve")
+
+
+def test_states_of_one_byte_a_number_lie_beside_the_others(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    works("data", "build", recipe, "--run-dir", run)
+    shards = {file.name for file in run.parent.glob("artifacts/states/*/shard-*")}
+    works("data", "build", recipe, "--run-dir", run, "data.states_dtype=int8")
+    store = StateStore(run / "data" / "states" / "train")
+    assert store.states_dtype == "int8"
+    assert shards.isdisjoint(file.name for file in store.files)
+    assert len(list(run.parent.glob("artifacts/conversations/*"))) == 1, "the same conversations"
+    works("data", "build", recipe, "--run-dir", run)
+    again = StateStore(run / "data" / "states" / "train")
+    assert shards.issuperset(file.name for file in again.files), "none computed again"
 
 
 def texts_of(run: Path, split: str) -> Path:

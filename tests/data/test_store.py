@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,6 +137,27 @@ class TestResume:
         store = build(tmp_path / "store", tiny_target, given)
         assert not list((tmp_path / "store").glob("*.partial"))
         self.same(build(tmp_path / "whole", tiny_target, given), store)
+
+    def test_a_disk_that_is_full_in_the_middle_of_a_shard(
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given, written = conversations(tiny_target), []
+
+        def full(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+            save_file(tensors, path, metadata)
+            if written:
+                path.write_bytes(path.read_bytes()[:1000])
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            written.append(path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr("headstart.data.store.save_file", full)
+            with pytest.raises(OSError, match="No space left"):
+                build(tmp_path, tiny_target, given)
+        assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"], "the shard before it, and nothing half"
+        forwards = Forwards(tiny_target, monkeypatch)
+        assert len(build(tmp_path, tiny_target, given)) == len(given)
+        assert 0 < forwards.rows < len(given)
 
     def test_a_finished_store_is_not_computed_again(
         self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

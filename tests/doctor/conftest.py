@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,9 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from headstart.data.checksums import KEY, checksums
 from headstart.data.conversations import Conversation, read_conversations, write_conversations
-from headstart.data.store import StateStore, build_store
+from headstart.data.store import MANIFEST, StateStore, build_store
 from headstart.doctor import Finding, Subject, examine, find_subject
 from headstart.pipeline.layout import CONVERSATIONS, STATES
 from headstart.pipeline.run import Run, execute
@@ -64,11 +66,19 @@ def rewrite(run: Path, target: Target, change: Callable[[Conversation], Conversa
 
 
 def rewrite_states(run: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
-    """Change the tensors of every shard, as a faulty writer would have."""
-    for file in sorted({file for split in SPLITS for file in StateStore(run / STATES / split).files}):
+    """Change the tensors of every shard, as a faulty writer would have: its checksums are those of what it wrote."""
+    stores = [StateStore(run / STATES / split) for split in SPLITS]
+    for file in sorted({file for store in stores for file in store.files}):
         with safe_open(file, framework="pt") as handle:
-            metadata = {key: value for key, value in handle.metadata().items() if key != "checksums"}
-        save_file({name: part.contiguous() for name, part in change(load_file(file)).items()}, file, metadata)
+            metadata = handle.metadata()
+        tensors = {name: part.contiguous() for name, part in change(load_file(file)).items()}
+        metadata[KEY] = checksums(tensors, json.loads(metadata["lengths"]))
+        save_file(tensors, file, metadata)
+    for store in stores:
+        manifest = json.loads((store.folder / MANIFEST).read_text())
+        for named, file in zip(manifest["files"], store.files, strict=True):
+            named["bytes"] = file.stat().st_size
+        (store.folder / MANIFEST).write_text(json.dumps(manifest))
 
 
 def read_again(target: Target, tensors: dict[str, torch.Tensor], run: Path, layer: int) -> torch.Tensor:
