@@ -17,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import headstart.target
 from headstart.data.store import StateStore, estimate_bytes
@@ -74,7 +75,7 @@ def quiet(folder: Path, recipe: Recipe) -> Run:
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Recipe, Path]:
     """A run that nothing disturbed."""
     path = tmp_path_factory.mktemp("whole")
-    recipe = tiny_recipe(path, tiny_target_folder)
+    recipe = tiny_recipe(path, tiny_target_folder, train={"tracker": "tensorboard"})
     execute(quiet(path / "run", recipe), STAGES)
     return recipe, path / "run"
 
@@ -91,6 +92,28 @@ def test_a_run_leaves_what_others_script_against(whole: tuple[Recipe, Path]) -> 
     answer = headstart.load(folder / "heads").generate("who are you", max_new_tokens=4)
     assert len(answer.tokens) <= 4
     assert "### held-out prompts" in (folder / "heads" / "README.md").read_text()
+
+
+def test_the_report_stands_beside_the_curves(whole: tuple[Recipe, Path]) -> None:
+    _, folder = whole
+    events = EventAccumulator(str((folder / "train").resolve() / "headstart")).Reload()
+    assert "loss" in events.Tags()["scalars"] or "valid/tau" in events.Tags()["scalars"]
+    (text,) = events.Tensors("report/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == (folder / "report" / "report.md").read_text()
+    (tau,) = events.Scalars("report/tokens_per_round")
+    results = json.loads((folder / "report" / "results.json").read_text())
+    assert tau.value == pytest.approx(results["summary"]["tokens_per_round"])
+
+
+def test_a_plan_knows_the_bytes_that_a_run_leaves(whole: tuple[Recipe, Path], tmp_path: Path) -> None:
+    recipe, folder = whole
+    # Answers of the tiny target are as long as they may be.
+    plan = make_plan(quiet(tmp_path / "none", recipe))
+    for stage, kind, within in (("states", "states", 0.2), ("train", "heads", 0.2), ("export", "exports", 0.3)):
+        files = [file for file in (folder.parent / "artifacts" / kind).rglob("*.*") if file.suffix != ".pkl"]
+        files = [file for file in files if file.is_file() and ".tfevents" not in file.name]
+        left = sum({info.st_ino: info.st_size for file in files if (info := file.stat())}.values())
+        assert plan.disk[stage] == pytest.approx(left, rel=within), stage
 
 
 def test_a_second_run_loads_no_model(whole: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,11 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from headstart.errors import UserError
 from headstart.recipe import Recipe
-from headstart.train import loop
+from headstart.train import decoded, loop
+from headstart.train.decoded import EXAMPLE
 from headstart.train.setup import check_training
-from headstart.train.tracking import check_tracker, start_tracker
+from headstart.train.tracking import check_tracker, link_report, start_tracker
+from headstart.train.watch import LossWatch
 from tests.train.conftest import Train
 from tests.train.results import Killed
 
@@ -73,8 +75,19 @@ def in_wandb(folder: Path) -> tuple[Logged, dict[str, Any]]:
         record.ParseFromString(data)
         items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
         for name, value in items.items():
-            if not name.startswith("_"):
+            if name.startswith("_"):
+                continue
+            if name.endswith("/path"):  # a table, in a file of its own
+                config[name.removesuffix("/path")] = json.loads((file.parent / "files" / json.loads(value)).read_text())
+            elif isinstance(json.loads(value), int | float):
                 logged.setdefault(name, []).append((int(items["_step"]), float(value)))
+        if record.alert.title:
+            config["alert"] = f"{record.alert.title}: {record.alert.text}"
+        for item in record.summary.update:
+            config.setdefault("summary", {})["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+        if record.request.log_artifact.artifact.name or record.artifact.name:
+            artifact = record.artifact if record.artifact.name else record.request.log_artifact.artifact
+            config["artifact"] = (artifact.name, sorted(entry.path for entry in artifact.manifest.contents))
         for item in [*record.config.update, *record.run.config.update]:
             config["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
     return logged, config
@@ -83,25 +96,122 @@ def in_wandb(folder: Path) -> tuple[Logged, dict[str, Any]]:
 def in_tensorboard(folder: Path) -> tuple[Logged, dict[str, Any]]:
     events = EventAccumulator(str(folder / "tries")).Reload()
     logged = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-    (config,) = folder.glob("tries/*/hparams.yml")
-    return logged, yaml.safe_load(config.read_text())
+    (file,) = folder.glob("tries/*/hparams.yml")
+    config = yaml.safe_load(file.read_text())
+    for tag in events.Tags()["tensors"]:
+        (*_, last) = events.Tensors(tag)
+        config[tag.removesuffix("/text_summary")] = last.tensor_proto.string_val[0].decode()
+    return logged, config
 
 
-@pytest.mark.parametrize(("tracker", "read"), [("wandb", in_wandb), ("tensorboard", in_tensorboard)])
-def test_what_is_logged_is_there(
-    run: Train,
-    tmp_path: Path,
-    offline: None,
-    tracker: str,
-    read: Callable[[Path], tuple[Logged, dict[str, Any]]],
+def in_trackio(folder: Path) -> tuple[Logged, dict[str, Any]]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (run,) = SQLiteStorage.get_runs("tries")
+    logged: Logged = {}
+    config = dict(SQLiteStorage.get_run_config("tries", run) or {})
+    for row in SQLiteStorage.get_logs("tries", run):
+        for name, value in row.items():
+            if isinstance(value, dict):
+                config[name] = value["_value"]
+            elif name not in ("step", "timestamp"):
+                logged.setdefault(name, []).append((int(row["step"]), float(value)))
+    alerts = [f"{one['title']}: {one['text']}" for one in SQLiteStorage.get_alerts("tries")]
+    return logged, config | ({"alert": alerts[0]} if alerts else {})
+
+
+READERS: dict[str, Callable[[Path], tuple[Logged, dict[str, Any]]]] = {
+    "wandb": in_wandb,
+    "tensorboard": in_tensorboard,
+    **({"trackio": in_trackio} if importlib.util.find_spec("trackio") else {}),
+}
+"""What each tracker has kept; trackio is no dependency of headstart."""
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """trackio keeps its runs in one folder for all programs, which it finds when it is imported."""
+    if "trackio" in READERS:
+        for name in ("trackio.utils", "trackio.sqlite_storage"):
+            monkeypatch.setattr(importlib.import_module(name), "TRACKIO_DIR", tmp_path / "home")
+
+
+@pytest.mark.parametrize("tracker", READERS)
+def test_drafts_alerts_and_the_share_of_the_peak_are_there(
+    run: Train, tmp_path: Path, offline: None, at_home: None, monkeypatch: pytest.MonkeyPatch, tracker: str
 ) -> None:
+    monkeypatch.setattr(decoded, "PROMPTS", 2)
+    monkeypatch.setattr(decoded, "NEW_TOKENS", 8)
+    monkeypatch.setattr(loop, "peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr(LossWatch, "ratio", lambda self, loss, kind: 2.5)
+    folder = tmp_path / "run" / "train"
+    run(folder, steps=2, log_every=1, decode_every=2, tracker=tracker, project="tries")
+    logged, config = READERS[tracker](folder)
+    ((step, tau),) = logged["decoded/tokens_per_round"]
+    assert step == 2 and tau >= 1
+    assert [place for place, share in logged["decoded/acceptance_step0"] if 0 <= share <= 1] == [2]
+    shares = [value / speed for (_, value), (_, speed) in zip(logged["mfu"], logged["tokens_per_second"], strict=True)]
+    assert shares == pytest.approx([shares[0]] * 2, rel=1e-4) and 0 < shares[0] < 1
+    examples = config["decoded/examples"]
+    if tracker == "wandb":
+        assert examples["columns"] == list(EXAMPLE) and len(examples["data"]) == 2
+    else:
+        assert examples.splitlines()[0] == f"| {' | '.join(EXAMPLE)} |" and len(examples.splitlines()) == 4
+    told = config["alerts"] if tracker == "tensorboard" else config["alert"]
+    assert "The loss diverges" in told and "2.5 times the median" in told
+
+
+@pytest.mark.parametrize("tracker", READERS)
+def test_the_report_joins_the_run_that_watched_the_training(
+    run: Train, recipe: Callable[..., Recipe], tmp_path: Path, offline: None, at_home: None, tracker: str
+) -> None:
+    folder, report = tmp_path / "run" / "train", tmp_path / "report"
+    run(folder, steps=1, log_every=1, tracker=tracker, project="tries")
+    report.mkdir()
+    (report / "report.md").write_text("# What came of it")
+    (report / "report.html").write_text("<h1>What came of it</h1>")
+    said: list[str] = []
+    section = recipe(tracker=tracker, project="tries").train
+    summary = {"tokens_per_round": 2.5, "speedup_vs_plain": {"mean": 1.5}, "drafter": "heads"}
+    wandb.teardown()  # as in another process
+    link_report(section, folder, "tiny", report, summary, said.append)
+    assert said == []
+    logged, config = READERS[tracker](folder)
+    if tracker == "wandb":
+        run_id = json.loads((folder / "tracker.json").read_text())["wandb"]
+        assert {known for known, _ in runs_in_wandb(folder)} == {run_id}, "the same run"
+        assert config["summary"]["report/tokens_per_round"] == 2.5
+        assert config["artifact"] == (f"report-{run_id}", ["report.html", "report.md"])
+    else:
+        assert [value for _, value in logged["report/speedup_vs_plain.mean"]] == [1.5]
+        assert config["report"] == "# What came of it"
+
+
+def test_a_tracker_that_does_not_take_the_report_is_said(
+    recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("no room for events")
+
+    (tmp_path / "report.md").write_text("x")
+    monkeypatch.setattr(tensorboard, "SummaryWriter", Refusing)
+    said: list[str] = []
+    link_report(recipe(tracker="tensorboard").train, tmp_path, "tiny", tmp_path, {}, said.append)
+    link_report(recipe(tracker="wandb").train, tmp_path, "tiny", tmp_path, {}, said.append)  # it has watched nothing
+    link_report(recipe().train, tmp_path, "tiny", tmp_path, {}, said.append)
+    assert said == ["The report is not linked in tensorboard: no room for events"]
+
+
+@pytest.mark.parametrize("tracker", READERS)
+def test_what_is_logged_is_there(run: Train, tmp_path: Path, offline: None, at_home: None, tracker: str) -> None:
     folder = tmp_path / "run" / "train"
     before = dict(os.environ)
     run(folder, steps=3, log_every=1, eval_every=2, tracker=tracker, project="tries")
     changed = {name for name in os.environ.keys() | before.keys() if os.environ.get(name) != before.get(name)}
     assert {name for name in changed if name.startswith("WANDB_")} <= {"WANDB_SERVICE"}, "wandb sets that one itself"
     assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["run"], "nothing beside the run"
-    logged, config = read(folder)
+    logged, config = READERS[tracker](folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for name, of_row in (("valid/tau", lambda row: row["tau"]), ("valid/top1_step1", lambda row: row["top1"][1])):
         assert [step for step, _ in logged[name]] == [0, 2, 3]

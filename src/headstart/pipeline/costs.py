@@ -284,7 +284,7 @@ def conversations_cost(planned: Planned) -> Cost:
 
 
 def states_cost(planned: Planned) -> Cost:
-    """Computing hidden states, where writing has not kept them."""
+    """Computing hidden states, where writing has not kept them; the teacher lies beside them."""
     amounts, place, target = planned.amounts, planned.place, planned.target
     if planned.online:
         return Cost(0.1)
@@ -295,7 +295,8 @@ def states_cost(planned: Planned) -> Cost:
             min(amounts.tokens, amounts.states / planned.state_bytes) * planned.speeds.prefill_token / side_by_side
         )
     reading = 2048 * target.hidden_size * target.dtype.itemsize * (4 + len(planned.needed))
-    return Cost(seconds, amounts.states, 0, planned.own_bytes + reading + shard_size(int(amounts.states)))
+    left = amounts.states + planned.teacher_bytes
+    return Cost(seconds, left, 0, planned.own_bytes + reading + shard_size(int(amounts.states)))
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def _eval(run: Run) -> Outcome:
     from headstart.data.questions import read_questions
     from headstart.eval import EvalOptions
     from headstart.hub import write_card
+    from headstart.train.tracking import link_report
 
     if (run.folder / REPORT).exists():
         refuse_others(run.folder / REPORT, _REPORT_FILES)
@@ -128,12 +130,19 @@ def _eval(run: Run) -> Outcome:
         write_card(exported.folder / HEADS, facts)
         _give(exported.folder / HEADS, run.folder / HEADS)
         give(folder / REPORT, run.folder / REPORT)
+    link_report(
+        run.recipe.train, run.folder / TRAIN, run.recipe.name, run.folder / REPORT, results["summary"], _say(run)
+    )
     speedup = results["summary"]["speedup_vs_plain"]
     measured = f"{speedup['mean']:.2f}x over plain decoding, measured; " if speedup else ""
     return Outcome(
         f"{measured}τ {results['summary']['tokens_per_round']:.2f} on {len(results['per_prompt'])} prompts",
         identity=made.name,
     )
+
+
+def _say(run: Run) -> Callable[[str], None]:
+    return lambda text: run.console.print(f"    {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 REPORT_STAGES = (

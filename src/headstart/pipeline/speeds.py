@@ -28,6 +28,7 @@ from headstart.train.batches import subsampled
 from headstart.train.losses import Teacher, soft_ce, weighted
 from headstart.train.metrics import Tally, chosen_tokens
 from headstart.train.optimizers import make_optimizers
+from headstart.train.watch import draft_passes, training_flops
 
 _MATRICES, _READING = 0.4, 0.6
 """Of a GPU's arithmetic in long forwards and of its bandwidth in short ones, what transformers and engines reach."""
@@ -304,7 +305,7 @@ def from_table(
         return max(work / each, least)
 
     drafted = draft_passes(heads, section)
-    per_position = 3 * drafted * heads.flops_per_draft() + 2 * target.hidden_size * heads.config.draft_width
+    per_position = training_flops(heads, section, heads.flops_per_draft())
     supervised = section.batch_tokens * min(1.0, lengths.answer / max(1.0, lengths.tokens))
     single, several = step(1), step(max(2, rows))
     arithmetic = _MATRICES * gpu.flops
@@ -321,13 +322,3 @@ def from_table(
         draft=heads.draft_steps * heads.flops_per_draft() / 2 * item / (_READING * gpu.bandwidth),
         measured=False,
     )
-
-
-def draft_passes(heads: DraftHead, section: TrainSection) -> float:
-    """Draft steps that learn from a position, on average.
-
-    Where drafts are subsampled, `step_weight` of them go on to each further step.
-    """
-    if section.position_weight != "subsampled":
-        return float(heads.draft_steps)
-    return sum(section.step_weight**step for step in range(heads.draft_steps))

@@ -46,7 +46,7 @@ from headstart.train.batches import (
     subsampled,
 )
 from headstart.train.checkpoint import TrainerState
-from headstart.train.decoded import decode
+from headstart.train.decoded import EXAMPLE, decode
 from headstart.train.display import Display
 from headstart.train.ema import Ema
 from headstart.train.finite import not_finite
@@ -58,9 +58,9 @@ from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
 from headstart.train.optimizers import make_optimizers
 from headstart.train.processes import describe_processes, make_accelerator, on_device, together, whole_state
 from headstart.train.setup import build_heads, check_store, check_training, learning_rate
-from headstart.train.tracking import finish_trackers, start_tracker
+from headstart.train.tracking import alert, finish_trackers, log_table, start_tracker
 from headstart.train.unrolled import Unrolled
-from headstart.train.watch import LossWatch, divergence, memory
+from headstart.train.watch import LossWatch, divergence, memory, peak_flops, training_flops
 
 if TYPE_CHECKING:
     from headstart.data.online import States
@@ -156,6 +156,9 @@ class _Run:
             self.found = checkpoint.find(folder / "checkpoints", self.settings, self.log.say)
         self.aux_layers = sorted({*self.heads.aux_layers, FINAL})
         self.flops = self.heads.flops_per_draft()  # here: what `prepare` makes of the heads may be a part of them
+        peak = peak_flops(accelerator.device, accelerator.mixed_precision)
+        learning = training_flops(self.heads, self.section, self.flops)
+        self.share_of_peak = learning / (peak * self.ranks) if peak else 0.0  # that a token a second takes
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
         with warnings.catch_warnings():
@@ -223,9 +226,11 @@ class _Run:
                 speed = learnt / (now - started)
                 display.step(self._fraction(self._elapsed()), now - self.started, step, loss, lr, speed)
                 if step % self.section.log_every == 0:
-                    self._log({"loss": loss, "lr": lr, "tokens_per_second": speed, "grad_norm": self.grad_norm})
+                    values = {"loss": loss, "lr": lr, "tokens_per_second": speed, "grad_norm": self.grad_norm}
+                    self._log(values | ({"mfu": speed * self.share_of_peak} if self.share_of_peak else {}))
                 if ratio := self.watch.ratio(loss, starts_only):
-                    display.say(divergence(loss, ratio, step))
+                    display.say(told := divergence(loss, ratio, step))
+                    alert(self.accelerator, "The loss diverges", told, step)
                     self._log({"loss_over_median": ratio})
                 if self.section.decode_every and step % self.section.decode_every == 0:
                     self._decode(display)
@@ -360,10 +365,11 @@ class _Run:
         if state is None:
             return
         assert isinstance(self.target, Target), "checked before the first step"
-        tau, told = decode(self.heads, state, self.target, self.valid_store)
-        display.say(f"step {self.trainer_state.step} · {told}")
-        if tau is not None:
-            self._log({"decoded/tokens_per_round": tau})
+        found = decode(self.heads, state, self.target, self.valid_store)
+        display.say(f"step {self.trainer_state.step} · {found.told}")
+        if found.tau is not None:
+            self._log(found.values())
+            log_table(self.accelerator, "decoded/examples", EXAMPLE, found.examples, self.trainer_state.step)
 
     def _finish(self) -> TrainResult:
         best = next(row for row in self.records if row["step"] == self.trainer_state.best_step)

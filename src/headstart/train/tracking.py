@@ -8,7 +8,7 @@ import inspect
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,104 @@ def finish_trackers(accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         for tracker in accelerator.trackers:
             tracker.finish()
+
+
+def log_table(
+    accelerator: Accelerator, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+) -> None:
+    """Log a table on the main process: wandb has tables, the others get one in Markdown."""
+    if not accelerator.is_main_process or not rows:
+        return
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            tracker.log_table(name, list(columns), [list(row) for row in rows], step=step)
+        else:
+            _log_text(tracker, name, _markdown(columns, rows), step)
+
+
+def alert(accelerator: Accelerator, title: str, text: str, step: int) -> None:
+    """Have the tracker tell people: wandb and trackio send alerts, tensorboard shows a text."""
+    if not accelerator.is_main_process:
+        return
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            tracker.tracker.alert(title, text, level="WARN")
+        elif tracker.name == "trackio":
+            tracker.tracker.alert(title, text, step=step)
+        else:
+            _log_text(tracker, "alerts", f"**{title}** {text}", step)
+
+
+def _log_text(tracker: Any, name: str, text: str, step: int) -> None:
+    if tracker.name == "trackio":
+        trackio = importlib.import_module("trackio")
+        tracker.tracker.log({name: trackio.Markdown(text)}, step=step)
+    else:
+        tracker.tracker.add_text(name, text, step)
+        tracker.tracker.flush()
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table.
+
+    >>> print(_markdown(["a", "b"], [["x|y", 1]]))
+    | a | b |
+    | --- | --- |
+    | x\\|y | 1 |
+    """
+    lines = [columns, ["---"] * len(columns), *rows]
+    cells = [[" ".join(str(cell).split()).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def link_report(
+    section: TrainSection, folder: Path, run: str, report: Path, summary: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    """Add the report to the run of the tracker that watched the training, when there is one.
+
+    wandb gets its figures as the run's summary and the report as an artifact, the others its text. A tracker that fails
+    here is said, and no more: the report itself is there.
+
+    Args:
+        section: names the tracker and the project.
+        folder: of the training, with the id of its run.
+        run: name of the run, that of the recipe.
+        report: folder of the report.
+        summary: of its results.
+        say: takes a sentence for the user.
+    """
+    name, note = section.tracker, _note(folder / RUN_ID)
+    if name == "none" or (name in _WITH_ID and name not in note):
+        return
+    figures = {f"report/{key}": value for key, value in flat(summary).items() if isinstance(value, int | float)}
+    options = _options(name, folder.resolve(), run, str(note.get(name)), True, None)
+    text = (report / "report.md").read_text(encoding="utf-8")
+    try:
+        if name == "wandb":
+            _link_in_wandb(section.project, options, report, figures)
+        elif name == "trackio":
+            trackio = importlib.import_module("trackio")
+            session = trackio.init(project=section.project, **options)
+            session.log({**figures, "report": trackio.Markdown(text)})
+            session.finish()
+        else:
+            tensorboard = importlib.import_module("torch.utils.tensorboard")
+            with tensorboard.SummaryWriter(str(folder.resolve() / section.project)) as writer:
+                for key, value in figures.items():
+                    writer.add_scalar(key, value)
+                writer.add_text("report", text)
+    except Exception as error:  # every tracker has its own kinds
+        say(f"The report is not linked in {name}: {error}")
+
+
+def _link_in_wandb(project: str, options: Mapping[str, Any], report: Path, figures: Mapping[str, Any]) -> None:
+    wandb = importlib.import_module("wandb")
+    session = wandb.init(project=project, **options)
+    session.summary.update(dict(figures))
+    artifact = wandb.Artifact(f"report-{session.id}", type="report")
+    artifact.add_dir(str(report))
+    session.log_artifact(artifact)
+    session.finish()
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
