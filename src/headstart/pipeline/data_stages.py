@@ -137,6 +137,7 @@ def _prompts_content(source: str) -> str | None:
 
 def _conversations(run: Run) -> Outcome:
     from headstart.data.generate import build_conversations, identity
+    from headstart.data.jobs import JOBS, Board
     from headstart.data.mixture import begun_at, pinned
     from headstart.data.store import Capture, estimate_bytes
 
@@ -155,7 +156,8 @@ def _conversations(run: Run) -> Outcome:
     with held(made, run.console) as path:
         run.refer("conversations", made)
         fixed, capture = pinned(data, made.identity), Capture(shards, target, aux_layers(run))
-        splits = build_conversations(target, fixed, folder, run.console, path / "parts", maximum, capture)
+        board = Board(path / JOBS)
+        splits = build_conversations(target, fixed, folder, run.console, path / "parts", maximum, capture, board)
     questions = [
         {
             "question_id": item.id,
@@ -212,6 +214,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
 
     Those for calibration come first: the byte budget, which holds for both together, leaves out training text.
     """
+    from headstart.data.jobs import JOBS, Board
     from headstart.data.store import build_store, estimate_bytes
 
     target, stores, shared = run.target, dict[str, "StateStore"](), states_artifact(run)
@@ -228,6 +231,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
                     budget_bytes=budget,
                     shards=shards,
                     advance=bar.update,
+                    board=Board(shards / JOBS),
                 )
             budget -= estimate_bytes(stores[split].tokens, len(aux_layers(run)), target.hidden_size, target.dtype)
     return stores
