@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +100,12 @@ def missing(before: dict[str, int], after: dict[str, int]) -> tuple[list[str], d
     return sorted(name for name, stamp in before.items() if after.get(name) != stamp), after
 
 
-def prepare(out: Path) -> Path:
-    """A tiny random target, its prompts and a recipe; returns the recipe's file."""
+def prepare(out: Path, count: int = 200, data: Mapping[str, int] | None = None) -> Path:
+    """A tiny random target, so many prompts for it and a recipe with these settings of data; the recipe's file."""
     out.mkdir(parents=True, exist_ok=True)
     save_tiny_target(out / "target")
     prompts = out / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"turns": [f"Tell me about number {i}."]}) + "\n" for i in range(200)))
+    prompts.write_text("".join(json.dumps({"turns": [f"Tell me about number {i}."]}) + "\n" for i in range(count)))
     recipe = out / "tiny.yaml"
     settings = {
         "name": "tiny",
@@ -117,6 +117,7 @@ def prepare(out: Path) -> Path:
             "validation": 6,
             "max_new_tokens": 32,
             "batch_size": 8,
+            **(data or {}),
         },
         "heads": {"family": "medusa", "num_heads": 2},
         "train": {"steps": 40, "batch_tokens": 256, "eval_every": 10, "save_every": 5},

@@ -172,13 +172,20 @@ def plan(
 def data_build(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
     """Write the conversations of a recipe and the target's hidden states on them.
 
+    Given several times at once for the same run, by hand or by torchrun, the processes share the work.
+
     Example: headstart data build quickstart data.conversations=200
     """
-    from headstart.pipeline.layout import CONVERSATIONS
-    from headstart.pipeline.stages import stages_until
+    import os
 
-    work = _run(recipe, overrides, run_dir)
-    _execute(work, stages_until("states"))
+    from headstart.pipeline.layout import CONVERSATIONS
+    from headstart.pipeline.stages import check_inputs, stages_until
+    from headstart.pipeline.together import execute_together, take_device
+
+    take_device(os.environ)
+    work, stages = _run(recipe, overrides, run_dir), stages_until("states")
+    check_inputs(work.recipe, stages)
+    execute_together(work, stages)
     say(work.console, ("Conversations", work.folder / CONVERSATIONS), ("Look", f"headstart data show {work.folder}"))
 
 

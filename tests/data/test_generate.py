@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from tokenizers import decoders
 
-from headstart.data import generate, generator, selfprompt
+from headstart.data import generate, generator, part_writer, selfprompt
 from headstart.data.conversations import encode
 from headstart.data.generate import build_conversations
 from headstart.data.sampling import CACHE_PEAK, Room, _pick, sample_rows
@@ -188,7 +188,7 @@ def test_a_prompt_of_another_split_costs_no_further_batch(
     ) -> Any:
         return [selfprompt.SelfPrompt("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
 
-    monkeypatch.setattr(generate, "write_prompts", write_prompts)
+    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 40, "heldout": 8, "validation": 8, "batch_size": 32}
     splits = build_conversations(tiny_target, section("self", **sizes), tmp_path / "data")
     assert [len(part) for part in (splits.heldout, splits.validation, splits.train)] == [8, 8, 40]

@@ -64,20 +64,19 @@ def test_two_workers_write_what_one_writes(
 def test_jobs_share_the_threads_and_give_them_back() -> None:
     with Workers(CPU, 5) as workers:
         assert workers.count == 2
-        waiting = [workers.submit(torch.get_num_threads) for _ in range(2)]
-        assert [result() for result in waiting] == [1, 1]
+        waiting = [workers.begin(torch.get_num_threads) for _ in range(2)]
+        assert [one.result() for one in waiting] == [1, 1]
     assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize(("device", "jobs"), [("cpu", 1), ("cuda", 5)])
-def test_a_single_worker_works_when_it_is_asked(device: str, jobs: int) -> None:
-    done: list[int] = []
-    with Workers(torch.device(device), jobs) as workers:
-        assert workers.count == 1
-        result = workers.submit(lambda: done.append(1))
-        assert not done
-        result()
-    assert done
+def test_a_single_worker_has_a_thread_only_when_asked(device: str, jobs: int) -> None:
+    with Workers(torch.device(device), jobs) as alone:
+        assert (alone.count, alone.beside) == (1, False)
+    with Workers(torch.device(device), jobs, beside=True) as workers:
+        assert (workers.count, workers.beside) == (1, True)
+        name = workers.begin(lambda: (threading.current_thread().name, torch.get_num_threads())).result()
+    assert name == ("worker_0", 2), "with all of torch's threads"
 
 
 def test_leaving_stops_the_jobs_under_way() -> None:
@@ -94,10 +93,10 @@ def test_leaving_stops_the_jobs_under_way() -> None:
             raise
 
     with pytest.raises(KeyboardInterrupt), Workers(CPU, 2) as workers:
-        jobs = [workers.submit(lambda: endless(workers)) for _ in range(3)]
+        jobs = [workers.begin(lambda: endless(workers)) for _ in range(3)]
         assert begun.acquire(timeout=60) and begun.acquire(timeout=60), "both work"
         raise KeyboardInterrupt
     assert ended == ["stopped", "stopped"], "the third has not begun"
     with pytest.raises(Stopped):
-        jobs[0]()
+        jobs[0].result()
     assert torch.get_num_threads() == 2

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headstart.data.conversations import Conversation, Unfit, added_tokens, encode, prompt_tokens, render
 from headstart.data.generator import Generator, InProcess
 from headstart.data.prompts import LeftOut, Prompt
-from headstart.data.sampling import CANDIDATES, RowStates
+from headstart.data.sampling import CANDIDATES, RowStates, Turns
 from headstart.recipe import DataSection
 from headstart.target import Target
 
@@ -58,9 +58,9 @@ def answer_prompts(
     sampled = round(settings.sampled_fraction * len(running))
     for index, row in enumerate(running):
         row.temperature = 1.0 if index < sampled else settings.temperature
-    turn = 0
+    turn, turns = 0, Turns()
     while any(row.left for row in running):
-        turn += _next_turn(target, running, settings, seed * 31 + turn, check, generator, capture)
+        turn += _next_turn(target, running, settings, seed * 31 + turn, check, generator, capture, turns)
     for row in running:
         if not any(row.supervised):
             left_out.add("that the chat template refuses, or too long", row.prompt.id)
@@ -80,6 +80,7 @@ def _next_turn(
     check: Callable[[], None],
     generator: Generator,
     capture: Capture | None,
+    turns: Turns,
 ) -> bool:
     """Ask each conversation's next user turn, if it has one, and answer; false when none could be asked."""
     asking = [row for row in running if row.left]
@@ -88,6 +89,7 @@ def _next_turn(
     asking = sorted((row for row in asking if row.asked), key=lambda row: len(row.tokens))
     if not asking:
         return False
+    turns.begin([(running.index(row), bool(row.left), row.states) for row in asking])
     states = None if capture is None else RowStates(capture.aux_layers)
     answers = generator.continue_rows(
         [row.tokens for row in asking],
@@ -98,6 +100,7 @@ def _next_turn(
         seed=seed,
         check=check,
         states=states,
+        turns=turns,
     )
     for number, (row, answer) in enumerate(zip(asking, answers, strict=True)):
         row.answer(answer, target.tokenizer, target.end_tokens)

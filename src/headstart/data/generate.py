@@ -3,7 +3,8 @@
 Work goes in numbered parts of one batch each, written atomically and seeded by their number, so that an interrupted
 run goes on with the next part and gives what an uninterrupted one would have given. Parts are only ever added: whoever
 asks for more conversations gets more parts, whoever asks for fewer uses the first ones. A prompt belongs to the first
-part that holds it, so it is in one split only.
+part that holds it, so it is in one split only. One process plans the parts and adds them, in their order; others may
+write some of them (`headstart.data.jobs`).
 """
 
 from __future__ import annotations
@@ -12,32 +13,21 @@ import hashlib
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from headstart.data.answers import answer_prompts
-from headstart.data.conversations import (
-    Conversation,
-    has_template,
-    prompt_tokens,
-    with_template_kwargs,
-    write_conversations,
-)
-from headstart.data.generator import Generator, InProcess
+from headstart.data.conversations import Conversation, has_template, write_conversations
+from headstart.data.jobs import Board, share
 from headstart.data.mixture import configuration, mixture_identity
-from headstart.data.overlap import Excluded, normalise
+from headstart.data.overlap import normalise
+from headstart.data.part_writer import SPLITS, PartJob, PartWriter
 from headstart.data.parts import CLOCKS, Part, TimeBudget
-from headstart.data.prompts import LeftOut, Prompt, deduplicate, prompts_for
-from headstart.data.sampling import Room
-from headstart.data.selfprompt import write_prompts
-from headstart.data.server import Servers
+from headstart.data.prompts import LeftOut, Prompt, prompts_for
 from headstart.data.sources import find_origin
 from headstart.data.store import Capture
 from headstart.data.workers import Workers
@@ -46,17 +36,10 @@ from headstart.recipe import DataSection
 from headstart.target import Target
 from headstart.terminal import progress_bar
 
-_COUNTS = {"heldout": "heldout", "calibration": "validation", "train": "conversations"}
-SPLITS = tuple(_COUNTS)
+_COUNTS = dict(zip(SPLITS, ("heldout", "validation", "conversations"), strict=True))
 AMOUNTS = {
-    "conversations",
-    "heldout",
-    "validation",
-    "minutes",
-    "batch_size",
-    "cache_gigabytes",
-    "states",
-    "states_dtype",
+    *("conversations", "heldout", "validation", "minutes", "batch_size"),
+    *("cache_gigabytes", "states", "states_dtype"),
 }
 """Settings of the data that say how much of it there is, and not what it is."""
 OF_SERVERS = {"server", "server_requests"}
@@ -130,6 +113,7 @@ def build_conversations(
     parts: Path | None = None,
     max_tokens: float = math.inf,
     capture: Capture | None = None,
+    board: Board | None = None,
 ) -> Splits:
     """Write (or go on writing) the conversations of a run.
 
@@ -143,11 +127,12 @@ def build_conversations(
         parts: folder of the parts, which runs with the same `identity` may share; `folder / "parts"` by default.
         max_tokens: training conversations are written until they and those for calibration have so many tokens.
         capture: keeps the hidden states that writing computes, where memory has room for them.
+        board: where other processes find parts to write; None to write all of them here.
 
     Raises:
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
-    writing = _Writing(target, settings, parts or folder / "parts", console, capture)
+    writing = _Writing(target, settings, parts or folder / "parts", console, capture, board)
     wanted = {split: int(getattr(settings, name)) for split, name in _COUNTS.items()}
     splits: dict[str, list[Conversation]] = {}
     with progress_bar(console, "conversations", total=sum(wanted.values())) as bar:
@@ -177,6 +162,8 @@ def build_conversations(
     if console is not None:
         for notice in filter(None, notices):
             console.print(f"    {notice}", highlight=False, markup=False, soft_wrap=True)
+    if board is not None:
+        board.clear()
     for split, conversations in splits.items():
         write_conversations(folder / f"{split}.jsonl", conversations)
     return Splits(splits["train"], splits["calibration"], splits["heldout"])
@@ -191,6 +178,7 @@ class _Writing:
         folder: of the parts.
         console: told when memory is short.
         capture: of hidden states.
+        board: where other processes find parts to write.
     """
 
     def __init__(
@@ -200,15 +188,18 @@ class _Writing:
         folder: Path,
         console: Console | None = None,
         capture: Capture | None = None,
+        board: Board | None = None,
     ) -> None:
         self._folder, self._settings = folder, settings
+        self._board = None if settings.server else board  # requests are bounded by the one process that sends them
         self._seen: set[str] = set()
         self._parts: list[Part] = []
         self.time_is_up = False
         for file in sorted(folder.glob("[0-9]*-*.jsonl")):
             self._add(Part.read(file))
         wanted = sum(int(getattr(settings, name)) for name in _COUNTS.values())
-        self._source = _PromptSource(target, settings, self._stop + wanted + settings.batch_size, console, capture)
+        writer = PartWriter(target, settings, None if console is None else console.print, capture)
+        self._source = _PromptSource(writer, settings, self._stop + wanted + settings.batch_size)
 
     @property
     def left_out(self) -> LeftOut:
@@ -259,74 +250,103 @@ class _Writing:
         self.time_is_up = self.time_is_up or clock.ended
 
     def _new(self, split: str, clock: TimeBudget, count: int, missing: Callable[[], int]) -> Iterator[Part]:
-        """Further parts; while one is waited for, the next ones are being written."""
-        source = self._source
-        number, start = 1 + max((part.number for part in self._parts), default=-1), self._stop
-        first = not any(part.split == split for part in self._parts)
-        own = 0  # written now: what earlier ones gave says nothing about further ones
-        running: deque[tuple[int, tuple[int, int], int, Callable[[], list[Conversation]]]] = deque()
-        with Workers(source.device, -(-count // source.batch_size) if source.shareable else 1) as workers:
-            mark = time.perf_counter()
-            while True:
-                room = missing() - sum(size for _, _, size, _ in running)
-                # The clock never stops the first part: there is nothing to learn from without it.
-                in_time = first or not clock.over(workers.count, time.perf_counter() - mark)
-                more = room > 0 and len(running) < workers.count and in_time
-                if more and not source.exhausted(split, own, start):
-                    size = source.size(room, count)
-                    prompts = source.range(start, size)
-                    job = workers.submit(partial(source.write, split, number, prompts, size, workers.check))
-                    running.append((number, prompts, size, job))
-                    number, own, start, first = number + 1, own + 1, prompts[1], False
-                    continue
-                if not running:
-                    return
-                index, prompts, _, job = running.popleft()
-                conversations = job()
-                now = time.perf_counter()
-                part = Part(index, split, prompts, round(now - mark, 3), conversations)
-                mark = now
+        """Further parts; while one is waited for, the next ones are being written, here and by those who help."""
+        source, writer = self._source, self._source.writer
+        number = 1 + max((part.number for part in self._parts), default=-1)
+        plan = _Plan(source, split, count, missing, clock, number, self._stop)
+        plan.begun = any(part.split == split for part in self._parts)
+        jobs = -(-count // source.batch_size) if writer.shareable else 1
+        with Workers(source.device, jobs, beside=self._board is not None) as workers:
+            for job, written in share(plan, lambda what: writer.write(what, workers.check), workers, self._board):
+                conversations = [Conversation.from_json(row) for row in written["conversations"]]
+                source.answering.add_counts(written["left_out"], written["examples"])
+                part = Part(job.number, split, job.prompts, plan.lap(), conversations)
                 part.write(self._folder)
+                wanted = missing() > 0
                 self._add(part)
                 clock.note(part.seconds)
-                yield part
+                if wanted:  # else it was begun before it was known that there is enough: it stays for later
+                    yield part
+
+
+class _Plan:
+    """Which parts of a split are written next.
+
+    Args:
+        source: of prompts.
+        split: its name.
+        count: conversations wanted.
+        missing: how many of them there are not yet.
+        clock: of the time that may be spent.
+        number: of the first part.
+        start: where its prompts begin.
+
+    Attributes:
+        begun: whether the split has a part; the clock never stops the first: there is nothing to learn from without it.
+    """
+
+    def __init__(
+        self,
+        source: _PromptSource,
+        split: str,
+        count: int,
+        missing: Callable[[], int],
+        clock: TimeBudget,
+        number: int,
+        start: int,
+    ) -> None:
+        self._source, self._split, self._count = source, split, count
+        self._missing, self._clock = missing, clock
+        self._number, self._start = number, start
+        self._own = 0  # planned now: what earlier ones gave says nothing about further ones
+        self._mark = time.perf_counter()
+        self.begun = False
+
+    def lap(self) -> float:
+        """Seconds since the part before this one."""
+        before, self._mark = self._mark, time.perf_counter()
+        return round(self._mark - before, 3)
+
+    def next(self, waiting: Sequence[PartJob], writers: int) -> PartJob | None:
+        """See `headstart.data.jobs.Plan`. How large parts are does not depend on how many are written at once."""
+        source = self._source
+        room = self._missing() - sum(job.size for job in waiting)
+        if room <= 0 or (waiting and not source.full(room)) or not (not self.begun or self._in_time(writers)):
+            return None
+        if source.exhausted(self._split, self._own, self._start):
+            return None
+        size = source.size(room, self._count)
+        job = source.job(self._split, self._number, self._start, size, not self.begun)
+        self._number, self._own, self._start, self.begun = self._number + 1, self._own + 1, job.prompts[1], True
+        return job
+
+    def still(self, job: PartJob, writers: int) -> bool:
+        """See `headstart.data.jobs.Plan`."""
+        return job.first or self._in_time(writers)
+
+    def _in_time(self, writers: int) -> bool:
+        return not self._clock.over(writers, time.perf_counter() - self._mark)
 
 
 class _PromptSource:
     """Prompts by part: written by the target, or read once from a file or a dataset.
 
     Args:
-        target: the model.
+        writer: of the parts.
         settings: of the data.
         limit: given prompts to read at first.
-        console: told when memory is short.
-        capture: of hidden states.
 
     Attributes:
-        left_out: prompts that could not be used.
+        writer: of the parts.
+        answering: prompts that could not be used once they were answered.
         used_up: sources among several that have no more.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        settings: DataSection,
-        limit: int,
-        console: Console | None = None,
-        capture: Capture | None = None,
-    ) -> None:
-        self._capture = capture
-        self.left_out = LeftOut()
-        self._limit = limit
-        self._generator: Generator = (
-            Servers(settings.server, target, settings.server_requests)
-            if settings.server
-            else InProcess(target, Room(None if console is None else console.print))
-        )
-        self._target = target.with_tokenizer(with_template_kwargs(target.tokenizer, settings.chat_template_kwargs))
-        self._settings = settings
-        self._excluded = Excluded(settings.exclude)
+    def __init__(self, writer: PartWriter, settings: DataSection, limit: int) -> None:
+        self.writer, self._settings = writer, settings
+        self.answering, self._reading = LeftOut(), LeftOut()
         self.used_up: list[str] = []
+        self._limit = limit
         self._given: list[Prompt] | None = None
         if settings.prompts != "self":
             self._ask_for(limit)
@@ -334,28 +354,31 @@ class _PromptSource:
     def _ask_for(self, limit: int) -> None:
         """Read the first `limit` of the given prompts; their order stays as it is when more are asked for."""
         # Files are often sorted by kind: what is kept apart should be of the same kinds as what is trained on.
-        found = prompts_for(self._settings, self._target.tokenizer, limit, seed=self._settings.seed)
-        self._given, self._limit, self.left_out = found.prompts, limit, found.left_out
+        found = prompts_for(self._settings, self.writer.target.tokenizer, limit, seed=self._settings.seed)
+        self._given, self._limit, self._reading = found.prompts, limit, found.left_out
         self.used_up = found.used_up
 
-    def seed(self, split: str, number: int) -> int:
-        """A seed of its own for each part."""
-        return (self._settings.seed * 1_000_003 + number) * len(SPLITS) + SPLITS.index(split)
+    @property
+    def left_out(self) -> LeftOut:
+        """Prompts that could not be used."""
+        both = LeftOut()
+        both.add_all(self._reading)
+        both.add_all(self.answering)
+        return both
 
     @property
     def device(self) -> torch.device:
         """Where the target answers."""
-        return self._target.device
-
-    @property
-    def shareable(self) -> bool:
-        """Whether several parts may be written at once."""
-        return self._generator.shareable
+        return self.writer.target.device
 
     @property
     def batch_size(self) -> int:
         """Conversations of a part at most."""
         return self._settings.batch_size
+
+    def full(self, room: int) -> bool:
+        """Whether a part is as large as any other where there is room for so many conversations."""
+        return self._given is None or room >= self.batch_size
 
     def size(self, room: int, count: int) -> int:
         """Conversations of the next part, of a split of `count` that has room for `room`.
@@ -364,48 +387,12 @@ class _PromptSource:
         """
         return min(self.batch_size, room if self._given is not None else count + -(-count // 8))
 
-    def range(self, start: int, size: int) -> tuple[int, int]:
-        """The given prompts from `start` on that a part of this size answers; nothing of the kind for self-prompts."""
-        return (0, 0) if self._given is None else (start, min(start + size, len(self._given)))
-
-    def write(
-        self, split: str, number: int, prompts: tuple[int, int], size: int, check: Callable[[], None]
-    ) -> list[Conversation]:
-        """Part `number`, answered unless held out, of at most `size` conversations; `check` is called now and then."""
-        seed = self.seed(split, number)
-        asked = self._written(split, number, check)[:size] if self._given is None else self._given[slice(*prompts)]
-        # Calibration answers stay at the data's temperature: they stand for decoding as it is judged.
-        share = self._settings.sampled_fraction if split == "train" else 0.0
-        settings = self._settings.model_copy(update={"sampled_fraction": share})
-        answered = split != "heldout"
-        return answer_prompts(
-            self._target, asked, settings, seed, answered, check, self.left_out, self._generator, self._capture
-        )
-
-    def _written(self, split: str, number: int, check: Callable[[], None]) -> list[Prompt]:
-        """Self-prompts: the same for the same settings, whatever was written before."""
-        target, seed = self._target, self.seed(split, number)
-        drafts = write_prompts(
-            target, self.batch_size, self._settings.seed_prompts, target.end_tokens, seed, check, self._generator
-        )
-        prompts = [
-            Prompt([{"role": "user", "content": draft.text}], draft.category, f"{split}-{number}-{i}")
-            for i, draft in enumerate(drafts)
-        ]
-        limit = self._settings.max_prompt_tokens
-        return deduplicate(
-            [
-                prompt
-                for prompt in prompts
-                if len(prompt_tokens(prompt.messages, target.tokenizer)) <= limit and not self._gives_away(prompt)
-            ]
-        )
-
-    def _gives_away(self, prompt: Prompt) -> bool:
-        reason = self._excluded.reason(prompt.turns)
-        if reason:
-            self.left_out.add(reason, prompt.id)
-        return reason is not None
+    def job(self, split: str, number: int, start: int, size: int, first: bool) -> PartJob:
+        """The part that answers given prompts from `start` on, or prompts of the target's own."""
+        if self._given is None:
+            return self.writer.job(split, number, (0, 0), None, size, first)
+        prompts = start, min(start + size, len(self._given))
+        return self.writer.job(split, number, prompts, self._given[slice(*prompts)], size, first)
 
     def exhausted(self, split: str, own: int, start: int) -> bool:
         """Whether there is no further part: no prompts from `start` on, or, of those that the target writes, `own`

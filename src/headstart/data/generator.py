@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NotRequired, Protocol, TypedDict, Unpack
 
-from headstart.data.sampling import Room, RowStates, sample_rows
+from headstart.data.sampling import Room, RowStates, Turns, sample_rows
 from headstart.target import Target
 
 
@@ -20,6 +20,7 @@ class Asked(TypedDict):
         seed: of the draws, which each row has of its own.
         check: called now and then; what it raises ends the work.
         states: takes the hidden states of rows and added tokens, of those rows that they are known of.
+        turns: of the conversations that rows belong to, for whoever can go on from what was read before.
     """
 
     max_new_tokens: int
@@ -29,6 +30,7 @@ class Asked(TypedDict):
     seed: int
     check: NotRequired[Callable[[], None] | None]
     states: NotRequired[RowStates | None]
+    turns: NotRequired[Turns | None]
 
 
 class Generator(Protocol):
@@ -74,4 +76,6 @@ class InProcess:
 
     def continue_rows(self, rows: Sequence[Sequence[int]], **asked: Unpack[Asked]) -> list[list[int]]:
         """See `Generator` and `sample_rows`."""
+        if not self.shareable:
+            asked["turns"] = None
         return sample_rows(self._target, rows, room=self._room, **asked)

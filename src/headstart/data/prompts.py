@@ -103,9 +103,13 @@ class LeftOut:
 
     def add_all(self, other: LeftOut) -> None:
         """Count what another has counted as well."""
-        for reason, count in other.counts.items():
+        self.add_counts(other.counts, other.examples)
+
+    def add_counts(self, counts: Mapping[str, int], examples: Mapping[str, str]) -> None:
+        """Count what was counted elsewhere."""
+        for reason, count in counts.items():
             self.counts[reason] = self.counts.get(reason, 0) + count
-            self.examples.setdefault(reason, other.examples[reason])
+            self.examples.setdefault(reason, examples[reason])
 
     @property
     def notice(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ _MAX_PADDING = 64
 _SHARE = {"cpu": 0.4}
 """Of free memory, what a batch may take: two are written side by side on a CPU (`headstart.data.workers`)."""
 _SHARE_ELSEWHERE = 0.85
+_TURN_SHARE = 0.01
+"""Of free memory, what the keys and values of one conversation may take that waits for its next turn."""
 _STATES_SHARE = 0.05
 """Of free memory, what the hidden states of a batch may take."""
 
@@ -105,6 +107,47 @@ class RowStates:
         self._kept = {}
 
 
+class Turns:
+    """What is kept of conversations from one turn to the next, so that no text is read twice."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._wanted: set[int] = set()
+        self._caches: dict[int, TreeCache] = {}
+        self._states: dict[int, Mapping[int, Tensor]] = {}
+
+    def begin(self, asked: Sequence[tuple[int, bool, Mapping[int, Tensor]]]) -> None:
+        """The next turn.
+
+        Args:
+            asked: for each row, the number of its conversation, whether another turn may follow, and the hidden states
+                of its text so far, empty where they are not known.
+        """
+        self._numbers = [number for number, _, _ in asked]
+        self._wanted = {number for number, more, _ in asked if more}
+        self._states = {number: states for number, _, states in asked if states}
+        self._caches = {number: self._caches[number] for number in self._numbers if number in self._caches}
+
+    def known(self, row: int, with_states: bool) -> tuple[TreeCache, Mapping[int, Tensor]] | None:
+        """What was read of a row's conversation, which is then not kept any longer; None where it has to be read."""
+        number = self._numbers[row]
+        states = self._states.get(number, {})
+        return (
+            None if number not in self._caches or (with_states and not states) else (self._caches.pop(number), states)
+        )
+
+    def keep(self, target: Target, row: int, cache: TreeCache, index: int, length: int) -> None:
+        """Keep what a cache holds of a row that has ended, if another turn may follow and memory has room."""
+        size = length * target.kv_bytes_per_token
+        if self._numbers[row] in self._wanted and size <= _TURN_SHARE * free_bytes(target.device):
+            self._caches[self._numbers[row]] = cache.kept(index, length)
+
+    def forget(self) -> None:
+        """Keep nothing: memory is short."""
+        self._caches.clear()
+        self._wanted.clear()
+
+
 @torch.inference_mode()
 def sample_rows(
     target: Target,
@@ -118,6 +161,7 @@ def sample_rows(
     check: Callable[[], None] | None = None,
     room: Room | None = None,
     states: RowStates | None = None,
+    turns: Turns | None = None,
 ) -> list[list[int]]:
     """Continue each row until an end token (kept) or `max_new_tokens`.
 
@@ -135,6 +179,7 @@ def sample_rows(
         check: called before each step; what it raises ends the work.
         room: what is known of memory from earlier batches.
         states: takes the hidden states of rows and added tokens, but for batches whose states memory may not hold.
+        turns: of the conversations that the rows belong to, kept from one call to the next.
 
     Returns:
         The added tokens of each row.
@@ -164,6 +209,7 @@ def sample_rows(
                     check,
                     states if states is not None and _holds(target, states, len(part), length) else None,
                     part,
+                    turns,
                 )
             except Exception as error:
                 if not out_of_memory(error):
@@ -175,6 +221,8 @@ def sample_rows(
                     ) from error
             if written is None:  # out here, where the error no longer holds on to what it could not extend
                 room.failed(len(part), length)
+                if turns is not None:  # what is not kept is read again
+                    turns.forget()
                 _release(target.device)
                 for row, state in before.items():
                     rngs[row].setstate(state)
@@ -204,23 +252,28 @@ def _continue(
     check: Callable[[], None] | None,
     states: RowStates | None,
     numbers: Sequence[int],
+    turns: Turns | None,
 ) -> list[list[int]]:
     """`sample_rows` for rows that are written together, which have these numbers among all."""
     aux_layers = states.aux_layers if states is not None else ()
     added: list[list[int]] = [[] for _ in rows]
     cache = target.new_cache(len(rows), max(map(len, rows)) + max_new_tokens)
     alive = sorted(range(len(rows)), key=lambda row: len(rows[row]))  # rows of alike length side by side
-    shared = _shared(rows)
-    if shared:  # what a chat template puts in front of every row is read once
-        prefix = target.new_cache(1, shared)
-        out = target.prefill(prefix, [rows[0][:shared]], aux_layers)
-        cache.begin_with(prefix)
     if states is not None:
         states.begin(target, len(rows), cache.capacity)
-        if shared:
-            of_all = {layer: state.expand(len(rows), -1, -1) for layer, state in out.aux_hidden_states.items()}
-            states.add(alive, [0] * len(rows), of_all)
-    logits_BV = _read(target, cache, alive, [row[shared:] for row in rows], states)
+    known = {} if turns is None else {row: turns.known(numbers[row], states is not None) for row in alive}
+    if any(known.values()):
+        logits_BV = _go_on(target, cache, alive, rows, known, states, check)
+    else:
+        logits_BV = _begin(target, cache, alive, rows, states)
+
+    def keep(indices: Iterable[int]) -> None:
+        for index in indices:
+            row = alive[index]
+            if turns is not None and added[row][-1] in ends:
+                length = min(cache.lengths[index], len(rows[row]) + len(added[row]))
+                turns.keep(target, numbers[row], cache, index, length)
+
     root = TreeShape.chain(0)
     ended = [False] * len(rows)
     for step in range(max_new_tokens):
@@ -239,6 +292,7 @@ def _continue(
         if not going or (step == max_new_tokens - 1 and states is None):
             break
         if len(going) <= _KEPT * len(alive):
+            keep(sorted(set(range(len(alive))) - set(going)))
             cache.reorder(going)
             alive, picked = [alive[index] for index in going], [picked[index] for index in going]
         tree = DraftTree.from_shape(torch.tensor(picked, device=target.device)[:, None], root)
@@ -247,9 +301,54 @@ def _continue(
         if states is not None:
             states.add(alive, cache.lengths, out.aux_hidden_states)
         cache.commit([[0]] * len(alive))
+    keep(range(len(alive)))
     if states is not None:
         states.end(numbers, [len(row) + len(more) for row, more in zip(rows, added, strict=True)])
     return added
+
+
+def _begin(
+    target: Target, cache: TreeCache, order: Sequence[int], rows: Sequence[Sequence[int]], states: RowStates | None
+) -> Tensor:
+    """Read rows in this order, shortest first; logits [B, V]."""
+    shared = _shared(rows)
+    if shared:  # what a chat template puts in front of every row is read once
+        prefix = target.new_cache(1, shared)
+        out = target.prefill(prefix, [rows[0][:shared]], () if states is None else states.aux_layers)
+        cache.begin_with(prefix)
+        if states is not None:
+            of_all = {layer: state.expand(len(rows), -1, -1) for layer, state in out.aux_hidden_states.items()}
+            states.add(order, [0] * len(rows), of_all)
+    return _read(target, cache, order, [row[shared:] for row in rows], states)
+
+
+def _go_on(
+    target: Target,
+    cache: TreeCache,
+    order: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    known: MutableMapping[int, tuple[TreeCache, Mapping[int, Tensor]] | None],
+    states: RowStates | None,
+    check: Callable[[], None] | None,
+) -> Tensor:
+    """Read what is new of rows, in this order, one by one: what they go on from differs in length; logits [B, V]."""
+    logits = []
+    for index, row in enumerate(order):
+        if check is not None:
+            check()
+        if (before := known.pop(row)) is not None:
+            cache.go_on_with(index, before[0])
+            if states is not None:
+                read = {layer: before[1][layer][None, : cache.lengths[index]] for layer in states.aux_layers}
+                states.add([row], [0], read)
+        part = cache.part(index, index + 1)
+        start = part.lengths[0]
+        out = target.prefill(part, [rows[row][start:]], () if states is None else states.aux_layers)
+        logits.append(out.logits_BTV[:, 0])
+        if states is not None:
+            states.add([row], [start], out.aux_hidden_states)
+        cache.lengths[index] = part.lengths[0]
+    return torch.cat(logits)
 
 
 def _read(

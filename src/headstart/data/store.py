@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,8 @@ from torch import Tensor
 from headstart.data.checksums import KEY, Checks, checksums, is_missing, put_aside, rebuild, whole
 from headstart.data.conversations import Conversation
 from headstart.data.encoding import AUTO, bytes_per_state, decode, encode
+from headstart.data.jobs import Board, Job, share
+from headstart.data.workers import Workers
 from headstart.errors import UserError
 from headstart.files import format_bytes, need_disk, read_json, write_atomic, write_json
 from headstart.target import Target
@@ -232,6 +234,7 @@ def build_store(
     advance: Callable[[int, int], None] | None = None,
     shard_bytes: int | None = None,
     states_dtype: str = AUTO,
+    board: Board | None = None,
 ) -> StateStore:
     """Compute and keep the aux hidden states of conversations; states that a whole shard holds already are not
     computed.
@@ -244,9 +247,10 @@ def build_store(
         budget_bytes: conversations from the first one on are kept while they fit; see `StateStore.notice`.
         shards: folder of the shards, which other stores of the same target may share; by default `folder` itself.
         batch_tokens: tokens of a forward at most, padding included (one longer conversation goes alone).
-        advance: called with (tokens done, tokens in all) after every forward.
+        advance: called with (tokens done, tokens in all) after every forward here, and after every shard of others.
         shard_bytes: size at which a shard is closed; None chooses by what there is to compute.
         states_dtype: how they are stored, see `encoding`.
+        board: where other processes find shards to compute; None to compute all of them here.
 
     Raises:
         UserError: nothing to store, a conversation that the target cannot read, a budget too small for the first
@@ -257,23 +261,37 @@ def build_store(
     kept = conversations[: fitting(conversations, target, aux_layers, budget_bytes, states_dtype)]
     lengths = [len(conversation.tokens) for conversation in kept]
     keys = [_key(conversation.tokens) for conversation in kept]
-    index = _Index(shards, _owner(target, states_dtype))
+    if board is not None:  # shards that a process which was killed had planned: its helpers may be computing them still
+        posted = [Job(name.rpartition("-")[0], board.job(name)) for name in board.names()]
+        for _ in _computed(target, shards, posted, board):
+            pass
+    index = _Index(shards, owner_of(target, states_dtype))
     lacking = index.lacking(keys, aux_layers)
     total, left = sum(lengths), sum(lengths[i] for numbers in lacking.values() for i in numbers)
     size = (target.hidden_size, target.dtype, states_dtype)
     per_token = {layers: estimate_bytes(1, len(layers), *size) for layers in lacking}
     needed = sum(per_token[layers] * lengths[i] for layers, numbers in lacking.items() for i in numbers)
     need_disk(shards, needed, "Keeping hidden states")
-    for layers, missing in lacking.items():
-        for numbers in _shards(missing, lengths, per_token[layers], shard_bytes or shard_size(needed)):
-            states: dict[int, dict[int, Tensor]] = {}
-            for batch in _batches(numbers, lengths, batch_tokens):
-                rows = target.hidden_states([kept[i].tokens for i in batch], layers)
-                states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in rows), strict=True))
-                left -= sum(lengths[i] for i in batch)
-                if advance is not None:
-                    advance(total - left, total)
-            index.add(_write_shard(shards, index.owner, layers, numbers, kept, keys, states, states_dtype))
+    planned = [
+        (layers, numbers)
+        for layers, missing in lacking.items()
+        for numbers in _shards(missing, lengths, per_token[layers], shard_bytes or shard_size(needed))
+    ]
+    jobs = (
+        _shard_job(number, target, layers, [kept[i].tokens for i in numbers], batch_tokens, states_dtype)
+        for number, (layers, numbers) in enumerate(planned)
+    )
+
+    def read(tokens: int) -> None:
+        if advance is not None:
+            advance(total - left + tokens, total)
+
+    for job, file in _computed(target, shards, jobs, board, read):
+        index.add(file)
+        left -= sum(map(len, job.what["rows"]))
+        read(0)
+    if board is not None:
+        board.clear()
     manifest = _manifest(folder, index, target, aux_layers, kept, keys, states_dtype)
     write_json(folder / MANIFEST, {**manifest, "dropped": len(conversations) - len(kept)}, indent=None)
     return StateStore(folder)
@@ -314,19 +332,17 @@ class Capture:
         """
         if not written:
             return
-        conversations = [conversation for conversation, _ in written]
-        keys = [_key(conversation.tokens) for conversation in conversations]
-        numbers = list({key: number for number, key in enumerate(keys)}.values())  # equal ones once
-        tokens = sum(len(conversations[i].tokens) for i in numbers)
-        target = self._target
+        once = {_key(conversation.tokens): (conversation.tokens, states) for conversation, states in written}
+        rows = [tokens for tokens, _ in once.values()]
+        target, tokens = self._target, sum(map(len, rows))
         need_disk(
             self._shards,
             estimate_bytes(tokens, len(self.aux_layers), target.hidden_size, target.dtype, self._states_dtype),
             "Keeping hidden states",
         )
-        states = {i: dict(written[i][1]) for i in numbers}
-        owner = _owner(target, self._states_dtype)
-        _write_shard(self._shards, owner, self.aux_layers, numbers, conversations, keys, states, self._states_dtype)
+        states = [states for _, states in once.values()]
+        owner = owner_of(target, self._states_dtype)
+        _write_shard(self._shards, owner, self.aux_layers, rows, states, self._states_dtype)
 
 
 def without_states(
@@ -338,13 +354,94 @@ def without_states(
 ) -> dict[int, tuple[int, ...]]:
     """Numbers of the conversations that the whole shards of a folder do not hold all states of, equal ones once, each
     with the layers that are missing."""
-    index = _Index(shards, _owner(target, states_dtype))
+    index = _Index(shards, owner_of(target, states_dtype))
     found = index.lacking([_key(item.tokens) for item in conversations], aux_layers)
     return {number: layers for layers, numbers in found.items() for number in numbers}
 
 
-def _owner(target: Target, states_dtype: str) -> str:
-    """Whose states a shard holds, and how."""
+STATES = "states"
+"""Kind of these jobs."""
+
+
+def _shard_job(
+    number: int,
+    target: Target,
+    aux_layers: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    batch_tokens: int,
+    states_dtype: str,
+) -> Job:
+    """A shard to compute, of conversations that are told by their tokens."""
+    what = {
+        "kind": STATES,
+        "target": owner_of(target),
+        "layers": list(aux_layers),
+        "rows": [list(row) for row in rows],
+        "batch_tokens": batch_tokens,
+        "states_dtype": states_dtype,
+    }
+    return Job(f"{number:06d}", what)
+
+
+def compute_shard(
+    target: Target,
+    what: dict[str, Any],
+    shards: Path,
+    check: Callable[[], None] = lambda: None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Compute and write the shard of a job.
+
+    Args:
+        target: the model that the job asks for.
+        what: the job.
+        shards: folder of the shards.
+        check: called before every forward.
+        advance: called with the tokens of this shard that are done, after every forward.
+    """
+    rows, layers, done = what["rows"], tuple(what["layers"]), 0
+    states: dict[int, dict[int, Tensor]] = {}
+    for batch in _batches(range(len(rows)), list(map(len, rows)), what["batch_tokens"]):
+        check()
+        found = target.hidden_states([rows[i] for i in batch], layers)
+        states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in found), strict=True))
+        done += sum(len(rows[i]) for i in batch)
+        advance(done)
+    kind = what["states_dtype"]
+    file = _write_shard(shards, owner_of(target, kind), layers, rows, [states[i] for i in range(len(rows))], kind)
+    return {"file": file.name}
+
+
+class _InTurn:
+    """Jobs one after the other, see `headstart.data.jobs.Plan`."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self._jobs = iter(jobs)
+
+    def next(self, waiting: Sequence[Job], writers: int) -> Job | None:
+        return next(self._jobs, None)
+
+    def still(self, job: Job, writers: int) -> bool:
+        return True
+
+
+def _computed(
+    target: Target,
+    shards: Path,
+    jobs: Iterable[Job],
+    board: Board | None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Iterator[tuple[Job, Path]]:
+    """The files of jobs, computed here or by those who help."""
+    with Workers(target.device, 1, beside=board is not None) as workers:
+        for job, result in share(
+            _InTurn(jobs), lambda what: compute_shard(target, what, shards, workers.check, advance), workers, board
+        ):
+            yield job, shards / result["file"]
+
+
+def owner_of(target: Target, states_dtype: str = AUTO) -> str:
+    """Whose states a shard holds, or a job asks for, and how they are stored."""
     owner = f"{target.identity().fingerprint} {target.settings} {_name_of(target.dtype)}"
     return owner if states_dtype == AUTO else f"{owner} {states_dtype}"
 
@@ -528,23 +625,21 @@ def _write_shard(
     folder: Path,
     owner: str,
     aux_layers: Sequence[int],
-    numbers: Sequence[int],
-    conversations: Sequence[Conversation],
-    keys: Sequence[str],
-    states: dict[int, dict[int, Tensor]],
+    rows: Sequence[Sequence[int]],
+    states: Sequence[Mapping[int, Tensor]],
     states_dtype: str,
 ) -> Path:
-    """Write one shard; returns its file."""
+    """Write one shard: tokens of conversations, and their states; returns its file."""
     tensors = {
-        "tokens": torch.tensor([token for i in numbers for token in conversations[i].tokens], dtype=torch.int32),
+        "tokens": torch.tensor([token for row in rows for token in row], dtype=torch.int32),
     }
     for layer in aux_layers:
-        tensors |= encode(layer, torch.cat([states[i][layer] for i in numbers]), states_dtype)
-    lengths = [len(conversations[i].tokens) for i in numbers]
+        tensors |= encode(layer, torch.cat([of_row[layer] for of_row in states]), states_dtype)
+    lengths = list(map(len, rows))
     metadata = {
         "owner": owner,
         "taps": json.dumps(list(aux_layers)),
-        "keys": json.dumps([keys[i] for i in numbers]),
+        "keys": json.dumps([_key(row) for row in rows]),
         "lengths": json.dumps(lengths),
     }
     name = hashlib.sha256(json.dumps(metadata).encode()).hexdigest()[:16]

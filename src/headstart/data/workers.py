@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TypeVar
 
@@ -32,20 +32,24 @@ class Workers:
     Args:
         device: where the jobs compute.
         jobs: how many there will be at most.
+        beside: a single worker has a thread too, so that whoever gives it work has time for other things.
 
     Attributes:
         count: jobs that run at once.
+        beside: whether they run beside the thread that began them, with `begin`.
     """
 
-    def __init__(self, device: torch.device, jobs: int) -> None:
+    def __init__(self, device: torch.device, jobs: int, beside: bool = False) -> None:
         self._threads = torch.get_num_threads()
         self.count = max(1, min(_MAX, self._threads, jobs)) if device.type == "cpu" else 1
+        self.beside = beside or self.count > 1
         self._pool: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
 
     def __enter__(self) -> Workers:
         if self.count > 1:
             torch.set_num_threads(self._threads // self.count)
+        if self.beside:
             self._pool = ThreadPoolExecutor(self.count, "worker")
         return self
 
@@ -57,9 +61,10 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
             torch.set_num_threads(self._threads)
 
-    def submit(self, job: Callable[[], R]) -> Callable[[], R]:
-        """Begin a job; the function that comes back waits for its result. A single worker works when it is asked."""
-        return job if self._pool is None else self._pool.submit(job).result
+    def begin(self, job: Callable[[], R]) -> Future[R]:
+        """Begin a job beside this thread."""
+        assert self._pool is not None, "entered, with threads"
+        return self._pool.submit(job)
 
     def check(self) -> None:
         """For jobs to call now and then: ends those that are not wanted any more.

@@ -154,6 +154,7 @@ def _prompts_content(source: str) -> str | None:
 
 def _conversations(run: Run) -> Outcome:
     from headstart.data.generate import build_conversations, identity
+    from headstart.data.jobs import JOBS, Board
     from headstart.data.mixture import begun_at, pinned
     from headstart.data.store import Capture
 
@@ -173,8 +174,8 @@ def _conversations(run: Run) -> Outcome:
         capture = Capture(shards, target, aux_layers(run), data.states_dtype)
     with held(made, run.console) as path:
         run.refer("conversations", made)
-        fixed = pinned(data, made.identity)
-        splits = build_conversations(target, fixed, folder, run.console, path / "parts", maximum, capture)
+        fixed, board = pinned(data, made.identity), Board(path / JOBS)
+        splits = build_conversations(target, fixed, folder, run.console, path / "parts", maximum, capture, board)
     questions = [
         {
             "question_id": item.id,
@@ -258,6 +259,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     Those for calibration come first: the byte budget, which holds for both together, leaves out training text. What
     training needs of the target itself is kept beside them.
     """
+    from headstart.data.jobs import JOBS, Board
     from headstart.data.store import build_store
     from headstart.heads import make_config
     from headstart.target.teacher import save_teacher
@@ -277,6 +279,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
                     shards=shards,
                     advance=bar.update,
                     states_dtype=run.recipe.data.states_dtype,
+                    board=Board(shards / JOBS),
                 )
             budget -= stores[split].tokens * _token_bytes(run)
         layers = make_config(run.recipe.heads, target).start_layers

@@ -182,6 +182,18 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         part._slots, part._lengths = {}, {}
         return part
 
+    def kept(self, row: int, length: int) -> TreeCache:
+        """What a row has committed of so many tokens, in memory of its own."""
+        one = self.part(row, row + 1)
+        one._stores = [store[:, :, :, :length].clone() for store in one._stores]
+        one.capacity, one.lengths = length, [length]
+        return one
+
+    def go_on_with(self, row: int, other: TreeCache) -> None:
+        """Start a row with what the only row of another cache has committed."""
+        self.lengths[row] = other.lengths[0]
+        self.replace(row, other)
+
     def begin_with(self, prefix: TreeCache) -> None:
         """Start every row with what the only row of another cache has committed; this one holds nothing yet."""
         (length,) = prefix.lengths

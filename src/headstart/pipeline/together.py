@@ -1,0 +1,109 @@
+"""Several processes write the data of one run: one works on its stages, the others help it.
+
+All give the same command, on a disk that all of them see. Whoever comes first holds the run and plans the work; the
+others take jobs of its artifacts (`headstart.data.jobs`). When the first one dies, the next one goes on in its place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+from headstart.artifacts import referred
+from headstart.lock import Busy
+from headstart.pipeline.run import Run, Stage, execute, left_to_do
+
+_STAGES = ("conversations", "states")
+"""Those whose artifacts have jobs."""
+_IDLE = 0.5
+"""Seconds after which a helper without work looks again."""
+_DISTINCT = "CUDA_VISIBLE_DEVICES"
+
+
+def execute_together(run: Run, stages: Sequence[Stage]) -> None:
+    """Bring stages up to date, or help the process that does so.
+
+    Args:
+        run: recipe, folder and console.
+        stages: as of `execute`.
+
+    Raises:
+        UserError: as of `execute`.
+    """
+    helper: _Helper | None = None
+    while True:
+        try:
+            execute(run, stages)
+            return
+        except Busy as busy:
+            last = run.record(stages[-1].name)
+            if last is not None and last.whole and not left_to_do(run, stages):
+                run.console.print(f"{busy.problem} There is no data left to write.", highlight=False, soft_wrap=True)
+                return
+            if helper is None:
+                run.console.print(f"{busy.problem} Helping it.", highlight=False, soft_wrap=True)
+                helper = _Helper(run)
+        if not helper.help():
+            time.sleep(_IDLE)
+
+
+class _Helper:
+    """Takes jobs of a run that another process works on.
+
+    Args:
+        run: of that process, as this one knows it.
+    """
+
+    def __init__(self, run: Run) -> None:
+        from headstart.data.generator import InProcess
+        from headstart.data.jobs import Helper
+        from headstart.data.store import owner_of
+
+        self._run, self._most = run, 2 if InProcess(run.target).shareable else 1
+        owner = owner_of(run.target)
+        self._helper = Helper(self._do, lambda what: what["target"] == owner)
+
+    def help(self) -> int:
+        """Do what there is to do; how many jobs that was."""
+        from headstart.data.jobs import JOBS, Board
+        from headstart.data.workers import Workers
+
+        folders = [referred(self._run.folder, stage) for stage in _STAGES]
+        boards = [Board(folder / JOBS) for folder in folders if folder is not None]
+        if not any(board.names() for board in boards):
+            return 0
+        with Workers(self._run.target.device, self._most, beside=True) as workers:
+            self._check = workers.check
+            return self._helper.help(boards, workers)
+
+    def _do(self, what: dict[str, Any]) -> dict[str, Any]:
+        from headstart.data.part_writer import PART, help_writing
+        from headstart.data.store import compute_shard
+
+        shards = referred(self._run.folder, "states")
+        if what["kind"] == PART:
+            return help_writing(self._run.target, what, shards, self._check)
+        assert shards is not None, "the run refers to them before it has jobs"
+        return compute_shard(self._run.target, what, shards, self._check)
+
+
+def take_device(environment: MutableMapping[str, str]) -> None:
+    """Let each process of a launcher on this machine (`torchrun`, `accelerate launch`) see one GPU of its own.
+
+    Args:
+        environment: of this process, before any GPU is used.
+
+    >>> environment = {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,5,6"}
+    >>> take_device(environment)
+    >>> environment["CUDA_VISIBLE_DEVICES"]
+    '5'
+    """
+    rank = environment.get("LOCAL_RANK")
+    if rank is None:
+        return
+    visible = [name for name in environment.get(_DISTINCT, "").split(",") if name]
+    if visible:
+        environment[_DISTINCT] = visible[int(rank) % len(visible)]
+    elif _DISTINCT not in environment:
+        environment[_DISTINCT] = rank

@@ -1,0 +1,365 @@
+"""Work that several processes share: nothing lost, nothing done twice, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from headstart.data import part_writer, store
+from headstart.data.generate import Splits, build_conversations
+from headstart.data.jobs import JOB, Board, Helper, Job, share
+from headstart.data.part_writer import PART, PartWriter, help_writing
+from headstart.data.store import Capture, build_store, compute_shard, owner_of
+from headstart.data.workers import Workers
+from headstart.files import write_jsonl
+from headstart.recipe import DataSection
+from headstart.target import FINAL, Target
+
+CPU = torch.device("cpu")
+LONG = 60
+"""Seconds after which something has gone wrong."""
+
+
+class Numbers:
+    """A plan of so many jobs.
+
+    Attributes:
+        time: whether those that nobody has begun are still to be done.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._left = iter(range(count))
+        self.time: Callable[[Job], bool] = lambda _: True
+
+    def next(self, waiting: Sequence[Job], writers: int) -> Job | None:
+        number = next(self._left, None)
+        return None if number is None else Job(f"{number:03d}", {"number": number})
+
+    def still(self, job: Job, writers: int) -> bool:
+        return self.time(job)
+
+
+def squares(plan: Numbers, board: Board | None, do: Callable[[dict[str, Any]], dict[str, Any]]) -> list[int]:
+    with Workers(CPU, 1, beside=True) as workers:
+        return [result["square"] for _, result in share(plan, do, workers, board)]
+
+
+def square(what: dict[str, Any]) -> dict[str, Any]:
+    return {"square": what["number"] ** 2}
+
+
+@contextmanager
+def helping(
+    board: Board,
+    do: Callable[[dict[str, Any]], dict[str, Any]],
+    mine: Callable[[dict[str, Any]], bool] = lambda _: True,
+) -> Iterator[None]:
+    """A helper in a thread of its own: locks are between open files, so it is like another process to them."""
+    stop = threading.Event()
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        helper = Helper(do, mine)
+        try:
+            with Workers(CPU, 1, beside=True) as workers:
+                while not stop.wait(0.01):
+                    helper.help([board], workers)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(LONG)
+    if raised:
+        raise raised[0]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.data.jobs.LOOK", 0.01)
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Board:
+    return Board(tmp_path / "jobs")
+
+
+def test_a_job_belongs_to_one_until_it_is_done(board: Board) -> None:
+    board.post("a", {"number": 1})
+    claim = board.claim("a")
+    assert claim is not None and board.claim("a") is None and board.held("a") and not board.withdraw("a")
+    claim.close()
+    again = board.claim("a")
+    assert again is not None and not (board.folder / "a" / JOB).with_name("result.json").exists()
+    board.finish("a", {"square": 1})
+    again.close()
+    assert board.claim("a") is None and not board.held("a") and board.result("a") == {"square": 1}
+    board.post("b", {})
+    assert board.names() == ["a", "b"] and board.withdraw("b") and board.names() == ["a"]
+    assert board.claim("b") is None and not (board.folder / "b").exists()
+    board.clear()
+    assert not board.folder.exists()
+
+
+def test_the_job_of_a_killed_process_is_free(board: Board) -> None:
+    board.post("a", {"number": 1})
+    code = (
+        "import sys, pathlib, threading\nfrom headstart.lock import locked\n"
+        f"with locked(pathlib.Path({str(board.folder / 'a')!r})):\n"
+        "    print('held', flush=True)\n    threading.Event().wait()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        assert board.claim("a") is None and board.held("a")
+        process.kill()
+        process.wait()
+    claim = board.claim("a")
+    assert claim is not None
+    claim.close()
+
+
+def test_what_is_left_behind_is_cleared_but_for_what_somebody_does(board: Board) -> None:
+    for name in ("done", "free", "held"):
+        board.post(name, {})
+    board.finish("done", {})
+    claim = board.claim("held")
+    board.clear()
+    assert board.names() == ["held"]
+    assert claim is not None
+    claim.close()
+
+
+def test_helpers_do_what_the_planner_has_no_time_for(board: Board) -> None:
+    """The planner's first job waits for three that somebody else does."""
+    theirs, ours = list[int](), list[int]()
+    three = threading.Semaphore(0)
+
+    def slow(what: dict[str, Any]) -> dict[str, Any]:
+        if not ours:
+            assert all(three.acquire(timeout=LONG) for _ in range(3))
+        ours.append(what["number"])
+        return square(what)
+
+    def quick(what: dict[str, Any]) -> dict[str, Any]:
+        theirs.append(what["number"])
+        three.release()
+        return square(what)
+
+    with helping(board, quick):
+        assert squares(Numbers(12), board, slow) == [number**2 for number in range(12)]
+    assert sorted(theirs + ours) == list(range(12)) and len(theirs) >= 3
+    assert board.names() == []
+
+
+def test_what_a_helper_cannot_do_is_done_here(board: Board) -> None:
+    refused = threading.Event()
+
+    def fails(what: dict[str, Any]) -> dict[str, Any]:
+        refused.set()
+        raise MemoryError
+
+    def wait_for_it(what: dict[str, Any]) -> dict[str, Any]:
+        assert refused.wait(LONG)
+        return square(what)
+
+    with pytest.raises(MemoryError), helping(board, fails):
+        assert squares(Numbers(4), board, wait_for_it) == [0, 1, 4, 9]
+    assert refused.is_set()
+
+
+def test_jobs_of_another_target_are_left_alone(board: Board) -> None:
+    board.post("a", {"number": 1})
+    with Workers(CPU, 1, beside=True) as workers:
+        assert Helper(square, lambda what: what["number"] > 1).help([board], workers) == 0
+        board.post("b", {"number": 2})
+        assert Helper(square, lambda what: what["number"] > 1).help([board], workers) == 1
+    assert board.result("a") is None and board.result("b") == {"square": 4}
+
+
+def test_results_outlive_the_planner(board: Board) -> None:
+    """One planner dies while a helper has done a job of its plan; the next one does the others only."""
+    (job,) = [Numbers(3).next((), 1)]
+    assert job is not None
+    board.post(job.name, job.what)
+    board.finish(job.name, {"square": 100})
+    done: list[int] = []
+
+    def noted(what: dict[str, Any]) -> dict[str, Any]:
+        done.append(what["number"])
+        return square(what)
+
+    assert squares(Numbers(3), board, noted) == [100, 1, 4]
+    assert done == [1, 2]
+
+
+def test_what_the_time_is_up_for_is_withdrawn(board: Board) -> None:
+    """The job that is posted for whoever comes is not begun when its turn comes too late."""
+    plan, done = Numbers(9), list[int]()
+
+    def noted(what: dict[str, Any]) -> dict[str, Any]:
+        done.append(what["number"])
+        if what["number"] == 2:
+            plan.time = lambda _: False
+        return square(what)
+
+    assert squares(plan, board, noted) == [0, 1, 4]
+    assert done == [0, 1, 2] and board.names() == []
+
+
+def test_an_error_here_withdraws_what_nobody_has_begun(board: Board) -> None:
+    def fails(what: dict[str, Any]) -> dict[str, Any]:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        squares(Numbers(9), board, fails)
+    assert [name for name in board.names() if not name.startswith("000")] == []
+
+
+# -- conversations and states ----------------------------------------------------------------------------------------
+
+AUX_LAYERS = (1, FINAL)
+SMALL: dict[str, Any] = {"budget_bytes": 10**9, "batch_tokens": 64, "shard_bytes": 20_000}
+
+
+def section(tmp_path: Path, **more: object) -> DataSection:
+    """Every fourth conversation comes to nothing, so that how many there are is known only once they are written."""
+    rows = [{"turns": [f"{'so ' * (i % 5)}why {i}?", "And?"][: 1 + i % 2], "id": str(i)} for i in range(40)]
+    write_jsonl(tmp_path / "prompts.jsonl", rows)
+    values = {"conversations": 10, "heldout": 2, "validation": 3, "batch_size": 4, "max_new_tokens": 8}
+    return DataSection.model_validate(
+        {"prompts": str(tmp_path / "prompts.jsonl"), "sampled_fraction": 0.5, **values, **more}
+    )
+
+
+def some_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of some prompts come to nothing once they are to be written."""
+    own = part_writer.answer_prompts
+
+    def fewer(target: Target, prompts: Any, *arguments: Any) -> Any:
+        return own(target, [prompt for prompt in prompts if int(prompt.id.rpartition("-")[2]) % 4], *arguments)
+
+    monkeypatch.setattr(part_writer, "answer_prompts", fewer)
+
+
+def parts_of(folder: Path) -> dict[str, list[str]]:
+    """Each part without the line that says how long it took."""
+    return {file.name: file.read_text().splitlines()[1:] for file in (folder / "parts").glob("*.jsonl")}
+
+
+def written(target: Target, folder: Path, data: DataSection, board: Board | None, shards: Path) -> Splits:
+    shards.mkdir(exist_ok=True)
+    capture = Capture(shards, target, AUX_LAYERS)
+    return build_conversations(target, data, folder, capture=capture, board=board)
+
+
+class Turns:
+    """Lets the planner wait until a helper has done something."""
+
+    def __init__(self) -> None:
+        self._helps = threading.local()
+        self._done = threading.Event()
+
+    def helper(self, do: Callable[[dict[str, Any]], dict[str, Any]], what: dict[str, Any]) -> dict[str, Any]:
+        self._helps.now = True
+        result = do(what)
+        self._done.set()
+        return result
+
+    def planner(self) -> None:
+        assert getattr(self._helps, "now", False) or self._done.wait(LONG)
+
+    @property
+    def helped(self) -> bool:
+        return self._done.is_set()
+
+
+def test_parts_that_others_write_are_those_of_one(
+    tiny_target: Target, tmp_path: Path, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some_unfit(monkeypatch)
+    data, turns, owner = section(tmp_path), Turns(), owner_of(tiny_target)
+    alone = written(tiny_target, tmp_path / "alone", data, None, tmp_path / "a")
+    own = part_writer.PartWriter.write
+
+    def do(what: dict[str, Any]) -> dict[str, Any]:
+        assert what["kind"] == PART
+        return help_writing(tiny_target, what, tmp_path / "b", lambda: None)
+
+    def write(self: PartWriter, what: dict[str, Any], check: Any) -> dict[str, Any]:
+        if what["split"] == "train":
+            turns.planner()
+        return own(self, what, check)
+
+    monkeypatch.setattr(PartWriter, "write", write)
+    with helping(board, partial(turns.helper, do), lambda what: what["target"] == owner and what["split"] == "train"):
+        together = written(tiny_target, tmp_path / "together", data, board, tmp_path / "b")
+    assert turns.helped
+    assert together == alone and len(alone.train) == 10
+    assert parts_of(tmp_path / "together") == parts_of(tmp_path / "alone")
+    assert {file.name for file in (tmp_path / "a").iterdir()} == {file.name for file in (tmp_path / "b").iterdir()}
+
+
+def test_states_that_others_compute_are_those_of_one(
+    tiny_target: Target, tmp_path: Path, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = build_conversations(tiny_target, section(tmp_path, conversations=20), tmp_path / "data").train
+    alone = build_store(tmp_path / "alone", items, tiny_target, AUX_LAYERS, **SMALL)
+    own, turns = tiny_target.hidden_states, Turns()
+
+    def hidden_states(rows: Any, layers: Any) -> Any:
+        turns.planner()
+        return own(rows, layers)
+
+    monkeypatch.setattr(tiny_target, "hidden_states", hidden_states)
+    compute = partial(compute_shard, tiny_target, shards=tmp_path / "together")
+    with helping(board, partial(turns.helper, compute)):
+        together = build_store(tmp_path / "together", items, tiny_target, AUX_LAYERS, board=board, **SMALL)
+    assert turns.helped
+    assert sorted(file.name for file in together.files) == sorted(file.name for file in alone.files)
+    for index in range(len(items)):
+        for layer in AUX_LAYERS:
+            assert torch.equal(alone.get(index).states[layer], together.get(index).states[layer])
+
+
+def test_shards_of_a_dead_planner_are_finished_first(tiny_target: Target, tmp_path: Path, board: Board) -> None:
+    """Else the shards of the next planner would hold some of their conversations again."""
+    items = build_conversations(tiny_target, section(tmp_path, conversations=20), tmp_path / "data").train
+    posted: list[Job] = []
+
+    def dies(target: Target, shards: Path, jobs: Any, *_: Any) -> Iterator[Any]:
+        posted.extend(jobs)
+        if posted:
+            raise KeyboardInterrupt
+        yield from ()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(store, "_computed", dies)
+        with pytest.raises(KeyboardInterrupt):
+            build_store(tmp_path, items, tiny_target, AUX_LAYERS, board=board, **SMALL)
+    assert len(posted) > 3
+    for job in posted[1:3]:
+        board.post(job.name, job.what)
+    board.finish(posted[1].name, compute_shard(tiny_target, posted[1].what, tmp_path))
+    build_store(tmp_path, items, tiny_target, AUX_LAYERS, board=board, **SMALL)
+    held = [key for file in tmp_path.glob("shard-*") for key in keys_of(file)]
+    assert len(held) == len(set(held)) == len(items)
+
+
+def keys_of(shard: Path) -> list[str]:
+    with safe_open(shard, framework="pt") as handle:
+        return list(json.loads(handle.metadata()["keys"]))

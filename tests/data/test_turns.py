@@ -1,0 +1,121 @@
+"""Conversations of several turns: what was read is kept for the next turn, and what is said stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headstart.data.answers import answer_prompts
+from headstart.data.conversations import Conversation
+from headstart.data.prompts import Prompt
+from headstart.data.sampling import Turns
+from headstart.data.store import Capture
+from headstart.recipe import DataSection
+from headstart.target import FINAL, Target, TargetOutput, TreeCache
+from tests.tiny import tiny_model, tiny_tokenizer
+
+CLOSE = 1e-4
+
+
+def several_turns(count: int) -> list[Prompt]:
+    """Of one to three turns of many lengths."""
+    texts = [[f"{'so ' * (i % 7)}why {i}?", f"{'oh ' * (i % 4)}And?", "Then?"][: 1 + i % 3] for i in range(count)]
+    return [Prompt([{"role": "user", "content": text} for text in turns], id=str(i)) for i, turns in enumerate(texts)]
+
+
+def answers(target: Target, shards: Path | None = None, count: int = 9) -> list[Conversation]:
+    with pytest.MonkeyPatch.context() as patched:
+        # A random model seldom writes the one token that ends a turn.
+        patched.setitem(vars(target), "end_tokens", frozenset(range(0, target.vocab_size, 6)))
+        settings = DataSection(prompts="x", max_new_tokens=20, sampled_fraction=0.5)
+        capture = None if shards is None else Capture(shards, target, [1, FINAL])
+        return answer_prompts(target, several_turns(count), settings, 3, True, lambda: None, capture=capture)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each text has that is read, but for the tokens of answers."""
+    lengths: list[int] = []
+    prefill = Target.prefill
+
+    def noted(
+        self: Target, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()
+    ) -> TargetOutput:
+        lengths.extend(map(len, rows))
+        return prefill(self, cache, rows, aux_layers)
+
+    monkeypatch.setattr(Target, "prefill", noted)
+    return lengths
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "llama_long"])
+def test_the_next_turn_goes_on_from_what_was_read(kind: str, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a sliding window, too; targets whose rotary tables change with the text read all of it again."""
+    tokenizer = tiny_tokenizer()
+    target = Target(tiny_model(kind, vocab_size=len(tokenizer), max_length=1024), tokenizer)
+    kept = answers(target)
+    once = sum(read)
+    assert len([item for item in kept if len(item.messages) > 2]) > 2, "some go on"
+    read.clear()
+    monkeypatch.setattr(Turns, "keep", lambda *_: None)
+    assert [item.tokens for item in answers(target)] == [item.tokens for item in kept]
+    assert (sum(read) > once + 100) is (kind != "llama_long")
+
+
+def test_only_what_is_new_is_read(tiny_target: Target, read: list[int]) -> None:
+    (item,) = [one for one in answers(tiny_target, count=9) if len(one.messages) == 6][:1] or [None]
+    assert item is not None, "one of three turns"
+    read.clear()
+    prompt = several_turns(9)[int(item.id)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(vars(tiny_target), "end_tokens", frozenset(range(0, tiny_target.vocab_size, 6)))
+        settings = DataSection(prompts="x", max_new_tokens=20, sampled_fraction=0.0)
+        (alone,) = answer_prompts(tiny_target, [prompt], settings, 3, True, lambda: None)
+    asked = len(alone.supervised) - sum(alone.supervised)
+    turns = len(alone.messages) // 2
+    assert sum(read) == asked + turns - 1, "each later turn reads the last token of the answer before it"
+
+
+def test_states_of_later_turns_are_whole(tiny_target: Target, tmp_path: Path) -> None:
+    written = answers(tiny_target, tmp_path)
+    (shard,) = tmp_path.glob("shard-*")
+    held = load_file(shard)
+    start = 0
+    assert {len(item.messages) for item in written} == {2, 4, 6}
+    for item in written:
+        (read,) = tiny_target.hidden_states([item.tokens], [1, FINAL])
+        stop = start + len(item.tokens)
+        assert held["tokens"][start:stop].tolist() == item.tokens
+        for layer in (1, FINAL):
+            torch.testing.assert_close(held[f"states.{layer}"][start:stop], read[layer], atol=CLOSE, rtol=CLOSE)
+        start = stop
+
+
+def test_what_memory_does_not_hold_is_read_again(
+    tiny_target: Target, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = answers(tiny_target)
+    once = sum(read)
+    read.clear()
+    monkeypatch.setattr("headstart.data.sampling._TURN_SHARE", 0.0)
+    assert [item.tokens for item in answers(tiny_target)] == [item.tokens for item in kept]
+    assert sum(read) > once + 100
+    read.clear()
+    monkeypatch.undo()
+    forward: Any = Target.forward_tree
+    failures = [True]
+
+    def fails_once(self: Target, cache: TreeCache, tree: Any, aux_layers: Sequence[int] = ()) -> TargetOutput:
+        if max(cache.lengths) > 60 and cache.rows > 1 and failures:
+            failures.pop()
+            raise MemoryError
+        return forward(self, cache, tree, aux_layers)
+
+    monkeypatch.setattr(Target, "forward_tree", fails_once)
+    assert [item.tokens for item in answers(tiny_target)] == [item.tokens for item in kept]
+    assert not failures

@@ -1,0 +1,102 @@
+"""Two real processes write the data of one run; the one that plans is killed, and nothing is lost or made twice."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors import safe_open
+
+from headstart.data.store import StateStore
+from headstart.lock import locked
+from headstart.pipeline.run import Run, execute
+from headstart.pipeline.stages import stages_until
+from headstart.pipeline.together import execute_together
+from headstart.recipe import recipe_text
+from tests.test_pipeline import quiet, tiny_recipe
+from tests.test_stages import said
+
+DIES = """
+import os, pathlib, signal, sys, time
+part, log = sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
+real = os.replace
+def replace(source, path):
+    real(source, path)
+    if str(path).endswith(part):
+        while "Helping it" not in log.read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+os.replace = replace
+from headstart.cli import main
+main()
+"""
+"""The command, killed right after it has written one file, once the other process helps."""
+
+
+def test_the_planner_is_killed(tmp_path: Path, tiny_target_folder: Path) -> None:
+    recipe = tiny_recipe(tmp_path, tiny_target_folder)
+    alone, folder = tmp_path / "runs" / "alone", tmp_path / "shared" / "run"
+    execute(quiet(alone, recipe), stages_until("states"))
+    (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
+    command = ["data", "build", str(tmp_path / "recipe.yaml"), "--run-dir", str(folder)]
+    log = tmp_path / "log"
+    log.write_text("")
+    with subprocess.Popen(
+        [sys.executable, "-c", DIES, "00002-train.jsonl", str(log), *command], stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        while "2/3" not in first.stdout.readline():
+            assert first.poll() is None, "it ended by itself"
+        with log.open("w") as out:
+            second = subprocess.run([sys.executable, "-m", "headstart", *command], stdout=out, check=False)
+        assert first.wait() == -9
+    assert second.returncode == 0
+    for split in ("train", "calibration", "heldout"):
+        ours, theirs = (path / "data" / "conversations" / f"{split}.jsonl" for path in (folder, alone))
+        assert ours.read_text() == theirs.read_text()
+    stores = [StateStore(path / "data" / "states" / "train") for path in (folder, alone)]
+    for index in range(len(stores[1])):
+        ours_T, theirs_T = (store.get(index).states for store in stores)
+        assert all(torch.equal(ours_T[layer], theirs_T[layer]) for layer in theirs_T)
+    shared = tmp_path / "shared" / "artifacts"
+    numbers = [file.name[:5] for file in shared.glob("conversations/*/parts/*.jsonl")]
+    assert len(set(numbers)) == len(numbers) == 5
+    keys = [key for file in shared.glob("states/*/shard-*.safetensors") for key in _keys(file)]
+    assert len(set(keys)) == len(keys) == 16
+    assert not list(shared.glob("*/*/jobs/*/job.json"))
+
+
+def _keys(shard: Path) -> list[str]:
+    with safe_open(shard, framework="pt") as handle:
+        return list(json.loads(handle.metadata()["keys"]))
+
+
+def test_a_second_process_leaves_when_no_data_is_left_to_write(tmp_path: Path, tiny_target_folder: Path) -> None:
+    """The first one may be training by then."""
+    recipe, stages = tiny_recipe(tmp_path, tiny_target_folder), stages_until("states")
+    execute(quiet(tmp_path / "run", recipe), stages)
+    second = Run(recipe, tmp_path / "run", Console(file=io.StringIO(), width=200))
+    with locked(tmp_path / "run"):
+        execute_together(second, stages)
+    assert "no data left to write" in said(second)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {}),
+        ({"LOCAL_RANK": "3"}, {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"}),
+        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": ""}, {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": ""}),
+    ],
+)
+def test_a_launched_process_sees_a_gpu_of_its_own(before: dict[str, str], after: dict[str, str]) -> None:
+    from headstart.pipeline.together import take_device
+
+    take_device(before)
+    assert before == after
