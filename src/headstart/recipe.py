@@ -107,6 +107,13 @@ class TargetSection(Section):
         "tokens, which auto takes: equal up to rounding at near-ties.",
     )
 
+    @property
+    def unset(self) -> set[str]:
+        """Settings that came later and are at their defaults: records leave them out, as records without them are."""
+        return {
+            name for name in ("adapter",) if getattr(self, name) == type(self).model_fields[name].default
+        }
+
 
 class PromptSource(Section):
     """One of several sources of prompts."""
@@ -223,6 +230,23 @@ class DataSection(Section):
         return self
 
 
+class JointSection(Section):
+    """Training an adapter of the target together with the heads (Medusa-2); the adapted model is then their target."""
+
+    rank: int = Field(0, ge=0, description="Rank of the target's LoRA adapter; 0 leaves the target as it is.")
+    alpha: float = Field(16.0, gt=0, description="LoRA's alpha: what it adds is scaled by alpha / rank.")
+    dropout: float = Field(0.05, ge=0, lt=1, description="Dropout of what the adapter reads.")
+    lr_ratio: float = Field(0.25, gt=0, description="Learning rate of the adapter, as a share of the heads'.")
+    warmup: float = Field(
+        0.4, ge=0, lt=1, description="Share of the run, at its start, in which the heads learn alone."
+    )
+    heads_weight: float = Field(
+        0.2,
+        gt=0,
+        description="Weight of the heads' loss; that of staying what the target is without the adapter is 1.",
+    )
+
+
 class TrainSection(Section):
     """The training loop."""
 
@@ -259,6 +283,7 @@ class TrainSection(Section):
     round_starts_fraction: float = Field(
         0.0, ge=0, le=1, description="Share of the run, at its end, that learns only where drafting would start."
     )
+    joint: JointSection = JointSection()
     start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")
     eval_every: int = Field(100, ge=1, description="Optimiser steps between validations.")
@@ -271,6 +296,11 @@ class TrainSection(Section):
     tracker: Literal["none", "wandb", "trackio", "tensorboard"] = Field("none", description="accelerate tracker.")
     project: str = Field("headstart", description="Project name for the tracker.")
     seed: int = Field(0, description="Seed of initialisation and batch order.")
+
+    def noted(self, leave_out: Iterable[str] = ()) -> dict[str, Any]:
+        """The settings, for records: those of joint training only where there is one, as records without them are."""
+        alone = () if self.joint.rank else ("joint",)
+        return self.model_dump(mode="json", exclude={*leave_out, *alone})
 
 
 class TuneSection(Section):

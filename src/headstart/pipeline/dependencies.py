@@ -30,7 +30,7 @@ def conditions(run: Run) -> dict[str, Any]:
     """The same as it is found here: machine, device, dtype, threads."""
     from headstart.decode.costs import Conditions
 
-    return Conditions.of(run.target).to_json()
+    return Conditions.of(run.decoded).to_json()
 
 
 def before(run: Run, stage: str) -> str:

@@ -24,7 +24,8 @@ def _train_settings(run: Run) -> dict[str, Any]:
     from headstart.train.artifact import AMOUNT, weights_hash
 
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
-    settings = flat("train", run.recipe.train, leave_out=FREE_TO_CHANGE - set(AMOUNT))
+    noted = run.recipe.train.noted(FREE_TO_CHANGE - set(AMOUNT))
+    settings = {f"train.{key}": value for key, value in noted.items()}
     return {**settings, "train.start_from": weights_hash(run.recipe.train.start_from), **heads}
 
 
@@ -66,7 +67,7 @@ def _tune(run: Run) -> Outcome:
         run.refer("tune", made, TUNE)
         if "tune" in run.again or not file.is_file():
             tuning = tune(
-                run.target,
+                run.decoded,
                 trained_heads(run),
                 conversations(run, "calibration"),
                 widths=section.widths,
@@ -83,7 +84,7 @@ def trained_heads(run: Run) -> DraftHead:
     """The best heads of training, in the target's dtype."""
     from headstart.heads.io import load_heads
 
-    return load_heads(run.folder / TRAIN / "best", run.target).to(run.target.dtype)
+    return load_heads(run.folder / TRAIN / "best", run.decoded).to(run.decoded.dtype)
 
 
 HEAD_STAGES = (

@@ -43,7 +43,7 @@ def training(
         valid_store: conversations to judge by.
     """
     section = recipe.train.model_dump(mode="json")
-    settings = {key: value for key, value in section.items() if key not in FREE_TO_CHANGE}
+    settings = recipe.train.noted(FREE_TO_CHANGE)
     settings["start_from"] = weights_hash(recipe.train.start_from)
     identity = {
         "version": _VERSION,

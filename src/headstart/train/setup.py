@@ -16,6 +16,7 @@ from headstart.heads.io import load_heads
 from headstart.recipe import Recipe, TrainSection
 from headstart.target import FINAL, Target
 from headstart.train.batches import collate
+from headstart.train.joint import check_joint
 from headstart.train.losses import find_loss
 from headstart.train.metrics import pick_vocabulary
 from headstart.train.tracking import check_tracker
@@ -69,6 +70,7 @@ def check_training(recipe: Recipe, target: Target | None = None) -> None:
         )
     if section.mixed_precision == "fp16" and (recipe.target.device == "cpu" or not torch.cuda.is_available()):
         raise UserError("fp16 training needs a GPU.", "Set train.mixed_precision=bf16 (or no).")
+    check_joint(recipe)
     check_tracker(section.tracker)
     _earlier(recipe, target)
 
