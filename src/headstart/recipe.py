@@ -101,6 +101,9 @@ class TargetSection(Section):
     adapter: str | None = Field(
         None, description="Folder or hub id of a peft adapter (LoRA ...): the target is the model with it merged in."
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none", description="Bits that the linear layers of the target are put into when it is loaded; needs torchao."
+    )
     exact: Literal["auto", "bits", "tokens"] = Field(
         "auto",
         description="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower); "
@@ -111,7 +114,7 @@ class TargetSection(Section):
     def unset(self) -> set[str]:
         """Settings that came later and are at their defaults: records leave them out, as records without them are."""
         return {
-            name for name in ("adapter",) if getattr(self, name) == type(self).model_fields[name].default
+            name for name in ("adapter", "quantization") if getattr(self, name) == type(self).model_fields[name].default
         }
 
 

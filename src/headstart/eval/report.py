@@ -150,14 +150,22 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
 
     >>> target_remarks({"target": "tiny"})
     []
+    >>> target_remarks({"target": "tiny in int8", "quantization": "int8"})
+    ["The target's linear layers are in int8: the speed-ups are against its own plain loop, and the words are its own."]
     """
+    told = []
+    if bits := settings.get("quantization"):
+        told.append(
+            f"The target's linear layers are in {bits}: the speed-ups are against its own plain loop, and the words "
+            "are its own."
+        )
     if (adapter := settings.get("adapter")) is None:
-        return []
-    told = [
+        return told
+    told.append(
         f"The target is the adapted model, {settings.get('target', 'the target')}: the speed-ups are against its own "
         "plain loop, and the words are its own, which are not always those of the model without the adapter."
-    ]
-    if "kl" in adapter:
+    )
+    if adapter.get("tokens"):
         before, after = adapter["perplexity_before"], adapter["perplexity_after"]
         told.append(
             f"On {adapter['tokens']} validation tokens it is {adapter['kl']:.4f} nats a token from the model without "

@@ -23,7 +23,9 @@ def content(source: str) -> str | None:
 
 def where(run: Run) -> dict[str, Any]:
     """What is timed belongs to a device and a dtype, as far as the recipe names them."""
-    return {"target.device": run.recipe.target.device, "target.dtype": run.recipe.target.dtype}
+    target = run.recipe.target
+    bits = {} if "quantization" in target.unset else {"target.quantization": target.quantization}
+    return {"target.device": target.device, "target.dtype": target.dtype, **bits}
 
 
 def conditions(run: Run) -> dict[str, Any]:

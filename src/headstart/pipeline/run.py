@@ -90,6 +90,7 @@ class Run:
             target = load_target(
                 *(section.spec, section.dtype, section.device, section.revision, section.exact),
                 adapter=adapter,
+                quantization=section.quantization,
             )
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, self.recipe.data.chat_template_kwargs))
 

@@ -94,7 +94,11 @@ def _train(name: str, overrides: list[str], run_dir: Path | None, console: Conso
         with together():
             stores = {part: StateStore(path) for part, path in paths.items()}
             section = recipe.target
-            target = load_target(section.spec, section.dtype, device, section.revision, adapter=section.adapter)
+            target = load_target(
+                *(section.spec, section.dtype, device, section.revision),
+                adapter=section.adapter,
+                quantization=section.quantization,
+            )
             made = training(run, recipe, make_config(recipe.heads, target), stores["train"], stores["calibration"])
         with _on_main(state, held(made, wait=False)):
             with together():
