@@ -8,6 +8,7 @@ from headstart.decoder import Decoder as Decoder
 from headstart.errors import UserError
 from headstart.hub import adapter_spec, check_folder, locate, read_heads, target_spec
 from headstart.hub import engines as _engines
+from headstart.hub import quantization as known_quantization
 from headstart.hub.engines import Exported as Exported
 from headstart.options import GenerateOptions as GenerateOptions
 from headstart.streaming import Answer as Answer
@@ -23,6 +24,7 @@ def load(
     device: str = "auto",
     any_target: bool = False,
     exact: Exact = "auto",
+    quantization: str | None = None,
 ) -> Decoder:
     """Load heads and the model they belong to.
 
@@ -39,21 +41,26 @@ def load(
             "tokens", which "auto" takes, they are the same up to rounding, and in bfloat16 and float16 near-ties may
             turn out otherwise. See `Target.exact`. A model that is loaded already keeps its own setting unless this is
             given.
+        quantization: "int8" or "int4" puts the linear layers of the model into so many bits (with torchao), "none"
+            leaves them; by default as for the heads' target when they were exported or tuned. Heads fit both: the text
+            is the quantised model's own. A model that is loaded already stays as it is.
 
     Raises:
         UserError: no such heads, files that are cut short, a target that cannot be loaded, or one that the heads were
             not trained on.
     """
-    if isinstance(target, Target) and (dtype, device) != ("auto", "auto"):
+    if isinstance(target, Target) and (dtype, device, quantization) != ("auto", "auto", None):
         raise UserError(
-            "dtype and device are those of the target, and it is loaded already.",
-            "Give load_target the dtype and device, or give headstart.load the target's name instead of a Target.",
+            "dtype, device and quantization are those of the target, and it is loaded already.",
+            "Give them to load_target, or give headstart.load the target's name instead of a Target.",
         )
     folder = locate(heads, revision)
     check_folder(folder)
     if not isinstance(target, Target):
         adapter = None if target and any_target else adapter_spec(folder)
-        target = load_target(target or _named_target(folder), dtype, device, exact=exact, adapter=adapter)
+        bits = known_quantization(folder) if quantization is None else quantization
+        named = target or _named_target(folder)
+        target = load_target(named, dtype, device, exact=exact, adapter=adapter, quantization=bits)
     elif exact != "auto":
         target.exact = exact
     return Decoder(target, *read_heads(folder, target, any_target))

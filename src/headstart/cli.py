@@ -13,7 +13,16 @@ from rich.markup import escape
 from headstart.cli_doctor import doctor
 from headstart.cli_engines import engine_table, export, import_checkpoint
 from headstart.cli_heads import audit, chat, evaluate, generate, load_decoder
-from headstart.cli_options import Dtype, DtypeOption, Overrides, RecipeName, RunDir, TargetOption, with_options
+from headstart.cli_options import (
+    Dtype,
+    DtypeOption,
+    Overrides,
+    QuantizationOption,
+    RecipeName,
+    RunDir,
+    TargetOption,
+    with_options,
+)
 from headstart.cli_states import import_states
 from headstart.errors import UserError
 from headstart.options import EngineOptions
@@ -245,6 +254,7 @@ def tune(
     ] = None,
     target: TargetOption = None,
     dtype: DtypeOption = Dtype.auto,
+    quantization: QuantizationOption = None,
     options: EngineOptions = EngineOptions(),
 ) -> None:
     """Measure costs on this machine again and choose the tree that is fastest here.
@@ -276,7 +286,7 @@ def tune(
         work = _run(str(folder / "recipe.yaml"), None, folder)
         _execute(work, stages_until("export"), again={"tune"})
         return
-    decoder = load_decoder(path, target, None, dtype)
+    decoder = load_decoder(path, target, None, dtype, quantization=quantization)
     Console().print(retune(decoder, folder, conversations, Console()), highlight=False)
 
 

@@ -14,6 +14,7 @@ from headstart.cli_options import (
     AnyTarget,
     AuditDrafters,
     BatchSize,
+    Bits,
     Compare,
     Dtype,
     DtypeOption,
@@ -23,6 +24,7 @@ from headstart.cli_options import (
     Limit,
     MultiTurn,
     Overwrite,
+    QuantizationOption,
     Questions,
     Revision,
     Samples,
@@ -61,6 +63,7 @@ def evaluate(
     target: TargetOption = None,
     any_target: AnyTarget = False,
     exact: ExactOption = ExactChoice.auto,
+    quantization: QuantizationOption = None,
     revision: Revision = None,
 ) -> None:
     """Measure heads on a question file against plain decoding, transformers, and other drafters.
@@ -84,7 +87,7 @@ def evaluate(
         heads_name=heads,
         compare=tuple(compare or ()),
     )
-    decoder = load_decoder(heads, target, revision, dtype, any_target, exact)
+    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization)
     results = report(decoder, asked, how, out, console)
     show_summary(results, f"{heads} on {questions.name}", console)
     show_compare(results, console)
@@ -108,6 +111,7 @@ def audit(
     target: TargetOption = None,
     any_target: AnyTarget = False,
     exact: ExactOption = ExactChoice.auto,
+    quantization: QuantizationOption = None,
     revision: Revision = None,
 ) -> None:
     """Prove that drafts change nothing, on your own target and heads; exits with 1 if they do.
@@ -138,7 +142,7 @@ def audit(
         seed=seed,
         heads_name=heads,
     )
-    decoder = load_decoder(heads, target, revision, dtype, any_target, exact)
+    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization)
     prompts = [decoder.tokens(text) for text in (asked or PROMPTS)[:limit]]
     results = run_audit(decoder, prompts, options, console)
     if out is not None:
@@ -159,6 +163,7 @@ def generate(
     target: TargetOption = None,
     any_target: AnyTarget = False,
     exact: ExactOption = ExactChoice.auto,
+    quantization: QuantizationOption = None,
     revision: Revision = None,
 ) -> None:
     """Answer one prompt; the text goes to stdout, the figures to stderr.
@@ -167,7 +172,7 @@ def generate(
     """
     if not (prompt if options.raw else prompt.strip()):
         raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
-    decoder = load_decoder(heads, target, revision, dtype, any_target, exact)
+    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization)
     stream = decoder.stream(prompt, **_keywords(options))
     _pour(stream)
     _remark(stream, options.verifier)
@@ -182,13 +187,14 @@ def chat(
     target: TargetOption = None,
     any_target: AnyTarget = False,
     exact: ExactOption = ExactChoice.auto,
+    quantization: QuantizationOption = None,
     revision: Revision = None,
 ) -> None:
     """Talk with the target; after each answer its tokens/s and accepted length (τ).
 
     Example: headstart chat runs/quickstart
     """
-    decoder = load_decoder(heads, target, revision, dtype, any_target, exact)
+    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization)
     console = Console()
     console.print(f"{decoder.target.name}. Empty line or Ctrl-D ends, /new forgets what was said.", style="dim")
     opening = [{"role": "system", "content": system}] if system else []
@@ -223,13 +229,19 @@ def load_decoder(
     dtype: Dtype,
     any_target: bool = False,
     exact: ExactChoice = ExactChoice.auto,
+    quantization: Bits | None = None,
 ) -> Decoder:
     """Heads and their target, ready to generate; a spinner says that it takes a while."""
     console = Console(stderr=True)
     with console.status("loading"):
         from headstart.api import load
 
-        return load(heads, target, revision, dtype.value, any_target=any_target, exact=exact.kind)
+        return load(
+            *(heads, target, revision, dtype.value),
+            any_target=any_target,
+            exact=exact.kind,
+            quantization=quantization and quantization.value,
+        )
 
 
 def _pour(stream: Stream) -> str:

@@ -27,6 +27,14 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Bits(StrEnum):
+    """What `--quantization` takes."""
+
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+
+
 class ExactChoice(StrEnum):
     """What `--exact` takes."""
 
@@ -75,6 +83,14 @@ AnyTarget = Annotated[
     bool, typer.Option("--any-target", help="Take a target that the heads were not trained on, if its sizes fit.")
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of heads on the Hub.")]
+QuantizationOption = Annotated[
+    Bits | None,
+    typer.Option(
+        "--quantization",
+        help="Bits that the target's linear layers are put into (needs torchao).",
+        show_default="as when the heads were exported or tuned",
+    ),
+]
 DtypeOption = Annotated[Dtype, typer.Option(help="auto is bfloat16 where the machine is fast at it.")]
 
 # -- measuring -------------------------------------------------------------------------------------------------------

@@ -105,11 +105,21 @@ class TargetSection(Section):
     adapter: str | None = Field(
         None, description="Folder or hub id of a peft adapter (LoRA ...): the target is the model with it merged in."
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none", description="Bits that the linear layers of the target are put into when it is loaded; needs torchao."
+    )
     exact: Literal["auto", "bits", "tokens"] = Field(
         "auto",
         description="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower); "
         "tokens, which auto takes: equal up to rounding at near-ties.",
     )
+
+    @property
+    def unset(self) -> set[str]:
+        """Settings that came later and are at their defaults: records leave them out, as records without them are."""
+        return {
+            name for name in ("adapter", "quantization") if getattr(self, name) == type(self).model_fields[name].default
+        }
 
 
 class PromptSource(Section):
@@ -237,6 +247,23 @@ class DataSection(Section):
         return self
 
 
+class JointSection(Section):
+    """Training an adapter of the target together with the heads (Medusa-2); the adapted model is then their target."""
+
+    rank: int = Field(0, ge=0, description="Rank of the target's LoRA adapter; 0 leaves the target as it is.")
+    alpha: float = Field(16.0, gt=0, description="LoRA's alpha: what it adds is scaled by alpha / rank.")
+    dropout: float = Field(0.05, ge=0, lt=1, description="Dropout of what the adapter reads.")
+    lr_ratio: float = Field(0.25, gt=0, description="Learning rate of the adapter, as a share of the heads'.")
+    warmup: float = Field(
+        0.4, ge=0, lt=1, description="Share of the run, at its start, in which the heads learn alone."
+    )
+    heads_weight: float = Field(
+        0.2,
+        gt=0,
+        description="Weight of the heads' loss; that of staying what the target is without the adapter is 1.",
+    )
+
+
 class TrainSection(Section):
     """The training loop."""
 
@@ -288,6 +315,7 @@ class TrainSection(Section):
         lt=1,
         description="Decay of a moving average of the weights (0.999), which is then validated and kept; null: none.",
     )
+    joint: JointSection = JointSection()
     start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")
     eval_every: int = Field(100, ge=1, description="Optimiser steps between validations.")
@@ -301,11 +329,21 @@ class TrainSection(Section):
     project: str = Field("headstart", description="Project name for the tracker.")
     seed: int = Field(0, description="Seed of initialisation and batch order.")
 
+    @property
+    def needs_target(self) -> bool:
+        """Whether training runs the target itself, so that its teacher is not enough."""
+        return self.decode_every is not None or self.joint.rank > 0
+
     def unset(self) -> set[str]:
         """Settings that came later and are at their defaults: what identifies a training leaves them out, so that it
         is found again."""
         defaults = later_settings()
         return {name for name in defaults if getattr(self, name) == defaults[name]}
+
+    def noted(self, leave_out: Iterable[str] = ()) -> dict[str, Any]:
+        """The settings, for records: those of joint training only where there is one, as records without them are."""
+        alone = () if self.joint.rank else ("joint",)
+        return self.model_dump(mode="json", exclude={*leave_out, *alone})
 
 
 def later_settings() -> dict[str, Any]:

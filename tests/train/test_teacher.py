@@ -52,7 +52,7 @@ def test_heads_of_a_teacher_are_those_of_its_target_bit_for_bit(
 
 
 def test_decoding_while_training_wants_the_target(run: Train, taught: TeacherModel, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train.decode_every decodes with the target itself") as refused:
+    with pytest.raises(UserError, match=r"train.decode_every runs the target itself") as refused:
         run(tmp_path, target=taught, decode_every=2)
     assert "train.decode_every=null" in refused.value.remedy
 

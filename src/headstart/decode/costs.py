@@ -120,6 +120,7 @@ class Conditions:
         torch: its version.
         exact: "bits" or "tokens", see `Target.exact`; verifying a tree takes longer where the bits are kept.
         prepacked: whether the target's linear layers have prepacked weights; a tree then costs less.
+        quantization: "int8" or "int4" where the target was put into so many bits.
     """
 
     machine: str
@@ -129,6 +130,7 @@ class Conditions:
     torch: str
     exact: str = "tokens"
     prepacked: bool = False
+    quantization: str = "none"
 
     @classmethod
     def of(cls, target: Target) -> Conditions:
@@ -137,24 +139,27 @@ class Conditions:
         on_gpu = device.type == "cuda"
         machine = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_model()}, {os.cpu_count()} cores"
         threads = 0 if on_gpu else torch.get_num_threads()
-        return cls(machine, device.type, dtype, threads, str(torch.__version__), target.exact, target.prepacked)
+        version, bits = str(torch.__version__), target.quantization
+        return cls(machine, device.type, dtype, threads, version, target.exact, target.prepacked, bits)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> Conditions | None:
-        """Those that a tuning was made under; None when it does not say. Costs that do not name `exact` or `prepacked`
-        are older than these: nothing but tokens was kept, and nothing prepacked."""
+        """Those that a tuning was made under; None when it does not say. Costs that do not name `exact`, `prepacked`
+        or `quantization` are older than these: nothing but tokens was kept, and nothing prepacked or quantised."""
         names = [field.name for field in fields(cls)]
-        known = {"exact": "tokens", "prepacked": False, **(values or {})}
+        known = {"exact": "tokens", "prepacked": False, "quantization": "none", **(values or {})}
         return cls(**{name: known[name] for name in names}) if all(name in known for name in names) else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file; `exact` and `prepacked` only where they say something, so that what earlier
-        versions measured and noted without them still counts."""
+        """Plain values for a JSON file; `exact`, `prepacked` and `quantization` only where they say something, so that
+        what earlier versions measured and noted without them still counts."""
         values = asdict(self)
         if self.exact == "tokens":
             del values["exact"]
         if not self.prepacked:
             del values["prepacked"]
+        if self.quantization == "none":
+            del values["quantization"]
         return values
 
     def beside(self, other: Conditions) -> str:
@@ -166,6 +171,10 @@ class Conditions:
         """
         parts = [
             (self.dtype != other.dtype, f"in {self.dtype}"),
+            (
+                self.quantization != other.quantization,
+                f"with weights in {self.quantization}".replace("in none", "as read"),
+            ),
             (self.exact != other.exact, f"with exact={self.exact}"),
             (
                 self.prepacked != other.prepacked and self.device == other.device,

@@ -247,7 +247,11 @@ def find_subject(
 def _of_run(recipe: Recipe, run: Path | None, asked: list[Question], target: str | None, quick: bool) -> Subject:
     section = recipe.target
     revision, adapter = (None, None) if target else (section.revision, section.adapter)
-    loaded = load_target(target or section.spec, section.dtype, section.device, revision, adapter=adapter)
+    loaded = load_target(
+        *(target or section.spec, section.dtype, section.device, revision),
+        adapter=adapter,
+        quantization=section.quantization,
+    )
     loaded = loaded.with_tokenizer(with_template_kwargs(loaded.tokenizer, recipe.data.chat_template_kwargs))
     paths = [run / HEADS, run / TRAIN / "best"] if run else []
     return Subject(loaded, recipe, run, next((path for path in paths if path.is_dir()), None), asked, quick)

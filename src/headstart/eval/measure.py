@@ -353,6 +353,8 @@ def _settings(
         **asdict(options),
         "target": target.name,
         "target_fingerprint": identity.fingerprint,
+        **({} if target.quantization == "none" else {"quantization": target.quantization}),
+        **({} if target.adapter is None else {"adapter": {"hash": target.adapter.hash, **target.adapter.note}}),
         "tree_nodes": drafter.max_nodes if drafter is not None else 1,
         "questions": len(questions),
         "methods": [name.removeprefix(OTHER) for name in methods],

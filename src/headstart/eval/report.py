@@ -105,6 +105,7 @@ def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]
         names={name: tested(results) if name == HEADS else LABELS[name].name for name in METHODS},
         tested=tested(results),
         compare=compare if len(compare) > len(METHODS) else [],
+        target_remarks=target_remarks(results.get("settings") or {}),
         lossy=LOSSY if summary["lossless"] is False else None,
         failed=[(row["name"], row["drafter_error"]) for row in compare if row.get("drafter_error")],
         baselines=BASELINES,
@@ -142,6 +143,36 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
         else:
             sentences.append(f"Not clearly faster or slower than {name}: {interval}.")
     return sentences
+
+
+def target_remarks(settings: Mapping[str, Any]) -> list[str]:
+    """What to know of a target that is not the model as it was published, in sentences.
+
+    >>> target_remarks({"target": "tiny"})
+    []
+    >>> target_remarks({"target": "tiny in int8", "quantization": "int8"})
+    ["The target's linear layers are in int8: the speed-ups are against its own plain loop, and the words are its own."]
+    """
+    told = []
+    if bits := settings.get("quantization"):
+        told.append(
+            f"The target's linear layers are in {bits}: the speed-ups are against its own plain loop, and the words "
+            "are its own."
+        )
+    if (adapter := settings.get("adapter")) is None:
+        return told
+    told.append(
+        f"The target is the adapted model, {settings.get('target', 'the target')}: the speed-ups are against its own "
+        "plain loop, and the words are its own, which are not always those of the model without the adapter."
+    )
+    if adapter.get("tokens"):
+        before, after = adapter["perplexity_before"], adapter["perplexity_after"]
+        told.append(
+            f"On {adapter['tokens']} validation tokens it is {adapter['kl']:.4f} nats a token from the model without "
+            f"the adapter (KL); the perplexity of the answers, which that model wrote, goes from {before:.2f} to "
+            f"{after:.2f}."
+        )
+    return told
 
 
 def divergence_sentence(results: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ from headstart.heads.base import HeadConfig
 from headstart.heads.int8_weights import Linear
 from headstart.recipe import FromTarget
 from headstart.target import FrozenModel
+from headstart.target.lm_head import is_packed
 
 _ROTARY: dict[str, set[str]] = {
     "default": {"rope_theta"},
@@ -294,7 +295,7 @@ def _rope(target: FrozenModel) -> dict[str, Any]:
 def _linear(module: Any, name: str) -> nn.Linear | None:
     """The linear layer of this name, if there is one whose weights can be read as they are (not quantized)."""
     part = getattr(module, name, None)
-    if not isinstance(part, nn.Linear) or not part.weight.is_floating_point():
+    if not isinstance(part, nn.Linear) or not part.weight.is_floating_point() or is_packed(part.weight):
         return None
     return part if part.weight.shape == (part.out_features, part.in_features) else None
 

@@ -1,7 +1,7 @@
 """Keeping and sharing heads: our folder format, the model card, pushing to the Hub and fetching from it."""
 
 from headstart.hub.card import write_card
-from headstart.hub.format import adapter_spec, check_folder, export_heads, read_heads, target_spec
+from headstart.hub.format import adapter_spec, check_folder, export_heads, quantization, read_heads, target_spec
 from headstart.hub.pull import fetch, locate
 from headstart.hub.push import Upload, push
 
@@ -13,6 +13,7 @@ __all__ = [
     "fetch",
     "locate",
     "push",
+    "quantization",
     "read_heads",
     "target_spec",
     "write_card",

@@ -84,6 +84,7 @@ def export_heads(
             "name": named(target),
             "fingerprint": identity.fingerprint,
             "sketch": target.sketch(),
+            **({} if target.quantization == "none" else {"quantization": target.quantization}),
             **({} if adapter is None else {"adapter": {"spec": "" if bundled else adapter.spec, "hash": adapter.hash}}),
         },
         "heads": settings_of(heads),
@@ -182,6 +183,15 @@ def adapter_spec(folder: Path) -> str | None:
     if adapter is None:
         return None
     return adapter["spec"] or str(folder / BUNDLED)
+
+
+def quantization(folder: Path) -> str:
+    """What the heads' target was put into when they were exported or tuned: "int8", "int4" or "none".
+
+    Raises:
+        UserError: as `target_spec`.
+    """
+    return str(read_config(folder)["target"].get("quantization", "none"))
 
 
 def check_folder(folder: Path) -> None:

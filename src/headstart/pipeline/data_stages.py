@@ -81,7 +81,7 @@ def _target_settings(run: Run) -> dict[str, Any]:
     paths = [Path(spec).expanduser() for spec in (target.spec, target.adapter) if spec]
     files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
     stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
-    return {**flat("target", target, {"adapter"} if target.adapter is None else None), "the target's files": stamps}
+    return {**flat("target", target, target.unset), "the target's files": stamps}
 
 
 def _target(run: Run) -> Outcome:

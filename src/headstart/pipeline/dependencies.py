@@ -23,14 +23,16 @@ def content(source: str) -> str | None:
 
 def where(run: Run) -> dict[str, Any]:
     """What is timed belongs to a device and a dtype, as far as the recipe names them."""
-    return {"target.device": run.recipe.target.device, "target.dtype": run.recipe.target.dtype}
+    target = run.recipe.target
+    bits = {} if "quantization" in target.unset else {"target.quantization": target.quantization}
+    return {"target.device": target.device, "target.dtype": target.dtype, **bits}
 
 
 def conditions(run: Run) -> dict[str, Any]:
     """The same as it is found here: machine, device, dtype, threads."""
     from headstart.decode.costs import Conditions
 
-    return Conditions.of(run.target).to_json()
+    return Conditions.of(run.decoded).to_json()
 
 
 def before(run: Run, stage: str) -> str:

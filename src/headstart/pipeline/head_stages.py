@@ -26,7 +26,8 @@ def _train_settings(run: Run) -> dict[str, Any]:
     from headstart.train.artifact import AMOUNT, weights_hash
 
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
-    settings = flat("train", run.recipe.train, leave_out=(FREE_TO_CHANGE - set(AMOUNT)) | run.recipe.train.unset())
+    noted = run.recipe.train.noted((FREE_TO_CHANGE - set(AMOUNT)) | run.recipe.train.unset())
+    settings = {f"train.{key}": value for key, value in noted.items()}
     return {**settings, "train.start_from": weights_hash(run.recipe.train.start_from), **heads}
 
 
@@ -38,8 +39,8 @@ def _train(run: Run) -> Outcome:
     from headstart.train.setup import online_states
 
     target = run.frozen()
-    if isinstance(target, TeacherModel) and not (
-        run.recipe.train.decode_every is None and target.starts(make_config(run.recipe.heads, target).start_layers)
+    if isinstance(target, TeacherModel) and (
+        run.recipe.train.needs_target or not target.starts(make_config(run.recipe.heads, target).start_layers)
     ):
         target = run.target
     stores: Mapping[str, States]
@@ -80,7 +81,7 @@ def _tune(run: Run) -> Outcome:
         run.refer("tune", made, TUNE)
         if "tune" in run.again or not file.is_file():
             tuning = tune(
-                run.target,
+                run.decoded,
                 trained_heads(run),
                 conversations(run, "calibration"),
                 widths=section.widths,
@@ -97,7 +98,7 @@ def trained_heads(run: Run) -> DraftHead:
     """The best heads of training, in the target's dtype."""
     from headstart.heads.io import load_heads
 
-    return load_heads(run.folder / TRAIN / "best", run.target).to(run.target.dtype)
+    return load_heads(run.folder / TRAIN / "best", run.decoded).to(run.decoded.dtype)
 
 
 HEAD_STAGES = (

@@ -30,7 +30,7 @@ def _export(run: Run) -> Outcome:
         run.refer("export", made)
         if not (folder / HEADS).is_dir():
             tuning = read_json(run.folder / TUNE / "tuning.json")
-            export_heads(folder / HEADS, trained_heads(run), run.target, tuning, {"training": _training_facts(run)})
+            export_heads(folder / HEADS, trained_heads(run), run.decoded, tuning, {"training": _training_facts(run)})
         _give(folder / HEADS, run.folder / HEADS)
     return Outcome(f"heads, tree and model card in {run.folder / HEADS}", identity=made.name)
 
@@ -78,8 +78,18 @@ def _training_facts(run: Run) -> dict[str, str]:
         "steps": f"{result['steps']} of at most {training.batch_tokens * training.gradient_accumulation_steps} tokens; "
         f"these are the heads of step {result['best']['step']}",
         "loss": training.loss,
+        **({"the target's adapter": _adapter_facts(run, result)} if training.joint.rank else {}),
         "supervised tokens that the heads can draft": f"{result['coverage']:.1%}",
     }
+
+
+def _adapter_facts(run: Run, result: dict[str, Any]) -> str:
+    drift = result["best"]["drift"]
+    perplexities = f"perplexity {drift['perplexity_before']:.2f} before and {drift['perplexity_after']:.2f} after"
+    return (
+        f"LoRA of rank {run.recipe.train.joint.rank}, trained with the heads (Medusa-2); on {drift['tokens']} "
+        f"validation tokens {drift['kl']:.4f} nats a token from the model without it (KL), {perplexities}"
+    )
 
 
 def _eval_settings(run: Run) -> dict[str, Any]:
@@ -117,7 +127,7 @@ def _eval(run: Run) -> Outcome:
                 compare=section.compare,
             )
             # Read back what was exported: the report is about what people will load.
-            decoder = load(exported.folder / HEADS, run.target)
+            decoder = load(exported.folder / HEADS, run.decoded)
             questions = read_questions(file)
 
             def measure(partial: Path) -> None:

@@ -27,7 +27,7 @@ from headstart.errors import UserError
 from headstart.files import read_json, write_json, write_text
 from headstart.lock import locked
 from headstart.old_records import settings_now
-from headstart.pipeline.layout import HEADS, LAYOUT
+from headstart.pipeline.layout import ADAPTER, HEADS, LAYOUT, TRAIN
 from headstart.provenance import note_provenance
 from headstart.recipe import Recipe, recipe_text
 from headstart.terminal import format_seconds
@@ -59,19 +59,38 @@ class Run:
         Raises:
             UserError: when it cannot be loaded, or is no longer the model that the run began with.
         """
+        target = self._load(self.recipe.target.adapter)
+        record = self.record("target")
+        if record is not None and record.whole and record.identity != target_identity(target):
+            raise UserError(
+                f"{self.recipe.target.spec} is not the model (or not in the dtype) that the run in {self.folder} began "
+                "with.",
+                "Load the one that the run began with, or choose another --run-dir.",
+            )
+        return target
+
+    @cached_property
+    def decoded(self) -> Target:
+        """The model that the heads draft for: the target, or what training has made of it together with the heads.
+
+        Raises:
+            UserError: as `target`.
+        """
+        if not self.recipe.train.joint.rank:
+            return self.target
+        vars(self).pop("target", None)  # there may not be room for both
+        return self._load(str(self.folder / TRAIN / "best" / ADAPTER))
+
+    def _load(self, adapter: str | None) -> Target:
         from headstart.data.conversations import with_template_kwargs
         from headstart.target import load_target
 
         section = self.recipe.target
         with self.console.status(f"loading {escape(section.spec)}"):
             target = load_target(
-                section.spec, section.dtype, section.device, section.revision, section.exact, section.adapter
-            )
-        record = self.record("target")
-        if record is not None and record.whole and record.identity != target_identity(target):
-            raise UserError(
-                f"{section.spec} is not the model (or not in the dtype) that the run in {self.folder} began with.",
-                "Load the one that the run began with, or choose another --run-dir.",
+                *(section.spec, section.dtype, section.device, section.revision, section.exact),
+                adapter=adapter,
+                quantization=section.quantization,
             )
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, self.recipe.data.chat_template_kwargs))
 

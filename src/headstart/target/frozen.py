@@ -43,6 +43,7 @@ class FrozenModel:
     Attributes:
         layers: of the decoder.
         max_length: tokens that it can read.
+        rounded: whether its weights have been through few bits, as those of a GGUF file have.
         window: of the layers with a sliding window; None when every layer sees everything.
         device: where tokens go in, and logits and aux hidden states come out.
         dtype: of hidden states.
@@ -56,6 +57,7 @@ class FrozenModel:
         self.tokenizer = tokenizer
         self.spec = spec
         self.origin = origin
+        self.rounded = False
         self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
         self.layers = _layers(self.decoder, self.config.num_hidden_layers)
@@ -90,7 +92,13 @@ class FrozenModel:
 
     def named(self, name: str) -> str:
         """A name of the model as it was read, with what was done to it since."""
-        return name if self.adapter is None else f"{name} with the adapter {self.adapter.name}"
+        adapter = "" if self.adapter is None else f" with the adapter {self.adapter.name}"
+        return f"{name}{adapter}" + ("" if self.quantization == "none" else f" in {self.quantization}")
+
+    @property
+    def quantization(self) -> str:
+        """What its linear layers were put into when it was loaded: "int8", "int4" or "none"."""
+        return "none" if self.origin is None else self.origin.quantization
 
     @property
     def adapter(self) -> Adapter | None:
@@ -125,11 +133,12 @@ class FrozenModel:
 
     def sketch(self) -> dict[str, Any]:
         """What tells this model, in any rounding, from others; for JSON. See `differs_from`."""
-        return sketch(self.model, self.tokenizer, self._architecture, self.origin)
+        drawn = sketch(self.model, self.tokenizer, self._architecture, self.origin)
+        return {**drawn, "rounded": True} if self.rounded else drawn
 
     def differs_from(self, drawn: Mapping[str, Any]) -> str | None:
         """In what this model differs from one that was sketched, but for rounding; None in nothing that shows."""
-        return differs(drawn, self.model, self.tokenizer, self._architecture, self.origin)
+        return differs(drawn, self.model, self.tokenizer, self._architecture, self.origin, self.rounded)
 
     @property
     def _architecture(self) -> str:

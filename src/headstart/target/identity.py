@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.target.lm_head import plain_weight
+from headstart.target.lm_head import is_packed, plain_weight
 
 BUNDLED = "adapter"
 """Folder of an adapter that lies with the heads for it."""
@@ -60,17 +60,20 @@ class Origin:
         fingerprint: of the model as it was read, see `Identity`.
         sketch: of it, see `sketch`.
         adapter: that it was changed by.
+        quantization: "int8" or "int4", what its linear layers were put into; "none" leaves them.
     """
 
     fingerprint: str
     sketch: Mapping[str, Any]
     adapter: Adapter | None = None
+    quantization: str = "none"
 
     @property
     def changed_fingerprint(self) -> str:
         """Of the model as it is now: the same in every dtype, since nothing that was rounded goes into it."""
         adapter = "" if self.adapter is None else f" adapter {self.adapter.hash}"
-        return hashlib.sha256(f"{self.fingerprint}{adapter}".encode()).hexdigest()[:32]
+        packed = "" if self.quantization == "none" else f" {self.quantization}"
+        return hashlib.sha256(f"{self.fingerprint}{adapter}{packed}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ def sketch(model: nn.Module, tokenizer: Any, architecture: str, origin: Origin |
     Packed weights are left out: what they stand for is not what the model was trained to. Of a model with an adapter
     there is its hash as well, and what the numbers would be without it.
     """
+    if origin is not None and origin.quantization != "none":
+        return {**origin.sketch, **({} if origin.adapter is None else {"adapter": origin.adapter.hash})}
     complete = [(name, weight) for name, weight in sorted(model.named_parameters()) if _is_plain(weight)]
     chosen = [complete[len(complete) * index // _PARAMETERS] for index in range(_PARAMETERS)] if complete else []
     weights = {
@@ -123,14 +128,21 @@ def sketch(model: nn.Module, tokenizer: Any, architecture: str, origin: Origin |
 
 
 def differs(
-    drawn: Mapping[str, Any], model: nn.Module, tokenizer: Any, architecture: str, origin: Origin | None = None
+    drawn: Mapping[str, Any],
+    model: nn.Module,
+    tokenizer: Any,
+    architecture: str,
+    origin: Origin | None = None,
+    rounded: bool = False,
 ) -> str | None:
     """In what a model differs from the one that was sketched, but for rounding; None in nothing that shows.
 
     Numbers that the model keeps as such are compared one by one. Of packed layers it is asked what the layer makes of
     unit vectors, and that is compared as a whole. An adapter moves numbers by less than that would tell: it is known by
-    its hash, or by whether the numbers are nearer to those with it or without.
+    its hash, or by whether the numbers are nearer to those with it or without. Of a GGUF file (`rounded`), either this
+    one or the one that was sketched, every number has been through few bits: all are compared as a whole.
     """
+    rounded = rounded or bool(drawn.get("rounded"))
     if drawn.get("architecture") != architecture:
         return f"it is built otherwise ({architecture}, not {drawn.get('architecture')})"
     theirs, ours = drawn.get("vocabulary"), vocabulary_hash(tokenizer)
@@ -147,11 +159,9 @@ def differs(
         weight = parameters.get(name)
         if name in as_read:
             numbers = torch.tensor(drawn.get("without_adapter", {}).get(name, known["numbers"]))
-            near = (torch.tensor(as_read[name]["numbers"]) - numbers).abs() <= _NEAR * numbers.abs() + _TINY
-            equal += near.tolist()
+            _compare(torch.tensor(as_read[name]["numbers"]), numbers, rounded, equal, alike)
         elif weight is not None and _is_plain(weight) and tuple(weight.shape) == shape:
-            near = (_sampled(weight) - numbers).abs() <= _NEAR * numbers.abs() + _TINY
-            equal += near.tolist()
+            _compare(_sampled(weight), numbers, rounded, equal, alike)
         elif (read := _through_layer(model, name, shape)) is not None and numbers.norm() > 0:
             alike.append(float(torch.cosine_similarity(read, numbers, dim=0)))
     if not equal and not alike:
@@ -161,6 +171,14 @@ def differs(
     if alike and sum(alike) < _ALIKE * len(alike):
         return "it has other weights"
     return None
+
+
+def _compare(ours: Tensor, numbers: Tensor, rounded: bool, equal: list[bool], alike: list[float]) -> None:
+    """Add to what is equal, number by number, or where they were rounded to few bits, to how alike they are."""
+    if not rounded:
+        equal += ((ours - numbers).abs() <= _NEAR * numbers.abs() + _TINY).tolist()
+    elif numbers.norm() > 0:
+        alike.append(float(torch.cosine_similarity(ours, numbers, dim=0)))
 
 
 def _differs_in_adapter(drawn: Mapping[str, Any], model: nn.Module, origin: Origin | None) -> str | None:
@@ -192,6 +210,8 @@ def _share_of_adapter(drawn: Mapping[str, Any], numbers: Mapping[str, Tensor]) -
 
 
 def _is_plain(weight: Tensor) -> bool:
+    if is_packed(weight):
+        return False
     return weight.is_floating_point() and weight.dtype.itemsize >= 2 and weight.numel() >= _NUMBERS
 
 

@@ -54,9 +54,19 @@ class Finish:
 def plain_weight(linear: Any, outputs: int, inputs: int) -> Tensor | None:
     """The weights of a linear layer [outputs, inputs] where it keeps them as plain numbers; None where packed."""
     weight = getattr(linear, "weight", None)
-    if isinstance(weight, Tensor) and weight.shape == (outputs, inputs) and weight.dtype.itemsize >= 2:
+    if (
+        isinstance(weight, Tensor)
+        and not is_packed(weight)
+        and weight.shape == (outputs, inputs)
+        and weight.dtype.itemsize >= 2
+    ):
         return weight if weight.is_floating_point() else None
     return None
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether it is torchao's: weights in few bits that call themselves a tensor of floating-point numbers."""
+    return type(weight).__module__.partition(".")[0] == "torchao"
 
 
 @torch.no_grad()

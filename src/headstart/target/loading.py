@@ -25,6 +25,7 @@ from headstart.target.adapter import apply_adapter, read_adapter
 from headstart.target.frozen import architecture, vocabulary_size
 from headstart.target.identity import Origin, fingerprint, sketch
 from headstart.target.model import Exact, Target
+from headstart.target.quantized import check_quantization, quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """float16 is for decoding: it holds finer numbers than bfloat16, but none above 65504, see `_check_range`."""
@@ -49,6 +50,7 @@ def load_target(
     revision: str | None = None,
     exact: Exact = "auto",
     adapter: str | None = None,
+    quantization: str = "none",
 ) -> Target:
     """Load a target.
 
@@ -59,12 +61,14 @@ def load_target(
         revision: of a hub id.
         exact: see `Target`.
         adapter: folder or hub id of a peft adapter; it is merged into the weights, and the target is the adapted model.
+        quantization: "int8" or "int4" puts the linear layers into so many bits, see `quantized`.
 
     Raises:
         UserError: unknown target, dtype or device, missing package, unreadable folder, a model that cannot take token
             trees, or an adapter that is another model's.
     """
     known_adapter = None if adapter is None else read_adapter(adapter)
+    check_quantization(quantization)
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     folder, gguf = _locate(spec)
@@ -95,15 +99,22 @@ def load_target(
         if bars:
             transformers.logging.enable_progress_bar()
     origin = None
-    if known_adapter is not None:
+    if known_adapter is not None or quantization != "none":
         built = architecture(model.config.get_text_config(), vocabulary_size(model.get_output_embeddings()))
-        origin = Origin(fingerprint(model, built), sketch(model, tokenizer, built), known_adapter)
+        origin = Origin(fingerprint(model, built), sketch(model, tokenizer, built), known_adapter, quantization)
+    if known_adapter is not None:
         model = apply_adapter(model, known_adapter.spec, merge=not getattr(model, "is_quantized", False))
     if kind == torch.float16:
         _check_range(model, spec)
+    if quantization != "none":
+        model = model.to(where)
+        quantize(model, quantization)
     # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
     # Quantised models are on theirs already.
-    return Target(model if getattr(model, "hf_device_map", None) else model.to(where), tokenizer, spec, exact, origin)
+    placed = quantization != "none" or getattr(model, "hf_device_map", None)
+    target = Target(model if placed else model.to(where), tokenizer, spec, exact, origin)
+    target.rounded = gguf is not None
+    return target
 
 
 def loadable_folder(spec: str) -> str:

@@ -225,6 +225,19 @@ class Target(FrozenModel):
             ]
         return found
 
+    def states_with_gradients(
+        self, tokens_BT: Tensor, lengths: Sequence[int], aux_layers: Sequence[int]
+    ) -> dict[int, Tensor]:
+        """Aux hidden states of whole sequences, {layer: [B, T, E]}, with the graph that leads to adapters in the model.
+
+        Args:
+            tokens_BT: padded on the right.
+            lengths: of the rows.
+            aux_layers: hidden states to return.
+        """
+        self._fitting.refresh()
+        return self._read_causal(None, tokens_BT, aux_layers, {0: 0}, lengths).aux_hidden_states
+
     def release(self) -> None:
         """Take our hooks and configs off the model, as if it had never been a target; it stays frozen.
 

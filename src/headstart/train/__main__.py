@@ -99,7 +99,11 @@ def _train(name: str, overrides: list[str], run_dir: Path | None, console: Conso
             target: FrozenModel
             if online:
                 section = recipe.target
-                target = load_target(section.spec, section.dtype, device, section.revision, adapter=section.adapter)
+                target = load_target(
+                    *(section.spec, section.dtype, device, section.revision),
+                    adapter=section.adapter,
+                    quantization=section.quantization,
+                )
                 stores = online_states(recipe, target, paths)
             else:
                 stored = {part: StateStore(path) for part, path in paths.items()}

@@ -43,8 +43,7 @@ def training(
         valid_store: conversations to judge by.
     """
     section = recipe.train.model_dump(mode="json")
-    left_out = FREE_TO_CHANGE | recipe.train.unset()
-    settings = {key: value for key, value in section.items() if key not in left_out}
+    settings = recipe.train.noted(FREE_TO_CHANGE | recipe.train.unset())
     settings["start_from"] = weights_hash(recipe.train.start_from)
     identity = {
         "version": _VERSION,

@@ -51,6 +51,7 @@ from headstart.train.display import Display
 from headstart.train.ema import Ema
 from headstart.train.finite import not_finite
 from headstart.train.interrupt import Interrupt
+from headstart.train.joint import Drift, Joint
 from headstart.train.loader import pinned, read_ahead, sent
 from headstart.train.log import Log
 from headstart.train.losses import Teacher, find_loss, weighted
@@ -113,13 +114,19 @@ def train(
         KeyboardInterrupt: after a checkpoint was written.
     """
     check_training(recipe, target)
+    joint = None
+    if recipe.train.joint.rank:
+        assert isinstance(target, Target), "checked above"
+        joint = Joint(target, recipe.train)
     with on_device(target.device):
         accelerator = make_accelerator(recipe, target, folder)
         try:
             if target.device.type == "cpu":
                 keep_freed_memory()
-            return _Run(recipe, target, train_store, valid_store, folder, console, accelerator).go()
+            return _Run(recipe, target, train_store, valid_store, folder, console, accelerator, joint).go()
         finally:
+            if joint is not None:
+                joint.release()
             finish_trackers(accelerator)
             accelerator.free_memory()
             AcceleratorState._reset_state()  # the next run of this process may choose another precision
@@ -137,8 +144,10 @@ class _Run:
         folder: Path,
         console: Console | None,
         accelerator: Accelerator,
+        joint: Joint | None,
     ) -> None:
         self.started = monotonic()
+        self.joint, self.drift = joint, Drift(accelerator.device)
         self.section = recipe.train
         self.target, self.store, self.folder, self.accelerator = target, train_store, folder, accelerator
         self.log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
@@ -161,12 +170,15 @@ class _Run:
         self.share_of_peak = learning / (peak * self.ranks) if peak else 0.0  # that a token a second takes
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
+        trained, optimizers = Unrolled(self.heads), make_optimizers(self.heads, self.section)
+        if joint is not None:
+            joint.begin()
+            trained.adapter = joint.weights
+            optimizers.append(joint.optimizer())
         with warnings.catch_warnings():
             # The buffers are the same everywhere from the start. What torch has instead, accelerate cannot say yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            self.model, *self.optimizers = accelerator.prepare(
-                Unrolled(self.heads), *make_optimizers(self.heads, self.section)
-            )
+            self.model, *self.optimizers = accelerator.prepare(trained, *optimizers)
         self.ema = Ema(self.model, self.heads, self.section.ema) if self.section.ema is not None else None
         if self.ema is not None:
             accelerator.register_for_checkpointing(self.ema)
@@ -216,8 +228,7 @@ class _Run:
                 if asked or fraction >= 1:
                     break
                 lr = self.trainer_state.lr = self._lr(fraction)
-                starts_only = fraction >= 1 - self.section.round_starts_fraction
-                loss = self._step(group, batches, max(count, 1), lr, starts_only)
+                loss = self._step(group, batches, max(count, 1), lr, fraction)
                 learnt += count
                 self._advance(count)
                 step = self.trainer_state.step
@@ -228,7 +239,7 @@ class _Run:
                 if step % self.section.log_every == 0:
                     values = {"loss": loss, "lr": lr, "tokens_per_second": speed, "grad_norm": self.grad_norm}
                     self._log(values | ({"mfu": speed * self.share_of_peak} if self.share_of_peak else {}))
-                if ratio := self.watch.ratio(loss, starts_only):
+                if ratio := self.watch.ratio(loss, self._starts_only(fraction)):
                     display.say(told := divergence(loss, ratio, step))
                     alert(self.accelerator, "The loss diverges", told, step)
                     self._log({"loss_over_median": ratio})
@@ -253,28 +264,20 @@ class _Run:
             raise KeyboardInterrupt
         return result
 
-    def _step(
-        self, group: list[Batch], batches: list[HeadBatch], count: int, lr: float, round_starts_only: bool
-    ) -> float:
+    def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, lr: float, fraction: float) -> float:
         """One optimiser step; returns the loss per prediction of the first draft step, over all processes."""
-        for optimizer in self.optimizers:
+        learns = self.joint is not None and self.joint.learns(fraction)
+        for number, optimizer in enumerate(self.optimizers, start=1):
+            rate = lr if self.joint is None or number < len(self.optimizers) else self.joint.lr(lr, fraction)
             for parameters in optimizer.param_groups:
-                parameters["lr"] = lr
+                parameters["lr"] = rate
         self.model.train()
         summed = torch.zeros((), device=self.accelerator.device)
+        round_starts_only = self._starts_only(fraction)
         for i, batch in enumerate(batches):
-            consume = partial(
-                weighted,
-                loss=self.loss,
-                teacher_logits=self.teacher.read(batch),
-                step_weight=self.section.step_weight,
-                position_weight=self.section.position_weight,
-                feature_weight=self.section.feature_weight,
-                round_starts_only=round_starts_only,
-            )
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self.model(self._augment(batch, i, round_starts_only), consume)
+                loss = self._loss(batch, i, round_starts_only, learns)
                 # The one place that normalises: processes average their gradients, hence the factor.
                 self.accelerator.backward(loss * (self.ranks / count))
             summed += loss.detach()
@@ -291,6 +294,28 @@ class _Run:
         if self.ema is not None:
             self.ema.update()
         return mean
+
+    def _loss(self, batch: HeadBatch, number: int, round_starts_only: bool, joint_learns: bool) -> Tensor:
+        """Of one batch, summed; with an adapter that learns, its own loss is in it."""
+        stored, joint = batch, self.joint
+        if joint is not None and joint_learns:
+            with self.accelerator.autocast():
+                batch = joint.read(stored)
+        consume = partial(
+            weighted,
+            loss=self.loss,
+            teacher_logits=self.teacher.read(batch),
+            step_weight=self.section.step_weight,
+            position_weight=self.section.position_weight,
+            feature_weight=self.section.feature_weight,
+            round_starts_only=round_starts_only,
+        )
+        loss: Tensor = self.model(self._augment(batch, number, round_starts_only), consume)
+        if joint is None:
+            return loss
+        if not joint_learns:
+            return loss + joint.untouched()
+        return joint.settings.heads_weight * loss + joint.distillation(stored, batch)
 
     def _augment(self, batch: HeadBatch, number: int, round_starts_only: bool) -> HeadBatch:
         """The batch with what the recipe draws for it, which depends on nothing but where the run stands."""
@@ -315,11 +340,8 @@ class _Run:
         self.model.eval()
         tally = Tally(self.heads.draft_steps, self.accelerator.device)
         with torch.no_grad():
-            for indices, chosen_X in self.valid:
-                self.model(
-                    self._collate(self.valid_store, indices),
-                    partial(tally.add, draft_to_target_D=self.heads.draft_to_target_D, chosen_X=chosen_X),
-                )
+            for batch, chosen_X in self._judged():
+                self.model(batch, partial(tally.add, draft_to_target_D=self.heads.draft_to_target_D, chosen_X=chosen_X))
         tally.counts_KC = self.accelerator.reduce(tally.counts_KC, "sum")
         validation = tally.result()
         loss = sum(losses) / len(losses) if losses else None
@@ -327,14 +349,37 @@ class _Run:
             losses.clear()
         self._record(validation, loss)
         display.validated(self.trainer_state.step, self._elapsed(), loss, validation)
-        if validation.tau > self.trainer_state.best_tau:
+        if validation.tau > self.trainer_state.best_tau or self._adapted_first():
             self.trainer_state.best_tau, self.trainer_state.best_step = validation.tau, self.trainer_state.step
             self._keep_heads(self.folder / "best")
+
+    def _judged(self) -> Iterator[tuple[HeadBatch, Tensor]]:
+        """Validation batches with what the target, as it is by now, chooses at each position."""
+        self.drift, joint = Drift(self.accelerator.device), self.joint
+        moved = joint is not None and joint.moved
+        for indices, chosen_X in self.valid:
+            batch = self._collate(self.valid_store, indices)
+            if joint is not None and moved:
+                with self.accelerator.autocast():
+                    batch = joint.judge(batch, self.drift)
+                chosen_X = chosen_tokens(self.target, batch)
+            yield batch, chosen_X
+        if moved:
+            self.drift.sums = self.accelerator.reduce(self.drift.sums, "sum")
+
+    def _adapted_first(self) -> bool:
+        """Whether the target has changed since the best heads; a joint run is for heads of the changed one."""
+        if not self.drift.count:
+            return False
+        best = [row for row in self.records if row["step"] == self.trainer_state.best_step]
+        return not any(row["drift"]["tokens"] for row in best)
 
     def _keep_heads(self, folder: Path) -> None:
         state = whole_state(self.heads, self.accelerator.is_main_process)
         if state is not None:
             save_heads(self.heads, folder, state)
+            if self.joint is not None:
+                self.joint.save(folder, self.drift)
 
     def _record(self, validation: Validation, loss: float | None) -> None:
         row = {
@@ -345,6 +390,7 @@ class _Run:
             "loss": loss,
             **validation.to_json(),
             "coverage": round(self.coverage, 4),
+            **({"drift": self.drift.to_json()} if self.joint is not None else {}),
         }
         self.records.append(row)
         if self.accelerator.is_main_process:
@@ -454,6 +500,10 @@ class _Run:
         by_clock = elapsed / (60 * self.section.minutes) if self.section.minutes else 0.0
         return max(self.trainer_state.step / self.total, by_clock)
 
+    def _starts_only(self, fraction: float) -> bool:
+        """Whether the run learns only where drafting would start by now."""
+        return fraction >= 1 - self.section.round_starts_fraction
+
     def _lr(self, fraction: float) -> float:
         """The learning rate; where a larger budget took over it warms up again, from where the smaller one ended."""
         rate, trainer_state = learning_rate(self.section, fraction), self.trainer_state
@@ -503,7 +553,7 @@ class _Run:
         self.log.say(f"Going on from step {self.trainer_state.step} ({format_seconds(self.earlier)} spent).")
 
     def _settings(self, recipe: Recipe) -> dict[str, Any]:
-        section = recipe.train.model_dump(mode="json", exclude=FREE_TO_CHANGE | {"start_from"})
+        section = recipe.train.noted({*FREE_TO_CHANGE, "start_from"})
         return {
             "heads": self.heads.config.model_dump(mode="json"),
             **{f"train.{key}": value for key, value in section.items()},

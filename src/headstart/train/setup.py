@@ -18,6 +18,7 @@ from headstart.target import FINAL, FrozenModel, Target, TeacherModel, load_targ
 from headstart.target.loading import pick_device
 from headstart.target.teacher import load_teacher, teacher_folder, teacher_of
 from headstart.train.batches import collate
+from headstart.train.joint import check_joint
 from headstart.train.losses import find_loss
 from headstart.train.metrics import pick_vocabulary
 from headstart.train.tracking import check_tracker
@@ -72,11 +73,12 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
         )
     if section.mixed_precision == "fp16" and (recipe.target.device == "cpu" or not torch.cuda.is_available()):
         raise UserError("fp16 training needs a GPU.", "Set train.mixed_precision=bf16 (or no).")
-    if section.decode_every and isinstance(target, TeacherModel):
+    if section.needs_target and isinstance(target, TeacherModel):
+        name, off = ("train.decode_every", "null") if section.decode_every else ("train.joint", "{rank: 0}")
         raise UserError(
-            "train.decode_every decodes with the target itself, and only its teacher is loaded.",
-            "Set train.decode_every=null, or load the target.",
+            f"{name} runs the target itself, and only its teacher is loaded.", f"Set {name}={off}, or load the target."
         )
+    check_joint(recipe)
     check_tracker(section.tracker)
     _earlier(recipe, target)
 
@@ -85,7 +87,7 @@ def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
     """What training reads of the target: its teacher where one lies beside the states, else the target itself.
 
     Args:
-        recipe: names the target; with `train.decode_every` it is the target itself.
+        recipe: names the target; with `train.decode_every` or `train.joint` it is the target itself.
         store: of the training data.
         device: where it goes.
 
@@ -96,19 +98,24 @@ def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
     folder = teacher_folder(store.shards, store.target_fingerprint or "", store.dtype)
     taught = teacher_of(folder)
     remedy = "Or write a teacher where the target is (headstart data build with this recipe): heads train from it."
-    same = taught == (section.spec, section.revision) and section.adapter is None
+    same = taught == (section.spec, section.revision) and section.adapter is None and section.quantization == "none"
     same = same and section.dtype in ("auto", store.dtype)
     if taught is not None and not same:
         at = f" target.revision={taught[1]}" if taught[1] else ""
         remedy = f"Or train from the teacher that is beside the states: target.spec={taught[0]}{at} target.dtype=auto"
-    elif taught is not None and recipe.train.decode_every:
-        remedy = "Or set train.decode_every=null: without it, heads train from the teacher beside the states."
+    elif taught is not None and recipe.train.needs_target:
+        setting = "train.decode_every=null" if recipe.train.decode_every else "train.joint.rank=0"
+        remedy = f"Or set {setting}: heads then train from the teacher beside the states."
     elif taught is not None:
         teacher = load_teacher(folder, pick_device(device))
         if teacher.starts(make_config(recipe.heads, teacher).start_layers):
             return teacher
     try:
-        return load_target(section.spec, section.dtype, device, section.revision, adapter=section.adapter)
+        return load_target(
+            *(section.spec, section.dtype, device, section.revision),
+            adapter=section.adapter,
+            quantization=section.quantization,
+        )
     except UserError as error:
         raise UserError(error.problem, f"{error.remedy} {remedy}") from error
 

@@ -1,0 +1,63 @@
+"""Quantised targets: the linear layers of a model in 8 or 4 bits, by torchao, on a CPU or a GPU.
+
+The LM head and the embeddings stay as they are: heads read both. Models that were saved quantised (bitsandbytes, GPTQ,
+AWQ ...) are loaded by transformers and need nothing of this; GGUF files are unpacked when loaded.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from headstart.errors import UserError, nearest
+
+Quantization = Literal["none", "int8", "int4"]
+_GROUP = 32
+"""Inputs of a linear layer that share a scale, in 4 bits; in 8 bits each output has one."""
+
+
+def check_quantization(kind: str) -> None:
+    """Refuse, before anything is loaded, what cannot be done.
+
+    Raises:
+        UserError: an unknown kind, or torchao is missing.
+    """
+    if kind not in get_args(Quantization):
+        raise UserError(f"Unknown quantization {kind!r}.", nearest(kind, get_args(Quantization)))
+    if kind != "none" and find_spec("torchao") is None:
+        raise UserError("Quantising a target needs the package torchao.", "Run: pip install torchao")
+
+
+def quantize(model: Any, kind: str) -> None:
+    """Put the linear layers of a model into 8 or 4 bits, in place.
+
+    Raises:
+        UserError: as `check_quantization`; a model that is quantised already, or with layers that torchao cannot pack.
+    """
+    check_quantization(kind)
+    if getattr(model, "is_quantized", False):
+        raise UserError(
+            "The target is quantised already, as it was saved.", "Set target.quantization=none (--quantization none)."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
+
+        kind4 = torch.int4  # type: ignore[attr-defined]  # torch has it
+        four = IntxWeightOnlyConfig(weight_dtype=kind4, granularity=PerGroup(_GROUP))
+        lm_head = model.get_output_embeddings()
+
+        def chosen(module: nn.Module, _name: str) -> bool:
+            return isinstance(module, nn.Linear) and module is not lm_head
+
+        try:
+            quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else four, filter_fn=chosen)
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"torchao cannot put this target into {kind}: {(str(error).splitlines() or ['no reason'])[0]}",
+                "Use int8, or a model that was saved quantised.",
+            ) from error

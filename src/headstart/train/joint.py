@@ -1,0 +1,231 @@
+"""Training the target together with its heads, as Medusa-2 does (Cai et al., arXiv 2401.10774).
+
+A LoRA adapter is put into the target. For a share of the run the heads learn alone, from stored states of the target as
+it is. From then on both learn: each batch is read by the adapted target, with gradients, and the loss is
+
+    KL(target without the adapter || adapted target) + heads_weight * loss of the heads
+
+over what the target itself has written. The first part is self-distillation: the target's distribution follows from
+the stored final states, so nothing is read twice. The second teaches the heads what the *adapted* target would say, and
+the adapter to make states from which that can be foreseen; the teacher's logits carry no gradient, or the target would
+learn to be foreseen by saying less.
+
+What comes of it are heads for the adapted model: an adapter folder lies beside their weights.
+
+Shape suffixes: B rows, T tokens, E hidden size, S positions that precede a supervised token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from headstart.errors import UserError
+from headstart.files import write_atomic, write_json
+from headstart.heads import HeadBatch
+from headstart.recipe import Recipe, TrainSection
+from headstart.target import FINAL, Target
+from headstart.target.adapter import NOTE
+from headstart.target.identity import BUNDLED
+from headstart.train.processes import is_sharded
+
+_ROWS = 512
+"""Positions whose logits over the whole vocabulary exist at once."""
+
+
+def check_joint(recipe: Recipe) -> None:
+    """Refuse a joint training that cannot work.
+
+    Raises:
+        UserError: for a target that has an adapter already, or where weights are spread over processes.
+    """
+    section = recipe.train
+    if not section.joint.rank:
+        return
+    for name, given, why in (
+        ("data.states=online", recipe.data.states == "online", "compares with stored states of the target as it is"),
+        ("train.packing", section.packing, "reads a conversation in a row"),
+        ("train.ema", section.ema is not None, "keeps the adapter that the heads were judged with"),
+    ):
+        if given:
+            default = {"data.states=online": "data.states=stored", "train.packing": "train.packing=false"}
+            raise UserError(
+                f"train.joint {why}, and {name} is set.",
+                f"Set {default.get(name, 'train.ema=null')}, or train.joint.rank=0.",
+            )
+    if recipe.target.adapter is not None:
+        raise UserError(
+            "train.joint trains an adapter of its own, and target.adapter names another.",
+            "Merge that one first (Target.save writes a folder for target.spec), or set train.joint.rank=0.",
+        )
+    if is_sharded():
+        raise UserError(
+            "train.joint reads the whole target in each process, and FSDP spreads weights over processes.",
+            "Train without FSDP (DDP works), or set train.joint.rank=0.",
+        )
+
+
+class Drift:
+    """How far an adapted target is from the one without its adapter, summed over batches.
+
+    Attributes:
+        sums: float64: KL in nats, negative log-likelihood of the tokens without and with the adapter, tokens.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+
+    @property
+    def count(self) -> int:
+        """Tokens; none before the adapter has changed anything."""
+        return int(self.sums[3])
+
+    def to_json(self) -> dict[str, float]:
+        """Means over tokens."""
+        kl, before, after, count = self.sums.cpu().tolist()
+        perplexities = [float(torch.tensor(part / max(count, 1)).exp()) for part in (before, after)]
+        return {
+            "kl": round(kl / max(count, 1), 5),
+            "perplexity_before": round(perplexities[0], 4),
+            "perplexity_after": round(perplexities[1], 4),
+            "tokens": int(count),
+        }
+
+
+class Joint:
+    """The adapter in training; nothing of it is in the target before `begin` and after `release`.
+
+    Args:
+        target: to adapt.
+        section: its `joint` part is read.
+
+    Attributes:
+        weights: of the adapter, as a module that accelerate can prepare.
+    """
+
+    def __init__(self, target: Target, section: TrainSection) -> None:
+        self.settings = section.joint
+        self._target, self._section = target, section
+        self._adapted: Any = None
+        self.weights = nn.ParameterList()
+
+    def begin(self) -> None:
+        """Put the adapter into the target; it changes nothing yet."""
+        import peft
+
+        joint = self.settings
+        config = peft.LoraConfig(
+            r=joint.rank,
+            lora_alpha=joint.alpha,
+            lora_dropout=joint.dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        self._adapted = peft.get_peft_model(self._target.model, config)
+        self.weights = nn.ParameterList(self._trained())
+
+    def release(self) -> None:
+        """Take the adapter out again."""
+        if self._adapted is not None:
+            self._adapted.unload()
+            self._adapted = None
+            vars(self._target.model).pop("peft_config", None)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of the adapter."""
+        lr = self._section.lr * self.settings.lr_ratio
+        return torch.optim.AdamW(self._trained(), lr=lr, betas=self._section.betas, weight_decay=0.0)
+
+    def lr(self, lr: float, fraction: float) -> float:
+        """The adapter's learning rate where the heads' is `lr`: none while they learn alone."""
+        return lr * self.settings.lr_ratio if self.learns(fraction) else 0.0
+
+    def learns(self, fraction: float) -> bool:
+        """Whether the adapter learns when this share of the run is done."""
+        return fraction >= self.settings.warmup
+
+    @property
+    def moved(self) -> bool:
+        """Whether the adapter changes anything by now."""
+        return any(bool(weight.any()) for name, weight in self._adapted.named_parameters() if "lora_B" in name)
+
+    def read(self, batch: HeadBatch) -> HeadBatch:
+        """The batch with the adapted target's states, through which gradients reach the adapter."""
+        lengths = [int(row.nonzero()[-1]) + 1 if row.any() else 1 for row in batch.supervised_BT]
+        self._dropping(torch.is_grad_enabled())
+        states = self._target.states_with_gradients(batch.tokens_BT, lengths, sorted(batch.states))
+        dtypes = {layer: state.dtype for layer, state in batch.states.items()}
+        return dataclasses.replace(batch, states={layer: states[layer].to(dtypes[layer]) for layer in batch.states})
+
+    def distillation(self, batch: HeadBatch, adapted: HeadBatch) -> Tensor:
+        """Sum of KL(without the adapter || with it) over the tokens that the target has written.
+
+        Args:
+            batch: with stored states.
+            adapted: the same, read by the adapted target.
+        """
+        total = adapted.states[FINAL].new_zeros((), dtype=torch.float32)
+        for base_SE, adapted_SE, _ in self._positions(batch, adapted):
+            total = total + checkpoint(self._kl, base_SE, adapted_SE, use_reentrant=False)
+        return total
+
+    def untouched(self) -> Tensor:
+        """0, with gradients of 0 for every weight of the adapter: processes wait for those of all weights."""
+        return torch.stack([weight.flatten()[:0].sum() for weight in self._trained()]).sum()
+
+    @torch.no_grad()
+    def judge(self, batch: HeadBatch, drift: Drift) -> HeadBatch:
+        """The batch with the adapted target's states, for validation; adds to what is known of the drift."""
+        adapted = self.read(batch)
+        for base_SE, adapted_SE, tokens_S in self._positions(batch, adapted):
+            both = [self._log_probs(final_SE) for final_SE in (base_SE, adapted_SE)]
+            drift.sums[0] += _kl(*both).double()
+            for column, log_probs_SV in enumerate(both, start=1):
+                drift.sums[column] -= log_probs_SV.gather(1, tokens_S[:, None]).double().sum()
+            drift.sums[3] += len(tokens_S)
+        return adapted
+
+    def save(self, folder: Path, drift: Drift) -> None:
+        """Write the adapter beside heads, with how far it has drifted."""
+
+        def write(partial: Path) -> None:
+            self._adapted.save_pretrained(partial)
+            (partial / "README.md").unlink(missing_ok=True)  # peft's, with nothing filled in
+            write_json(partial / NOTE, {"trained": "with the heads", **drift.to_json()})
+
+        write_atomic(folder / BUNDLED, write)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [weight for name, weight in self._adapted.named_parameters() if "lora_" in name]
+
+    def _dropping(self, on: bool) -> None:
+        for name, module in self._adapted.named_modules():
+            if "lora_dropout" in name:
+                module.train(on)
+
+    def _positions(self, batch: HeadBatch, adapted: HeadBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Final states without and with the adapter before supervised tokens, and those tokens; a part at a time."""
+        supervised_BT = batch.supervised_BT[:, 1:]
+        base_SE, adapted_SE = (one.states[FINAL][:, :-1][supervised_BT] for one in (batch, adapted))
+        tokens_S = batch.tokens_BT[:, 1:][supervised_BT]
+        for start in range(0, len(tokens_S), _ROWS):
+            part = slice(start, start + _ROWS)
+            yield base_SE[part], adapted_SE[part], tokens_S[part]
+
+    def _kl(self, base_SE: Tensor, adapted_SE: Tensor) -> Tensor:
+        return _kl(self._log_probs(base_SE), self._log_probs(adapted_SE))
+
+    def _log_probs(self, final_SE: Tensor) -> Tensor:
+        with torch.autocast(final_SE.device.type, enabled=False):
+            return self._target.lm_head(final_SE.to(self._target.dtype)).float().log_softmax(-1)
+
+
+def _kl(base_SV: Tensor, adapted_SV: Tensor) -> Tensor:
+    """Sum of KL(base || adapted) over rows of log-probabilities."""
+    return (base_SV.exp() * (base_SV - adapted_SV)).sum()
