@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import headstart
+from headstart.doctor.subject import find_subject
 from headstart.errors import UserError
 from headstart.pipeline.run import execute
 from headstart.pipeline.stages import STAGES
@@ -37,6 +38,12 @@ def test_medusa_2_from_prompts_to_a_report(tiny_target_folder: Path, tmp_path: P
     card = (run / "heads" / "README.md").read_text()
     assert "**with an adapter**" in card and "trained with the heads (Medusa-2)" in card
     assert not execute(quiet(run, recipe), STAGES), "nothing to do again"
+    subject = find_subject(str(run), quick=True)
+    assert (
+        subject.target.adapter is not None
+        and subject.target.adapter.hash == adapter.hash
+        and subject.heads.draft_steps == 2
+    )
 
 
 def test_heads_for_a_target_with_an_adapter(tiny_target_folder: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from headstart.files import read_json
 from headstart.heads import DraftHead
 from headstart.heads.io import CONFIG, load_heads
 from headstart.hub import adapter_spec, locate, read_heads, target_spec
-from headstart.pipeline.layout import CONVERSATIONS, HEADS, STATES, TARGET, TRAIN
+from headstart.pipeline.layout import ADAPTER, CONVERSATIONS, HEADS, STATES, TARGET, TRAIN
 from headstart.recipe import Recipe, load_recipe, packaged_recipes
 from headstart.target import Target, load_target
 
@@ -246,15 +246,19 @@ def find_subject(
 
 def _of_run(recipe: Recipe, run: Path | None, asked: list[Question], target: str | None, quick: bool) -> Subject:
     section = recipe.target
+    paths = [run / HEADS, run / TRAIN / "best"] if run else []
+    heads = next((path for path in paths if path.is_dir()), None)
     revision, adapter = (None, None) if target else (section.revision, section.adapter)
+    if recipe.train.joint.rank and heads is not None:
+        # Conversations and states are those of the target before training has changed it, which is not looked at.
+        run, adapter = None, str(heads / ADAPTER)
     loaded = load_target(
         *(target or section.spec, section.dtype, section.device, revision),
         adapter=adapter,
         quantization=section.quantization,
     )
     loaded = loaded.with_tokenizer(with_template_kwargs(loaded.tokenizer, recipe.data.chat_template_kwargs))
-    paths = [run / HEADS, run / TRAIN / "best"] if run else []
-    return Subject(loaded, recipe, run, next((path for path in paths if path.is_dir()), None), asked, quick)
+    return Subject(loaded, recipe, run, heads, asked, quick)
 
 
 def is_exported(folder: Path) -> bool:
