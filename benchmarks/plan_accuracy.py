@@ -52,21 +52,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/plan"))
     parser.add_argument("--prefix", default="", help="before each command, such as: taskset -c 1")
-    parser.add_argument("--only", nargs="*", help="beginnings of the names of cases; all by default")
+    parser.add_argument(
+        "--only", nargs="*", help="beginnings of the names of cases, others stay as known; all by default"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for all recipes")
     options = parser.parse_args(arguments)
     chosen = [name for name in CASES if not options.only or name.startswith(tuple(options.only))]
-    rows, details = [], {}
+    out = options.out / "plan_accuracy.json"
+    before = read_json(out) if out.is_file() else {"rows": [], "details": {}}
+    known, details = {row["name"]: row for row in before["rows"]}, dict(before["details"])
     for name in chosen:
         row, detail = case(name, options.out / name.split(",")[0], shlex.split(options.prefix), options.set)
-        rows.append(row)
-        details[name] = detail
+        known[name], details[name] = row, detail
         print(" ".join(f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()))
     record(
-        options.out / "plan_accuracy.json",
+        out,
         "What the plan said divided by what was measured, for small versions of four recipes; each was planned just "
         "before it was run. Seconds are those in which processes had the core.",
-        rows,
+        [known[name] for name in CASES if name in known],
         here(),
         __file__,
         arguments,

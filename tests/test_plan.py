@@ -189,7 +189,9 @@ class TestMemory:
             return make_plan(run).memory["train"]
 
         target = quiet(recipe(tmp_path, tiny_target_folder), tmp_path / "run").target
-        each = (1 * target.hidden_size + target.vocab_size) * 4  # Medusa aux layers the final state only
+        each = (
+            3 * target.hidden_size + target.vocab_size
+        ) * 4  # Medusa reads the final state; two steps are read ahead
         assert training(batch_tokens=1024) - training(batch_tokens=512) == 512 * each
         heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
         minimum = 16 * heads.trainable_parameters + 512 * each + 2 * 4 * target.vocab_size * target.hidden_size

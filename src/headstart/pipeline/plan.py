@@ -121,6 +121,7 @@ def _here(run: Run, processes: int, prompt_tokens: int | None) -> Plan:
     config = make_config(recipe.heads, target)
     heads = family(config.family)(config).to(target.device)
     heads.warm_start(target)
+    heads.gradient_checkpointing = recipe.train.gradient_checkpointing
     lengths, problems = _lengths(run, target, prompt_tokens, answered=True)
     speeds = measure(target, heads, needed, data.batch_size, recipe.train, lengths)
     threads = torch.get_num_threads()

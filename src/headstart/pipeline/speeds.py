@@ -34,6 +34,8 @@ _MATRICES, _READING = 0.4, 0.6
 """Of a GPU's arithmetic in long forwards and of its bandwidth in short ones, what transformers and engines reach."""
 _TRAINING = 0.25
 """Of a GPU's arithmetic, what training heads reaches: their matrices are small."""
+_AGAIN = 4 / 3
+"""How many times as long a step takes where what lies inside of layers is computed again."""
 _LAUNCHES = 2.5e-4
 """Seconds that a layer of a forward takes at least where no graph of its kernels was captured."""
 _UPDATE = 16 + 8
@@ -310,13 +312,14 @@ def from_table(
     single, several = step(1), step(max(2, rows))
     arithmetic = _MATRICES * gpu.flops
     # What a forward keeps: for each step and position a few vectors as wide as the states, and as the MLP.
+    checkpointing = section.gradient_checkpointing
     width = 8 * target.hidden_size + 3 * getattr(heads.config, "intermediate_size", 0)
     return Speeds(
         step=single,
         row=max(0.0, (several - single) / (max(2, rows) - 1)),
         prefill_token=flops / arithmetic / each,
-        train_step=supervised * per_position / (_TRAINING * gpu.flops),
-        kept_bytes=int(item * (supervised * drafted * width + section.batch_tokens * width)),
+        train_step=supervised * per_position * (_AGAIN if checkpointing else 1) / (_TRAINING * gpu.flops),
+        kept_bytes=int(item * (supervised * drafted + section.batch_tokens) * width / (4 if checkpointing else 1)),
         update=_UPDATE * heads.trainable_parameters / (_READING * gpu.bandwidth),
         judge_step=supervised * heads.draft_steps * heads.flops_per_draft() / arithmetic,
         draft=heads.draft_steps * heads.flops_per_draft() / 2 * item / (_READING * gpu.bandwidth),
