@@ -31,7 +31,7 @@ _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 FREE_TO_CHANGE = {
     *("steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "decode_every"),
     *("keep_checkpoints", "tracker", "project"),
-    *("gradient_checkpointing", "prefetch"),
+    *("gradient_checkpointing", "prefetch", "compile"),
 }
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
 costs memory or time alone."""
@@ -279,6 +279,10 @@ class TrainSection(Section):
     gradient_accumulation_steps: int = Field(1, ge=1, description="Batches per optimiser step.")
     gradient_checkpointing: bool = Field(
         False, description="Compute what lies inside of layers again for the gradients: less memory, more time."
+    )
+    compile: bool = Field(
+        False,
+        description="Compile the inside of layers and the loss with torch.compile.",
     )
     prefetch: int = Field(2, ge=0, description="Steps whose batches are read while one computes; 0 reads them in turn.")
     optimizer: Literal["adamw", "muon"] = Field(

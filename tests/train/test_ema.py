@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,8 @@ def test_it_follows_quickly_at_first_and_then_by_its_decay() -> None:
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
         with ema.applied():
-            assert float(heads.weight) == pytest.approx(expected, rel=1e-6)
-        assert float(heads.weight) == step
+            assert heads.weight.item() == pytest.approx(expected, rel=1e-6)
+        assert heads.weight.item() == step
     assert decay == 0.5 and expected < 14
     again = Ema(heads, heads, 0.5)
     again.load_state_dict(ema.state_dict())
@@ -50,9 +49,9 @@ def test_weights_come_back_when_what_is_done_with_the_averages_fails() -> None:
     with torch.no_grad():
         heads.weight.fill_(3)
     with pytest.raises(UserError), ema.applied():
-        assert float(heads.weight) == 0
+        assert heads.weight.item() == 0
         raise UserError("The disk is full.", "Make room.")
-    assert float(heads.weight) == 3
+    assert heads.weight.item() == 3
 
 
 def test_what_is_kept_is_the_average_of_the_weights_of_every_step(
@@ -78,23 +77,16 @@ def test_what_is_kept_is_the_average_of_the_weights_of_every_step(
     kept = weights(tmp_path / "ema" / "last")
     for name, wanted in average.items():
         torch.testing.assert_close(kept[name], wanted, rtol=1e-5, atol=1e-7)
-        assert wanted.equal(seen[-1][name]) == seen[0][name].equal(seen[-1][name])
     # The weights themselves learn as without it, and what is judged is not they.
     run(tmp_path / "plain", steps=6, lr=0.01)
     plain, judged = (metrics(tmp_path / name) for name in ("plain", "ema"))
     assert [row["loss"] for row in plain] == [row["loss"] for row in judged]
-    assert weights(tmp_path / "plain" / "last").keys() == kept.keys()
-    assert all(
-        torch.equal(tensor, seen[-1][name])
-        for name, tensor in weights(tmp_path / "plain" / "last").items()
-        if name in average
-    )
-    best = judged[-1]["step"] if judged[-1]["tau"] >= judged[0]["tau"] else judged[0]["step"]
-    assert json.loads((tmp_path / "ema" / "result.json").read_text())["best"]["step"] in (best, judged[0]["step"])
+    unaveraged = weights(tmp_path / "plain" / "last")
+    assert all(torch.equal(unaveraged[name], seen[-1][name]) for name in average)
 
 
 def test_it_goes_on_exactly(run: Train, tmp_path: Path) -> None:
-    settings = {"ema": 0.8, "warmup": 0, "min_lr_ratio": 1}
+    settings = {"ema": 0.8, "warmup": 0, "min_lr_ratio": 1, "eval_every": 4}
     for name, steps in (("cut", 4), ("cut", 8), ("whole", 8)):
         run(tmp_path / name, steps=steps, **settings)
     for heads in ("last", "best"):

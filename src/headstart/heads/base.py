@@ -149,9 +149,11 @@ class DraftHead(nn.Module, ABC):
         finish: what the target does to its logits, likewise.
         gradient_checkpointing: whether what training computes inside of layers is computed again for the gradients
             instead of being kept.
+        compiler: compiles what training computes inside of layers; None runs it as it is.
     """
 
     gradient_checkpointing: bool = False
+    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     family: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     drafts_features: ClassVar[bool] = False
@@ -164,6 +166,7 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self.register_buffer("draft_to_target_D", torch.arange(config.draft_width))
         self.register_buffer("lm_bias_D", None, persistent=False)
         self.finish = None
@@ -260,8 +263,12 @@ class DraftHead(nn.Module, ABC):
     def light(self, function: Callable[..., R], *inputs: Any) -> R:
         """What a function makes of its inputs; with `gradient_checkpointing` only these are kept for the gradients.
 
-        The function draws no random numbers.
+        The function draws no random numbers, and is the same object in every step: it may be compiled.
         """
+        if self.compiler is not None:
+            if function not in self._compiled:
+                self._compiled[function] = self.compiler(function)
+            function = self._compiled[function]
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return function(*inputs)
         made: R = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Literal, cast
 
 import torch
@@ -179,7 +178,7 @@ class HydraHead(DraftHead):
         final_XE, embedded_XE = self._inputs(batch)
         for step, head in enumerate(self._heads()):
             origin_M = origins(batch, step)
-            hidden_ME = self.light(partial(_hidden, head, origin_M=origin_M, step=step), final_XE, embedded_XE)
+            hidden_ME = self.light(head.forward, _seen(final_XE, embedded_XE, origin_M, step))
             own = (None, self.lm_bias_D, self.finish)
             yield StepPrediction(hidden_ME, self._lm_head(head), origin_M + step + 1, origin_M, *own)
 
@@ -259,12 +258,6 @@ class HydraHead(DraftHead):
 def read_positions(origin_M: Tensor, step: int) -> Tensor:
     """Flat positions of the tokens that the head of a step reads, [M, step + 1]: those after the origin."""
     return origin_M[:, None] + torch.arange(1, step + 2, device=origin_M.device)
-
-
-def _hidden(head: HydraStep, final_XE: Tensor, embedded_XE: Tensor, origin_M: Tensor, step: int) -> Tensor:
-    """What the LM head of a step reads, [M, E]."""
-    hidden_ME: Tensor = head(_seen(final_XE, embedded_XE, origin_M, step))
-    return hidden_ME
 
 
 def _seen(final_XE: Tensor, embedded_XE: Tensor, origin_M: Tensor, step: int) -> Tensor:

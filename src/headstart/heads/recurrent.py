@@ -146,6 +146,13 @@ class RecurrentHead(DraftHead):
 
     # -- training ------------------------------------------------------------------------------------------------
 
+    def enter(
+        self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], learning: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the first layer as `DraftLayer.read` gives them, and the stream it adds to."""
+        attended, stream = self.layer_input(feedback, self._embed(tokens, feedback))
+        return *self.stack[0].read(attended, rotary, learning), stream
+
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         text: _Text | None = None
         for step in range(self.draft_steps):
@@ -337,12 +344,7 @@ class _Text:
             tokens = self.tokens_BT.gather(1, (index_BA + step + 1).clamp(max=self.tokens_BT.shape[1] - 1))
             positions = (index_BA if self.sight.starts_BA is None else index_BA - self.sight.starts_BA) + step
         rotary = heads._rotary.at(positions, self.feedback_BAE.dtype, self.tokens_BT.shape[1] + step)
-
-        def enter(feedback: Tensor) -> tuple[Tensor, ...]:
-            attended, stream = heads.layer_input(feedback, heads._embed(tokens, feedback))
-            return *heads.stack[0].read(attended, rotary, self.learning[0]), stream
-
-        queries, keys, values, stream = heads.light(enter, self.feedback_BAE)
+        queries, keys, values, stream = heads.light(heads.enter, self.feedback_BAE, tokens, rotary, self.learning[0])
         for number, layer in enumerate(heads.stack):
             if number:
                 queries, keys, values = heads.light(layer.read, stream, rotary, self.learning[number])

@@ -46,6 +46,7 @@ from headstart.train.batches import (
     subsampled,
 )
 from headstart.train.checkpoint import TrainerState
+from headstart.train.compiled import check_compiler, compiled
 from headstart.train.decoded import EXAMPLE, decode
 from headstart.train.display import Display
 from headstart.train.ema import Ema
@@ -157,6 +158,9 @@ class _Run:
         with together():
             self.heads = build_heads(recipe, target, train_store, self.log.say)
             self.heads.gradient_checkpointing = self.section.gradient_checkpointing
+            if self.section.compile:
+                check_compiler(target.device)
+                self.heads.compiler, self.loss = compiled, compiled(self.loss)
             check_store(valid_store, target, self.heads)
             self.coverage = self._coverage(valid_store)
             copies = 4 * (self.section.keep_checkpoints + 1)
