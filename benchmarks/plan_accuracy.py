@@ -1,6 +1,6 @@
 """How far off `headstart plan` is: small versions of four recipes are planned and then run, one after the other.
 
-    python benchmarks/plan_accuracy.py --out out/plan                       # about a quarter of an hour
+    python benchmarks/plan_accuracy.py --out out/plan                       # about ten minutes
     python benchmarks/plan_accuracy.py --prefix "taskset -c 1" --only medusa
 
 Each case is planned in a process of its own; then conversations and states are made, heads are trained (one case on two
@@ -17,6 +17,7 @@ import math
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,15 +32,15 @@ from headstart.data.seed_prompts import TOPICS, seed_prompt_list
 from headstart.files import read_json, write_jsonl
 
 SMALL = (
-    *("data.minutes=null", "data.conversations=40", "data.heldout=4", "data.validation=8", "data.max_new_tokens=64"),
-    *("data.batch_size=16", "train.minutes=null", "train.steps=16", "train.eval_every=8", "train.save_every=8"),
-    *("eval.limit=2", "eval.max_new_tokens=48", "tune.widths=[1,2,4,8]", "tune.max_nodes=8"),
+    *("data.minutes=null", "data.conversations=24", "data.heldout=4", "data.validation=6", "data.max_new_tokens=64"),
+    *("data.batch_size=12", "train.minutes=null", "train.steps=10", "train.eval_every=5", "train.save_every=5"),
+    *("eval.limit=2", "eval.max_new_tokens=32", "tune.widths=[1,2,4]", "tune.max_nodes=4"),
 )
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "quickstart": ("quickstart", 1, ()),
     "medusa, given prompts": ("medusa", 1, ("data.prompts={prompts}",)),
-    "hydra, longer answers": ("hydra", 1, ("data.max_new_tokens=112", "data.conversations=24")),
-    "eagle3, two processes": ("eagle3", 2, ("train.steps=10",)),
+    "hydra, longer answers": ("hydra", 1, ("data.max_new_tokens=112", "data.conversations=16")),
+    "eagle3, two processes": ("eagle3", 2, ("train.steps=6",)),
 }
 """By name: the recipe, processes that train, what differs from `SMALL`."""
 COMMANDS = {"data": ("target", "conversations", "states"), "train": ("train",), "rest": ("tune", "export", "eval")}
@@ -64,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in chosen:
         row, detail = case(name, options.out / name.split(",")[0], shlex.split(options.prefix), options.set)
         known[name], details[name] = row, detail
-        print(" ".join(f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()))
+        print(
+            " ".join(f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()),
+            flush=True,
+        )
     record(
         out,
         "What the plan said divided by what was measured, for small versions of four recipes; each was planned just "
@@ -122,7 +126,7 @@ def case(name: str, folder: Path, prefix: list[str], more: Sequence[str]) -> tup
     row: dict[str, Any] = {"name": name, "processes": processes}
     busy = {stage: watched[command]["busy"] for command, stages in COMMANDS.items() for stage in stages}
     own = {stage: seconds[stage] * busy[stage] for stage in seconds}
-    said = {stage: planned["seconds"][stage] * watched["plan"]["busy"] for stage in seconds}
+    said = {stage: planned["seconds"][stage] for stage in seconds}
     row["seconds"] = _ratio(math.fsum(said.values()), math.fsum(own.values()))
     for stage in ("conversations", "train", "tune", "eval"):
         row[f"of_{stage}"] = _ratio(said[stage], own[stage])
@@ -145,7 +149,8 @@ def _seconds(run: Path, stage: str, processes: int) -> float:
 
 def _size(folder: Path) -> int:
     """Bytes of a folder's files, those with several names once."""
-    found = {(info.st_dev, info.st_ino): info.st_size for file in folder.rglob("*") if (info := file.lstat()).st_nlink}
+    files = [info for file in folder.rglob("*") if stat.S_ISREG((info := file.lstat()).st_mode)]
+    found = {(info.st_dev, info.st_ino): info.st_size for info in files}
     return sum(found.values())
 
 

@@ -13,7 +13,7 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
-from headstart.files import read_json
+from headstart.files import read_json, write_json
 from tests.test_benchmarks import script
 
 
@@ -93,3 +93,35 @@ def test_kills_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert kills.compare(out / "alone", out / "together") == {"twice": 0, "things": 3, "different": 2}
     save_file({"states.1": numpy.ones((3, 2))}, states / "shard-1.safetensors", metadata=about)
     assert kills.compare(out / "alone", out / "together")["twice"] == 2
+
+
+def test_plan_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with what; the commands themselves are not run."""
+    module = script("plan_accuracy", monkeypatch)
+    stages = [stage for command in module.COMMANDS.values() for stage in command]
+
+    def watched(command: list[str], log: Path) -> dict[str, float]:
+        run = Path(command[command.index("--run-dir") + 1])
+        if "plan" in command:
+            plan = {"seconds": dict.fromkeys(stages, 3.0), "process": dict.fromkeys(stages, 1500)}
+            write_json(Path(command[command.index("--json") + 1]), {**plan, "disk": dict.fromkeys(stages, 600)})
+        for stage in stages:
+            write_json(run / "stages" / f"{stage}.json", {"seconds": 4.0})
+        for kind in ("states", "heads", "exports", "conversations"):
+            made = run.parent / "artifacts" / kind / "a" / "file"
+            made.parent.mkdir(parents=True, exist_ok=True)
+            made.write_bytes(b"x" * 500)
+            made.with_name("again").unlink(missing_ok=True)
+            made.with_name("again").hardlink_to(made)
+        write_json(run / "train" / "result.json", {"elapsed_seconds": 12.0})
+        return {"bytes": 1000.0, "busy": 0.5}
+
+    monkeypatch.setattr(module, "_watched", watched)
+    for only in ("medusa", "eagle3"):
+        module.main(["--out", str(tmp_path), "--only", only])
+    one, two = read_json(tmp_path / "plan_accuracy.json")["rows"]
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert one["of_train"] == 1.5, "three seconds planned; four, of which it had the core for two"
+    assert two["of_train"] == 0.5, "torchrun's training has a record of its own"
+    assert one["bytes_of_states"] == 1.2, "a file with two names counts once"
+    assert one["memory_of_train"] == 1.5

@@ -180,8 +180,8 @@ class Planned:
 
     @property
     def needs_target(self) -> bool:
-        """Whether training needs the whole target: to compute states, or to decode now and then."""
-        return self.online or self.recipe.train.decode_every is not None
+        """Whether training needs the whole target: to compute states, to decode now and then, or to learn too."""
+        return self.online or self.recipe.train.needs_target
 
     @property
     def captured(self) -> bool:

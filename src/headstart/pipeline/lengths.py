@@ -40,7 +40,7 @@ class Lengths:
         prompt: that the target reads before its first answer, on average.
         turns: answers that the target writes in a conversation, on average; 0 where given answers are kept.
         answer: tokens of a conversation that are answers, on average: what is learnt from.
-        read: tokens that it reads for them, on average: each turn reads all before it again.
+        read: tokens that it reads for them, on average: what was read of a conversation is kept for its next turn.
         cached: tokens in the cache for the longest conversation while its last answer is written.
         sample: prompts that this comes from; 0 when it is assumed.
         written: conversations of this run that it comes from, when there are any.
@@ -104,8 +104,13 @@ def written_lengths(data: DataSection, target: Target | Outline, parts: Iterable
     if not found:
         return None
     tokens = [len(item.tokens) for item in found]
-    starts = [[start for start, _ in item.supervised_spans] for item in found]  # each turn reads all before it again
-    prompt, read = (statistics.fmean(one) for one in ((row[0] if row else 0 for row in starts), map(sum, starts)))
+    starts = [[start for start, _ in item.supervised_spans] for item in found]
+    prompt = statistics.fmean(row[0] if row else 0 for row in starts)
+    read = statistics.fmean(
+        max((start for start, _ in item.supervised_spans), default=0)
+        - sum(stop - start for start, stop in item.supervised_spans[:-1])
+        for item in found
+    )
     cached = min(max(tokens) + data.max_new_tokens, target.max_length)
     answer = statistics.fmean(sum(item.supervised) for item in found)
     turns = statistics.fmean(map(len, starts))
@@ -218,7 +223,7 @@ def _row(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int, templa
             if tokens > data.max_prompt_tokens or likely + tokens > room:
                 break
             likely, maximum = likely + tokens, maximum + tokens
-        read, turns = read + likely, turns + 1
+        read, turns = read + tokens, turns + 1
         cached = min(maximum + data.max_new_tokens, longest)
         likely, maximum = likely + usual, maximum + data.max_new_tokens
     return Lengths(min(likely, float(longest)), float(opening), float(turns), turns * usual, read, cached, 1)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from torch import Tensor
@@ -181,15 +181,15 @@ class _Learning:
         else:
             torch.cuda.reset_peak_memory_stats(device)
         before = forget_most_resident() if device.type == "cpu" else torch.cuda.memory_allocated(device)
-        spent = []
+        spent, clock = [], _clock(device)
         for part in (1.0, 0.7, 1.25, 1.0):
             length = max(self._least + 1, min(longest, int(part * self.length)))
             copies = max(1, self._section.batch_tokens // length)
-            start = perf_counter()
+            start = clock()
             self.learn(copies, length)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            spent.append((perf_counter() - start) * self._section.batch_tokens / (copies * length))
+            spent.append((clock() - start) * self._section.batch_tokens / (copies * length))
             if part != 1.0:
                 self.judge(copies)
                 self.update_seconds()
@@ -218,11 +218,11 @@ class _Learning:
         """Of the closed-form start from one conversation, beyond what it takes from none."""
         batch = self._batch(1, self.length)
         batch = replace(batch, states={layer: state.float() for layer, state in batch.states.items()})
-        spent = []
+        spent, clock = [], _clock(self._target.device)
         for count in (1, 3):
-            start = perf_counter()
+            start = clock()
             self._heads.fit([batch] * count)
-            spent.append(perf_counter() - start)
+            spent.append(clock() - start)
         return max(0.0, spent[1] - spent[0]) / 2
 
     def update_seconds(self) -> float:
@@ -257,15 +257,20 @@ def _kept(learn: Callable[[], object], heads: DraftHead) -> int:
     return sum(kept.values())
 
 
+def _clock(device: torch.device) -> Callable[[], float]:
+    """What time is read from: with one thread the processor's own clock, which neighbours do not slow down."""
+    return process_time if device.type == "cpu" and torch.get_num_threads() == 1 else perf_counter
+
+
 def _seconds(work: Callable[[], object], target: Target, times: int = 3) -> float:
     """The median of a few timings, after one that warms up."""
-    taken = []
+    taken, clock = [], _clock(target.device)
     for _ in range(times + 1):
-        start = perf_counter()
+        start = clock()
         work()
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
-        taken.append(perf_counter() - start)
+        taken.append(clock() - start)
     return statistics.median(taken[1:])
 
 
