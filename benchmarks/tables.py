@@ -29,12 +29,15 @@ HEADINGS = {
     "round_ms.host": "host, ms",
     "round_total_ms": "a round, ms",
     "plain_step_ms": "a plain step, ms",
+    "tokens_per_cpu_second": "tokens a second of a core",
+    "speedup_of_ours": "ours over it",
+    "speedup_of_ours_cpu": "ours over it",
 }
 """Headings of columns whose key is no good heading once its underscores are spaces."""
 
 FORMATS = (
     (r"(speedup|over)_\w+", "{:.2f}x"),
-    (r"\w*tokens_per_second|nodes_per_round|\w*_ms|megaflop\w*", "{:.1f}"),
+    (r"\w*tokens_per_(cpu_)?second|nodes_per_round|\w*_ms|megaflop\w*", "{:.1f}"),
     (r"tokens_per_round|\w*tau|\w*acceptance_by_\w+|top1", "{:.2f}"),
     (r"epochs", "{:g}"),
     (r"\w*accepted_per_round", "{:.3f}"),

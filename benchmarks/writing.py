@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "writer": name,
             "tokens_per_second": (speed := median(one[SPEEDS[0]] for one in several)),
             "tokens_per_cpu_second": (of_cpu := median(one[SPEEDS[1]] for one in several)),
-            "ours_over_it": ours / speed,
-            "ours_over_it_cpu": ours_cpu / of_cpu,
+            "speedup_of_ours": ours / speed,
+            "speedup_of_ours_cpu": ours_cpu / of_cpu,
             "same_answers": sum(a == b for a, b in zip(answers, several[0]["answers"], strict=True)) / len(answers),
         }
         for name, several in found.items()
@@ -88,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
     what = (
         f"{options.prompts} prompts of mixed lengths, answered greedily, {options.batch} at a time, "
-        f"in {options.dtype}; medians of runs in turns. Same answers: the share that is equal in every token to ours."
+        f"in {options.dtype}; medians of {options.repeats}, in turns. Tokens a second are of the time that the "
+        "process had a core. Same answers: the share that is equal in every token to ours."
     )
     target = load_target(options.target, dtype=options.dtype)
     asked = prompts_of(options.prompts, options.longest, options.turns)

@@ -250,7 +250,7 @@ def test_heads_that_are_there_are_found_without_a_record(
     recipe, folder = copied
     shutil.rmtree(folder / "stages")
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("headstart.data.generate.answer_prompts", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr("headstart.data.part_writer.answer_prompts", lambda *_: pytest.fail("written again"))
     monkeypatch.setattr("headstart.data.store._write_shard", lambda *_: pytest.fail("computed again"))
     monkeypatch.setattr("headstart.tuning.tune.tune", lambda *_: pytest.fail("tuned again"))
     execute(quiet(folder, recipe), STAGES)
@@ -272,7 +272,7 @@ def test_what_changes_nothing_costs_nothing(
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("headstart.data.generate.answer_prompts", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr("headstart.data.part_writer.answer_prompts", lambda *_: pytest.fail("written again"))
     monkeypatch.setattr("headstart.data.store._write_shard", lambda *_: pytest.fail("computed again"))
     execute(quiet(folder, changed(recipe, **change)), STAGES)
     assert files_under(folder.parent / "artifacts").keys() == before.keys() and kept(before)
@@ -317,7 +317,7 @@ def test_more_conversations_are_added_to_those_that_are_there(copied: tuple[Reci
 def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
-    monkeypatch.setattr("headstart.data.generate.answer_prompts", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr("headstart.data.part_writer.answer_prompts", lambda *_: pytest.fail("written again"))
     monkeypatch.setattr("headstart.data.store._write_shard", lambda *_: pytest.fail("computed again"))
     heads = parse_heads({"family": "hydra", "num_heads": 2})
     other = recipe.model_copy(update={"name": "other", "heads": heads})

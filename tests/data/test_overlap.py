@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headstart.data import generate, selfprompt
+from headstart.data import part_writer, selfprompt
 from headstart.data.generate import build_conversations, identity
 from headstart.data.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Excluded
 from headstart.data.prompts import load_prompts
@@ -76,7 +76,7 @@ def test_they_are_left_out_of_self_prompts(
         asked = ["What is 2 + 2?", *(f"Question {seed} {i}" for i in range(1, count))]
         return [selfprompt.SelfPrompt(text, "why") for text in asked]
 
-    monkeypatch.setattr(generate, "write_prompts", write_prompts)
+    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 8}
     for excluded in ((), (questions,)):
         data = DataSection.model_validate({**sizes, "exclude": excluded})
