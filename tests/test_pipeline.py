@@ -118,7 +118,7 @@ def test_a_plan_knows_the_bytes_that_a_run_leaves(whole: tuple[Recipe, Path], tm
 
 def test_a_second_run_loads_no_model(whole: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = whole
-    monkeypatch.setattr("headstart.target.load_target", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("headstart.target.load_target", lambda *_, **__: pytest.fail("the model was loaded"))
     assert not execute(quiet(folder, recipe), STAGES)
 
 
@@ -454,7 +454,9 @@ def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch
     (teacher,) = (folder.parent / "artifacts").glob("states/*/teacher-*")
     loaded: list[str] = []
     load = headstart.target.load_target
-    monkeypatch.setattr("headstart.target.load_target", lambda *words: loaded.append(words[0]) or load(*words))
+    monkeypatch.setattr(
+        "headstart.target.load_target", lambda *words, **more: loaded.append(words[0]) or load(*words, **more)
+    )
     for damaged in (False, True):
         shutil.rmtree((folder / "train").resolve())
         (folder / "stages" / "train.json").unlink()
@@ -470,7 +472,7 @@ def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch
 def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     stored = (folder / "train").resolve()
-    monkeypatch.setattr("headstart.data.generate.answer_prompts", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr("headstart.data.part_writer.answer_prompts", lambda *_: pytest.fail("written again"))
     online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
     run = Run(online, folder, Console(file=io.StringIO(), width=200))
     execute(run, stages_until("export"))

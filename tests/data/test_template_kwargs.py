@@ -62,7 +62,7 @@ def test_they_reach_the_template_wherever_it_is_rendered(switched: Target, tmp_p
 
 def test_a_runs_target_has_them(switched: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the report and the plan render as the data do."""
-    monkeypatch.setattr("headstart.target.load_target", lambda *_: switched)
+    monkeypatch.setattr("headstart.target.load_target", lambda *_, **__: switched)
     values = {"name": "a", "data": {"chat_template_kwargs": QUIET}, "heads": {"family": "medusa"}}
     target = Run(parse_recipe(values), tmp_path, Console(quiet=True)).target
     assert user_prefix(target.tokenizer).startswith("quiet")

@@ -32,7 +32,7 @@ def checksum(tensor: Tensor) -> int:
     """CRC-32 of a tensor's bytes.
 
     >>> checksum(torch.tensor([1, 2], dtype=torch.int32)), checksum(torch.tensor([1, 3], dtype=torch.int32))
-    (1161495844, 2022369330)
+    (58791804, 3141365785)
     """
     return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data)
 

@@ -47,8 +47,8 @@ def read_ahead(
 
 
 def pinned(batch: HeadBatch) -> HeadBatch:
-    """The batch in memory that a GPU copies from while it computes."""
-    return batch.each(lambda tensor: tensor.pin_memory())
+    """The batch in memory that a GPU copies from while it computes, where there is a GPU of torch's own."""
+    return batch.each(lambda tensor: tensor.pin_memory() if torch.cuda.is_available() else tensor)
 
 
 def sent(batch: HeadBatch, device: torch.device) -> HeadBatch:
