@@ -21,7 +21,8 @@ import headstart
 from headstart.api import Decoder
 from headstart.data.conversations import Conversation, prompt_tokens, read_conversations
 from headstart.data.questions import Question
-from headstart.data.store import StateStore, build_store
+from headstart.data.shards import build_store
+from headstart.data.store import StateStore
 from headstart.decode.loop import Round
 from headstart.errors import UserError
 from headstart.eval import plain_answers

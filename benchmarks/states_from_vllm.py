@@ -26,8 +26,9 @@ from tables import table
 from headstart.data.conversations import Conversation, read_conversations
 from headstart.data.extraction import Import, serve_arguments
 from headstart.data.generate import build_conversations
+from headstart.data.shards import build_store
 from headstart.data.states_server import take_from_servers
-from headstart.data.store import StateStore, build_store
+from headstart.data.store import StateStore
 from headstart.eval.measure import environment
 from headstart.files import write_text
 from headstart.pipeline.layout import CONVERSATIONS

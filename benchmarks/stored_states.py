@@ -19,7 +19,8 @@ from states_from_vllm import PLENTY, share
 from tables import table
 
 from headstart.data.conversations import Conversation, read_conversations
-from headstart.data.store import Capture, StateStore, build_store
+from headstart.data.shards import Capture, build_store
+from headstart.data.store import StateStore
 from headstart.eval.measure import environment
 from headstart.files import format_bytes, write_text
 from headstart.pipeline.layout import CONVERSATIONS

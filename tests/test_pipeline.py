@@ -137,7 +137,7 @@ def once(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 PLACES = (
     ("target", "headstart.pipeline.data_stages.target_identity", 1),
     ("conversations", "headstart.data.generate.write_conversations", 2),
-    ("states", "headstart.data.store._manifest", 1),
+    ("states", "headstart.data.shards._manifest", 1),
     ("train", "headstart.train.checkpoint.save", 1),
     ("tune", "headstart.tuning.tune.measure_verify", 0),
     ("export", "headstart.hub.format.write_card", 0),
@@ -251,7 +251,7 @@ def test_heads_that_are_there_are_found_without_a_record(
     shutil.rmtree(folder / "stages")
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr("headstart.data.part_writer.answer_prompts", lambda *_: pytest.fail("written again"))
-    monkeypatch.setattr("headstart.data.store._write_shard", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr("headstart.data.shards._write_shard", lambda *_: pytest.fail("computed again"))
     monkeypatch.setattr("headstart.tuning.tune.tune", lambda *_: pytest.fail("tuned again"))
     execute(quiet(folder, recipe), STAGES)
 
@@ -273,7 +273,7 @@ def test_what_changes_nothing_costs_nothing(
     before = files_under(folder.parent / "artifacts")
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr("headstart.data.part_writer.answer_prompts", lambda *_: pytest.fail("written again"))
-    monkeypatch.setattr("headstart.data.store._write_shard", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr("headstart.data.shards._write_shard", lambda *_: pytest.fail("computed again"))
     execute(quiet(folder, changed(recipe, **change)), STAGES)
     assert files_under(folder.parent / "artifacts").keys() == before.keys() and kept(before)
 
@@ -318,7 +318,7 @@ def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
     monkeypatch.setattr("headstart.data.part_writer.answer_prompts", lambda *_: pytest.fail("written again"))
-    monkeypatch.setattr("headstart.data.store._write_shard", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr("headstart.data.shards._write_shard", lambda *_: pytest.fail("computed again"))
     heads = parse_heads({"family": "hydra", "num_heads": 2})
     other = recipe.model_copy(update={"name": "other", "heads": heads})
     execute(quiet(folder.parent / "other", other), STAGES)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headstart.data.conversations import read_conversations
-from headstart.data.store import build_store
+from headstart.data.shards import build_store
 from headstart.pipeline.layout import CONVERSATIONS
 from headstart.target import FINAL, load_target
 from tests.test_benchmarks import common, path, script, written_by

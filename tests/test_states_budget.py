@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.store import StateStore, build_store
+from headstart.data.shards import build_store
+from headstart.data.store import StateStore
 from headstart.pipeline.inventory import free, over_budget, unreferenced
 from headstart.target import FINAL, Target
 from tests.data.test_store import conversations

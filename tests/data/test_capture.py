@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headstart.data.generate import Splits, build_conversations
-from headstart.data.store import Capture, StateStore, build_store
+from headstart.data.shards import Capture, build_store
+from headstart.data.store import StateStore
 from headstart.files import write_jsonl
 from headstart.recipe import DataSection
 from headstart.target import FINAL, Target

@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from headstart.data import states_server
 from headstart.data.conversations import Conversation, encode
 from headstart.data.extraction import Import, engine_layers, final_norm, serve_command
+from headstart.data.shards import build_store
 from headstart.data.states_server import take_from_servers
-from headstart.data.store import StateStore, build_store
+from headstart.data.store import StateStore
 from headstart.errors import UserError
 from headstart.target import FINAL, Target
 from tests.tiny import KINDS, tiny_model

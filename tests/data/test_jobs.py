@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from headstart.data import part_writer, store
+from headstart.data import part_writer, shards
 from headstart.data.generate import Splits, build_conversations
 from headstart.data.jobs import JOB, Board, Helper, Job, share
 from headstart.data.part_writer import PART, PartWriter, help_writing
-from headstart.data.store import Capture, build_store, compute_shard, owner_of
+from headstart.data.shards import Capture, build_store, compute_shard, owner_of
 from headstart.data.workers import Workers
 from headstart.files import write_jsonl
 from headstart.recipe import DataSection
@@ -348,7 +348,7 @@ def test_shards_of_a_dead_planner_are_finished_first(tiny_target: Target, tmp_pa
         yield from ()
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(store, "_computed", dies)
+        patched.setattr(shards, "_computed", dies)
         with pytest.raises(KeyboardInterrupt):
             build_store(tmp_path, items, tiny_target, AUX_LAYERS, board=board, **SMALL)
     assert len(posted) > 3

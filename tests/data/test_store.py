@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import headstart.files
 from headstart.data.conversations import Conversation, encode
-from headstart.data.store import StateStore, build_store, estimate_bytes, shard_size
+from headstart.data.shards import build_store, shard_size
+from headstart.data.store import StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.target import FINAL, Target
 from tests.tiny import tiny_model
@@ -151,7 +152,7 @@ class TestResume:
             written.append(path)
 
         with monkeypatch.context() as patched:
-            patched.setattr("headstart.data.store.save_file", full)
+            patched.setattr("headstart.data.shards.save_file", full)
             with pytest.raises(OSError, match="No space left"):
                 build(tmp_path, tiny_target, given)
         assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"], "the shard before it, and nothing half"

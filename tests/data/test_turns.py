@@ -14,7 +14,7 @@ from headstart.data.answers import answer_prompts
 from headstart.data.conversations import Conversation
 from headstart.data.prompts import Prompt
 from headstart.data.sampling import Turns
-from headstart.data.store import Capture
+from headstart.data.shards import Capture
 from headstart.recipe import DataSection
 from headstart.target import FINAL, Target, TargetOutput, TreeCache
 from tests.tiny import tiny_model, tiny_tokenizer

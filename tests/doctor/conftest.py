@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from headstart.data.checksums import KEY, checksums
 from headstart.data.conversations import Conversation, read_conversations, write_conversations
-from headstart.data.store import MANIFEST, StateStore, build_store
+from headstart.data.shards import build_store
+from headstart.data.store import MANIFEST, StateStore
 from headstart.doctor import Finding, Subject, examine, find_subject
 from headstart.pipeline.layout import CONVERSATIONS, STATES
 from headstart.pipeline.run import Run, execute

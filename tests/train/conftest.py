@@ -13,7 +13,8 @@ import yaml
 from rich.console import Console
 
 from headstart.data.conversations import Conversation
-from headstart.data.store import StateStore, build_store
+from headstart.data.shards import build_store
+from headstart.data.store import StateStore
 from headstart.recipe import Recipe, parse_recipe
 from headstart.target import FINAL, Target
 from headstart.train.loop import TrainResult, train

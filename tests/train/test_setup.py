@@ -11,7 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart.data.store import StateStore, build_store
+from headstart.data.shards import build_store
+from headstart.data.store import StateStore
 from headstart.errors import UserError
 from headstart.heads import DraftHead
 from headstart.heads.io import load_heads, save_heads

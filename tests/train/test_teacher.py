@@ -12,7 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart.data.store import StateStore, build_store
+from headstart.data.shards import build_store
+from headstart.data.store import StateStore
 from headstart.errors import UserError
 from headstart.recipe import Recipe, recipe_text
 from headstart.target import FINAL, Target, TeacherModel, load_target

@@ -15,7 +15,7 @@ from headstart.target import Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headstart.data.store import Capture
+    from headstart.data.shards import Capture
 
 
 def answer_prompts(

@@ -28,7 +28,8 @@ from torch import Tensor
 from headstart.data.conversations import Conversation
 from headstart.data.encoding import AUTO
 from headstart.data.identify import every_layer, identify
-from headstart.data.store import Capture, estimate_bytes, shard_size, without_states
+from headstart.data.shards import Capture, shard_size, without_states
+from headstart.data.store import estimate_bytes
 from headstart.errors import UserError
 from headstart.files import need_disk
 from headstart.target import FINAL, Target

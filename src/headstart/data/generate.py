@@ -28,8 +28,8 @@ from headstart.data.overlap import normalise
 from headstart.data.part_writer import SPLITS, PartJob, PartWriter
 from headstart.data.parts import CLOCKS, Part, TimeBudget
 from headstart.data.prompts import LeftOut, Prompt, prompts_for
+from headstart.data.shards import Capture
 from headstart.data.sources import find_origin
-from headstart.data.store import Capture
 from headstart.data.workers import Workers
 from headstart.errors import UserError
 from headstart.recipe import DataSection

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from headstart.data.conversations import Conversation
-from headstart.data.store import Sample, check_conversations
+from headstart.data.shards import check_conversations
+from headstart.data.store import Sample
 from headstart.target import Target
 
 

@@ -16,7 +16,7 @@ from headstart.data.prompts import LeftOut, Prompt, deduplicate
 from headstart.data.sampling import Room
 from headstart.data.selfprompt import write_prompts
 from headstart.data.server import Servers
-from headstart.data.store import Capture, owner_of
+from headstart.data.shards import Capture, owner_of
 from headstart.recipe import DataSection
 from headstart.target import Target
 

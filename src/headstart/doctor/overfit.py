@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headstart.data.conversations import Conversation
-from headstart.data.store import build_store
+from headstart.data.shards import build_store
 from headstart.doctor.decoding import decode_chain
 from headstart.doctor.findings import Finding, bad, check, good, unknown
 from headstart.doctor.subject import Absent, Subject

@@ -15,7 +15,8 @@ import torch
 
 from headstart.data.questions import read_questions
 from headstart.data.sampling import CACHE_PEAK
-from headstart.data.store import CACHE_BYTES, estimate_bytes, shard_size
+from headstart.data.shards import shard_size
+from headstart.data.store import CACHE_BYTES, estimate_bytes
 from headstart.gpus import Gpu
 from headstart.heads import DraftHead
 from headstart.pipeline.lengths import SAMPLE, Lengths, answer_tokens

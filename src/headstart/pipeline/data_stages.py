@@ -156,7 +156,7 @@ def _conversations(run: Run) -> Outcome:
     from headstart.data.generate import build_conversations, identity
     from headstart.data.jobs import JOBS, Board
     from headstart.data.mixture import begun_at, pinned
-    from headstart.data.store import Capture
+    from headstart.data.shards import Capture
 
     data, target = run.recipe.data, run.target
     slug = "self" if data.prompts == "self" else "-".join(Path(one.source).stem for one in data.sources[:3])
@@ -260,7 +260,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     training needs of the target itself is kept beside them.
     """
     from headstart.data.jobs import JOBS, Board
-    from headstart.data.store import build_store
+    from headstart.data.shards import build_store
     from headstart.heads import make_config
     from headstart.target.teacher import save_teacher
 

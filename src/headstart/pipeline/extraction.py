@@ -37,8 +37,9 @@ def import_states(run: Run, source: str) -> Imported:
         UserError: nothing there, or nothing that can be taken over.
     """
     from headstart.data.extraction import Import
+    from headstart.data.shards import fitting
     from headstart.data.states_server import take_from_servers
-    from headstart.data.store import estimate_bytes, fitting
+    from headstart.data.store import estimate_bytes
 
     target, layers, wanted, states_dtype = run.target, aux_layers(run), [], run.recipe.data.states_dtype
     budget = int(run.recipe.data.cache_gigabytes * 1e9)

@@ -58,7 +58,7 @@ class _Helper:
     def __init__(self, run: Run) -> None:
         from headstart.data.generator import InProcess
         from headstart.data.jobs import Helper
-        from headstart.data.store import owner_of
+        from headstart.data.shards import owner_of
 
         self._run, self._most = run, 2 if InProcess(run.target).shareable else 1
         owner = owner_of(run.target)
@@ -79,7 +79,7 @@ class _Helper:
 
     def _do(self, what: dict[str, Any]) -> dict[str, Any]:
         from headstart.data.part_writer import PART, help_writing
-        from headstart.data.store import compute_shard
+        from headstart.data.shards import compute_shard
 
         shards = referred(self._run.folder, "states")
         if what["kind"] == PART:
