@@ -284,6 +284,14 @@ def test_runs_are_listed_and_only_the_unused_is_freed(recipe: Path, finished: Pa
     assert "No folder at" in refused("runs", "--runs", tmp_path / "none")
 
 
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_one_of_several_processes_is_refused(recipe: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = refused(command, recipe)
+    assert f"headstart {command} is one process, and a launcher has started 2." in said
+    assert "-m headstart.train RECIPE" in said
+
+
 def test_an_unknown_target_is_refused(recipe: Path, tmp_path: Path) -> None:
     assert "smollm2-135m" in refused("run", recipe, "target.spec=nosuch", "--run-dir", tmp_path / "run")
     (tmp_path / "empty").mkdir()

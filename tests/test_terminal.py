@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from headstart import terminal
 from headstart.terminal import progress_bar, tracked
 
 
@@ -39,3 +40,22 @@ def test_nothing_is_shown_before_the_total_is_known() -> None:
 def test_a_file_and_nobody_see_nothing(where: Console | None) -> None:
     assert list(tracked("abc", "reading", 3, where)) == ["a", "b", "c"]
     assert where is None or not written(where).strip()
+
+
+def test_a_file_sees_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(terminal, "monotonic", lambda: now[0])
+    where = console(terminal=False)
+    with progress_bar(where, "writing", total=40, unit="answers") as bar:
+        for done, seconds in ((10, 30.0), (20, 60.0), (21, 30.0), (30, 60.0)):
+            now[0] += seconds
+            bar.update(done, note=" · 8 a minute")
+    lines = [line.strip() for line in written(where).splitlines() if line.strip()]
+    assert lines == [
+        "writing 20/40 answers · 8 a minute · 1 min 30 s · 1 min 30 s left",
+        "writing 30/40 answers · 8 a minute · 3 min 0 s · 1 min 0 s left",
+    ]
+    with progress_bar(silent := console(terminal=False), "training", total=4, lines=False) as bar:
+        now[0] += 100
+        bar.update(1)
+    assert not written(silent).strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,6 +70,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     from headstart.pipeline.stages import STAGES
     from headstart.pipeline.summary import show_summary
 
+    _alone("run")
     work = _run(recipe, overrides, run_dir)
     _execute(work, STAGES)
     took = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
@@ -185,8 +187,6 @@ def data_build(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir 
 
     Example: headstart data build quickstart data.conversations=200
     """
-    import os
-
     from headstart.pipeline.layout import CONVERSATIONS
     from headstart.pipeline.stages import check_inputs, stages_until
     from headstart.pipeline.together import execute_together, take_device
@@ -236,6 +236,7 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
     from headstart.pipeline.layout import TRAIN
     from headstart.pipeline.stages import stages_until
 
+    _alone("train")
     work = _run(recipe, overrides, run_dir)
     _execute(work, stages_until("train"))
     say(
@@ -394,6 +395,19 @@ def root(
 
 
 # -- shared ----------------------------------------------------------------------------------------------------------
+
+
+def _alone(command: str) -> None:
+    """Refuse to be one of several processes of a launcher.
+
+    Raises:
+        UserError: it is.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"headstart {command} is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
+            "Train with several as `-m headstart.train RECIPE` (a point, not a space) after headstart data build.",
+        )
 
 
 def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:

@@ -8,8 +8,9 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -30,6 +31,9 @@ T = TypeVar("T")
 
 RESUMABLE = {"run", "train", "data", "tune"}
 """Commands that go on where they were when they are given again."""
+
+LINE_SECONDS = 60.0
+"""Between lines of progress, where there is no terminal."""
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -135,10 +139,18 @@ def format_seconds(seconds: float) -> str:
 
 
 class Bar:
-    """A line that moves while some work lasts, see `progress_bar`."""
+    """A line that moves while some work lasts, see `progress_bar`.
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
+    Args:
+        progress: that it is shown by.
+        task: its number there.
+        say: takes a line of progress once a minute; None where nobody would read it.
+        unit: of what is done.
+    """
+
+    def __init__(self, progress: Progress, task: TaskID, say: Callable[[str], None] | None, unit: str) -> None:
+        self._progress, self._task, self._say, self._unit = progress, task, say, unit
+        self._began = self._said = monotonic()
 
     def advance(self, by: float = 1, note: str | None = None, title: str | None = None) -> None:
         """So much more is done; see `update`."""
@@ -158,14 +170,31 @@ class Bar:
         fields: dict[str, Any] = {} if note is None else {"note": note}
         self._progress.update(self._task, completed=done, total=total, description=title, **fields)
         self._progress.update(self._task, visible=self._progress.tasks[self._task].total is not None)
+        if self._say is not None and monotonic() >= self._said + LINE_SECONDS:
+            self._said = monotonic()
+            self._say(self._line(self._said - self._began))
+
+    def _line(self, seconds: float) -> str:
+        task = self._progress.tasks[self._task]
+        parts = [f"{task.description} {task.completed:.0f}" + (f"/{task.total:.0f}" if task.total else "")]
+        parts[0] = f"{parts[0]} {self._unit}".rstrip()
+        parts += [str(task.fields["note"]).strip(" ·"), format_seconds(seconds)]
+        if task.total and task.completed:
+            parts.append(f"{format_seconds(seconds * (task.total / task.completed - 1))} left")
+        return " · ".join(part for part in parts if part)
 
 
 @contextmanager
 def progress_bar(
-    console: Console | None, title: str, total: float | None = None, unit: str = "", times: bool = True
+    console: Console | None,
+    title: str,
+    total: float | None = None,
+    unit: str = "",
+    times: bool = True,
+    lines: bool = True,
 ) -> Iterator[Bar]:
     """A bar with what is done, what there is to do, the time spent and the time left. A terminal shows it, as
-    long as the work lasts: what came of the work is somebody else's to say.
+    long as the work lasts: what came of the work is somebody else's to say. Elsewhere it is a line a minute.
 
     Args:
         console: where to; None shows nothing.
@@ -173,6 +202,7 @@ def progress_bar(
         total: how much there is to do; nothing is shown before it is known.
         unit: of both.
         times: show the time spent and the time left.
+        lines: print a line a minute where there is no terminal.
     """
     columns: list[ProgressColumn] = [
         TextColumn("    {task.description}", markup=False),
@@ -183,8 +213,14 @@ def progress_bar(
     if times:
         columns += [TimeElapsedColumn(), TimeRemainingColumn()]
     silent = console is None or not console.is_terminal
+
+    def say(text: str) -> None:
+        assert console is not None, "there is one without a terminal"
+        console.print(f"    {text}", highlight=False, markup=False, soft_wrap=True)
+
     with Progress(*columns, console=console, transient=True, disable=silent) as progress:
-        yield Bar(progress, progress.add_task(title, total=total, visible=total is not None, note=""))
+        task = progress.add_task(title, total=total, visible=total is not None, note="")
+        yield Bar(progress, task, say if lines and silent and console is not None and not console.quiet else None, unit)
 
 
 def tracked(items: Iterable[T], title: str, total: int, console: Console | None) -> Iterator[T]:

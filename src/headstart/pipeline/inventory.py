@@ -94,6 +94,8 @@ def _state(folder: Path) -> RunState:
         state = f"{begun[0]} begun" if begun else f"{done[-1]} done" if done else "not begun"
     summary = _json(folder / REPORT / "results.json").get("summary") or {}
     trained = (_json(folder / TRAIN / "result.json").get("best") or {}).get("tau")
+    if trained is not None and "train" not in done:
+        state = "trained"  # by several processes, which leave no record of a stage
     try:
         family = str(read_values(str(folder / "recipe.yaml"))["heads"]["family"])
     except (UserError, KeyError, TypeError):

@@ -42,7 +42,7 @@ def execute_together(run: Run, stages: Sequence[Stage]) -> None:
                 run.console.print(f"{busy.problem} There is no data left to write.", highlight=False, soft_wrap=True)
                 return
             if helper is None:
-                run.console.print(f"{busy.problem} Helping it.", highlight=False, soft_wrap=True)
+                run.console.print(f"{busy.problem} Helping it: work is shared.", highlight=False, soft_wrap=True)
                 helper = _Helper(run)
         if not helper.help():
             time.sleep(_IDLE)

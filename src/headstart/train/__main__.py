@@ -22,7 +22,7 @@ from headstart.heads import make_config
 from headstart.lock import locked
 from headstart.provenance import note_provenance
 from headstart.recipe import load_recipe, recipe_text
-from headstart.target import FrozenModel, load_target
+from headstart.target import FrozenModel
 from headstart.train.artifact import finished, go_on_from_shorter, training
 from headstart.train.loop import train
 from headstart.train.processes import (
@@ -34,7 +34,7 @@ from headstart.train.processes import (
     speak_once,
     together,
 )
-from headstart.train.setup import check_training, online_states, open_target
+from headstart.train.setup import check_training, load_whole, online_states, open_target
 
 app = typer.Typer(add_completion=False)
 
@@ -98,13 +98,8 @@ def _train(name: str, overrides: list[str], run_dir: Path | None, console: Conso
             stores: Mapping[str, States]
             target: FrozenModel
             if online:
-                section = recipe.target
-                target = load_target(
-                    *(section.spec, section.dtype, device, section.revision),
-                    adapter=section.adapter,
-                    quantization=section.quantization,
-                )
-                stores = online_states(recipe, target, paths)
+                whole = load_whole(recipe, device, "Or set data.states=stored: heads then train from a teacher.")
+                target, stores = whole, online_states(recipe, whole, paths)
             else:
                 stored = {part: StateStore(path) for part, path in paths.items()}
                 target, stores = open_target(recipe, stored["train"], device), stored

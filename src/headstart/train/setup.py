@@ -110,6 +110,21 @@ def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
         teacher = load_teacher(folder, pick_device(device))
         if teacher.starts(make_config(recipe.heads, teacher).start_layers):
             return teacher
+    return load_whole(recipe, device, remedy)
+
+
+def load_whole(recipe: Recipe, device: str, otherwise: str) -> Target:
+    """The recipe's target itself.
+
+    Args:
+        recipe: names it.
+        device: where it goes.
+        otherwise: what else can be done where it cannot be loaded.
+
+    Raises:
+        UserError: it cannot.
+    """
+    section = recipe.target
     try:
         return load_target(
             *(section.spec, section.dtype, device, section.revision),
@@ -117,7 +132,7 @@ def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
             quantization=section.quantization,
         )
     except UserError as error:
-        raise UserError(error.problem, f"{error.remedy} {remedy}") from error
+        raise UserError(error.problem, f"{error.remedy} {otherwise}") from error
 
 
 def online_states(recipe: Recipe, target: Target, files: Mapping[str, Path]) -> dict[str, OnlineStates]:
