@@ -67,7 +67,8 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 def in_wandb(folder: Path) -> tuple[Logged, dict[str, Any]]:
     """What the last offline session holds: values and configuration."""
-    *_, file = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    wandb.teardown()  # its process ends when everything is in the file
+    *_, file = sorted(folder.glob("wandb/offline-run-*/*.wandb"))  # the folder's name begins with the time
     logged: Logged = {}
     config: dict[str, Any] = {}
     for data in _records(file.read_bytes()):
