@@ -80,19 +80,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{sum(kill['killed'] for kill in kills)} kills of a running command; {losses} files lost, "
         f"{found['twice']} things made twice, {found['reports']} reports, {found['different']} heads that differ."
     )
-    rows = [
-        {
-            "command": " ".join(command),
-            "kills": sum(kill["killed"] for kill in kills if kill["command"] == command),
-            "files_lost": sum(len(kill["lost"]) for kill in kills if kill["command"] == command),
-        }
-        for command in COMMANDS
-    ]
+    rows = by_command(kills, COMMANDS)
     machine = environment(load_target(str(options.out / "target"), "float32", "cpu"))
     record(options.out / "kills.json", what, rows, machine, __file__, arguments, {"seed": options.seed}, found)
     print(what)
     if losses or found["twice"] or found["different"] or found["reports"] < len(RUNS):
         raise SystemExit(1)
+
+
+def by_command(kills: Sequence[dict[str, Any]], commands: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """How often each command was killed, and what that lost."""
+    return [
+        {
+            "command": " ".join(command),
+            "kills": sum(kill["killed"] for kill in kills if kill["command"] == command),
+            "files_lost": sum(len(kill["lost"]) for kill in kills if kill["command"] == command),
+        }
+        for command in commands
+    ]
 
 
 def missing(before: dict[str, int], after: dict[str, int]) -> tuple[list[str], dict[str, int]]:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kills import made, missing, prepare
+from kills import by_command, made, missing, prepare
 from record import record
 from safetensors import safe_open
 
@@ -71,14 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{found['twice']} things made twice, {found['different']} of {found['things']} conversations and states "
         "that are not those of one process."
     )
-    rows = [
-        {
-            "command": " ".join(command),
-            "kills": sum(kill["killed"] for kill in kills if kill["command"] == command),
-            "files_lost": sum(len(kill["lost"]) for kill in kills if kill["command"] == command),
-        }
-        for command in COMMANDS
-    ]
+    rows = by_command(kills, COMMANDS)
     machine = environment(load_target(str(options.out / "target"), "float32", "cpu"))
     settings = {"seed": options.seed, "conversations": options.conversations, "processes": PROCESSES}
     record(options.out / "kills_together.json", what, rows, machine, __file__, arguments, settings, found)

@@ -7,11 +7,10 @@ server if there is one. A reply that the target cannot have written ends the wor
 from __future__ import annotations
 
 import math
-import queue
 import random
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -22,6 +21,7 @@ from typing import Any, Unpack
 import httpx
 
 from headstart.completions import Ask, Dialect, LlamaServer, NoTokenIds, OpenAI
+from headstart.data.at_once import answered
 from headstart.data.generator import Asked
 from headstart.data.sampling import CANDIDATES
 from headstart.data.workers import Stopped
@@ -39,7 +39,6 @@ _ANSWER_SECONDS = 600.0
 _CONNECT_SECONDS = 10.0
 _KEPT_SECONDS = 2.0
 """An idle connection is used again: servers close theirs after five."""
-_CHECK_SECONDS = 0.1
 _WAITING = {408, 409, 425, 429}
 """Statuses below 500 that may pass."""
 _ABSENT = {400, 404, 405, 422, 501}
@@ -94,41 +93,17 @@ class Servers:
             UserError: no server answered for long, or one gave what the target cannot have written.
         """
         most, top_p, seed, ends = asked["max_new_tokens"], asked["top_p"], asked["seed"], asked["ends"]
-        check = asked.get("check")
         asks = [
             Ask(row, most, temperature, CANDIDATES, top_p, _seed(seed, number), ends)
             for number, (row, temperature) in enumerate(zip(rows, asked["temperatures"], strict=True))
         ]
-        waiting, done = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, list[int] | BaseException]]()
-        for number in range(len(asks)):
-            waiting.put(number)
-        stop = threading.Event()
 
-        def work() -> None:
-            with suppress(queue.Empty):
-                while not stop.is_set():
-                    number = waiting.get_nowait()
-                    try:
-                        done.put((number, self._continue(asks[number], stop)))
-                    except BaseException as error:
-                        done.put((number, error))
-                        return
+        def ask(number: int, stop: threading.Event) -> list[int]:
+            return self._continue(asks[number], stop)
 
-        added: dict[int, list[int]] = {}
-        try:
-            for _ in range(min(self._requests, len(asks))):
-                # An answer that nobody waits for any more does not keep the program from ending.
-                threading.Thread(target=work, name="request", daemon=True).start()
-            while len(added) < len(asks):
-                if check is not None:
-                    check()
-                with suppress(queue.Empty):
-                    number, found = done.get(timeout=_CHECK_SECONDS)
-                    if isinstance(found, BaseException):
-                        raise found
-                    added[number] = found
-        finally:
-            stop.set()
+        check = asked.get("check") or (lambda: None)
+        with closing(answered(len(asks), self._requests, ask, check)) as found:
+            added = dict(found)
         return [added[number] for number in range(len(asks))]
 
     def _continue(self, ask: Ask, stop: threading.Event) -> list[int]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from headstart.data.at_once import answered
 from headstart.data.extraction import Import, Imported, Unusable
 from headstart.errors import UserError
 
@@ -49,41 +49,24 @@ def take_from_servers(
     waiting = work.waiting
     total, done = sum(len(item.tokens) for item in waiting), 0
     servers = [_Server(url) for url in urls]
-    todo, written = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, Path | BaseException]]()
-    for number in range(len(waiting)):
-        todo.put(number)
-    stop = threading.Event()
 
-    def ask() -> None:
-        with suppress(queue.Empty):
-            while not stop.is_set():
-                number = todo.get_nowait()
-                try:
-                    written.put((number, _ask(servers, number, waiting[number].tokens, stop)))
-                except BaseException as error:
-                    written.put((number, error))
-                    return
+    def ask(number: int, stop: threading.Event) -> Path:
+        return _ask(servers, number, waiting[number].tokens, stop)
 
     try:
-        for _ in range(min(requests, len(waiting))):
-            # A server that nobody waits for any more does not keep the program from ending.
-            threading.Thread(target=ask, name="states", daemon=True).start()
-        for _ in waiting:
-            number, file = written.get()
-            if isinstance(file, BaseException):
-                raise file
-            try:
-                work.take(file, waiting[number].tokens)
-            except Unusable as problem:
-                raise UserError(f"{file}, which vLLM wrote: {problem}.", _RESTART) from None
-            for path in (file, _lock_of(file)):
-                with suppress(OSError):
-                    path.unlink()
-            done += len(waiting[number].tokens)
-            if advance is not None:
-                advance(done, total)
+        with closing(answered(len(waiting), requests, ask)) as written:
+            for number, file in written:
+                try:
+                    work.take(file, waiting[number].tokens)
+                except Unusable as problem:
+                    raise UserError(f"{file}, which vLLM wrote: {problem}.", _RESTART) from None
+                for path in (file, _lock_of(file)):
+                    with suppress(OSError):
+                        path.unlink()
+                done += len(waiting[number].tokens)
+                if advance is not None:
+                    advance(done, total)
     finally:
-        stop.set()
         work.close()  # what was taken before a failure as well: its files are gone
     return work.found
 
