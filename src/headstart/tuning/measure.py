@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -99,18 +100,30 @@ def measure_sampling(
         UserError: when there is no origin from which every step is supervised.
     """
 
-    def compare(logits_MD: Tensor, truth_M: Tensor, own_MD: Tensor) -> tuple[Tensor, ...]:
-        log_probs_MR, best_MR = _best(logits_MD, max_rank)
-        q_draft_MD = logits_MD.softmax(-1)
-        sampled = []
-        for rank in range(min(_SAMPLED, best_MR.shape[1])):
-            rest_M1 = q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            sampled.append(torch.minimum(own_MD, q_draft_MD / rest_M1).sum(-1))
-            q_draft_MD.scatter_(1, best_MR[:, rank, None], 0.0)
-        return _rank(logits_MD, truth_M, max_rank), log_probs_MR, own_MD.gather(1, best_MR), torch.stack(sampled, 1)
-
+    compare = partial(sampling_tables, max_rank=max_rank)
     ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR = _measure(target, heads, conversations, compare, True, console)
     return ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR
+
+
+def sampling_tables(
+    logits_MD: Tensor, truth_M: Tensor, own_MD: Tensor, max_rank: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tables of `measure_sampling`, of one step.
+
+    Args:
+        logits_MD: of the heads.
+        truth_M: the true token's index in the draft vocabulary, below 0 where it cannot be drafted.
+        own_MD: the target's own probabilities of the draft vocabulary.
+        max_rank: drafts considered.
+    """
+    log_probs_MR, best_MR = _best(logits_MD, max_rank)
+    q_draft_MD = logits_MD.softmax(-1)
+    sampled = []
+    for rank in range(min(_SAMPLED, best_MR.shape[1])):
+        rest_M1 = q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        sampled.append(torch.minimum(own_MD, q_draft_MD / rest_M1).sum(-1))
+        q_draft_MD.scatter_(1, best_MR[:, rank, None], 0.0)
+    return _rank(logits_MD, truth_M, max_rank), log_probs_MR, own_MD.gather(1, best_MR), torch.stack(sampled, 1)
 
 
 def _rank(logits_MD: Tensor, truth_M: Tensor, max_rank: int) -> Tensor:
