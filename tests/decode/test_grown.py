@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from headstart.decode.rules import RULES
+from headstart.drafters.combine import _parts, merge
 from headstart.heads import growing
-from headstart.proposal import Children, Proposal
+from headstart.proposal import Children, Proposal, Request
 from tests.decode.grown import GrownTrees, PathTables, drafted, paths_of
 from tests.decode.proofs import outcomes, prove_exactly
-from tests.decode.tables import Pick
+from tests.decode.tables import ROOT, Pick, _guess
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 DRAWN = (Children.TOP_K_AND_SAMPLED, Children.SAMPLED)
@@ -83,6 +84,25 @@ class AlongBest(PathTables):
         if depth:
             tokens_BW = drafted((*self.prefix, *self.level[0])).argmax().view(1, 1)
         return super().draft_step(state, tokens_BW, torch.zeros_like(tokens_BW), depth)
+
+
+class Beside(GrownTrees):
+    """With an n-gram's guesses beside it, as two drafters together have them: they may go through drawn nodes."""
+
+    def propose(self, prefix: tuple[int, ...], pick: Pick) -> Proposal:
+        tree, guesses = super().propose(prefix, pick), [ROOT]
+        for _ in range(3):
+            guesses.append(_guess((*prefix, *guesses[1:])))
+        (grown,), (guessed,) = _parts(tree), _parts(Proposal([guesses], [[-1, 0, 1, 2]], [[1.0, 0.5, 0.4, 0.3]]))
+        both = merge(grown, guessed, Request(self.max_nodes + 2))
+        return Proposal([both.tokens], [both.parents], None, [both.sampled])
+
+
+@pytest.mark.parametrize("children", DRAWN)
+def test_lossless_beside_n_grams(children: Children) -> None:
+    rule = "greedy_draft" if children is Children.TOP_K_AND_SAMPLED else "traversal"
+    for max_nodes in (4, 5):
+        prove_exactly(RULES[rule].accept_row, Beside(children, max_nodes))
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
