@@ -44,7 +44,14 @@ from headstart.heads.growing import grow
 from headstart.proposal import Committed, Proposal, Request, Root
 from headstart.target import FINAL, Target, TreeShape
 from headstart.tuning.calibrate import fit_calibration
-from headstart.tuning.measure import Supervised, measure_drafts, measure_sampling, sampled_answers, sampling_tables
+from headstart.tuning.measure import (
+    Drafts,
+    Supervised,
+    measure_drafts,
+    measure_sampling,
+    sampled_answers,
+    sampling_tables,
+)
 
 MAX_RANK = 10
 """Drafts of a depth that are told apart when trees are calibrated."""
@@ -103,7 +110,7 @@ class AlongBestPath:
 
     def __init__(self, heads: DraftHead) -> None:
         self.heads = heads
-        self._best_B1 = torch.zeros(1, 1, dtype=torch.long)
+        self._last_B1 = self._best_B1 = torch.zeros(1, 1, dtype=torch.long)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.heads, name)
@@ -117,10 +124,14 @@ class AlongBestPath:
 
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """Logits [B, 1, D] after the best path, whatever nodes are asked for."""
-        best_B1 = self._best_B1 if depth else tokens_BW
-        logits_B1D = self.heads.draft_step(state, best_B1, torch.zeros_like(best_B1), depth)
+        self._last_B1 = self._best_B1 if depth else tokens_BW
+        logits_B1D = self.heads.draft_step(state, self._last_B1, torch.zeros_like(self._last_B1), depth)
         self._best_B1 = self.heads.draft_to_target_D[logits_B1D[:, :1].argmax(-1)]
         return logits_B1D
+
+    def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor | None:
+        """What the heads say of the best path's drafts, [B, 1]."""
+        return self.heads.confidence(state, self._last_B1, depth)
 
 
 @dataclass(frozen=True)
@@ -135,27 +146,33 @@ def calibrations(target: Target, heads: DraftHead, texts: Sequence[Supervised]) 
     """Those of each arm that needs one, all on the same texts."""
     console = Console()
     sampled = sampled_answers(target, texts, heads.draft_steps + 2, console)
-    own: list[tuple[Tensor, ...]] = [
+    own = [
         measure_drafts(target, heads, texts, MAX_RANK, console),
         measure_sampling(target, heads, sampled, MAX_RANK, console),
     ]
-    along = [measure_along(target, heads, texts)[:2], measure_along(target, heads, sampled)]
+    along = [
+        measure_along(target, heads, texts)._replace(likely_OKR=None, sampled_OKR=None),
+        measure_along(target, heads, sampled),
+    ]
 
-    def fitted(by_path: bool, measured: Sequence[tuple[Tensor, ...]]) -> Fitted:
-        return Fitted(*(fit_calibration(*(part.numpy() for part in one), by_path=by_path) for one in measured))
+    def fitted(measured: Sequence[Drafts]) -> Fitted:
+        greedy = fit_calibration(*measured[0].arrays)
+        return Fitted(greedy, fit_calibration(*measured[1].arrays, trust=greedy.trust))
 
-    return {ONE_CURVE: fitted(False, own), PATHS: fitted(True, own), INDEPENDENT: fitted(True, along)}
+    plain = Fitted(*(fit_calibration(*one._replace(confidence_OK=None).arrays, by_path=False) for one in own))
+    return {ONE_CURVE: plain, PATHS: fitted(own), INDEPENDENT: fitted(along)}
 
 
 @torch.inference_mode()
-def measure_along(target: Target, heads: DraftHead, texts: Sequence[Supervised]) -> tuple[Tensor, ...]:
-    """The tables of `measure_sampling` for drafts along the best path, whatever the text goes on with.
+def measure_along(target: Target, heads: DraftHead, texts: Sequence[Supervised]) -> Drafts:
+    """What `measure_sampling` measures, for drafts along the best path, whatever the text goes on with.
 
     Drafted as decoding does, from every position of the answers in turn.
     """
     along, device = AlongBestPath(heads.eval()), target.device
     to_draft_V = torch.full((target.vocab_size,), -1, device=device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=device)
+    steps = range(heads.draft_steps)
     found: list[list[Tensor]] = []
     for text in texts:
         states = target.hidden_states([text.tokens], sorted({*heads.aux_layers, FINAL}))[0]
@@ -166,14 +183,18 @@ def measure_along(target: Target, heads: DraftHead, texts: Sequence[Supervised])
         session = heads.prefill([text.tokens[:start]], {layer: part[:, :start] for layer, part in read.items()})
         for root in range(start, len(text.tokens) - heads.draft_steps):
             node_11 = torch.tensor([[text.tokens[root]]], device=device)
-            logits_KD = torch.cat([along.draft_step(session, node_11, node_11, k)[0] for k in range(heads.draft_steps)])
+            drafted = [
+                (along.draft_step(session, node_11, node_11, k), along.confidence(session, node_11, k)) for k in steps
+            ]
+            logits_KD = torch.cat([logits_11D[0] for logits_11D, _ in drafted])
+            said = [said_11.flatten() for _, said_11 in drafted if said_11 is not None]
             next_K = slice(root, root + heads.draft_steps)
             truth_K = truth_T[root + 1 : root + 1 + heads.draft_steps]
             tables = sampling_tables(logits_KD.float(), truth_K, own_TD[next_K], MAX_RANK)
-            found.append([part.cpu() for part in tables])
+            found.append([part.cpu() for part in (*tables, *([torch.cat(said)] if said else []))])
             here = {layer: part[:, root : root + 1] for layer, part in read.items()}
             heads.commit(session, Committed.of([[text.tokens[root]]], here, device))
-    return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+    return Drafts(*(torch.stack(parts) for parts in zip(*found, strict=True)))
 
 
 def methods_of(

@@ -166,7 +166,7 @@ def test_drafts_along_the_best_path(tiny_target_folder: Path, monkeypatch: pytes
     benchmark = script("path_conditioned", monkeypatch)
     text = Text.of([5, 6, 7], [9, 11, 13, 15, 17, 19, 21])
     along = benchmark.measure_along(target, heads, [text])
-    ranks_OK, log_probs_OKR = measure_drafts(target, heads, [text], benchmark.MAX_RANK)
+    ranks_OK, log_probs_OKR, *_ = measure_drafts(target, heads, [text], benchmark.MAX_RANK)
     assert along[0].shape[0] == len(text.tokens) - 3 - heads.draft_steps
     torch.testing.assert_close(along[1][:, 0], log_probs_OKR[-len(along[1]) :, 0])
     assert torch.equal(along[0][:, 0], ranks_OK[-len(along[0]) :, 0])

@@ -5,6 +5,8 @@ all depths in one forward go on as if it had been, and are right less often than
 are wrong in another way, having met a less likely text. So paths that *left* the best one have curves of their own.
 
 Fitted by `headstart.tuning.calibrate`.
+
+Shape suffixes: X nodes, in any dimensions, R ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from numpy.typing import NDArray
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 """Knots and values, linear in between."""
+_LEAST = 1e-4
+"""Confidence below which differences say nothing."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Calibration:
         sampled: the same for a child that is drawn from what the drafts above its rank leave, read at the
             log-probability of the draft that has this rank; None takes such a child to be that draft. Exact for one
             sampled child; of several under one node, those after the first are accepted more seldom.
+        trust: how much the logarithm of what heads say of a node's children (`DraftHead.confidence`) counts beside the
+            log-probability of each: the knots are of their weighted sum. 0 for heads that say nothing.
         left: the same after a path that has left the best one: that holds a token which is not its node's best draft.
             All that stands above is then for the other paths. None makes no difference between the two.
     """
@@ -40,11 +46,13 @@ class Calibration:
     reached: tuple[float, ...] = ()
     sampled: Calibration | None = None
     left: Calibration | None = None
+    trust: float = 0.0
 
     def knots(self, prefix: str = "") -> dict[str, list[list[float]]]:
         """As plain values for a JSON file, under names that begin with `prefix`."""
         own = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.reached,)}
         values = {prefix + name: [list(part) for part in parts] for name, parts in own.items()}
+        values |= {prefix + "trust": [[self.trust]]} if self.trust else {}
         for name, part in (("drawn_", self.sampled), ("left_", self.left)):
             values |= part.knots(prefix + name) if part else {}
         return values
@@ -56,8 +64,14 @@ class Calibration:
             return None
         log_probs, accepted = (tuple(map(tuple, knots[prefix + name])) for name in ("log_probs", "accepted"))
         (reached,) = knots.get(f"{prefix}reached", [[]])
-        parts = (cls.from_knots(knots, prefix + name) for name in ("drawn_", "left_"))
-        return cls(log_probs, accepted, tuple(reached), *parts)
+        sampled, left = (cls.from_knots(knots, prefix + name) for name in ("drawn_", "left_"))
+        ((trust,),) = knots.get(f"{prefix}trust", [[0.0]])
+        return cls(log_probs, accepted, tuple(reached), sampled, left, trust)
+
+    def trusting(self, trust: float) -> Calibration:
+        """With another `trust`."""
+        sampled, left = (part and part.trusting(trust) for part in (self.sampled, self.left))
+        return replace(self, sampled=sampled, left=left, trust=trust)
 
     def curve(self, depth: int) -> Curve:
         """Knots and shares of a depth."""
@@ -93,7 +107,21 @@ class Calibration:
         if self.left or other.left:
             left = (self.left or self).towards(other.left or other, share)
         log_probs, accepted = (tuple(part[index] for part in curves) for index in (0, 1))
-        return Calibration(log_probs, accepted, reached, sampled, left)
+        assert self.trust == other.trust, "fitted together"
+        return Calibration(log_probs, accepted, reached, sampled, left, self.trust)
+
+    def scores(
+        self, log_probs_XR: NDArray[np.float32], confidence_X: NDArray[np.float32] | None
+    ) -> NDArray[np.float32]:
+        """What the knots are of, for drafts [..., R] of nodes [...] with what heads say of these, if they do.
+
+        >>> Calibration(trust=0.5).scores(np.zeros((1, 2), np.float32), np.exp([-3.0], dtype=np.float32)).tolist()
+        [[-1.5, -1.5]]
+        """
+        if confidence_X is None or not self.trust:
+            return log_probs_XR
+        said_X: NDArray[np.float32] = np.log(np.maximum(confidence_X, _LEAST))
+        return log_probs_XR + np.float32(self.trust) * said_X[..., None]
 
     def probs(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
         """Probability of acceptance of drafts at a depth (from 0); the drafts' own where nothing was measured.

@@ -162,7 +162,7 @@ def test_output_is_that_of_plain_decoding(pair: str, temperature: float) -> None
         assert Engine(target, alone).generate(texts()[2:], options)[0].tokens == known[2]
 
 
-@pytest.mark.parametrize("family", ["medusa", "hydra", "eagle3"])
+@pytest.mark.parametrize("family", ["medusa", "hydra", "eagle3", "dflash", "dspark"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_heads_beside_n_grams(family: str, temperature: float) -> None:
     """Drafts of one forward, and drafts that follow their paths, in dynamic trees that both have a part in."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -168,6 +169,26 @@ def test_paths_that_leave_the_best_one_are_believed_less() -> None:
     for level_threshold, further in ((promised * 0.99, True), (promised * 1.01, False)):
         levels = grown(heads, [3], replace(request, level_threshold=level_threshold), LEFT).levels or 0
         assert (levels > 1) == further
+
+
+def test_what_heads_say_of_a_node_counts_for_its_children() -> None:
+    class Saying(TableHead):
+        def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor:
+            assert tokens_BW.shape[1] == len(self.asked[-1][0])
+            return 1 / (2.0 + tokens_BW)
+
+    calibration = Calibration(((-20.0, 0.0),) * 3, ((0.0, 1.0),) * 3, (1.0,) * 3, trust=0.5)
+    heads = Saying()
+    tree = grown(heads, [3], Request(20), calibration)
+    assert tree.accept_probs is not None
+    for path, accept_prob in zip(paths(tree, 0), tree.accept_probs[0][1:], strict=True):
+        expected = 1.0
+        for depth, token in enumerate(path):
+            log_prob = float(heads.table(path[:depth]).log_softmax(-1)[token])
+            expected *= 1 + (log_prob - 0.5 * math.log(2 + (3, *path)[depth])) / 20
+        assert accept_prob == pytest.approx(expected, rel=1e-5)
+    silent, deaf = grown(TableHead(), [3], Request(20), calibration), replace(calibration, trust=0.0)
+    assert silent == grown(heads, [3], Request(20), deaf), "nothing is said, or nobody listens"
 
 
 def test_a_drawn_node_is_never_pushed_out_and_leaves_room_below() -> None:

@@ -93,6 +93,43 @@ def test_paths_are_told_apart_only_where_that_foretells_more() -> None:
     assert fit_calibration(ranks, log_probs, by_path=True).left is not None
 
 
+def saying(informed: bool) -> tuple[np.ndarray, ...]:
+    """Heads whose best draft claims about a half always, and is right as often as they say beside it, or by chance."""
+    rng = np.random.default_rng(3)
+    said = rng.uniform(0.05, 0.95, (6_000, 2))
+    right = rng.uniform(size=said.shape) < (said if informed else 0.5)
+    claimed = rng.uniform(0.49, 0.51, said.shape)
+    log_probs = np.log(np.stack([claimed, 1e-4 * claimed], axis=-1))
+    return np.where(right, 0, 2), log_probs.astype(np.float32), said.astype(np.float32)
+
+
+def test_what_heads_say_of_their_drafts_counts_where_it_is_right() -> None:
+    ranks, log_probs, said = saying(informed=True)
+    found = fit_calibration(ranks, log_probs, None, None, said)
+    assert found.trust > 0
+    for confidence in (0.2, 0.5, 0.8):
+        asked = found.scores(log_probs[:1, 0], np.array([confidence], dtype=np.float32))
+        # 40 bins of 300 drafts: three standard errors of a share are .09.
+        assert found.probs(0, asked)[0, 0] == pytest.approx(confidence, abs=0.09)
+    assert Calibration.from_knots(found.knots()) == found
+    assert found.towards(found, 0.5).trust == found.trust
+    assert fit_calibration(ranks, log_probs, None, None, said, trust=0.0).trust == 0
+    ranks, log_probs, said = saying(informed=False)
+    assert fit_calibration(ranks, log_probs, None, None, said).trust == 0
+
+
+def test_the_replay_reads_what_heads_say() -> None:
+    """Of equal drafts the tree verifies those that the heads trust, and not the others."""
+    said = np.tile(np.array([[0.95], [0.05], [0.05]], dtype=np.float32), (40, 1))
+    ranks, log_probs = np.where(said > 0.5, 0, 1), np.full((120, 1, 1), np.log(0.5), dtype=np.float32)
+    calibration = fit_calibration(ranks, log_probs, None, None, said, trust=1.0)
+    costs = Costs((1, 64), (10.0, 199.0), 0.0, 0.0, 1)
+    blind = fit_calibration(ranks, log_probs)
+    blind_ms, ms = (replay_dynamic(ranks, log_probs, one, costs, confidence_OK=said)[1] for one in (blind, calibration))
+    assert blind_ms == pytest.approx(13.0), "a draft in every round"
+    assert ms == pytest.approx(11.5), "in every second one: an accepted draft takes the text past the next"
+
+
 def test_few_paths_lean_on_all_of_them() -> None:
     """Two of the paths that left, both right: far too few to believe."""
     ranks = np.array([[0, 1]] * 400 + [[1, 0]] * 2)

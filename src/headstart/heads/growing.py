@@ -63,6 +63,8 @@ class Levels(Protocol):
 
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor: ...
 
+    def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor | None: ...
+
 
 DepthLogits = Callable[[Any, Tensor, range], Tensor]
 """See `OneForwardHead.depth_logits`."""
@@ -192,7 +194,9 @@ def grow(
             else:
                 tokens_BW = root.tokens_B[:, None]
                 parents_BW = torch.zeros_like(tokens_BW)
-            table = _Table.read(heads.draft_step(state, tokens_BW, parents_BW, depth), ranks, heads.draft_to_target_D)
+            logits_BWD = heads.draft_step(state, tokens_BW, parents_BW, depth)
+            confidence_BW = heads.confidence(state, tokens_BW, depth) if calibration.trust and not shape else None
+            table = _Table.read(logits_BWD, ranks, heads.draft_to_target_D, confidence_BW)
         elif depth >= first + table.width:
             # Where reading is free, the next depth waits until it is known to be worth its LM head.
             depths, first = range(depth, depth + 1 if reading_is_free else levels), depth
@@ -245,12 +249,14 @@ class _Table:
         log_probs: [B, W, R].
         indices: in the draft vocabulary.
         tokens: of the target.
+        confidence: [B, W], what the heads say of each node's children; None where nobody asks.
     """
 
     logits_BWD: Tensor
     log_probs: NDArray[Any]
     indices: NDArray[Any]
     tokens: NDArray[Any]
+    confidence: NDArray[Any] | None = None
 
     @classmethod
     def empty(cls) -> _Table:
@@ -258,14 +264,20 @@ class _Table:
         return cls(torch.zeros(0, 0, 0), none.astype(np.float32), none, none)
 
     @classmethod
-    def read(cls, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> _Table:
+    def read(
+        cls, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor, confidence_BW: Tensor | None = None
+    ) -> _Table:
         """In one copy, since each waits for the device: the bits of the floats travel among the integers."""
         logits_BWD = logits_BWD.float()
         top = logits_BWD.topk(ranks, dim=-1)
         log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)
         parts = [log_probs_BWR.view(torch.int32), top.indices.int(), draft_to_target_D[top.indices].int()]
-        log_probs, indices, tokens = torch.stack(parts).cpu().numpy()
-        return cls(logits_BWD, log_probs.view(np.float32), indices, tokens)
+        if confidence_BW is not None:
+            said_BW1 = confidence_BW[:, : logits_BWD.shape[1], None].float()
+            parts.append(said_BW1.expand(*top.indices.shape).contiguous().view(torch.int32))
+        log_probs, indices, tokens, *said = torch.stack(parts).cpu().numpy()
+        confidence = said[0].view(np.float32)[..., 0] if said else None
+        return cls(logits_BWD, log_probs.view(np.float32), indices, tokens, confidence)
 
     @property
     def width(self) -> int:
@@ -276,8 +288,9 @@ class _Table:
         """By row and node, the candidates from the best on; of one column alone where it serves a whole level."""
         part = slice(None) if column is None else slice(column, column + 1)
         log_probs = self.log_probs[:, part]
-        probs = calibration.probs(depth, log_probs).tolist()
-        draws = calibration.sampled.probs(depth, log_probs).tolist() if calibration.sampled else probs
+        scores = calibration.scores(log_probs, None if self.confidence is None else self.confidence[:, part])
+        probs = calibration.probs(depth, scores).tolist()
+        draws = calibration.sampled.probs(depth, scores).tolist() if calibration.sampled else probs
         own = np.exp(log_probs).tolist()
         columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), probs, draws, own)
         return [

@@ -25,6 +25,11 @@ _TRIED = 3
 """Drafts of a node that count as its best: what a tree usually verifies of them."""
 _CERTAIN = 1e-4
 """Nearest that a probability comes to 0 or 1 when curves are judged."""
+_TRUSTS = (0.0, 0.25, 0.5, 1.0, 1.5)
+"""Values of `Calibration.trust` that are tried."""
+_WORTH = 0.998
+"""What curves must leave of the surprise of simpler ones: several are tried, and chance makes one of them a little
+better."""
 _BACKING = 100
 """Origins' worth of trust that the curve of all paths has beside that of some paths."""
 
@@ -34,14 +39,17 @@ def fit_calibration(
     log_probs_OKR: NDArray[np.float32],
     likely_OKR: NDArray[np.float32] | None = None,
     sampled_OKR: NDArray[np.float32] | None = None,
+    confidence_OK: NDArray[np.float32] | None = None,
     *,
     by_path: bool | None = None,
+    trust: float | None = None,
 ) -> Calibration:
     """Isotonic regression of acceptance on log-probability at each depth, over drafts whose path so far was drafted.
 
     Paths that have left the best one are origins at which the true token of an earlier step was drafted, but not first.
-    They give curves of their own, where that foretells acceptance better: each half of the origins judges the curves of
-    the other half. Where such origins are few, those of all paths count as well.
+    They give curves of their own, and the heads' confidence counts, where that foretells acceptance better: each half
+    of the origins judges the curves of the other half, and both must agree. Where origins of a kind are few, those of
+    all paths count as well.
 
     Args:
         ranks_OK: rank of the true token among each step's drafts.
@@ -50,16 +58,24 @@ def fit_calibration(
             or not, as in greedy decoding.
         sampled_OKR: how likely a child sampled instead of each of the first drafts is to be accepted; None where none
             is. R may be smaller here.
+        confidence_OK: what the heads say of each step's drafts, see `DraftHead.confidence`; None where they say
+            nothing.
         by_path: whether paths that have left the best one get curves of their own; None decides by what they bring.
+        trust: see `Calibration.trust`; None decides by what the confidence brings.
     """
     tables = _Tables(ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR)
-    if by_path is None:
-        half = len(ranks_OK) // 2
-        parts = tables.of(slice(half)), tables.of(slice(half, None))
-        pairs = (parts, parts[::-1])
-        one, two = (sum(judged.surprise(fitted.fit(own)) for fitted, judged in pairs) for own in (False, True))
-        by_path = two < one
-    return tables.fit(by_path)
+    trusts = (0.0,) if confidence_OK is None else _TRUSTS if trust is None else (trust,)
+    choices = [(one, own) for one in trusts for own in ((False, True) if by_path is None else (by_path,))]
+    if len(choices) > 1:
+        judged = [tables.trusting(one, confidence_OK).judged(own) for one, own in choices]
+        better = [
+            index
+            for index, pair in enumerate(judged)
+            if all(one < _WORTH * plain for one, plain in zip(pair, judged[0], strict=True))
+        ]
+        choices = [choices[min(better, key=lambda index: sum(judged[index]), default=0)]]
+    ((trust, by_path),) = choices
+    return tables.trusting(trust, confidence_OK).fit(by_path).trusting(trust)
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,16 @@ class _Tables:
     log_probs_OKR: NDArray[np.float32]
     likely_OKR: NDArray[np.float32] | None
     sampled_OKR: NDArray[np.float32] | None
+
+    def trusting(self, trust: float, confidence_OK: NDArray[np.float32] | None) -> _Tables:
+        """With `Calibration.scores` in place of log-probabilities."""
+        return replace(self, log_probs_OKR=Calibration(trust=trust).scores(self.log_probs_OKR, confidence_OK))
+
+    def judged(self, by_path: bool) -> tuple[float, float]:
+        """How much each half surprises the curves of the other half."""
+        half = len(self.ranks_OK) // 2
+        one, two = self.of(slice(half)), self.of(slice(half, None))
+        return two.surprise(one.fit(by_path)), one.surprise(two.fit(by_path))
 
     def of(self, origins: slice) -> _Tables:
         """Those of some origins."""
@@ -172,15 +198,16 @@ def replay_dynamic(
     calibration: Calibration,
     costs: Costs,
     max_nodes: int = 32,
+    confidence_OK: NDArray[np.float32] | None = None,
 ) -> tuple[float, float]:
     """(τ, milliseconds of a round) that dynamic trees would have reached on these origins, decoded one after the other.
 
     Drafts of a depth are taken to be the same whatever the path before them, but for the calibration of paths that have
     left the best one; for families whose drafts follow the path this looks at the true path only.
     """
-    depths = range(ranks_OK.shape[1])
+    depths, scores_OKR = range(ranks_OK.shape[1]), calibration.scores(log_probs_OKR, confidence_OK)
     kept, left = (
-        np.stack([calibration.after(gone).probs(depth, log_probs_OKR[:, depth]) for depth in depths], axis=1).tolist()
+        np.stack([calibration.after(gone).probs(depth, scores_OKR[:, depth]) for depth in depths], axis=1).tolist()
         for gone in (False, True)
     )
     truth = ranks_OK.tolist()
