@@ -317,8 +317,9 @@ class _Run:
         loss: Tensor = self.model(self._augment(batch, number, round_starts_only), consume)
         if joint is None:
             return loss
+        loss = loss + joint.untouched()  # a batch without an answer says nothing to the adapter
         if not joint_learns:
-            return loss + joint.untouched()
+            return loss
         return joint.settings.heads_weight * loss + joint.distillation(stored, batch)
 
     def _augment(self, batch: HeadBatch, number: int, round_starts_only: bool) -> HeadBatch:
