@@ -176,16 +176,21 @@ def train_some_steps(
     states: str,
     folder: str,
     gradient_accumulation_steps: int | str = 1,
+    start_from: str = "",
     stop: int | str | None = None,
 ) -> None:
-    """Train Medusa heads for 8 steps, or go on with them; a Ctrl-C ends it after `stop` steps."""
+    """Train Medusa heads for 8 steps, or low-rank updates of earlier ones, or go on; a Ctrl-C ends it after `stop`
+    steps."""
     _, device = join_processes("cpu")
     target = load_target(target_folder, "float32", device)
     store, valid = both_states(Path(states), target, "stored")
     take_plain_steps()
     if stop is not None:
         at(int(stop) - 1, lambda rank: signal.raise_signal(signal.SIGINT))
-    recipe = recipe_of("medusa", steps=8, lr=0.1, gradient_accumulation_steps=int(gradient_accumulation_steps))
+    settings: dict[str, Any] = {"gradient_accumulation_steps": int(gradient_accumulation_steps)}
+    if start_from:
+        settings.update(start_from=start_from, lora_rank=2)
+    recipe = recipe_of("medusa", steps=8, lr=0.1, **settings)
     with suppress(KeyboardInterrupt):
         loop.train(recipe, target, silent(store), valid, Path(folder))
     leave_processes()

@@ -279,21 +279,30 @@ def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
         assert torch.equal(one[name], other[name]), name
 
 
+@pytest.mark.parametrize("what", ["whole heads", "low-rank updates"])
 def test_two_processes_go_on_where_one_was_stopped(
-    together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    together: Ranks,
+    trained: Callable[[str], Trained],
+    states: Path,
+    tiny_target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
 ) -> None:
+    start_from = str(trained("stored").alone / "medusa" / "last") if what == "low-rank updates" else ""
+
     def on_one(folder: Path, *stop: int) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(loop, "make_optimizers", loop.make_optimizers)
             patch.setattr(Joint, "optimizer", Joint.optimizer)
             patch.setattr(loop._Run, "_step", loop._Run._step)
-            ranks.train_some_steps(str(tiny_target_folder), str(states), str(folder), COUNT, *stop)
+            ranks.train_some_steps(str(tiny_target_folder), str(states), str(folder), COUNT, start_from, *stop)
 
     on_one(tmp_path / "whole")
     on_one(tmp_path / "cut", 4)
     middle = load_file(tmp_path / "cut" / "checkpoints" / "step-00000004" / "model.safetensors")
-    start = {name.removeprefix("heads."): tensor for name, tensor in middle.items()}
-    ended = together(ranks.train_some_steps, tiny_target_folder, states, tmp_path / "cut", "1")
+    start = {name.split("heads.", 1)[1]: tensor for name, tensor in middle.items() if "heads." in name}
+    ended = together(ranks.train_some_steps, tiny_target_folder, states, tmp_path / "cut", "1", start_from)
     assert_codes(ended, 0, 0)
     assert "Going on from step 4 " in (tmp_path / "cut" / "log.txt").read_text()
     one, other = (load_heads(tmp_path / name / "last").state_dict() for name in ("whole", "cut"))
