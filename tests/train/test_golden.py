@@ -20,6 +20,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"draft_steps": 3},
     "eagle3": {"draft_steps": 3, "aux_layers": (1, 2, 3)},
     "transition": {"draft_steps": 3, "aux_layers": (1, 2, -1)},
+    "mtp": {"draft_steps": 3, "shared_module": False},
 }
 
 
