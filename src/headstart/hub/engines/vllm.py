@@ -7,13 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headstart.errors import UserError
-from headstart.heads.published import Layout, Published
+from headstart.heads.published import BLOCKS, Layout, Published
 from headstart.hub.engines.base import TargetFacts, drafts_of, refuse_activation
+from headstart.hub.engines.block_files import block_files
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.huggingface import fused_files, joined_files, parallel_files, without_bias, write_files
 from headstart.hub.engines.reading import is_speculators
 from headstart.hub.engines.sglang import is_for_sglang_alone, sglang_command, why_not_sglang
+
+_SHARED = (Layout.EAGLE3, Layout.DFLASH)
+"""Of which one folder serves vLLM and SGLang."""
+_ON_GPUS = (
+    "vLLM drafts with DSpark heads on GPUs alone (V2 model runner), and they cannot be served as DFlash, whose slots "
+    "draft their own places and not the next ones: on a CPU serve them with llama.cpp (--format gguf)."
+)
 
 
 class Vllm(FolderFormat):
@@ -32,11 +40,14 @@ class Vllm(FolderFormat):
             )
         if published.layout is Layout.EAGLE:
             without_bias(published)
-        if (why := why_not_sglang(published, facts)) is None and published.layout is not Layout.EAGLE3:
+        if (why := why_not_sglang(published, facts)) is None and published.layout not in _SHARED:
             why = "it has another format for such heads (--format sglang)"
         said = [] if why is None else [f"SGLang cannot serve this folder: {why}."]
         if published.layout is Layout.MEDUSA:
             said.append("vLLM reads Medusa heads up to version 0.32.")
+        if published.layout is Layout.DSPARK:
+            said.append(_ON_GPUS)
+        said += unequal_k_norms(published)
         return said
 
     def as_held(self, published: Published) -> Published:
@@ -49,6 +60,8 @@ class Vllm(FolderFormat):
                 files = fused_files(published, facts, dtype)
             case Layout.EAGLE:
                 files = joined_files(published, facts, dtype, "LlamaForCausalLM")
+            case Layout.DFLASH | Layout.DSPARK:
+                files = block_files(published, facts, dtype)
             case Layout.MEDUSA:
                 files = parallel_files(published, facts, dtype)
         write_files(folder, *files)
@@ -60,9 +73,22 @@ class Vllm(FolderFormat):
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
     ) -> dict[str, list[str]]:
         found = {"vllm": vllm_command(folder, published, facts, drafts.get("vllm", 0))}
-        if published.layout is Layout.EAGLE3 and why_not_sglang(published, facts) is None:
+        if published.layout in _SHARED and why_not_sglang(published, facts) is None:
             found["sglang"] = sglang_command(folder, published, facts, drafts.get("sglang", 0))
         return found
+
+
+def unequal_k_norms(published: Published) -> list[str]:
+    """What to say of layers whose keys are normed differently, which vLLM's CPU build does not do."""
+    names = [f"layers.{number}.self_attn.k_norm.weight" for number in range(published.num_layers)]
+    if published.layout not in BLOCKS or all(
+        published.tensors[name].equal(published.tensors[names[0]]) for name in names
+    ):
+        return []
+    return [
+        "vLLM's CPU build norms the text's keys of every layer with the k_norm of the first, and would accept fewer "
+        "drafts; its GPU builds do not. For a CPU train with heads.num_layers=1, or serve these with llama.cpp."
+    ]
 
 
 def vllm_command(folder: Path | str, published: Published, facts: TargetFacts, drafts: int = 0) -> list[str]:
