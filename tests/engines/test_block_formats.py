@@ -21,6 +21,7 @@ from headstart.hub.engines.huggingface import rounded
 from headstart.target import Target
 from tests.engines import block_readers as readers
 from tests.engines.test_faults import rewrite
+from tests.test_cli import works
 
 SIZES = LayerSizes(96, 4, 2, 16, "silu", 1e-5, {"rope_type": "default", "rope_theta": 5000.0}, 256)
 TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22]
@@ -165,13 +166,21 @@ def test_what_a_format_cannot_hold_is_refused(target: Target, facts: TargetFacts
 def test_unequal_k_norms_are_pointed_out(target: Target, facts: TargetFacts) -> None:
     published = random(Layout.DFLASH, target)
     for form in ("vllm", "speculators"):
-        assert any("k_norm of the first" in said for said in FORMATS[form].check_heads(published, facts))
+        assert any("with the k_norm of the first" in said for said in FORMATS[form].check_heads(published, facts))
     same = {
         **published.tensors,
         "layers.1.self_attn.k_norm.weight": published.tensors["layers.0.self_attn.k_norm.weight"],
     }
     for one in (published.with_tensors(same), random(Layout.DFLASH, target, num_layers=1)):
         assert FORMATS["vllm"].check_heads(one, facts) == []
+
+
+def test_a_check_says_what_an_engine_does_not_do_everywhere(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+    folder = written(random(Layout.DSPARK, target), "vllm", facts, tmp_path / "out")
+    said = " ".join(works("export", "--check", folder).stdout.split())
+    assert "is whole" in said and "on GPUs alone" in said and "heads.num_layers=1" in said
+    said = works("export", "--check", written(random(Layout.DSPARK, target), "gguf", facts, tmp_path / "gguf")).stdout
+    assert "is whole" in said and "GPU" not in said
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------

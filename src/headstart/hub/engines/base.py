@@ -124,6 +124,10 @@ class Format(ABC):
             UserError: naming the reason and what to do instead.
         """
 
+    def remarks(self, published: Published, engine: str) -> list[str]:
+        """What the user should know of heads that an engine reads as they are, and does not serve everywhere."""
+        return []
+
     def as_held(self, published: Published) -> Published:
         """The same heads as the format's files hold them, which draft the same."""
         return published

@@ -257,6 +257,14 @@ def check_export(
     return found
 
 
+def export_remarks(folder: Path, engines: Sequence[str] = ()) -> list[str]:
+    """What the user should know of a folder without faults; see `check_export` for the arguments."""
+    formats = formats_of(folder)
+    read_by = {engine: one for one in reversed(formats) for engine in one.engines}
+    asked = engines or [one.engines[0] for one in formats]
+    return [said for engine in asked for said in read_by[engine].remarks(read_by[engine].read(folder), engine)]
+
+
 _SAME = 0.02
 """How far, as a share of their size, numbers in 8 bits or bfloat16 are from those they stand for."""
 

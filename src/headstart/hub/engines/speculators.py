@@ -22,7 +22,7 @@ from headstart.hub.engines.huggingface import (
     write_files,
 )
 from headstart.hub.engines.reading import is_speculators
-from headstart.hub.engines.vllm import unequal_k_norms, vllm_command
+from headstart.hub.engines.vllm import block_remarks, vllm_command
 
 _VERSION = "0.9.0"
 """Of the library whose config this is."""
@@ -49,13 +49,16 @@ class Speculators(FolderFormat):
             )
         refuse_activation(published, "vLLM")
         if published.layout in BLOCKS:
-            return unequal_k_norms(published)
+            return block_remarks(published)
         if len(published.aux_layers) != 3:
             raise UserError(
                 f"vLLM fuses 3 layers of heads in the speculators format, and these read {len(published.aux_layers)}.",
                 "Export them with --format vllm.",
             )
         return []
+
+    def remarks(self, published: Published, engine: str) -> list[str]:
+        return block_remarks(published) if engine == "vllm" else []
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
         assert published.layer is not None, "these heads have decoder layers"

@@ -45,10 +45,10 @@ class Vllm(FolderFormat):
         said = [] if why is None else [f"SGLang cannot serve this folder: {why}."]
         if published.layout is Layout.MEDUSA:
             said.append("vLLM reads Medusa heads up to version 0.32.")
-        if published.layout is Layout.DSPARK:
-            said.append(_ON_GPUS)
-        said += unequal_k_norms(published)
-        return said
+        return said + self.remarks(published, "vllm")
+
+    def remarks(self, published: Published, engine: str) -> list[str]:
+        return block_remarks(published) if engine == "vllm" else []
 
     def as_held(self, published: Published) -> Published:
         return without_bias(published) if published.layout is Layout.EAGLE else published
@@ -78,17 +78,23 @@ class Vllm(FolderFormat):
         return found
 
 
-def unequal_k_norms(published: Published) -> list[str]:
-    """What to say of layers whose keys are normed differently, which vLLM's CPU build does not do."""
-    names = [f"layers.{number}.self_attn.k_norm.weight" for number in range(published.num_layers)]
-    if published.layout not in BLOCKS or all(
-        published.tensors[name].equal(published.tensors[names[0]]) for name in names
-    ):
+def block_remarks(published: Published) -> list[str]:
+    """What vLLM does not do with block drafters on a CPU.
+
+    There the kernel that norms the keys of the text, for all layers at once, takes the first layer's weights for all.
+    """
+    if published.layout not in BLOCKS:
         return []
-    return [
-        "vLLM's CPU build norms the text's keys of every layer with the k_norm of the first, and would accept fewer "
-        "drafts; its GPU builds do not. For a CPU train with heads.num_layers=1, or serve these with llama.cpp."
-    ]
+    said = [_ON_GPUS] if published.layout is Layout.DSPARK else []
+    first, *others = (
+        published.tensors[f"layers.{number}.self_attn.k_norm.weight"] for number in range(published.num_layers)
+    )
+    if any(not other.equal(first) for other in others):
+        said.append(
+            "vLLM's CPU build norms the text's keys in every layer with the k_norm of the first, and accepts fewer "
+            "drafts; its GPU builds do not. For a CPU train with heads.num_layers=1, or serve these with llama.cpp."
+        )
+    return said
 
 
 def vllm_command(folder: Path | str, published: Published, facts: TargetFacts, drafts: int = 0) -> list[str]:
