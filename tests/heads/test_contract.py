@@ -59,6 +59,16 @@ CASES: dict[str, dict[str, Any]] = {
         "init": "transition",
         "norm_before_residual": True,
     },
+    "dflash": {"family": "dflash", "block_size": 4, "aux_layers": (1, 2), "mask_token_id": 60},
+    "dflash-deep": {
+        "family": "dflash",
+        "block_size": 8,
+        "num_layers": 2,
+        "aux_layers": (1, 2),
+        "mask_token_id": 60,
+        "draft_vocab_size": 30,
+    },
+    "dflash-cold": {"family": "dflash", "block_size": 5, "aux_layers": (1, 2), "mask_token_id": 60, "init": "random"},
     "transition": {"family": "transition", "draft_steps": 3, "aux_layers": (1, -1)},
     "transition-draft-vocabulary": {
         "family": "transition",
