@@ -47,6 +47,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+BLOCK = {"family": "dflash", "block_size": 4, "aux_layers": (2, 4, 7), "mask_token_id": 7}
+CASES |= {
+    "dflash": BLOCK,
+    "dflash-reduced": {**BLOCK, "draft_vocab_size": 40},
+    "dflash-deep": {**BLOCK, "num_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+}
+
+
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """With unequal embeddings and LM head, and numbers large enough to matter."""
