@@ -147,10 +147,12 @@ class BlockState:
     Attributes:
         cache: keys and values of the context, one slot for each token that the target has read.
         hidden_BSE: what the LM head reads of this round's block.
+        logits_BSD: what it makes of that, for families that go on from there.
     """
 
     cache: LayerCache
     hidden_BSE: Tensor
+    logits_BSD: Tensor | None = None
 
 
 class BlockHead(DraftHead):
@@ -180,8 +182,14 @@ class BlockHead(DraftHead):
         """The first slot that drafts: 1 where the root's own is left out."""
 
     @abstractmethod
-    def prediction(self, hidden_ME: Tensor, batch: HeadBatch, origin_M: Tensor, step: int) -> StepPrediction:
-        """Of one draft step, from what its slots say."""
+    def prediction(
+        self, hidden_ME: Tensor, lm_head_DH: Tensor, batch: HeadBatch, origin_M: Tensor, step: int
+    ) -> StepPrediction:
+        """Of one draft step, from what its slots say, and the LM head of `joined_lm_head`."""
+
+    def joined_lm_head(self) -> Tensor:
+        """The LM head of all steps in training: the target's, and what a family reads beside a slot's state."""
+        return self.lm_head_DE
 
     # -- shared --------------------------------------------------------------------------------------------------
 
@@ -251,11 +259,11 @@ class BlockHead(DraftHead):
         origin_M = origins(batch, 0)
         if not len(origin_M):
             return
-        hidden_MSE = self.blocks(batch, origin_M)
+        hidden_MSE, lm_head_DH = self.blocks(batch, origin_M), self.joined_lm_head()
         for step in range(self.draft_steps):
             step_M = origins(batch, step)
             rows_M = torch.searchsorted(origin_M, step_M)
-            yield self.prediction(hidden_MSE[rows_M, step], batch, step_M, step)
+            yield self.prediction(hidden_MSE[rows_M, step], lm_head_DH, batch, step_M, step)
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
         """What the LM head reads of the block of every origin, [M, S, E].
@@ -322,7 +330,7 @@ class BlockHead(DraftHead):
 
     def reorder(self, state: BlockState, rows: Sequence[int]) -> None:
         state.cache.reorder(rows)
-        state.hidden_BSE = state.hidden_BSE[list(rows)]
+        state.hidden_BSE, state.logits_BSD = state.hidden_BSE[list(rows)], None
 
     def _remember(self, state: BlockState, states: Mapping[int, Tensor], counts: Sequence[int]) -> None:
         """Keys and values of newly committed tokens; what lies behind a row's own is written over later."""

@@ -57,9 +57,11 @@ class DFlashHead(BlockHead, OneForwardHead):
     def first_slot(self) -> int:
         return 1
 
-    def prediction(self, hidden_ME: Tensor, batch: HeadBatch, origin_M: Tensor, step: int) -> StepPrediction:
+    def prediction(
+        self, hidden_ME: Tensor, lm_head_DH: Tensor, batch: HeadBatch, origin_M: Tensor, step: int
+    ) -> StepPrediction:
         own = (None, self.lm_bias_D, self.finish)
-        return StepPrediction(hidden_ME, self.lm_head_DE, origin_M + step + 1, origin_M, *own)
+        return StepPrediction(hidden_ME, lm_head_DH, origin_M + step + 1, origin_M, *own)
 
     def depth_logits(self, state: BlockState, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:
