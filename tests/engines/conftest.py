@@ -51,6 +51,9 @@ BLOCK = {"family": "dflash", "block_size": 4, "aux_layers": (2, 4, 7), "mask_tok
 CASES |= {
     "dflash": BLOCK,
     "dflash-reduced": {**BLOCK, "draft_vocab_size": 40},
+    "dspark": {**BLOCK, "family": "dspark", "markov_rank": 8, "confidence": True, "num_layers": 2},
+    "dspark-plain": {**BLOCK, "family": "dspark", "markov_rank": 8, "block_size": 3},
+    "dspark-reduced": {**BLOCK, "family": "dspark", "markov_rank": 8, "draft_vocab_size": 40},
     "dflash-deep": {**BLOCK, "num_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
 }
 

@@ -159,6 +159,9 @@ def test_what_a_format_cannot_hold_is_refused(target: Target, facts: TargetFacts
             FORMATS["gguf"].check_heads(replace(dflash, **change), facts)
     with pytest.raises(UserError, match="no hooks in qwen2 targets"):
         FORMATS["gguf"].check_heads(dflash, replace(facts, model_type="qwen2"))
+    for form in ("vllm", "gguf"):
+        with pytest.raises(UserError, match="by their Markov head"):
+            FORMATS[form].check_heads(replace(dspark, markov_rank=0), facts)
     remarks = " ".join(FORMATS["vllm"].check_heads(dspark, facts))
     assert "on GPUs alone" in remarks and "draft their own places" in remarks
 

@@ -31,13 +31,14 @@ HELD = [(case, form) for case in BLOCKS for form in FORMS[CASES[case]["family"]]
 
 @torch.no_grad()
 def ours(heads: DraftHead, target: Target) -> Tensor:
-    """Draft logits after each token of a chain."""
+    """Draft logits after each token of a chain, and beside them how sure the heads are, where they say so."""
     states = target.prefill(target.new_cache(1, len(TEXT)), [TEXT], heads.aux_layers).aux_hidden_states
     session, level, found = heads.prefill([TEXT], states), torch.zeros(1, 1, dtype=torch.long), []
     for depth, token in enumerate(CHAIN[: heads.draft_steps]):
         node = torch.tensor([[token]])
         logits_V = heads.draft_step(session, node, level, depth)[0, 0]
-        found.append(logits_V)
+        sure = heads.confidence(session, node, depth)
+        found.append(logits_V if sure is None else torch.cat([logits_V, sure[0]]))
     return torch.stack(found)
 
 
@@ -109,9 +110,10 @@ def test_what_a_reader_must_get_right_shows(name: str, made: Made, target: Targe
     assert off(ours_KV[: len(theirs_KV)], theirs_KV) > 1e-3
 
 
-def test_a_reduced_vocabulary_is_left_out(made: Made, target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["dflash-reduced", "dspark-reduced"])
+def test_a_reduced_vocabulary_is_left_out(case: str, made: Made, target: Target, tmp_path: Path) -> None:
     """Engines draft through the target's LM head, from all tokens; here the heads keep to theirs."""
-    heads, folder = made("dflash-reduced")
+    heads, folder = made(case)
     export_for(folder, tmp_path / "out", "vllm", dtype="float32")
     theirs_KV = read(tmp_path / "out", target)[:, heads.draft_to_target_D]
     assert off(ours(heads, target), theirs_KV) < 1e-5

@@ -38,6 +38,11 @@ class Vllm(FolderFormat):
                 "vLLM 0.32 stops at Medusa heads with a reduced vocabulary: it reads token_map and then misses it.",
                 "Train with heads.draft_vocab_size=0 heads.shared_lm_head=true.",
             )
+        if published.layout is Layout.DSPARK and not published.markov_rank:
+            raise UserError(
+                "vLLM knows DSpark heads by their Markov head, and these have none (heads.markov_rank=0).",
+                "Train dflash heads, or with a heads.markov_rank.",
+            )
         if published.layout is Layout.EAGLE:
             without_bias(published)
         if (why := why_not_sglang(published, facts)) is None and published.layout not in _SHARED:
