@@ -35,7 +35,7 @@ FREE_TO_CHANGE = {
 }
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
 costs memory or time alone."""
-_LATER = ("packing", "ema", "anchors")
+_LATER = ("packing", "ema", "lora_rank", "anchors")
 """Train settings that trainings of earlier versions do not know; they were as the defaults are."""
 
 
@@ -327,6 +327,12 @@ class TrainSection(Section):
     )
     joint: JointSection = JointSection()
     start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
+    lora_rank: int = Field(
+        0,
+        ge=0,
+        description="Adapts the heads of start_from by low-rank updates of their matrices, of this rank; nothing else "
+        "of them learns. 0 trains all weights.",
+    )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")
     eval_every: int = Field(100, ge=1, description="Optimiser steps between validations.")
     save_every: int = Field(200, ge=1, description="Optimiser steps between checkpoints.")

@@ -95,6 +95,9 @@ CASES: dict[str, dict[str, Any]] = {
         "aux_layers": (-1,),
         "draft_vocab_size": 30,
     },
+    "mtp": {"family": "mtp", "draft_steps": 3},
+    "mtp-own-modules": {"family": "mtp", "draft_steps": 3, "shared_module": False},
+    "mtp-draft-vocabulary": {"family": "mtp", "draft_steps": 2, "shared_module": False, "draft_vocab_size": 30},
 }
 
 

@@ -22,6 +22,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "dspark": {"block_size": 3, "aux_layers": (1, 2), "markov_rank": 4, "confidence": True},
     "dflash": {"block_size": 4, "aux_layers": (1, 2)},
     "transition": {"draft_steps": 3, "aux_layers": (1, 2, -1)},
+    "mtp": {"draft_steps": 3, "shared_module": False},
 }
 
 

@@ -26,13 +26,16 @@ Shape suffixes: B rows, M origins, S drafted slots, E hidden size, D draft vocab
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch, HeadConfig, OneForwardHead, StepPrediction, register
 from headstart.heads.block import BlockConfig, BlockHead, BlockState
+from headstart.heads.block_published import block_settings, fill_block, publish_block
 from headstart.heads.int8_weights import linear
+from headstart.heads.published import Layout, Published
+from headstart.target import Target
 
 
 class DFlashConfig(BlockConfig):
@@ -47,6 +50,7 @@ class DFlashHead(BlockHead, OneForwardHead):
 
     family: ClassVar[str] = "dflash"
     Config: ClassVar[type[HeadConfig]] = DFlashConfig
+    publishes: ClassVar[Layout | None] = Layout.DFLASH
     config: DFlashConfig
 
     @property
@@ -64,3 +68,12 @@ class DFlashHead(BlockHead, OneForwardHead):
             self.run_block(state, root_B)
         hidden_BSE = state.hidden_BSE[:, depths.start : depths.stop]
         return self.finished(linear(hidden_BSE, self.lm_head_DE, self.lm_bias_D))
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    def publish(self) -> Published:
+        return publish_block(self, Layout.DFLASH)
+
+    @classmethod
+    def from_published(cls, published: Published, target: Target) -> Self:
+        return fill_block(cls(DFlashConfig(**block_settings(published))), published, target)

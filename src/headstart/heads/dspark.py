@@ -35,7 +35,7 @@ Shape suffixes: B rows, W nodes of a level, M origins, S slots, E hidden size, D
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,14 @@ from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
 from headstart.heads.block import BlockConfig, BlockHead, BlockState
+from headstart.heads.block_published import block_settings, fill_block, publish_block
 from headstart.heads.int8_weights import linear
+from headstart.heads.published import Layout, Published
+from headstart.target import Target
+
+_EMBEDDING, _LM_HEAD = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
+_CONFIDENCE = "confidence_head.proj"
+"""Published names."""
 
 
 class DSparkConfig(BlockConfig):
@@ -65,6 +72,7 @@ class DSparkHead(BlockHead):
 
     family: ClassVar[str] = "dspark"
     Config: ClassVar[type[HeadConfig]] = DSparkConfig
+    publishes: ClassVar[Layout | None] = Layout.DSPARK
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig) -> None:
@@ -133,3 +141,30 @@ class DSparkHead(BlockHead):
             return None
         hidden_BWE = state.hidden_BSE[:, depth : depth + 1].expand(-1, tokens_BW.shape[1], -1)
         return self.trust(hidden_BWE, self.follow(tokens_BW, hidden_BWE)).sigmoid()
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    def publish(self) -> Published:
+        config, beside = self.config, {}
+        if self.markov_embedding_VR is not None and self.markov_lm_head_DR is not None:
+            every_VR = torch.zeros_like(self.markov_embedding_VR)  # what is not drafted here is not corrected
+            every_VR[self.draft_to_target_D] = self.markov_lm_head_DR
+            beside = {_EMBEDDING: self.markov_embedding_VR, _LM_HEAD: every_VR}
+        if self.confidence_head is not None:
+            beside |= {f"{_CONFIDENCE}.{name}": one for name, one in self.confidence_head.named_parameters()}
+        own = {"markov_rank": config.markov_rank, "confidence": config.confidence}
+        return publish_block(self, Layout.DSPARK, beside, **own)
+
+    @classmethod
+    def from_published(cls, published: Published, target: Target) -> Self:
+        own = {"markov_rank": published.markov_rank, "confidence": published.confidence}
+        heads = fill_block(cls(DSparkConfig(**block_settings(published), **own)), published, target)
+        tensors = published.tensors
+        with torch.no_grad():
+            if heads.markov_embedding_VR is not None and heads.markov_lm_head_DR is not None:
+                heads.markov_embedding_VR.copy_(tensors[_EMBEDDING])
+                heads.markov_lm_head_DR.copy_(tensors[_LM_HEAD])
+            if heads.confidence_head is not None:
+                for name, one in heads.confidence_head.named_parameters():
+                    one.copy_(tensors[f"{_CONFIDENCE}.{name}"])
+        return heads

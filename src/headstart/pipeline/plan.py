@@ -252,7 +252,7 @@ def _facts(planned: Planned, costs: dict[str, Cost], disk: int, free: int | None
         ("Parameters", f"{_count(target.parameters)}{active}, {format_bytes(planned.own_bytes * place.per_copy)}"),
         (
             "Heads",
-            f"{heads.config.family}, {heads.draft_steps} steps, {heads.trainable_parameters / 1e6:.1f} M to train",
+            f"{heads.config.family}, {heads.draft_steps} steps, {planned.learning / 1e6:.1f} M to train",
         ),
         ("A drafted token", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
         (

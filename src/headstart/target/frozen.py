@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import UserError
+from headstart.target.chains import LINEAR
 from headstart.target.identity import (
     Adapter,
     Identity,
@@ -29,7 +30,7 @@ from headstart.target.identity import (
 from headstart.target.lm_head import Finish, plain_weight, unpacked
 from headstart.target.spare_token import spare_token
 
-_TREE_LAYERS = {"full_attention", "sliding_attention"}
+_TREE_LAYERS = {"full_attention", "sliding_attention", LINEAR}
 
 
 class FrozenModel:
@@ -230,8 +231,9 @@ def freeze(model: Any) -> Callable[[], None]:
 
 
 def refuse_layers(name: str, config: Any) -> None:
-    """Refuse a model with layers that cannot take a token tree."""
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _TREE_LAYERS)
+    """Refuse a model with layers that can take neither a token tree nor a chain."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    unknown = sorted(kinds - _TREE_LAYERS if kinds - {LINEAR} else kinds)
     if unknown:
         raise cannot_tree(name, f"its layers of type {', '.join(unknown)} keep a running state or fixed chunks")
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headstart.heads import DraftHead
 from headstart.recipe import TrainSection
+from headstart.train.low_rank import LowRank
 
 _QUINTICS = (
     (8.1360, -23.0214, 16.3849),
@@ -83,8 +84,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (x.mT if tall else x).reshape(matrix.shape)
 
 
-def make_optimizers(heads: DraftHead, section: TrainSection) -> list[torch.optim.Optimizer]:
-    """The optimisers of a recipe, which step together.
+def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[torch.optim.Optimizer]:
+    """The optimisers of a recipe for heads, or for low-rank updates of them, which step together.
 
     LM heads count as embeddings do elsewhere: `muon` leaves them, norms and biases, told by their names, to AdamW.
     """
