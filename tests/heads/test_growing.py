@@ -69,7 +69,8 @@ def grown(
     shape: TreeShape | None = None,
     max_rank: int = 8,
 ) -> Proposal:
-    return grow(heads, None, Root.of(roots), replace(request, calibration=calibration, shape=shape), max_rank)
+    asked = replace(request, calibration=calibration, shape=shape)
+    return grow(heads, None, Root.of(roots), asked, max_rank, confidence=heads.confidence)
 
 
 def paths(tree: Proposal, row: int) -> list[tuple[int, ...]]:
