@@ -99,7 +99,7 @@ def export(
 def import_heads(
     source: str | Path, target: Target | str, out: str | Path, revision: str | None = None, dtype: str = "auto"
 ) -> Path:
-    """Write a published EAGLE, EAGLE-3 or Medusa checkpoint as a folder of heads of ours.
+    """Write a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint as a folder of heads of ours.
 
     Args:
         source: a folder with config.json and safetensors files, or a Hub id (user/name).

@@ -35,7 +35,7 @@ FREE_TO_CHANGE = {
 }
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
 costs memory or time alone."""
-_LATER = ("packing", "ema")
+_LATER = ("packing", "ema", "lora_rank", "anchors")
 """Train settings that trainings of earlier versions do not know; they were as the defaults are."""
 
 
@@ -276,6 +276,12 @@ class TrainSection(Section):
         description="Put the conversations of a batch into one row, one after the other, without padding; none sees "
         "another.",
     )
+    anchors: int | None = Field(
+        None,
+        ge=1,
+        description="Positions of a conversation that drafts start from at most, drawn anew for each batch; null is "
+        "every one. Heads that draft a block in one pass run one for each.",
+    )
     gradient_accumulation_steps: int = Field(1, ge=1, description="Batches per optimiser step.")
     gradient_checkpointing: bool = Field(
         False, description="Compute what lies inside of layers again for the gradients: less memory, more time."
@@ -321,6 +327,12 @@ class TrainSection(Section):
     )
     joint: JointSection = JointSection()
     start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
+    lora_rank: int = Field(
+        0,
+        ge=0,
+        description="Adapts the heads of start_from by low-rank updates of their matrices, of this rank; nothing else "
+        "of them learns. 0 trains all weights.",
+    )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")
     eval_every: int = Field(100, ge=1, description="Optimiser steps between validations.")
     save_every: int = Field(200, ge=1, description="Optimiser steps between checkpoints.")
@@ -376,6 +388,16 @@ class EvalSection(Section):
     )
 
 
+class ExportSection(Section):
+    """What the heads are for."""
+
+    formats: tuple[Literal["vllm", "sglang", "speculators", "gguf"], ...] = Field(
+        (),
+        description="Formats of engines that `headstart export` is to write later: settings of heads that one of them "
+        "cannot hold are refused before any work.",
+    )
+
+
 class Recipe(Section):
     """Everything a run depends on."""
 
@@ -386,6 +408,7 @@ class Recipe(Section):
     heads: HeadSettings = Field(description="Family and its settings.")
     train: TrainSection = TrainSection()
     tune: TuneSection = TuneSection()
+    export: ExportSection = ExportSection()
     eval: EvalSection = EvalSection()
 
     @field_validator("target", mode="before")

@@ -79,8 +79,8 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
     for case in ("medusa", "medusa-shared"):
         assert "Medusa heads with a reduced vocabulary" in problem({**CASES[case], "draft_vocab_size": 40}, "vllm")
     assert "no Medusa heads" in problem(CASES["medusa"], "sglang")
-    assert "EAGLE-3 heads, and these are EAGLE-1" in problem(CASES["eagle"], "speculators")
-    assert "llama.cpp drafts with EAGLE-3 heads" in problem(CASES["eagle"], "gguf")
+    assert "EAGLE-3 heads and block drafters, and these are EAGLE-1" in problem(CASES["eagle"], "speculators")
+    assert "llama.cpp drafts with EAGLE-3, DFlash and DSpark heads" in problem(CASES["eagle"], "gguf")
     assert "heads.embedding_norm=false" in problem(CASES["eagle"], "sglang")
     for settings, said in (
         ({"aux_layers": (2, 3, -1)}, "the state after the final norm"),

@@ -36,6 +36,7 @@ from headstart.recipe import Recipe, parse_recipe
 from headstart.target import FINAL, Target, load_target
 from headstart.train import loop, processes
 from headstart.train.__main__ import app
+from headstart.train.joint import Joint
 from headstart.train.processes import join_processes, leave_processes
 from tests.train.conftest import conversations
 from tests.train.stores import Silent
@@ -55,16 +56,23 @@ def recipe_of(name: str, **train: Any) -> Recipe:
         "min_lr_ratio": 1,
         "max_grad_norm": 1e9,
         "eval_every": 100,
+        "save_every": 2,
         **train,
     }
     heads = {"draft_vocab_size": 40, "family": name, **HEADS[name]}
     return parse_recipe({"name": "tiny", "target": "tiny", "heads": heads, "train": settings})
 
 
+def joint_of(how: str) -> dict[str, Any]:
+    """Train settings with which an adapter of the target learns too, from the second step on; else none."""
+    # Dropout would draw other numbers on each process.
+    return {"joint": {"rank": 2, "warmup": 0.3, "dropout": 0.0, "lr_ratio": 1.0}} if how == "joint" else {}
+
+
 def both_states(folder: Path, target: Target, how: str) -> list[States]:
     """Those of training and of validation: as the fixture `states` stored them, or computed online from the same
     conversations."""
-    if how == "stored":
+    if how != "online":
         return [StateStore(folder / split) for split in ("train", "calibration")]
     made = (conversations(24, 0, target.vocab_size), conversations(7, 1, target.vocab_size))
     return [OnlineStates(folder, one, target, [1, 2, 3, FINAL]) for one in made]
@@ -80,6 +88,12 @@ def plain_steps(heads: nn.Module, section: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD([weight for weight in heads.parameters() if weight.requires_grad], section.lr)]
 
 
+def take_plain_steps() -> None:
+    """Heads and adapters learn by gradient descent from here on."""
+    loop.make_optimizers = plain_steps
+    Joint.optimizer = lambda joint: torch.optim.SGD(joint._trained(), 0.0)  # each step sets the rate
+
+
 def train_sharded(target_folder: str, states: str, folder: str) -> None:
     """Train every family with FSDP2, each process with its shares of the weights, and go on from a checkpoint."""
     # Modules inside the heads are named as in a recipe for a language model; they have to be passed over.
@@ -88,7 +102,8 @@ def train_sharded(target_folder: str, states: str, folder: str) -> None:
     _, device = join_processes("cpu")
     target = load_target(target_folder, "float32", device)
     store, valid = StateStore(Path(states) / "train"), StateStore(Path(states) / "calibration")
-    prepare, loop.make_optimizers = Accelerator.prepare, plain_steps
+    prepare = Accelerator.prepare
+    take_plain_steps()
 
     def prepared(accelerator: Accelerator, *parts: Any) -> Any:
         made = prepare(accelerator, *parts)
@@ -129,18 +144,25 @@ def train_families(
     state, device = join_processes("cpu")
     target = load_target(target_folder, "float32", device)
     store, valid = both_states(Path(states), target, how)
-    go, loop.make_optimizers = loop._Run.go, plain_steps
+    go = loop._Run.go
+    take_plain_steps()
+
+    def save(run: Any, what: str) -> None:
+        folder = run.folder / f"{what}-{state.process_index}"
+        save_heads(run.heads, folder)
+        if run.joint is not None:
+            run.joint.save(folder, run.drift)
 
     def keep(run: Any) -> Any:
-        save_heads(run.heads, run.folder / f"start-{state.process_index}")
+        save(run, "start")
         result = go(run)
-        save_heads(run.heads, run.folder / f"of-{state.process_index}")
+        save(run, "of")
         return result
 
     loop._Run.go = keep
     for name in families():
         loop.train(
-            recipe_of(name, gradient_accumulation_steps=int(gradient_accumulation_steps), **settings),
+            recipe_of(name, gradient_accumulation_steps=int(gradient_accumulation_steps), **joint_of(how), **settings),
             target,
             silent(store),
             valid,
@@ -154,17 +176,21 @@ def train_some_steps(
     states: str,
     folder: str,
     gradient_accumulation_steps: int | str = 1,
-    how: str = "stored",
+    start_from: str = "",
     stop: int | str | None = None,
 ) -> None:
-    """Train Medusa heads for 8 steps, or go on with them; a Ctrl-C ends it after `stop` steps."""
+    """Train Medusa heads for 8 steps, or low-rank updates of earlier ones, or go on; a Ctrl-C ends it after `stop`
+    steps."""
     _, device = join_processes("cpu")
     target = load_target(target_folder, "float32", device)
-    store, valid = both_states(Path(states), target, how)
-    loop.make_optimizers = plain_steps
+    store, valid = both_states(Path(states), target, "stored")
+    take_plain_steps()
     if stop is not None:
         at(int(stop) - 1, lambda rank: signal.raise_signal(signal.SIGINT))
-    recipe = recipe_of("medusa", steps=8, lr=0.1, gradient_accumulation_steps=int(gradient_accumulation_steps))
+    settings: dict[str, Any] = {"gradient_accumulation_steps": int(gradient_accumulation_steps)}
+    if start_from:
+        settings.update(start_from=start_from, lora_rank=2)
+    recipe = recipe_of("medusa", steps=8, lr=0.1, **settings)
     with suppress(KeyboardInterrupt):
         loop.train(recipe, target, silent(store), valid, Path(folder))
     leave_processes()

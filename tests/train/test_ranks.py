@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from headstart.target import load_target
 from headstart.train import loop
 from headstart.train.artifact import training
 from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions
+from headstart.train.joint import Joint
 from tests.train import ranks
 from tests.train.conftest import clean_environment
 from tests.train.test_main import here, run_to_end
@@ -105,6 +107,12 @@ def last_row(folder: Path) -> Any:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Of heads, and of the adapter beside them where the target learnt with them."""
+    adapter = folder / "adapter" / "adapter_model.safetensors"
+    return {**load_heads(folder).state_dict(), **(load_file(adapter) if adapter.exists() else {})}
+
+
 def start_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_heads(folder / "start-0").state_dict()
 
@@ -129,31 +137,88 @@ def train_alone(
     """What two processes do, in this one."""
     monkeypatch.setattr(loop, "epoch_batches", loop.epoch_batches)
     monkeypatch.setattr(loop, "make_optimizers", loop.make_optimizers)  # put back afterwards what is replaced there
+    monkeypatch.setattr(Joint, "optimizer", Joint.optimizer)
     monkeypatch.setattr(loop._Run, "go", loop._Run.go)
     do(str(target_folder), str(states), str(folder), gradient_accumulation_steps, how, **settings)
 
 
-@pytest.mark.parametrize("how", ["stored", "online"])
+@dataclass
+class Trained:
+    """Folders in which every family was trained alike, by two processes and by one."""
+
+    both: Path
+    alone: Path
+
+
+@pytest.fixture(scope="module")
+def trained(
+    together: Ranks, states: Path, tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Trained]:
+    """From the store, online, or with an adapter of the target that learns too."""
+    made: dict[str, Trained] = {}
+
+    def make(how: str) -> Trained:
+        if how not in made:
+            folder = tmp_path_factory.mktemp(how)
+            words = [tiny_target_folder, states, folder / "both", "1", how]
+            assert_codes(together(ranks.train_families, *words), 0, 0)
+            with pytest.MonkeyPatch.context() as patch:
+                train_alone(patch, tiny_target_folder, states, folder / "alone", COUNT, how)
+            made[how] = Trained(folder / "both", folder / "alone")
+        return made[how]
+
+    return make
+
+
+HOW = ("stored", "online", "joint")
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_every_family_trains_as_one_process_does_with_twice_the_accumulation(
-    together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    trained: Callable[[str], Trained], states: Path, how: str
 ) -> None:
-    """From the store, and with the target's forward in each process on its own batches."""
+    """From the store, with the target's forward in each process on its own batches, and with an adapter of the target
+    that learns too."""
     store = StateStore(states / "train")
     steps = epoch_steps(epoch_batches(store.lengths, 64, seed=0, epoch=0), COUNT, 1)[:3]
     learnt = [[predictions(read(ranks.silent(store), one)) > 0 for (one,) in (step[:1], step[1:])] for step in steps]
     assert [False, True] in learnt or [True, False] in learnt, "in some step, one process has nothing to learn from"
-    ended = together(ranks.train_families, tiny_target_folder, states, tmp_path / "both", "1", how)
-    assert_codes(ended, 0, 0)
-    train_alone(monkeypatch, tiny_target_folder, states, tmp_path / "alone", COUNT, how)
+    made = trained(how)
     for name in families():
-        first, second = (load_heads(tmp_path / "both" / name / f"of-{rank}").state_dict() for rank in range(COUNT))
-        alone = load_heads(tmp_path / "alone" / name / "of-0").state_dict()
+        first, second = (weights_of(made.both / name / f"of-{rank}") for rank in range(COUNT))
+        alone, start = (weights_of(made.alone / name / what) for what in ("of-0", "start-0"))
+        assert any("lora" in key for key in alone) == (how == "joint")
         for key in alone:
             assert torch.equal(first[key], second[key]), f"{key} of {name} differs between the processes"
-        assert_moved_alike(start_of(tmp_path / "alone" / name), alone, first)
-        rows = [last_row(tmp_path / who / name) for who in ("both", "alone")]
+        assert_moved_alike(start, alone, first)
+        rows = [last_row(folder / name) for folder in (made.both, made.alone)]
         assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
         assert rows[0]["predictions"] == rows[1]["predictions"], "validation is counted over both processes' shares"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_every_family_goes_on_with_one_process_where_two_were_killed(
+    trained: Callable[[str], Trained],
+    states: Path,
+    tiny_target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    made = trained(how)
+    for name in families():
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        shutil.copyfile(made.both / name / "metrics.jsonl", tmp_path / name / "metrics.jsonl")
+        kept = Path("checkpoints", "step-00000002")
+        shutil.copytree(made.both / name / kept, tmp_path / name / kept)
+    train_alone(monkeypatch, tiny_target_folder, states, tmp_path, COUNT, how)
+    for name in families():
+        log = (tmp_path / name / "log.txt").read_text()
+        assert "Training on 1 process " in log and "Going on from step 2 " in log
+        alone, start = (weights_of(made.alone / name / what) for what in ("of-0", "start-0"))
+        assert_moved_alike(start, alone, weights_of(tmp_path / name / "of-0"))
+        rows = [last_row(folder / name) for folder in (tmp_path, made.alone)]
+        assert rows[0]["tokens"] == rows[1]["tokens"] and rows[0]["step"] == rows[1]["step"] == 3
 
 
 @pytest.mark.parametrize("how", ["stored", "online"])
@@ -214,38 +279,35 @@ def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
         assert torch.equal(one[name], other[name]), name
 
 
-@pytest.mark.parametrize(
-    ("order", "how"), [("two, then one", "stored"), ("one, then two", "stored"), ("two, then one", "online")]
-)
-def test_another_number_of_processes_goes_on_where_a_step_reads_as_many_batches(
+@pytest.mark.parametrize("what", ["whole heads", "low-rank updates"])
+def test_two_processes_go_on_where_one_was_stopped(
     together: Ranks,
+    trained: Callable[[str], Trained],
     states: Path,
     tiny_target_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    order: str,
-    how: str,
+    what: str,
 ) -> None:
-    def on_two(folder: Path, *stop: int) -> None:
-        words = [tiny_target_folder, states, folder, "1", how, *map(str, stop)]
-        assert_codes(together(ranks.train_some_steps, *words), 0, 0)
+    start_from = str(trained("stored").alone / "medusa" / "last") if what == "low-rank updates" else ""
 
     def on_one(folder: Path, *stop: int) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(loop, "make_optimizers", loop.make_optimizers)
+            patch.setattr(Joint, "optimizer", Joint.optimizer)
             patch.setattr(loop._Run, "_step", loop._Run._step)
-            ranks.train_some_steps(str(tiny_target_folder), str(states), str(folder), COUNT, how, *stop)
+            ranks.train_some_steps(str(tiny_target_folder), str(states), str(folder), COUNT, start_from, *stop)
 
-    first, then = (on_two, on_one) if order == "two, then one" else (on_one, on_two)
     on_one(tmp_path / "whole")
-    first(tmp_path / "cut", 4)
-    (kept,) = (tmp_path / "cut" / "checkpoints").iterdir()
-    middle = {name.split("heads.", 1)[1]: tensor for name, tensor in load_file(kept / "model.safetensors").items()}
-    then(tmp_path / "cut")
+    on_one(tmp_path / "cut", 4)
+    middle = load_file(tmp_path / "cut" / "checkpoints" / "step-00000004" / "model.safetensors")
+    start = {name.split("heads.", 1)[1]: tensor for name, tensor in middle.items() if "heads." in name}
+    ended = together(ranks.train_some_steps, tiny_target_folder, states, tmp_path / "cut", "1", start_from)
+    assert_codes(ended, 0, 0)
     assert "Going on from step 4 " in (tmp_path / "cut" / "log.txt").read_text()
     one, other = (load_heads(tmp_path / name / "last").state_dict() for name in ("whole", "cut"))
-    assert one.keys() == middle.keys()
-    assert_moved_alike(middle, one, other)
+    assert one.keys() == start.keys()
+    assert_moved_alike(start, one, other)
     assert last_row(tmp_path / "whole")["tokens"] == last_row(tmp_path / "cut")["tokens"]
 
 

@@ -25,8 +25,13 @@ from tests.train.conftest import conversations
 
 
 @pytest.mark.parametrize("name", packaged_recipes())
-def test_packaged_recipes_pass_the_checks(name: str) -> None:
-    check_training(load_recipe(name))
+def test_packaged_recipes_pass_the_checks(name: str, earlier: tuple[Path, DraftHead]) -> None:
+    recipe = load_recipe(name)
+    if recipe.train.lora_rank:  # which heads to adapt is for the user to say
+        with pytest.raises(UserError, match="start_from names none"):
+            check_training(recipe)
+        recipe = load_recipe(name, [f"train.start_from={earlier[0]}"])
+    check_training(recipe)
 
 
 @pytest.mark.parametrize(

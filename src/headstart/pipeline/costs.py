@@ -24,6 +24,7 @@ from headstart.pipeline.speeds import Speeds
 from headstart.recipe import Recipe, TrainSection
 from headstart.target import Target
 from headstart.target.outline import Outline
+from headstart.train.low_rank import learning_numbers
 from headstart.train.optimizers import Muon, make_optimizers
 
 MACHINE = 8
@@ -142,6 +143,11 @@ class Planned:
     def weights(self) -> int:
         """Numbers that the heads hold."""
         return sum(parameter.numel() for parameter in self.heads.parameters())
+
+    @cached_property
+    def learning(self) -> int:
+        """Numbers of the heads that training changes: all, or low-rank updates of the matrices."""
+        return learning_numbers(self.heads, self.recipe.train.lora_rank)
 
     @cached_property
     def own_bytes(self) -> int:
@@ -322,7 +328,7 @@ def steps_of(planned: Planned) -> float:
 def gradient_bytes(planned: Planned) -> int:
     """What each process sends in a step: a ring adds up float32 gradients, each part going round twice."""
     processes = planned.place.processes
-    return int(2 * (processes - 1) / processes * 4 * planned.heads.trainable_parameters)
+    return int(2 * (processes - 1) / processes * 4 * planned.learning)
 
 
 def step_seconds(planned: Planned) -> float:
@@ -341,6 +347,8 @@ def _link(place: Place) -> float:
 
 def optimizer_bytes(planned: Planned) -> int:
     """What the optimisers keep of the weights: two moments of AdamW, one of muon, in float32."""
+    if planned.recipe.train.lora_rank:
+        return 8 * planned.learning
     count = 0
     for optimizer in make_optimizers(planned.heads, planned.recipe.train):
         each = 4 if isinstance(optimizer, Muon) else 8
@@ -366,7 +374,7 @@ def train_cost(planned: Planned) -> Cost:
     steps, each = steps_of(planned), step_seconds(planned)
     judged = padded(section) * data.validation * planned.lengths.tokens / section.batch_tokens / place.processes
     judged *= speeds.judge_step * place.crowding
-    averages = 0 if section.ema is None else 4 * heads.trainable_parameters
+    averages = 0 if section.ema is None else 4 * planned.learning
     weights, moments = 4 * planned.weights, optimizer_bytes(planned) + averages
     saving = (weights + moments) / _DISK
     decoding = 0.0
@@ -387,7 +395,9 @@ def train_cost(planned: Planned) -> Cost:
     batch = section.batch_tokens * (len(planned.needed) * target.hidden_size + width) * size
     if target.device.type == "cpu" and not planned.online:  # on a GPU, batches that are read ahead wait outside of it
         batch += section.prefetch * section.batch_tokens * len(planned.needed) * target.hidden_size * size
-    memory = held_in_training(planned) + weights + 4 * heads.trainable_parameters + moments + teacher + batch
+    memory = held_in_training(planned) + weights + 4 * planned.learning + moments + teacher + batch
+    if section.lora_rank:  # the sums of weights and updates, and their gradients
+        memory += 8 * planned.weights
     memory += max(speeds.kept_bytes, int(speeds.working_bytes * _grown(planned, steps)))
     if target.device.type == "cpu":  # the bytes of weights that are being written
         memory += weights

@@ -28,6 +28,7 @@ from headstart.target.identity import (
     vocabulary_hash,
 )
 from headstart.target.lm_head import Finish, plain_weight, unpacked
+from headstart.target.spare_token import spare_token
 
 _TREE_LAYERS = {"full_attention", "sliding_attention", LINEAR}
 
@@ -125,6 +126,11 @@ class FrozenModel:
         ends = {*(configured if isinstance(configured, list) else [configured])}
         ends.add(getattr(self.tokenizer, "eos_token_id", None))
         return frozenset(end for end in ends if isinstance(end, int))
+
+    @cached_property
+    def spare_token(self) -> int | None:
+        """A token that no text uses, see `headstart.target.spare_token`; None where none is known."""
+        return spare_token(self.tokenizer, self.vocab_size)
 
     def identity(self) -> Identity:
         """Name and fingerprint."""

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from headstart.heads import DraftHead
-
 
 class Ema:
     """Averages of the weights that training changes; as large as they are, in float32.
@@ -26,11 +24,11 @@ class Ema:
 
     Args:
         model: as accelerate prepared it.
-        heads: those inside.
+        heads: those inside, or their low-rank updates.
         decay: in (0, 1).
     """
 
-    def __init__(self, model: nn.Module, heads: DraftHead, decay: float) -> None:
+    def __init__(self, model: nn.Module, heads: nn.Module, decay: float) -> None:
         self._model, self._decay, self._steps = model, decay, 0
         self._weights = {name: weight for name, weight in heads.named_parameters() if weight.requires_grad}
         self._averages = {name: weight.detach().float().clone() for name, weight in self._weights.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from headstart.train import checkpoint
 from headstart.train.allocator import keep_freed_memory
 from headstart.train.batches import (
     Batch,
+    anchored,
     collate,
     epoch_batches,
     epoch_steps,
@@ -56,6 +57,7 @@ from headstart.train.joint import Drift, Joint
 from headstart.train.loader import pinned, read_ahead, sent
 from headstart.train.log import Log
 from headstart.train.losses import Teacher, find_loss, weighted
+from headstart.train.low_rank import LowRank
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
 from headstart.train.optimizers import make_optimizers
 from headstart.train.processes import describe_processes, make_accelerator, on_device, together, whole_state
@@ -174,7 +176,10 @@ class _Run:
         self.share_of_peak = learning / (peak * self.ranks) if peak else 0.0  # that a token a second takes
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
-        trained, optimizers = Unrolled(self.heads), make_optimizers(self.heads, self.section)
+        unrolled, rank = Unrolled(self.heads), self.section.lora_rank
+        self.low_rank = LowRank(unrolled, rank) if rank else None
+        self.learning = self.low_rank or self.heads
+        trained, optimizers = self.low_rank or unrolled, make_optimizers(self.learning, self.section)
         if joint is not None:
             joint.begin()
             trained.adapter = joint.weights
@@ -183,7 +188,7 @@ class _Run:
             # The buffers are the same everywhere from the start. What torch has instead, accelerate cannot say yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             self.model, *self.optimizers = accelerator.prepare(trained, *optimizers)
-        self.ema = Ema(self.model, self.heads, self.section.ema) if self.section.ema is not None else None
+        self.ema = Ema(self.model, self.learning, self.section.ema) if self.section.ema is not None else None
         if self.ema is not None:
             accelerator.register_for_checkpointing(self.ema)
         self.teacher = Teacher(target, self.heads.draft_to_target_D)
@@ -205,8 +210,8 @@ class _Run:
         if isinstance(self.target, TeacherModel):
             self.log.say(f"The target itself is not loaded: the teacher of {self.target.name} is beside the states.")
         self.log.say(
-            f"{self.heads.draft_steps} draft steps, {self.heads.trainable_parameters / 1e6:.1f} M parameters to train, "
-            f"{self.flops / 1e6:.1f} MFLOP a drafted token; the "
+            f"{self.heads.draft_steps} draft steps, {self.learning.trainable_parameters / 1e6:.1f} M parameters to "
+            f"train, {self.flops / 1e6:.1f} MFLOP a drafted token; the "
             f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
             f"answers. {len(self.store)} conversations, {self.per_epoch} steps per epoch."
         )
@@ -227,7 +232,8 @@ class _Run:
                 self._validate(display, None)
             started, learnt = monotonic(), 0
             for group, batches in stack.enter_context(closing(self._batches())):
-                count, elapsed, asked = self._agree(sum(map(predictions, batches)), interrupt.asked)
+                learning = sum(predictions(batch, self.section.anchors) for batch in batches)
+                count, elapsed, asked = self._agree(learning, interrupt.asked)
                 fraction = self._fraction(elapsed)
                 if asked or fraction >= 1:
                     break
@@ -317,8 +323,9 @@ class _Run:
         loss: Tensor = self.model(self._augment(batch, number, round_starts_only), consume)
         if joint is None:
             return loss
+        loss = loss + joint.untouched()  # a batch without an answer says nothing to the adapter
         if not joint_learns:
-            return loss + joint.untouched()
+            return loss
         return joint.settings.heads_weight * loss + joint.distillation(stored, batch)
 
     def _augment(self, batch: HeadBatch, number: int, round_starts_only: bool) -> HeadBatch:
@@ -329,15 +336,20 @@ class _Run:
             batch = noisy(batch, self.section.noise, seed)
         if self.section.position_weight == "subsampled" and not round_starts_only:
             batch = subsampled(batch, self.section.step_weight, seed)
+        if self.section.anchors:
+            batch = anchored(batch, self.section.anchors, seed)
         return batch
 
-    def _averaged(self) -> AbstractContextManager[None]:
-        """Inside, the heads are those to judge and to keep."""
-        return nullcontext() if self.ema is None else self.ema.applied()
+    @contextmanager
+    def _to_keep(self) -> Iterator[None]:
+        """Inside, the heads are those to judge and to keep: averages, with their low-rank updates."""
+        averaged = nullcontext() if self.ema is None else self.ema.applied()
+        with averaged, nullcontext() if self.low_rank is None else self.low_rank.merged():
+            yield
 
     def _validate(self, display: Display, losses: list[float] | None) -> None:
         """Judge the heads, note it, and keep them when they are the best so far; empties `losses`."""
-        with self._averaged():
+        with self._to_keep():
             self._judge(display, losses)
 
     def _judge(self, display: Display, losses: list[float] | None) -> None:
@@ -410,7 +422,7 @@ class _Run:
 
     def _decode(self, display: Display) -> None:
         """Decode validation prompts on the main process; the others wait for it in the next step."""
-        with self._averaged():
+        with self._to_keep():
             state = whole_state(self.heads, self.accelerator.is_main_process)
         if state is None:
             return
@@ -424,7 +436,7 @@ class _Run:
     def _finish(self) -> TrainResult:
         best = next(row for row in self.records if row["step"] == self.trainer_state.best_step)
         result = TrainResult(self.folder / "best", self.folder / "last", self.trainer_state.step, best, self.coverage)
-        with self._averaged():
+        with self._to_keep():
             self._keep_heads(result.last_folder)
         if self.accelerator.is_main_process:
             write_json(
@@ -433,7 +445,7 @@ class _Run:
                     "steps": result.steps,
                     "epochs": self.trainer_state.epoch + self.trainer_state.index / self.per_epoch,
                     "elapsed_seconds": round(self.trainer_state.elapsed, 1),
-                    "trainable_parameters": self.heads.trainable_parameters,
+                    "trainable_parameters": self.learning.trainable_parameters,
                     "coverage": result.coverage,
                     "best": best,
                     "last": self.records[-1],

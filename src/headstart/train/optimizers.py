@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headstart.heads import DraftHead
 from headstart.recipe import TrainSection
+from headstart.train.low_rank import LowRank
 
 _QUINTICS = (
     (8.1360, -23.0214, 16.3849),
@@ -22,7 +23,7 @@ the best on what the one before leaves ("The Polar Express", arXiv 2505.16932), 
 fiftieth more, since bfloat16 rounds. Jordan's five equal ones (2024) take them to 0.68 to 1.2."""
 _MOMENTUM = 0.95
 _TINY = 1e-7
-_APART = ("lm_head", "bias", "norm")
+_APART = ("lm_head", "bias", "norm", "markov", "confidence")
 _RMS = 0.2
 """Size of AdamW's updates, which those of Muon are given so that one learning rate serves both (arXiv 2502.16982)."""
 
@@ -83,8 +84,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (x.mT if tall else x).reshape(matrix.shape)
 
 
-def make_optimizers(heads: DraftHead, section: TrainSection) -> list[torch.optim.Optimizer]:
-    """The optimisers of a recipe, which step together.
+def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[torch.optim.Optimizer]:
+    """The optimisers of a recipe for heads, or for low-rank updates of them, which step together.
 
     LM heads count as embeddings do elsewhere: `muon` leaves them, norms and biases, told by their names, to AdamW.
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headstart.errors import UserError
-from headstart.heads import DraftHead, HeadBatch, family, make_config
+from headstart.heads import DraftHead, HeadBatch, HeadConfig, family, make_config
 from headstart.heads.base import supervised_origins
 from headstart.heads.io import load_heads
 from headstart.recipe import Recipe, TrainSection
@@ -20,6 +20,7 @@ from headstart.target.teacher import load_teacher, teacher_folder, teacher_of
 from headstart.train.batches import collate
 from headstart.train.joint import check_joint
 from headstart.train.losses import find_loss
+from headstart.train.low_rank import check_low_rank
 from headstart.train.metrics import pick_vocabulary
 from headstart.train.tracking import check_tracker
 
@@ -79,6 +80,7 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
             f"{name} runs the target itself, and only its teacher is loaded.", f"Set {name}={off}, or load the target."
         )
     check_joint(recipe)
+    check_low_rank(section)
     check_tracker(section.tracker)
     _earlier(recipe, target)
 
@@ -190,6 +192,8 @@ def build_heads(
         )
     _check_depth(heads, train_store)
     earlier = _earlier(recipe, target)
+    if recipe.train.lora_rank and earlier is not None:
+        _check_same(config, earlier.config)
     if earlier is not None and earlier.config.draft_width == config.draft_width:
         heads.set_draft_vocabulary(earlier.draft_to_target_D)
     elif config.draft_vocab_size:
@@ -266,6 +270,22 @@ def check_store(store: States, target: FrozenModel, heads: DraftHead) -> None:
         raise UserError(
             f"The states in {store.folder} are those of another model than {target.name}.",
             "Train for the model that wrote the data, or build the data again in another --run-dir.",
+        )
+
+
+def _check_same(config: HeadConfig, earlier: HeadConfig) -> None:
+    """Refuse low-rank updates of heads that are not those of the recipe.
+
+    Raises:
+        UserError: a setting of theirs differs.
+    """
+    ours, theirs = ({"family": one.family, **one.model_dump(mode="json")} for one in (config, earlier))
+    if differing := [key for key, value in ours.items() if theirs.get(key) != value]:
+        key = differing[0]
+        raise UserError(
+            f"train.lora_rank adapts earlier heads as they are, and heads.{key} is {ours[key]!r} where they have "
+            f"{theirs.get(key)!r}.",
+            "Take the recipe that they were trained with, or set train.lora_rank=0: what fits is then taken over.",
         )
 
 

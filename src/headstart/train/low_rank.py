@@ -1,0 +1,148 @@
+"""Low-rank updates of earlier heads: what learns when heads are adapted to other texts (`train.lora_rank`).
+
+Each matrix W [.., O, I] of the heads is read as W + B A, with A [.., R, I] drawn at random and B [.., O, R] zero at the
+start (Hu et al., arXiv 2106.09685). Only A and B learn; W, norms and biases stay as they are. Before heads are judged
+or kept, B A is added to W, so that what comes of it are ordinary heads.
+
+A starts with a variance of 1 / R. With Adam, a step of B then moves W about as far as a step of W itself would at the
+same learning rate, whatever the rank.
+
+peft wraps linear layers. Heads also keep the matrices of several steps in one tensor, read some rows of a weight
+alone, and hand whole LM heads to the loss, so the sums are put in the place of the weights instead, once for a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from headstart.errors import UserError
+from headstart.heads import DraftHead, HeadBatch, StepPrediction
+from headstart.recipe import TrainSection
+from headstart.train.processes import is_sharded
+from headstart.train.unrolled import Unrolled
+
+R = TypeVar("R")
+
+
+def check_low_rank(section: TrainSection) -> None:
+    """Refuse settings with which low-rank updates cannot learn.
+
+    Raises:
+        UserError: no heads to adapt, layers that are computed again, or weights spread over processes.
+    """
+    if not section.lora_rank:
+        return
+    if section.start_from is None:
+        raise UserError(
+            "train.lora_rank adapts earlier heads, and train.start_from names none.",
+            "Set train.start_from to a run or a folder of heads, or train.lora_rank=0.",
+        )
+    if section.gradient_checkpointing:
+        raise UserError(
+            "train.gradient_checkpointing would compute layers again without their low-rank updates.",
+            "Set train.gradient_checkpointing=false, or train.lora_rank=0.",
+        )
+    if is_sharded():
+        raise UserError(
+            "Low-rank updates are too small to spread over processes, which FSDP would do.",
+            "Train without FSDP (DDP works), or set train.lora_rank=0.",
+        )
+
+
+def matrices(heads: DraftHead) -> dict[str, nn.Parameter]:
+    """The weights of heads that low-rank updates are for, stacks of matrices among them (not of biases), by name."""
+    learning = ((name, weight) for name, weight in heads.named_parameters() if weight.requires_grad)
+    return {name: weight for name, weight in learning if weight.ndim > 1 and "bias" not in name}
+
+
+def factors(weight: Tensor, rank: int) -> tuple[list[int], list[int]]:
+    """Shapes of A and B for a matrix or a stack of them.
+
+    >>> factors(torch.zeros(3, 64, 10), 16)
+    ([3, 10, 10], [3, 64, 10])
+    """
+    *stack, outputs, inputs = weight.shape
+    size = min(rank, outputs, inputs)
+    return [*stack, size, inputs], [*stack, outputs, size]
+
+
+def learning_numbers(heads: DraftHead, rank: int) -> int:
+    """How many numbers of heads learn: all that can, or with a rank their low-rank updates."""
+    if not rank:
+        return heads.trainable_parameters
+    return sum(math.prod(shape) for weight in matrices(heads).values() for shape in factors(weight, rank))
+
+
+class LowRank(nn.Module):
+    """Heads as accelerate wraps them, of which only low-rank updates learn.
+
+    Args:
+        unrolled: with the heads; their own weights no longer learn.
+        rank: R; of a matrix that is smaller, its smaller side.
+
+    Attributes:
+        down: A of each matrix, by its name in the heads with dashes for dots.
+        up: B of each.
+    """
+
+    def __init__(self, unrolled: Unrolled, rank: int) -> None:
+        super().__init__()
+        self.unrolled = unrolled
+        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        self._names: dict[str, str] = {}
+        self._merged = False
+        for name, weight in matrices(unrolled.heads).items():
+            down, up = factors(weight.detach(), rank)
+            key = self._names[name] = name.replace(".", "-")
+            self.down[key] = nn.Parameter(weight.new_empty(down).normal_(std=down[-2] ** -0.5))
+            self.up[key] = nn.Parameter(weight.new_zeros(up))
+        unrolled.heads.requires_grad_(False)
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Number of parameters that training changes."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    def learning_rows(self) -> dict[str, list[slice]]:
+        """As of heads: every update is one matrix, or a stack of them."""
+        return {}
+
+    def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
+        """What `consume` makes of the batch's predictions, see `Unrolled`."""
+        if self._merged:
+            return cast(R, self.unrolled(batch, consume))
+        weights = {f"heads.{name}": weight + self._update(name) for name, weight in self._matrices()}
+        return cast(R, functional_call(self.unrolled, weights, (batch, consume)))
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Inside, the heads' own weights are the sums; the optimiser must not step."""
+        own = {name: weight.detach().clone() for name, weight in self._matrices()}
+        with torch.no_grad():
+            for name, weight in self._matrices():
+                weight.add_(self._update(name))
+        self._merged = True
+        try:
+            yield
+        finally:
+            self._merged = False
+            with torch.no_grad():
+                for name, weight in self._matrices():
+                    weight.copy_(own[name])
+
+    def _matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
+        weights = dict(self.unrolled.heads.named_parameters())
+        return ((name, weights[name]) for name in self._names)
+
+    def _update(self, name: str) -> Tensor:
+        key = self._names[name]
+        with torch.autocast(self.up[key].device.type, enabled=False):
+            update: Tensor = self.up[key] @ self.down[key]
+            return update
