@@ -19,6 +19,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -26,9 +28,9 @@ from transformers import (
 from headstart.target import Target
 
 WEIGHTS = "model.safetensors"
-SIZE, VOCABULARY = 64, 61
+SIZE = 64
 BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": SIZE, "intermediate_size": 96, "num_attention_heads": 4,
+    "vocab_size": 61, "hidden_size": SIZE, "intermediate_size": 96, "num_attention_heads": 4,
     "max_position_embeddings": 256, "pad_token_id": 0,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
@@ -45,7 +47,11 @@ QWEN3_NEXT: dict[str, Any] = {
     **BASE, **EXPERTS, "num_key_value_heads": 2, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "shared_expert_intermediate_size": 32, "num_experts": 4,
 }  # fmt: skip
-KINDS = ("deepseek", "deepseek-two", "glm", "qwen3_next", "mimo")
+QWEN3_5: dict[str, Any] = {
+    **BASE, "num_key_value_heads": 2, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+KINDS = ("deepseek", "deepseek-two", "glm", "qwen3_next", "qwen3_5", "mimo")
 """Arrangements; `deepseek-two` has two modules."""
 
 
@@ -72,37 +78,49 @@ class ShippedTarget:
     before_norm: bool = False
 
 
-def ship(kind: str, folder: Path, change: Callable[[nn.Module], None] | None = None) -> ShippedTarget:
+def ship(
+    kind: str, folder: Path, change: Callable[[nn.Module], None] | None = None, vocabulary: int = 61
+) -> ShippedTarget:
     """Write a random target with its modules to a folder, and load it from there.
 
     Args:
         kind: one of `KINDS`.
         folder: to write.
         change: to the model and its modules, before they are written.
+        vocabulary: tokens.
     """
+    size = {"vocab_size": vocabulary}
     count = 2 if kind == "deepseek-two" else 1
     with torch.random.fork_rng():
         torch.manual_seed(0)
         match kind:
             case "deepseek" | "deepseek-two":
                 layers = 2
-                config: Any = DeepseekV3Config(num_hidden_layers=layers + count, **DEEPSEEK)
+                config: Any = DeepseekV3Config(num_hidden_layers=layers + count, **{**DEEPSEEK, **size})
                 complete: Any = DeepseekV3ForCausalLM(config)
             case "glm":
                 layers = 2
-                complete = Glm4MoeForCausalLM(Glm4MoeConfig(num_hidden_layers=layers + count, **GLM))
+                complete = Glm4MoeForCausalLM(Glm4MoeConfig(num_hidden_layers=layers + count, **{**GLM, **size}))
             case "qwen3_next":
                 layers = 3
                 kinds = ["linear_attention", "linear_attention", "full_attention", "full_attention"]
-                complete = Qwen3NextForCausalLM(Qwen3NextConfig(num_hidden_layers=4, layer_types=kinds, **QWEN3_NEXT))
+                complete = Qwen3NextForCausalLM(
+                    Qwen3NextConfig(num_hidden_layers=4, layer_types=kinds, **{**QWEN3_NEXT, **size})
+                )
+            case "qwen3_5":
+                layers = 2
+                kinds = ["linear_attention", "full_attention", "full_attention"]
+                complete = Qwen3_5ForCausalLM(
+                    Qwen3_5TextConfig(num_hidden_layers=3, layer_types=kinds, **{**QWEN3_5, **size})
+                )
             case _:
                 layers = 2
                 complete = Qwen2ForCausalLM(
-                    Qwen2Config(num_hidden_layers=layers + count, num_key_value_heads=2, **BASE)
+                    Qwen2Config(num_hidden_layers=layers + count, num_key_value_heads=2, **{**BASE, **size})
                 )
         outer = [(_norm(), _norm(), 0.2 * torch.randn(SIZE, 2 * SIZE), _norm()) for _ in range(count)]
     complete = complete.float().eval()
-    offset = 1.0 if kind == "qwen3_next" else 0.0
+    offset = 1.0 if kind in ("qwen3_next", "qwen3_5") else 0.0
     if change is not None:
         change(complete)
     complete.save_pretrained(folder)
@@ -142,7 +160,7 @@ def _write(kind: str, tensors: dict[str, Tensor], layer: int, number: int, outer
     """Give a layer's tensors the names of a module, and add what is around it."""
     of_layer = f"model.layers.{layer}."
     match kind:
-        case "qwen3_next":
+        case "qwen3_next" | "qwen3_5":
             below, head = "mtp.layers.0.", "mtp."
             names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
         case "mimo":

@@ -233,12 +233,17 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
 
     Example: headstart train quickstart train.minutes=3
     """
+    from headstart.pipeline.head_stages import without_target
     from headstart.pipeline.layout import TRAIN
+    from headstart.pipeline.run import NoTarget
     from headstart.pipeline.stages import stages_until
 
     _alone("train")
     work = _run(recipe, overrides, run_dir)
-    _execute(work, stages_until("train"))
+    try:
+        _execute(work, stages_until("train"))
+    except NoTarget as error:
+        raise UserError(error.problem, f"{error.remedy} {without_target(work)}".strip()) from None
     say(
         work.console,
         ("Heads", work.folder / TRAIN / "best"),

@@ -37,7 +37,7 @@ def import_states(
     """
     from headstart.pipeline.extraction import import_states as take
     from headstart.pipeline.extraction import serve_command
-    from headstart.pipeline.run import Run, execute
+    from headstart.pipeline.run import NoTarget, Run, execute
     from headstart.pipeline.stages import check_inputs, stages_until
     from headstart.recipe import load_recipe
 
@@ -46,15 +46,23 @@ def import_states(
         changes, source = [source, *changes], None
     found = load_recipe(recipe, changes)
     run = Run(found, run_dir or Path("runs") / found.name, Console())
+    here = "import-states compares what it takes over with the target's own states: give it where the target is."
     if source is None:
-        print(serve_command(run))
+        try:
+            command = serve_command(run)
+        except NoTarget as error:
+            raise UserError(error.problem, f"{error.remedy} {here}") from None
+        print(command)
         again = f"{program()} data import-states {recipe} http://localhost:8000"
         say(Console(stderr=True), ("Then", " ".join([again, *changes])))
         return
     stages = stages_until("conversations")
     check_inputs(run.recipe, stages)
-    execute(run, stages)
-    done = take(run, source)
+    try:
+        execute(run, stages)
+        done = take(run, source)
+    except NoTarget as error:
+        raise UserError(error.problem, f"{error.remedy} {here}") from None
     for reason, files in done.left_out.items():
         names = ", ".join(files[:_SHOWN]) + (", ..." if len(files) > _SHOWN else "")
         print(f"Left out {len(files)} file{'s' * (len(files) > 1)}: {reason} ({names}).")

@@ -140,8 +140,8 @@ class DraftingOptions(LoopOptions):
 
     drafter: str = option(
         "heads+ngram",
-        "heads, none (plain decoding), ngram, lookahead, early-exit[:LAYERS], draft-model:SPEC, or several joined with "
-        "+, such as heads+ngram.",
+        "heads, none (plain decoding), ngram, lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own modules), "
+        "draft-model:SPEC, or several joined with +, such as heads+ngram.",
         metavar="NAME",
     )
     tree: Tree | None = option(None, "How the heads draft; by default as tuning found best.", unset="tuned")

@@ -388,6 +388,16 @@ class EvalSection(Section):
     )
 
 
+class ExportSection(Section):
+    """What the heads are for."""
+
+    formats: tuple[Literal["vllm", "sglang", "speculators", "gguf"], ...] = Field(
+        (),
+        description="Formats of engines that `headstart export` is to write later: settings of heads that one of them "
+        "cannot hold are refused before any work.",
+    )
+
+
 class Recipe(Section):
     """Everything a run depends on."""
 
@@ -398,6 +408,7 @@ class Recipe(Section):
     heads: HeadSettings = Field(description="Family and its settings.")
     train: TrainSection = TrainSection()
     tune: TuneSection = TuneSection()
+    export: ExportSection = ExportSection()
     eval: EvalSection = EvalSection()
 
     @field_validator("target", mode="before")

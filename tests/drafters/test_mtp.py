@@ -45,7 +45,8 @@ class Reference:
         joined_1TE = torch.stack(self.inputs)[None]
         width = len(self.inputs)
         positions_1T = torch.arange(width)[None]
-        rotary = self.one.rotary(joined_1TE, positions_1T)
+        axes = 3 if "Qwen3_5" in type(self.one.rotary).__name__ else 1  # of pictures; a text has the same on all
+        rotary = self.one.rotary(joined_1TE, positions_1T if axes == 1 else positions_1T.expand(axes, 1, -1))
         mask = torch.full((1, 1, width, width), float("-inf")).triu(1)
         made = self.layer(joined_1TE, attention_mask=mask, position_ids=positions_1T, position_embeddings=rotary)
         return self.rms((made[0] if isinstance(made, tuple) else made)[0, -1], self.outer[3])

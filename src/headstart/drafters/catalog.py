@@ -82,6 +82,15 @@ def parts_of(name: str) -> list[str]:
     return re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
 
 
+def kinds_of(name: str) -> set[str]:
+    """The same without their arguments.
+
+    >>> sorted(kinds_of("mtp:2+ngram"))
+    ['mtp', 'ngram']
+    """
+    return {part.partition(":")[0] for part in parts_of(name)}
+
+
 def describe() -> str:
     """One line for each name.
 

@@ -159,6 +159,10 @@ class MtpDrafter:
             return self._target.lm_head(hidden_BWE)
         return self._target.finish(F.linear(hidden_BWE, self._shipped.lm_head_VE))
 
+    def confidence(self, state: _Session, tokens_BW: Tensor, depth: int) -> None:
+        """See `DraftHead.confidence`: modules do not know."""
+        return None
+
     def commit(self, session: _Session, committed: Committed) -> None:
         states_BPE = committed.states[self._shipped.state_layer]
         session.queues[0] = session.queues[0].joined(states_BPE, committed.counts)

@@ -29,7 +29,7 @@ from headstart.heads import DraftHead
 from headstart.heads.io import CONFIG, WEIGHTS, build_heads, settings_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.measured import FILE as ENGINES
-from headstart.target import Target, TreeShape
+from headstart.target import FrozenModel, Target, TreeShape
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
 from headstart.target.adapter import find_adapter
@@ -272,7 +272,7 @@ def _absolute(spec: str) -> str:
     return str(path.resolve()) if spec and spec not in PACKAGED and path.exists() else spec
 
 
-def named(target: Target) -> str:
+def named(target: FrozenModel) -> str:
     """What people call a target, with what was done to it at loading."""
     return target.named(display_name(target.spec, target.model_name))
 

@@ -10,6 +10,7 @@ from headstart.artifacts import Artifact, artifact, forget, held, read_note, ref
 from headstart.errors import UserError
 from headstart.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.pipeline.dependencies import before, content, flat
+from headstart.pipeline.formats import check_formats
 from headstart.pipeline.layout import CONVERSATIONS, QUESTIONS, STATES, TARGET
 from headstart.pipeline.run import Outcome, Run, Stage, target_identity
 from headstart.terminal import progress_bar
@@ -90,6 +91,8 @@ def _target(run: Run) -> Outcome:
     target = run.target
     check_prompts(target.tokenizer, run.recipe.data.prompts)
     aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
+    for remark in check_formats(run, target):
+        run.console.print(remark, highlight=False, markup=False, soft_wrap=True)
     if run.recipe.data.minutes is None:
         count = run.recipe.data.conversations + run.recipe.data.validation
         need_disk(run.folder, state_bytes(run, count) - kept_state_bytes(run), "Keeping hidden states")

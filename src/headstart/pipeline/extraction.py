@@ -22,8 +22,9 @@ def serve_command(run: Run) -> str:
     from headstart.data.extraction import serve_command as of_target
     from headstart.target.loading import loadable_folder
 
+    target = run.target  # first: it knows best what is wrong where there is none
     model = loadable_folder(run.recipe.target.spec)
-    return of_target(model, run.target, aux_layers(run), (run.folder / FILES).resolve())
+    return of_target(model, target, aux_layers(run), (run.folder / FILES).resolve())
 
 
 def import_states(run: Run, source: str) -> Imported:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headstart.artifacts import artifact, held
+from headstart.artifacts import artifact, held, referred
 from headstart.files import read_json, write_json
 from headstart.pipeline.actions import describe_tuning
 from headstart.pipeline.data_stages import both_stores, conversation_files, conversations, is_online, kept_stores
 from headstart.pipeline.dependencies import before, conditions, content, flat, where
-from headstart.pipeline.layout import CONVERSATIONS, TRAIN, TUNE
+from headstart.pipeline.formats import check_formats
+from headstart.pipeline.layout import CONVERSATIONS, STATES, TRAIN, TUNE
 from headstart.pipeline.run import Outcome, Run, Stage
 
 if TYPE_CHECKING:
@@ -56,9 +57,23 @@ def _train(run: Run) -> Outcome:
             go_on_from_shorter(made, 1, lambda text: run.console.print(text, highlight=False, soft_wrap=True))
         run.refer("train", made, TRAIN)
         if not finished(folder):
+            check_formats(run, target)
             train(run.recipe, target, train_store, judged, folder, run.console)
     result = read_json(folder / RESULT)
     return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=made.name)
+
+
+def without_target(run: Run) -> str:
+    """How heads train where the target is not, as a sentence; empty where they cannot."""
+    states = referred(run.folder, "states")
+    if run.recipe.train.needs_target or is_online(run) or not (run.folder / STATES).is_dir():
+        return ""
+    if states is None or not any(states.glob("teacher-*")):
+        return ""
+    return (
+        "Or train from the teacher beside the states, without the target: "
+        f"python -m headstart.train {run.folder / 'recipe.yaml'} --run-dir {run.folder}"
+    )
 
 
 def _tune_settings(run: Run) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class RunState:
         state: "done", or how far it is.
         bytes: of the run's folder and of every artifact that it refers to, shared ones included.
         family: of its heads.
-        tau: of the report, or as predicted by training when there is no report yet.
+        tau: tokens per round that the report measured.
+        predicted_tau: what training predicted for a chain of drafts, from stored states.
         speedup: over plain decoding, from the report.
         changed: when the run was last worked on.
     """
@@ -43,6 +44,7 @@ class RunState:
     bytes: int
     family: str
     tau: float | None
+    predicted_tau: float | None
     speedup: float | None
     changed: datetime
 
@@ -107,7 +109,8 @@ def _state(folder: Path) -> RunState:
         state,
         sum(size(path) for path in paths if path.is_dir()),
         family,
-        summary.get("tokens_per_round", trained),
+        summary.get("tokens_per_round"),
+        trained,
         (summary.get("speedup_vs_plain") or {}).get("mean"),
         datetime.fromtimestamp(max(stamps, default=folder.stat().st_mtime), UTC),
     )
@@ -123,7 +126,7 @@ def show_runs(states: Sequence[RunState], console: Console) -> None:
     table = Table(box=None)
     for name in ("run", "state", "heads"):
         table.add_column(name)
-    for name in ("τ", "over plain", "size", "age"):
+    for name in ("τ", "predicted τ", "over plain", "size", "age"):
         table.add_column(name, justify="right")
     now = datetime.now(UTC)
     for run in states:
@@ -132,12 +135,14 @@ def show_runs(states: Sequence[RunState], console: Console) -> None:
             run.state,
             run.family,
             "" if run.tau is None else f"{run.tau:.2f}",
+            "" if run.predicted_tau is None else f"{run.predicted_tau:.2f}",
             "" if run.speedup is None else f"{run.speedup:.2f}x",
             format_bytes(run.bytes),
             _age((now - run.changed).total_seconds()),
         )
     console.print(table)
-    console.print("Sizes count what runs share once for each of them.", style="dim")
+    said = "τ is measured by the report; predicted τ is training's, for a chain. Sizes count what runs share for each."
+    console.print(said, style="dim", soft_wrap=True)
 
 
 def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
@@ -173,12 +178,21 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
         if file_path.suffix == PARTIAL:
             found.append(Free(file_path, size(file_path), "half deleted"))
         elif file_path.resolve() not in used:
-            found.append(Free(file_path, size(file_path), f"{file_path.parent.name} that no run refers to"))
+            found.append(Free(file_path, size(file_path), _what(file_path)))
         else:
             if file_path.parent.name == "states":
                 found += _unused_shards(file_path, runs)
             found += [Free(path, size(path), "half written") for path in sorted(file_path.rglob(f"*{PARTIAL}"))]
     return found
+
+
+def _what(path: Path) -> str:
+    """What an artifact is that no run refers to; of a training that was interrupted, how far it is."""
+    kind, steps = path.parent.name, sorted(path.glob("checkpoints/step-*/checkpoint.json"))
+    if kind != "heads" or not steps or (path / "result.json").is_file():
+        return f"{kind} that no run refers to"
+    step = int(steps[-1].parent.name.removeprefix("step-"))
+    return f"a training interrupted at step {step}, which no run asks for now; its command would go on from there"
 
 
 def _unused_shards(path: Path, runs: Sequence[Path]) -> Iterator[Free]:

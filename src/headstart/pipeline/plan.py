@@ -28,6 +28,7 @@ from headstart.heads import DraftHead, family, make_config
 from headstart.pipeline.advice import Change, advise, gpus_for, room
 from headstart.pipeline.costs import COSTS, Cost, Place, Planned, steps_of
 from headstart.pipeline.data_stages import aux_layers
+from headstart.pipeline.formats import check_formats
 from headstart.pipeline.lengths import (
     Lengths,
     expected_lengths,
@@ -118,6 +119,7 @@ def _here(run: Run, processes: int, prompt_tokens: int | None) -> Plan:
     resident, peak = own.memory_info().rss, most_resident()
     check_prompts(target.tokenizer, data.prompts)
     needed = aux_layers(run)
+    check_formats(run, target)
     config = make_config(recipe.heads, target)
     heads = family(config.family)(config).to(target.device)
     heads.warm_start(target)
@@ -168,10 +170,11 @@ def _plan(
 ) -> Plan:
     costs = {stage: cost(planned) for stage, cost in COSTS.items()}
     still = [cost for stage, cost in costs.items() if stage in left]
-    disk = sum(cost.disk for cost in still) + max((cost.at_peak for cost in still), default=0)
+    beside = max((cost.at_peak for cost in still), default=0)
+    disk = sum(cost.disk for cost in still) + beside
     found, changes = advise(planned, costs, disk, free)
     return Plan(
-        facts=_facts(planned, costs, disk, free),
+        facts=_facts(planned, costs, disk - beside, beside, free),
         seconds={**seconds, **{stage: cost.seconds for stage, cost in costs.items()}},
         left=left,
         disk={stage: cost.disk for stage, cost in costs.items()},
@@ -228,8 +231,18 @@ def _written(run: Run, target: Target | Outline) -> Lengths | None:
         return None
 
 
-def _facts(planned: Planned, costs: dict[str, Cost], disk: int, free: int | None) -> list[tuple[str, str]]:
-    """What is planned and what it takes, for people."""
+def _facts(
+    planned: Planned, costs: dict[str, Cost], to_write: int, beside: int, free: int | None
+) -> list[tuple[str, str]]:
+    """What is planned and what it takes, for people.
+
+    Args:
+        planned: what is estimated.
+        costs: by stage.
+        to_write: bytes of what the stages leave that are not written yet.
+        beside: bytes that stand beside these for a while.
+        free: bytes of the disk; None for another machine.
+    """
     target, heads, lengths, data = planned.target, planned.heads, planned.lengths, planned.recipe.data
     amounts, place = planned.amounts, planned.place
     cache = f"{format_bytes(planned.cache_bytes)} at most, {data.batch_size} conversations of {lengths.cached} tokens"
@@ -239,7 +252,8 @@ def _facts(planned: Planned, costs: dict[str, Cost], disk: int, free: int | None
         cache += f"; {format_bytes(spare)} are free: larger batches are written in halves"
     where = place.name if place.processes == 1 else f"{place.processes} x {place.name}"
     by_servers = f"{', '.join(data.server)}; time and memory below are as if these devices wrote" if data.server else ""
-    free_text = "" if free is None else f", {format_bytes(free)} free"
+    free_text = "" if free is None else f"; {format_bytes(free)} free"
+    beside_text = f", and {format_bytes(beside)} more for a while" if beside else ""
     dtype = str(target.dtype).removeprefix("torch.")
     shared = f", {place.per_copy} GPUs hold a copy" if place.per_copy > 1 else ""
     active = ""
@@ -265,7 +279,8 @@ def _facts(planned: Planned, costs: dict[str, Cost], disk: int, free: int | None
         *((f"Disk, {stage}", format_bytes(cost.disk)) for stage, cost in costs.items() if cost.disk >= 1e6),
         (
             "Disk in all",
-            f"{format_bytes(sum(one.disk for one in costs.values()))}; {format_bytes(disk)} still to write{free_text}",
+            f"{format_bytes(sum(one.disk for one in costs.values()))}, of which {format_bytes(to_write)} is still to "
+            f"write{beside_text}{free_text}",
         ),
         ("KV cache while writing data", cache),
         ("Memory while writing data", _of_room(planned, costs["conversations"])),

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from headstart.target import FrozenModel, Target
 
 
+class NoTarget(UserError):
+    """The target of a run cannot be loaded here."""
+
+
 @dataclass
 class Run:
     """One recipe in one folder.
@@ -57,7 +61,8 @@ class Run:
         """The frozen model, loaded when first asked for.
 
         Raises:
-            UserError: when it cannot be loaded, or is no longer the model that the run began with.
+            NoTarget: it cannot be loaded.
+            UserError: it is no longer the model that the run began with.
         """
         target = self._load(self.recipe.target.adapter)
         record = self.record("target")
@@ -87,11 +92,14 @@ class Run:
 
         section = self.recipe.target
         with self.console.status(f"loading {escape(section.spec)}"):
-            target = load_target(
-                *(section.spec, section.dtype, section.device, section.revision, section.exact),
-                adapter=adapter,
-                quantization=section.quantization,
-            )
+            try:
+                target = load_target(
+                    *(section.spec, section.dtype, section.device, section.revision, section.exact),
+                    adapter=adapter,
+                    quantization=section.quantization,
+                )
+            except UserError as error:
+                raise NoTarget(error.problem, error.remedy) from error
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, self.recipe.data.chat_template_kwargs))
 
     def frozen(self) -> FrozenModel:

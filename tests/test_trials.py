@@ -1,0 +1,154 @@
+"""What people stumbled over: nodes without the target, what `gc` and `runs` call things, formats found out too late."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headstart.errors import UserError
+from headstart.files import format_bytes
+from headstart.pipeline.formats import check_formats
+from headstart.pipeline.inventory import free, run_states, show_runs, unreferenced
+from headstart.pipeline.plan import make_plan
+from headstart.pipeline.run import Run, execute
+from headstart.pipeline.stages import stages_until
+from headstart.recipe import Recipe, parse_recipe, recipe_text
+from headstart.target import Target
+from headstart.train import loop
+from headstart.train.__main__ import app
+from tests.test_cli import refused
+from tests.test_pipeline import quiet, tiny_recipe
+from tests.train.test_golden import HEADS
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Recipe, Path]:
+    """A recipe, and a folder with its run as `headstart data build` leaves it and the target, which may go away."""
+    folder = tmp_path_factory.mktemp("trials")
+    shutil.copytree(tiny_target_folder, folder / "target")
+    recipe = tiny_recipe(folder, folder / "target")
+    execute(quiet(folder / "runs" / "run", recipe), stages_until("states"))
+    return recipe, folder
+
+
+def test_where_the_target_is_not_it_is_said_what_trains_the_heads(
+    data: tuple[Recipe, Path],
+) -> None:
+    recipe, folder = data
+    run, file = folder / "runs" / "run", folder / "tiny.yaml"
+    file.write_text(recipe_text(recipe))
+    (folder / "target").rename(folder / "away")
+    try:
+        said = refused("train", file, "--run-dir", run)
+        words = shlex.split(said[said.index("python -m headstart.train") :])
+        assert words[3:] == [str(run / "recipe.yaml"), "--run-dir", str(run)]
+        with pytest.raises(SystemExit) as ended:
+            app(words[3:])
+        assert ended.value.code == 0 and (run / "train" / "last").is_dir()
+        said = refused("train", file, "train.decode_every=1", "--run-dir", run)
+        assert "teacher" not in said, "that needs the target"
+        for source in ([], [folder]):
+            said = refused("data", "import-states", file, *source, "--run-dir", run)
+            assert "give it where the target is" in said
+    finally:
+        (folder / "away").rename(folder / "target")
+
+
+def test_an_interrupted_training_is_called_one_and_can_still_go_on(
+    data: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, folder = data
+    runs = tmp_path / "runs"
+    shutil.copytree(folder / "runs", runs, symlinks=True)
+    take = loop._Run._step
+
+    def dies(self: Any, *arguments: Any) -> float:
+        if self.trainer_state.step == 3:
+            raise KeyboardInterrupt
+        return take(self, *arguments)
+
+    settings = recipe.model_dump(mode="json")
+    settings["heads"]["num_heads"] = 1  # whatever else was trained there
+    recipe = parse_recipe(settings)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop._Run, "_step", dies)
+        execute(quiet(runs / "run", recipe), stages_until("train"))
+    assert not [one for one in unreferenced(runs) if "interrupted" in one.what], "its run would go on"
+    other = parse_recipe({**settings, "train": {**settings["train"], "lr": 1e-5}})
+    execute(quiet(runs / "run", other), stages_until("train"))
+    (left,) = [one for one in unreferenced(runs) if "interrupted" in one.what]
+    assert "a training interrupted at step 2, which no run asks for now" in left.what
+    out = io.StringIO()
+    execute(Run(recipe, runs / "run", Console(file=out, width=200)), stages_until("train"))
+    assert "Going on from step 2" in out.getvalue()
+    kinds = {one.what for one in unreferenced(runs)}
+    assert "heads that no run refers to" in kinds, "those of the other rate, which are finished"
+    assert free(runs, unreferenced(runs)) > 0
+
+
+def test_what_training_predicts_stands_apart_from_what_was_measured(data: tuple[Recipe, Path], tmp_path: Path) -> None:
+    recipe, folder = data
+    shutil.copytree(folder / "runs", tmp_path / "runs", symlinks=True)
+    execute(quiet(tmp_path / "runs" / "run", recipe), stages_until("train"))
+    (state,) = run_states(tmp_path / "runs")
+    assert state.tau is None and state.predicted_tau is not None
+    out = io.StringIO()
+    show_runs([state], Console(file=out, width=400))
+    header, row = out.getvalue().splitlines()[:2]
+    assert re.search(r"τ +predicted τ", header)
+    assert row.index(f"{state.predicted_tau:.2f}") > header.index("predicted") - 1
+
+
+def test_the_disk_of_a_plan_adds_up(data: tuple[Recipe, Path]) -> None:
+    recipe, folder = data
+    plan = make_plan(quiet(folder / "nothing" / "run", recipe), device="h100", prompt_tokens=20)
+    said = dict(plan.facts)["Disk in all"]
+    every = sum(plan.disk.values())
+    beside = plan.disk_bytes - every
+    assert beside > 0, "nothing is done yet: all is still to write, and checkpoints stand beside"
+    for part in (
+        format_bytes(every),
+        f"of which {format_bytes(every)} is still to write",
+        f"{format_bytes(beside)} more",
+    ):
+        assert part in said
+
+
+REFUSED = {
+    ("eagle3", "sglang"): {"norm_before_residual": True},
+    ("medusa", "gguf"): {},
+    ("transition", "vllm"): {},
+}
+
+
+@pytest.mark.parametrize(("name", "format"), REFUSED)
+def test_heads_that_a_format_cannot_hold_are_refused_before_any_work(
+    data: tuple[Recipe, Path], tmp_path: Path, name: str, format: str
+) -> None:
+    heads = {"family": name, **HEADS[name], **REFUSED[name, format]}
+    settings = {**data[0].model_dump(mode="json"), "heads": heads, "export": {"formats": [format]}}
+    run = quiet(tmp_path / "run", parse_recipe(settings))
+    with pytest.raises(UserError) as told:
+        execute(run, stages_until("train"))
+    assert f"leave {format} out of export.formats" in told.value.remedy
+    assert not (run.folder / "data" / "conversations").exists()
+    with pytest.raises(UserError):
+        make_plan(run)
+
+
+def test_what_the_formats_can_hold_is_not_refused(data: tuple[Recipe, Path], tiny_target: Target) -> None:
+    settings = data[0].model_dump(mode="json")
+    heads = {"family": "eagle3", **HEADS["eagle3"]}
+    formats = ["vllm", "speculators"]
+    run = quiet(Path("nowhere"), parse_recipe({**settings, "heads": heads, "export": {"formats": formats}}))
+    (remark,) = check_formats(run, tiny_target)
+    assert remark.startswith("SGLang cannot serve this folder: it gives no layer after 2")
+    with pytest.raises(UserError, match=r"export\.formats"):
+        parse_recipe({**settings, "export": {"formats": ["tensorrt"]}})
