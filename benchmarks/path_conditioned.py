@@ -120,7 +120,7 @@ class AlongBestPath:
         return self
 
     def draft(self, state: Any, root: Root, request: Request) -> Proposal:
-        return grow(cast(DraftHead, self), state, root, request)
+        return grow(cast(DraftHead, self), state, root, request, confidence=self.confidence)
 
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """Logits [B, 1, D] after the best path, whatever nodes are asked for."""

@@ -55,9 +55,6 @@ class PathTables:
         self.level = [(*above[parent], token) for token, parent in pairs] if depth else [()]
         return torch.stack([drafted((*self.prefix, *path)).log() for path in self.level])[None]
 
-    def confidence(self, *_: Any) -> None:
-        return None
-
 
 @dataclass
 class GrownTrees:

@@ -17,6 +17,7 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.published import LayerSizes, Layout, Published, digest
 from headstart.hub.engines import FORMATS, TargetFacts, check_export
+from headstart.hub.engines.base import drafts_to_try
 from headstart.hub.engines.huggingface import rounded
 from headstart.target import Target
 from tests.engines import block_readers as readers
@@ -144,6 +145,8 @@ def test_the_commands_ask_for_the_whole_block(target: Target, facts: TargetFacts
     words = FORMATS["gguf"].commands("served", dspark, facts, {"llama.cpp": 2})["llama.cpp"]
     assert words[-4:] == ["--spec-type", "draft-dspark", "--spec-draft-n-max", "2"]
     assert "sglang" not in FORMATS["vllm"].commands("served", dspark, facts, {})
+    assert drafts_to_try(dspark, [1, 2, 3, 5]) == [1, 2, 3, 4]
+    assert drafts_to_try(replace(dspark, layout=Layout.EAGLE3), [1, 2, 3, 5]) == [1, 2, 3]
 
 
 def test_what_a_format_cannot_hold_is_refused(target: Target, facts: TargetFacts) -> None:

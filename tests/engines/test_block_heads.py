@@ -181,6 +181,23 @@ def test_variants_that_headstart_does_not_have_are_refused(theirs: Path, target:
     assert "an embedding of its own for the mask token" in problem(theirs, target)
 
 
+def test_settings_of_dspark_may_be_nested(made: Made, target: Target, tmp_path: Path) -> None:
+    """As SpecForge writes them."""
+    heads, folder = made("dspark")
+    export_for(folder, tmp_path / "theirs", "vllm", dtype="float32")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    names = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "confidence_head_with_markov")
+    nested = {name: config[name] for name in (*names, "enable_confidence_head")}
+    taken_out = dict.fromkeys((*nested, "sample_from_anchor", "headstart"))
+    change(tmp_path / "theirs", **{**taken_out, "architectures": ["DSparkDraftModel"], "dflash_config": nested})
+    assert check_export(tmp_path / "theirs") == []
+    back = import_heads(tmp_path / "theirs", target, tmp_path / "back")
+    assert off(ours(heads, target), ours(back, target)) < 1e-6
+    change(tmp_path / "theirs", dflash_config={**nested, "markov_head_type": "rnn"})
+    with pytest.raises(UserError, match="Markov head is 'rnn'"):
+        import_heads(tmp_path / "theirs", target, tmp_path / "others")
+
+
 def test_taps_at_the_last_layer_are_refused(theirs: Path, target: Target) -> None:
     nested = json.loads((theirs / "config.json").read_text())["dflash_config"]
     change(theirs, dflash_config={**nested, "target_layer_ids": [1, 3, 7]})

@@ -69,7 +69,8 @@ def grown(
     shape: TreeShape | None = None,
     max_rank: int = 8,
 ) -> Proposal:
-    return grow(heads, None, Root.of(roots), replace(request, calibration=calibration, shape=shape), max_rank)
+    asked = replace(request, calibration=calibration, shape=shape)
+    return grow(heads, None, Root.of(roots), asked, max_rank, confidence=heads.confidence)
 
 
 def paths(tree: Proposal, row: int) -> list[tuple[int, ...]]:
@@ -147,9 +148,10 @@ LEFT = Calibration(
 
 @pytest.mark.parametrize("calibration", [Calibration(), LEFT])
 @pytest.mark.parametrize("nodes", [3, 6, 12, 25])
-def test_a_full_tree_is_that_of_a_best_first_search(nodes: int, calibration: Calibration) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_full_tree_is_that_of_a_best_first_search(shared: bool, nodes: int, calibration: Calibration) -> None:
     """Nodes of deeper levels push out worse ones above."""
-    heads = TableHead()
+    heads = TableHead(shared)
     tree = grown(heads, [3], Request(nodes + 1), calibration, max_rank=VOCAB)
     expected = best_first(heads, calibration, nodes)
     assert sorted(paths(tree, 0)) == sorted(expected)
@@ -189,6 +191,20 @@ def test_what_heads_say_of_a_node_counts_for_its_children() -> None:
         assert accept_prob == pytest.approx(expected, rel=1e-5)
     silent, deaf = grown(TableHead(), [3], Request(20), calibration), replace(calibration, trust=0.0)
     assert silent == grown(heads, [3], Request(20), deaf), "nothing is said, or nobody listens"
+
+
+def test_a_drawn_first_child_may_have_left_the_best_path() -> None:
+    """As likely as the heads draw another token than their best one; whichever is drawn."""
+    heads, streams = TableHead(), [torch.Generator().manual_seed(2)]
+    request = Request(3, 0.0, 0.0, True, Children.SAMPLED, Sampling(temperature=1.0).warp, streams)
+    tree = grown(heads, [3], request, LEFT)
+    assert tree.accept_probs is not None and LEFT.left is not None
+    best = [heads.table(path).log_softmax(-1).max() for path in ((), (tree.tokens[0][1],))]
+    stays = float(best[0].exp())
+    first = LEFT.probs(0, best[0].numpy())
+    second = [one.probs(1, best[1].numpy()) for one in (LEFT, LEFT.left)]
+    expected = [1.0, first, first * (stays * second[0] + (1 - stays) * second[1])]
+    assert tree.accept_probs[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_drawn_node_is_never_pushed_out_and_leaves_room_below() -> None:

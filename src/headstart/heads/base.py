@@ -300,7 +300,7 @@ class DraftHead(nn.Module, ABC):
             root: decided, not yet read by the target.
             request: of the decode loop, with the tree to fill or the calibration to choose one by.
         """
-        return grow(self, state, root, request)
+        return grow(self, state, root, request, confidence=self.confidence)
 
     @abstractmethod
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:

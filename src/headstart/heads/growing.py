@@ -63,11 +63,11 @@ class Levels(Protocol):
 
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor: ...
 
-    def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor | None: ...
-
 
 DepthLogits = Callable[[Any, Tensor, range], Tensor]
 """See `OneForwardHead.depth_logits`."""
+Confidence = Callable[[Any, Tensor, int], Tensor | None]
+"""See `DraftHead.confidence`."""
 Draft = tuple[int, int, float, float, float]
 """A candidate child: its index in the draft vocabulary, its token, its probability of acceptance after its parent, the
 probability of a child that is drawn instead of it, and its share of the heads' own distribution."""
@@ -163,6 +163,7 @@ def grow(
     request: Request,
     max_rank: int = MAX_RANK,
     depth_logits: DepthLogits | None = None,
+    confidence: Confidence | None = None,
 ) -> Proposal:
     """Draft a tree after each row's root, level by level.
 
@@ -176,6 +177,7 @@ def grow(
         request: of the decode loop; its `shape` is filled where there is one.
         max_rank: children of a node at most, in a dynamic tree.
         depth_logits: of heads that draft all depths in one forward; None drafts level by level.
+        confidence: of heads that draft level by level, where they say how good their drafts are.
     """
     shape, calibration = request.shape, request.calibration or Calibration()
     rows = [_Growing([token]) for token in root.tokens]
@@ -195,8 +197,8 @@ def grow(
                 tokens_BW = root.tokens_B[:, None]
                 parents_BW = torch.zeros_like(tokens_BW)
             logits_BWD = heads.draft_step(state, tokens_BW, parents_BW, depth)
-            confidence_BW = heads.confidence(state, tokens_BW, depth) if calibration.trust and not shape else None
-            table = _Table.read(logits_BWD, ranks, heads.draft_to_target_D, confidence_BW)
+            said_BW = confidence(state, tokens_BW, depth) if confidence and calibration.trust and not shape else None
+            table = _Table.read(logits_BWD, ranks, heads.draft_to_target_D, said_BW)
         elif depth >= first + table.width:
             # Where reading is free, the next depth waits until it is known to be worth its LM head.
             depths, first = range(depth, depth + 1 if reading_is_free else levels), depth

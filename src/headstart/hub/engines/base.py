@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,12 @@ def drafts_of(published: Published, drafts: int = 0) -> int:
     A block drafts all of its tokens at once, and was trained to: it is asked for all.
     """
     return min(drafts or (published.steps if published.layout in BLOCKS else 3), published.steps)
+
+
+def drafts_to_try(published: Published, usual: Sequence[int]) -> list[int]:
+    """Numbers of drafts to measure in an engine: the usual ones as far as the heads reach, and a block as a whole."""
+    whole = {published.steps} if published.layout in BLOCKS else set()
+    return sorted({count for count in usual if count <= published.steps} | whole)
 
 
 def refuse_activation(published: Published, engine: str) -> None:

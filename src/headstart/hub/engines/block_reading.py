@@ -54,7 +54,7 @@ def block_settings(
     size, vocab = whole(config.get("hidden_size"), "hidden_size"), whole(config.get("vocab_size"), "vocab_size")
     block_size = whole(setting(config, "block_size"), "block_size", 2 if layout is Layout.DFLASH else 1, 64)
     mask = whole(setting(config, "mask_token_id"), "mask_token_id", 0, vocab - 1)
-    rank = whole(config.get("markov_rank", 0), "markov_rank", 0, 1 << 14) if layout is Layout.DSPARK else 0
+    rank = whole(setting(config, "markov_rank") or 0, "markov_rank", 0, 1 << 14) if layout is Layout.DSPARK else 0
     found = Published(
         layout=layout,
         hidden_size=size,
@@ -76,7 +76,7 @@ def block_settings(
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
-    """A setting of a block drafter: nested in `dflash_config`, or at the top."""
+    """A setting of a block drafter: nested in `dflash_config`, where SpecForge has DSpark's too, or at the top."""
     nested = config.get("dflash_config")
     found = nested.get(name) if isinstance(nested, Mapping) else None
     return config.get(name) if found is None else found
@@ -121,6 +121,7 @@ def _variants(
     anchor = samples_from_anchor(config, layout)
     kinds, causal = config.get("layer_types") or [], setting(config, "causal")
     sliding = "sliding_attention" in kinds or bool(setting(config, "use_swa"))
+    markov = setting(config, "markov_head_type") or "vanilla"
     theta = isinstance(config.get("rope_parameters"), Mapping) and "rope_theta" in config["rope_parameters"]
     return [
         (
@@ -159,12 +160,12 @@ def _variants(
             _ANOTHER,
         ),
         (
-            config.get("markov_head_type", "vanilla") != "vanilla",
-            f"The checkpoint's Markov head is {config.get('markov_head_type')!r}, and headstart has the vanilla one.",
+            markov != "vanilla",
+            f"The checkpoint's Markov head is {markov!r}, and headstart has the vanilla one.",
             _ANOTHER,
         ),
         (
-            bool(config.get("enable_confidence_head")) and config.get("confidence_head_with_markov") is False,
+            bool(setting(config, "enable_confidence_head")) and setting(config, "confidence_head_with_markov") is False,
             "The checkpoint's confidence head does not read the token before, and headstart's does.",
             _ANOTHER,
         ),

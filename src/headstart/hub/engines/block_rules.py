@@ -43,11 +43,9 @@ def check_tensors(
 ) -> Said:
     """What is wrong with the tensors: `compare` takes those wanted, those known beside them, and the folder's own."""
     own = {name: checkpoint.tensors[given].shape for given, name in canonical_names(checkpoint).items()}
-    for name, why in (("d2t", "stops at it"), ("t2d", "llama.cpp's converter stops at it")):
-        if name in own:
-            does = why if name == "t2d" else f"{engine} {why}" if engine == "vllm" else f"{engine} has no use for it"
-            yield f"There is a {name}, and the whole vocabulary is drafted: {does}.", "Leave d2t and t2d out."
-            own.pop(name)
+    for name, who in (("d2t", "vLLM"), ("t2d", "llama.cpp's converter")):
+        if own.pop(name, None) is not None:
+            yield f"There is a {name}, and the whole vocabulary is drafted: {who} stops at it.", "Leave both maps out."
     whole = (settings.vocab_size, settings.hidden_size)
     known: dict[str, tuple[int, ...]] = {EMBEDDINGS: whole, LM_HEAD: whole}
     if engine == "speculators":
