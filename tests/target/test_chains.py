@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from headstart.data.sampling import sample_rows
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
+from headstart.heads import family, make_config
 from headstart.target import FINAL, DraftTree, Target, TreeShape, fitting, model
 from headstart.target.chains import ChainCache
+from headstart.tuning.tune import tune
 from tests.shipped import QWEN3_NEXT
 from tests.tiny import tiny_model
 
@@ -143,3 +147,26 @@ def test_models_of_other_running_states_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fitting, "is_linear", lambda module: False)  # as if its linear attention were of another kind
     with pytest.raises(UserError, match="cannot verify a token tree"):
         Target(hybrid())
+
+
+def test_what_is_never_committed_leaves_no_trace(target: Target) -> None:
+    cache = target.new_cache(1, 40)
+    target.prefill(cache, [TEXTS[0][:3]])
+    for _ in range(2):
+        out = target.forward_tree(cache, DraftTree.chain(torch.tensor([TEXTS[0][3:6]])))
+        assert_own(out.logits_BTV[0], stock(target, TEXTS[0][:6])[0][3:])
+
+
+def test_heads_are_tuned_to_chains(target: Target) -> None:
+    heads = family("mtp")(make_config({"family": "mtp", "draft_steps": 2}, target))
+    heads.warm_start(target)
+    texts = [SimpleNamespace(tokens=text, supervised=[index > 2 for index in range(len(text))]) for text in TEXTS]
+    found = tune(target, heads, texts, widths=(1, 2), context=8, max_nodes=4, max_rank=3)
+    assert found.tree == "static" and not any(any(path) for path in found.paths)
+    options = DecodeOptions(max_new_tokens=12, ignore_end=True)
+    plain = Engine(target).generate([TEXTS[0][:4]], options)[0].tokens
+    for tree in ("dynamic", "static"):  # also where a tree is asked for
+        drafter = HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1,)]), tree)
+        (row,) = Engine(target, drafter).generate([TEXTS[0][:4]], options)
+        assert row.tokens == plain and row.drafter_error is None
+        assert all(one.nodes <= 3 for one in row.rounds) and any(one.nodes == 3 for one in row.rounds)

@@ -15,7 +15,7 @@ size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -129,10 +129,9 @@ class MtpDrafter:
         return _Session(caches, queues, torch.tensor(padded, device=states_BPE.device), lengths)
 
     def propose(self, session: _Session, root: Root, request: Request) -> Proposal:
-        request.chain = request.chain or self._chain
         if min(session.lengths) < len(self.modules):  # a module in the middle would have nothing to read
             return Proposal.roots(root.tokens)
-        return grow(self, session, root, request)
+        return grow(self, session, root, replace(request, chain=request.chain or self._chain))
 
     def draft_step(self, state: _Session, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """See `DraftHead.draft_step`."""

@@ -46,7 +46,9 @@ class Row:
         self.copies[layer] = copy.deepcopy(self.cache.layers[layer])
 
     def accept(self, chain: Sequence[int], count: int) -> None:
-        """Keep the first tokens of the chain that was read last, after what was pending."""
+        """Keep the first tokens of the chain that was read last, after what was pending; nothing where none was."""
+        if not chain:
+            return
         self.held += len(self.pending)
         if count == len(chain):
             self.held, self.pending, self.copies = self.held + count, [], {}
@@ -91,6 +93,11 @@ class ChainCache:
             row.accept(self.chains[number], len(path))
             self.lengths[number] += len(path)
             self.chains[number] = []
+
+    def forget(self) -> None:
+        """Drop what was read and never committed."""
+        if any(self.chains):
+            self.commit([[]] * self.rows)
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""

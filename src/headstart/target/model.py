@@ -304,6 +304,7 @@ class Target(FrozenModel):
         self._check_aux_layers(aux_layers)
         self._fitting.ensure(aux_layers)
         outs = []
+        cache.forget()
         for number, (row, tokens) in enumerate(zip(cache.rows_B, rows, strict=True)):
             size = PIECE if last_only else len(tokens)
             for start in range(0, len(tokens), size):

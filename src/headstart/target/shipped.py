@@ -239,6 +239,7 @@ def _config(known: Any, sparse: bool) -> Any:
     config = copy.deepcopy(known)
     config.num_hidden_layers, config.vocab_size = 1, _VOCABULARY
     config.tie_word_embeddings = False
+    config.__dict__.pop("quantization_config", None)
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     one_layer = {
         "layer_types": ["full_attention"],
@@ -256,8 +257,7 @@ def _config(known: Any, sparse: bool) -> Any:
 def _files(target: Target) -> dict[str, Path | str]:
     """File of each tensor of a target's checkpoint; nothing where there are no safetensors files."""
     try:
-        folder = loadable_folder(target.spec)
-        options = _options(target)
+        folder, options = _folder(target), _options(target)
         index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **options)
         if index:
             found: dict[str, Path | str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
@@ -269,6 +269,11 @@ def _files(target: Target) -> dict[str, Path | str]:
             return dict.fromkeys(held.keys(), SAFE_WEIGHTS_NAME)
     except (OSError, ValueError, KeyError, SafetensorError, UserError):
         return {}
+
+
+def _folder(target: Target) -> str:
+    """Folder or hub id of the checkpoint; of a model that somebody else loaded, what transformers noted."""
+    return loadable_folder(target.spec or str(getattr(target.config, "_name_or_path", "")))
 
 
 def _options(target: Target) -> dict[str, Any]:
@@ -303,7 +308,7 @@ def _tensors(target: Target, files: Mapping[str, Path | str], wanted: Sequence[s
             f"The checkpoint of {target.name} lacks {missing[0]} of its multi-token-prediction modules.",
             "Fetch the checkpoint again, all of its files.",
         )
-    folder = loadable_folder(target.spec)
+    folder = _folder(target)
     found: dict[str, Tensor] = {}
     for file in sorted({str(files[name]) for name in wanted}):
         try:

@@ -88,6 +88,8 @@ def measure_verify(
     proposals = []
     for width in widths:
         shape = TreeShape.from_paths([(i // 2,) + (0,) * (i % 2) for i in range(width - 1)])
+        if target.chains_only:
+            shape = TreeShape.chain(width - 1)
         proposals.append(Proposal([[token % target.vocab_size for token in range(width)]], [list(shape.parents)]))
     times: list[list[float]] = [[] for _ in widths]
     begun, warm = perf_counter(), 2 if seconds == float("inf") else 1

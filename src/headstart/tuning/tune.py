@@ -221,6 +221,8 @@ def tune(
     values = path_values(ranks_OK, max_rank)
     verify_ms = measure_verify(target, widths, context, heads.aux_layers)
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
+    if target.chains_only:
+        ordered = [path for path in ordered if not any(path)]
     draft_ms, level_ms, read_ms, packed = draft_costs(target, heads, ordered, context)
     costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.draft_steps, read_ms)
     static = _static(ranks_OK, ordered[: min(max_nodes, max(widths)) - 1], costs)
@@ -231,7 +233,8 @@ def tune(
     drawn = measure_sampling(target, heads, texts, max_rank, console)
     sampled = fit_calibration(*drawn.arrays, trust=calibration.trust)
     dynamic_accept_prob, dynamic_ms = replay_dynamic(ranks, log_probs, calibration, costs, confidence_OK=others[-1])
-    dynamic = bool(static.paths) and dynamic_accept_prob / dynamic_ms > accept_prob / round_ms
+    grows = bool(static.paths) and not target.chains_only
+    dynamic = grows and dynamic_accept_prob / dynamic_ms > accept_prob / round_ms
     if dynamic:
         accept_prob, round_ms = dynamic_accept_prob, dynamic_ms
     positions = {"positions": len(ranks_OK), "sampled_positions": len(drawn.ranks_OK)}
