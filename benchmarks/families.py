@@ -30,7 +30,7 @@ from headstart.files import write_text
 from headstart.labels import LOOKUP, PLAIN, STOCK
 from headstart.target import Target, TreeShape, load_target
 
-FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "transition")
+FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "transition", "mtp", "dflash", "dspark")
 """Packaged recipes, one for each family."""
 OVER = {"over_plain": PLAIN, "over_transformers": STOCK, "over_prompt_lookup": LOOKUP}
 

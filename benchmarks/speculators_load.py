@@ -27,17 +27,18 @@ from headstart.eval.measure import environment
 from headstart.files import write_text
 from headstart.heads import DraftHead
 from headstart.heads.io import load_heads
+from headstart.heads.published import BLOCKS
 from headstart.hub.engines import export_for, import_heads
 from headstart.target import Target, load_target
 
 OF_THE_TARGET = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
-"""Tensors that the library takes from the verifier."""
+"""Tensors that the library takes from the verifier; of block drafters the LM head too."""
 TEXT = "Speculative decoding drafts several tokens and verifies them in one pass, which is"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("heads", type=Path, help="a folder of EAGLE-3 heads")
+    parser.add_argument("heads", type=Path, help="a folder of EAGLE-3, DFlash or DSpark heads of the whole vocabulary")
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--out", type=Path, default=Path("out/speculators"))
     options = parser.parse_args(arguments)
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with TemporaryDirectory() as place:
         export_for(options.heads, Path(place) / "ours", "speculators", dtype="float32")
         file = load_file(Path(place) / "ours" / "model.safetensors")
-        model = classes.SpeculatorModel.from_pretrained(str(Path(place) / "ours")).float().eval()
+        model = loaded(classes, Path(place) / "ours")
+        of_target = OF_THE_TARGET | ({"lm_head.weight"} if hasattr(model, "block_size") else set())
         state = model.state_dict()
         rows.append(
             {
@@ -57,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "equal": sum(
                     torch.equal(state[name].to(one.dtype), one) for name, one in file.items() if name in state
                 ),
-                "not_of_the_file": sorted(set(state) - set(file) - OF_THE_TARGET),
+                "not_of_the_file": sorted(set(state) - set(file) - of_target),
                 "logits_off": off(theirs(model, target), own(load_heads(options.heads, target).float(), target)),
             }
         )
         with torch.no_grad():
             random = torch.Generator().manual_seed(0)
             for name, one in model.named_parameters():
-                if name not in OF_THE_TARGET:
+                if name not in of_target:
                     one.add_(0.02 * torch.randn(one.shape, generator=random))
         model.save_pretrained(Path(place) / "theirs")
         heads = import_heads(Path(place) / "theirs", target, Path(place) / "imported")
@@ -78,17 +80,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "logits_off": off(theirs(model, target), own(heads.float(), target)),
             }
         )
-    what = "EAGLE-3 heads between headstart and the speculators library, float32; differences of draft logits."
+    what = "Heads between headstart and the speculators library, float32; differences of draft logits."
     file_out = options.out / "speculators.json"
     record(file_out, what, rows, environment(target), __file__, arguments, {"target": options.target}, {"rows": rows})
     write_text(file_out.with_suffix(".md"), report(rows))
     print(report(rows))
 
 
+def loaded(classes: Any, folder: Path) -> Any:
+    """A model of theirs; its attention is the one that needs no compiler."""
+    config = classes.SpeculatorModelConfig.from_pretrained(str(folder))
+    config.transformer_layer_config._attn_implementation = "eager"
+    return classes.SpeculatorModel.from_pretrained(str(folder), config=config).float().eval()
+
+
 @torch.no_grad()
 def theirs(model: Any, target: Target) -> Tensor:
-    """Draft logits of their forward at the last position [D]."""
+    """Draft logits of their forward at the last position: [D], of a block drafter of each step in turn [K, V]."""
     tokens = target.tokenizer.encode(TEXT)
+    if hasattr(model, "block_size"):
+        return their_block(model, target, tokens)
     kept: list[Tensor] = []
     handle = model.lm_head.register_forward_hook(lambda _, __, logits: kept.append(logits))
     try:
@@ -103,13 +114,43 @@ def theirs(model: Any, target: Target) -> Tensor:
     return kept[0][0, -1]
 
 
+def their_block(model: Any, target: Target, tokens: Sequence[int]) -> Tensor:
+    """Draft logits of their forward for the block at the last token, the anchor; a text goes on after it, unseen."""
+    ids = torch.tensor([[*tokens, *tokens[: model.block_size]]])
+    supervised = torch.zeros(ids.shape)
+    supervised[0, len(tokens) - 1] = 1
+    _, logits, *_ = model._backbone_forward(
+        hidden(target, ids[0].tolist(), model.target_layer_ids),
+        ids,
+        supervised,
+        torch.zeros(*ids.shape, target.hidden_size),
+        torch.zeros(ids.shape, dtype=torch.long),
+        max_anchors=1,
+    )
+    logits_KV: Tensor = logits[0, 0 if model.config.sample_from_anchor else 1 :]
+    if (markov := getattr(model, "markov_head", None)) is not None:
+        before = torch.tensor([chain_of(tokens, model.block_size)])
+        logits_KV = logits_KV + markov.block_bias(prev_token_ids=before, hidden_states=logits_KV[None])[0]
+    return logits_KV
+
+
+def chain_of(tokens: Sequence[int], length: int) -> list[int]:
+    """Some drafts in a row, after which logits are compared: the newest token, then the text's first ones."""
+    return [tokens[-1], *tokens[: length - 1]]
+
+
 @torch.no_grad()
 def own(heads: DraftHead, target: Target) -> Tensor:
-    """Ours after the same token [D]."""
-    *text, last = target.tokenizer.encode(TEXT)
+    """Ours after the same token [D], of a block drafter of each step [K, V]."""
+    tokens = target.tokenizer.encode(TEXT)
+    text = tokens[:-1]
     states = target.prefill(target.new_cache(1, len(text)), [text], heads.aux_layers).aux_hidden_states
-    session = heads.prefill([text], states)
-    return heads.draft_step(session, torch.tensor([[last]]), torch.zeros(1, 1, dtype=torch.long), 0)[0, 0]
+    session, level = heads.prefill([text], states), torch.zeros(1, 1, dtype=torch.long)
+    if heads.publishes not in BLOCKS:
+        return heads.draft_step(session, torch.tensor([tokens[-1:]]), level, 0)[0, 0]
+    chain = chain_of(tokens, heads.draft_steps)
+    steps = [heads.draft_step(session, torch.tensor([[token]]), level, depth) for depth, token in enumerate(chain)]
+    return torch.cat(steps, dim=1)[0]
 
 
 @torch.no_grad()

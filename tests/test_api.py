@@ -393,3 +393,14 @@ def test_a_character_that_is_never_finished_comes_at_the_end() -> None:
     detokenizer = IncrementalDetokenizer(tokenizer)
     assert "".join(detokenizer.push([token]) for token in tokens) == "ok "
     assert detokenizer.rest() == tokenizer.decode(tokens)[3:]
+
+
+def test_a_target_alone_takes_drafters_that_need_no_heads(tiny_target: Target) -> None:
+    alone = headstart.load(target=tiny_target)
+    answer = alone.generate(PROMPTS[0], max_new_tokens=6)
+    assert answer.tokens == alone.generate(PROMPTS[0], max_new_tokens=6, drafter="ngram").tokens
+    assert answer.drafter_error is None and alone.costs is None
+    with pytest.raises(UserError, match="was loaded without heads"):
+        _ = alone.heads
+    with pytest.raises(UserError, match="Neither heads nor a target"):
+        headstart.load()

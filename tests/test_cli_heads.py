@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 
 from headstart import cli_heads
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
 from headstart.heads.medusa import MedusaHead
-from headstart.target import Target
+from headstart.streaming import decode_text
+from headstart.target import Target, load_target
 from tests.decode.drafters import broken_trees
 from tests.hub.helpers import export
+from tests.shipped import ship
 from tests.test_cli import call, refused, works
+from tests.tiny import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +101,33 @@ def test_a_lossy_verifier_is_called_lossy(heads: Path) -> None:
     assert "LOSSY" not in said(heads, "--temperature", 1, "--verifier", "top_k").stderr
     lines = works("chat", heads, "--max-new-tokens", 4, "--verifier", "typical", "--temperature", 1, stdin="hi\n\n")
     assert "LOSSY" in lines.stderr
+
+
+def test_a_target_with_modules_of_its_own_needs_no_heads(questions: Path, heads: Path, tmp_path: Path) -> None:
+    tokenizer, folder = tiny_tokenizer(), tmp_path / "target"
+    ship("deepseek", folder, vocabulary=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    target = load_target(str(folder), "float32")
+    prompt = target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "one two one two"}], add_generation_prompt=True, return_dict=False
+    )
+    (plain,) = Engine(target).generate([prompt], DecodeOptions(max_new_tokens=10))
+    words = decode_text(target.tokenizer, [token for token in plain.tokens if token not in target.end_tokens])
+    for drafter in ("mtp", "mtp:1", "mtp+ngram"):
+        assert said(folder, "--drafter", drafter).stdout == words + "\n"
+    assert "tokens/s" in works("chat", folder, "--drafter", "mtp", "--max-new-tokens", 4, stdin="hi\n\n").stderr
+    asked = ("--questions", questions, "--out", tmp_path / "out", "--max-new-tokens", 6, "--limit", 1)
+    works("eval", folder, "--drafter", "mtp", "--compare", "ngram", "--dtype", "float32", *asked)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["settings"]["drafter"] == "mtp"
+    assert found["summary"]["divergences"]["count"] == 0
+    assert found["summary"]["drafter_error"] is None and found["summary"]["drafts_proposed"] > 0
+    for where, drafter, problem in (
+        (folder, "heads+mtp", "was not written by headstart export"),
+        (heads, "mtp", "has no such modules"),
+        (folder, "mtp:0", "Use 1 to 16"),
+    ):
+        assert problem in refused("generate", where, "--prompt", "hi", "--drafter", drafter)
 
 
 def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark scripts that need no heads, each with next to nothing to do."""
+"""The benchmark scripts that need no training, each with next to nothing to do."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from safetensors.numpy import save_file
 
+from headstart.data.conversations import Conversation, write_conversations
 from headstart.files import read_json, write_json
+from headstart.target import load_target
+from headstart.tuning.measure import Text, measure_drafts
+from tests.hub.helpers import export, make_heads
 from tests.test_benchmarks import script
 
 
@@ -125,3 +130,46 @@ def test_plan_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert two["of_train"] == 0.5, "torchrun's training has a record of its own"
     assert one["bytes_of_states"] == 1.2, "a file with two names counts once"
     assert one["memory_of_train"] == 1.5
+
+
+@pytest.mark.parametrize("family", [{"family": "medusa", "num_heads": 2}, {"family": "hydra", "num_heads": 3}])
+def test_path_conditioned(
+    family: dict[str, Any], tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random heads: all arms decode, with the nodes that they may take."""
+    export(tmp_path / "heads", load_target(str(tiny_target_folder), "float32"), **family)
+    texts, asked, out = tmp_path / "texts.jsonl", tmp_path / "asked.jsonl", tmp_path / "out"
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 60, (3, 24), generator=random).tolist()
+    write_conversations(texts, [Conversation(str(row[0]), row, [False] * 6 + [True] * 18, []) for row in tokens])
+    rows = [{"question_id": number, "category": "", "turns": [f"Count to {number}."]} for number in range(2)]
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    benchmark = script("path_conditioned", monkeypatch)
+    arguments = [str(tmp_path / "heads"), str(asked), "--conversations", str(texts), "--out", str(out)]
+    arguments += ["--target", str(tiny_target_folder), "--dtype", "float32", "--max-new-tokens", "8"]
+    benchmark.main([*arguments, "--nodes", "3", "6"])
+    found = read_json(out / "path_conditioned.json")["rows"]
+    assert [row["drafts"] for row in found] == list(benchmark.ARMS) * 4
+    for row in found:
+        most = min(row["nodes"], family["num_heads"] + 1) if row["drafts"] == benchmark.CHAIN else row["nodes"]
+        assert row["drafter_error"] is None
+        assert 1 <= row["tau"] <= family["num_heads"] + 1
+        assert most - 1 < row["nodes_per_round"] <= most, "drafts without a chance are left out"
+        base = {benchmark.CHAIN: "over_chain", benchmark.INDEPENDENT: "over_independent"}.get(row["drafts"])
+        assert base is None or row[base]["mean"] == 1
+
+
+def test_drafts_along_the_best_path(tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decoding along the best path drafts is what is measured of it, and the first depth is the heads' own."""
+    target = load_target(str(tiny_target_folder), "float32")
+    heads = make_heads(target, family="hydra", num_heads=3)
+    benchmark = script("path_conditioned", monkeypatch)
+    text = Text.of([5, 6, 7], [9, 11, 13, 15, 17, 19, 21])
+    along = benchmark.measure_along(target, heads, [text])
+    ranks_OK, log_probs_OKR, *_ = measure_drafts(target, heads, [text], benchmark.MAX_RANK)
+    assert along[0].shape[0] == len(text.tokens) - 3 - heads.draft_steps
+    torch.testing.assert_close(along[1][:, 0], log_probs_OKR[-len(along[1]) :, 0])
+    assert torch.equal(along[0][:, 0], ranks_OK[-len(along[0]) :, 0])
+    differ = (along[1][:, 1] - log_probs_OKR[-len(along[1]) :, 1]).abs().amax(-1) > 1e-4
+    followed = ranks_OK[-len(along[0]) :, 0] == 0
+    assert not differ[followed].any() and differ[~followed].all(), "after the best draft, the text is the best path"

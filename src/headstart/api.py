@@ -17,7 +17,7 @@ from headstart.target import Exact, Target, load_target
 
 
 def load(
-    heads: str | Path,
+    heads: str | Path | None = None,
     target: Target | str | None = None,
     revision: str | None = None,
     dtype: str = "auto",
@@ -29,7 +29,8 @@ def load(
     """Load heads and the model they belong to.
 
     Args:
-        heads: a folder of heads, the folder of a run, or a Hub id (user/name).
+        heads: a folder of heads, the folder of a run, or a Hub id (user/name); None for a target alone, with drafters
+            that need no heads, such as "mtp" for the multi-token-prediction modules of its own checkpoint.
         target: the model, when it is loaded already or lies elsewhere than the heads say (then what `load_target`
             takes). By default the one that the heads name is loaded. The adapter of a target comes with the heads.
         revision: branch, tag or commit of the heads, when they come from the Hub.
@@ -54,6 +55,14 @@ def load(
             "dtype, device and quantization are those of the target, and it is loaded already.",
             "Give them to load_target, or give headstart.load the target's name instead of a Target.",
         )
+    if heads is None:
+        if target is None:
+            raise UserError("Neither heads nor a target are named.", "Name a folder of heads, or give target=.")
+        if not isinstance(target, Target):
+            target = load_target(target, dtype, device, revision, exact, quantization=quantization or "none")
+        elif exact != "auto":
+            target.exact = exact
+        return Decoder(target)
     folder = locate(heads, revision)
     check_folder(folder)
     if not isinstance(target, Target):
@@ -90,7 +99,7 @@ def export(
 def import_heads(
     source: str | Path, target: Target | str, out: str | Path, revision: str | None = None, dtype: str = "auto"
 ) -> Path:
-    """Write a published EAGLE, EAGLE-3 or Medusa checkpoint as a folder of heads of ours.
+    """Write a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint as a folder of heads of ours.
 
     Args:
         source: a folder with config.json and safetensors files, or a Hub id (user/name).

@@ -1,15 +1,26 @@
-"""How far the heads' probabilities can be believed: from log-probability to acceptance, by depth.
+"""How far the heads' probabilities can be believed: from log-probability to acceptance, by depth and by path.
+
+A draft's chance depends on how its path began. Once a token on the way was not its node's best draft, heads that draft
+all depths in one forward go on as if it had been, and are right less often than they say; heads that read the path
+are wrong in another way, having met a less likely text. So paths that *left* the best one have curves of their own.
 
 Fitted by `headstart.tuning.calibrate`.
+
+Shape suffixes: X nodes, in any dimensions, R ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+Curve = tuple[tuple[float, ...], tuple[float, ...]]
+"""Knots and values, linear in between."""
+_LEAST = 1e-4
+"""Confidence below which differences say nothing."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +35,27 @@ class Calibration:
         sampled: the same for a child that is drawn from what the drafts above its rank leave, read at the
             log-probability of the draft that has this rank; None takes such a child to be that draft. Exact for one
             sampled child; of several under one node, those after the first are accepted more seldom.
+        trust: how much the logarithm of what heads say of a node's children (`DraftHead.confidence`) counts beside the
+            log-probability of each: the knots are of their weighted sum. 0 for heads that say nothing.
+        left: the same after a path that has left the best one: that holds a token which is not its node's best draft.
+            All that stands above is then for the other paths. None makes no difference between the two.
     """
 
     log_probs: tuple[tuple[float, ...], ...] = ()
     accepted: tuple[tuple[float, ...], ...] = ()
     reached: tuple[float, ...] = ()
     sampled: Calibration | None = None
+    left: Calibration | None = None
+    trust: float = 0.0
 
     def knots(self, prefix: str = "") -> dict[str, list[list[float]]]:
         """As plain values for a JSON file, under names that begin with `prefix`."""
         own = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.reached,)}
         values = {prefix + name: [list(part) for part in parts] for name, parts in own.items()}
-        return values | self.sampled.knots(prefix + "drawn_") if self.sampled else values
+        values |= {prefix + "trust": [[self.trust]]} if self.trust else {}
+        for name, part in (("drawn_", self.sampled), ("left_", self.left)):
+            values |= part.knots(prefix + name) if part else {}
+        return values
 
     @classmethod
     def from_knots(cls, knots: Mapping[str, Sequence[Sequence[float]]], prefix: str = "") -> Calibration | None:
@@ -44,32 +64,64 @@ class Calibration:
             return None
         log_probs, accepted = (tuple(map(tuple, knots[prefix + name])) for name in ("log_probs", "accepted"))
         (reached,) = knots.get(f"{prefix}reached", [[]])
-        return cls(log_probs, accepted, tuple(reached), cls.from_knots(knots, f"{prefix}drawn_"))
+        sampled, left = (cls.from_knots(knots, prefix + name) for name in ("drawn_", "left_"))
+        ((trust,),) = knots.get(f"{prefix}trust", [[0.0]])
+        return cls(log_probs, accepted, tuple(reached), sampled, left, trust)
 
-    def best_child(self, depth: int) -> float:
-        """How often a node at this depth (from 0, the root) has a child that is accepted; 1 where it is unknown."""
-        return self.reached[depth] if depth < len(self.reached) else 1.0
+    def trusting(self, trust: float) -> Calibration:
+        """With another `trust`."""
+        sampled, left = (part and part.trusting(trust) for part in (self.sampled, self.left))
+        return replace(self, sampled=sampled, left=left, trust=trust)
+
+    def curve(self, depth: int) -> Curve:
+        """Knots and shares of a depth."""
+        return self.log_probs[depth], self.accepted[depth]
+
+    def after(self, left: bool) -> Calibration:
+        """What holds after paths that have left the best one, or after those that have not."""
+        return self.left or self if left else self
+
+    def best_child(self, depth: int, left: float = 0.0) -> float:
+        """How often a node at this depth (from 0, the root) has a child that is accepted; 1 where it is unknown.
+
+        Args:
+            depth: of the node.
+            left: how likely its path has left the best one.
+        """
+        own = self.reached[depth] if depth < len(self.reached) else 1.0
+        return own if self.left is None or not left else own + left * (self.left.best_child(depth) - own)
 
     def towards(self, other: Calibration, share: float) -> Calibration:
         """Between this calibration and another one: `share` of the other, of both what is known.
 
         >>> one = Calibration(((-2.0, 0.0),), ((0.0, 0.8),), (1.0,))
-        >>> one.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5)
-        Calibration(log_probs=((-4.0, -2.0, 0.0),), accepted=((0.0, 0.125, 0.65),), reached=(0.75,), sampled=None)
+        >>> one.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5).accepted
+        ((0.0, 0.125, 0.65),)
         """
-        log_probs: list[tuple[float, ...]] = []
-        accepted: list[tuple[float, ...]] = []
-        for first, last in zip(self.log_probs, other.log_probs, strict=False):
-            knots = np.array(sorted({*first, *last}), dtype=np.float32)
-            depth = len(log_probs)
-            log_probs.append(tuple(knots.tolist()))
-            both = (1 - share) * self.probs(depth, knots) + share * other.probs(depth, knots)
-            accepted.append(tuple(both.tolist()))
-        reached = ((1 - share) * a + share * b for a, b in zip(self.reached, other.reached, strict=False))
-        sampled = (
-            (self.sampled or self).towards(other.sampled or other, share) if self.sampled or other.sampled else None
-        )
-        return Calibration(tuple(log_probs), tuple(accepted), tuple(reached), sampled)
+        curves = [between(depth, self, other, share) for depth in range(min(len(self.log_probs), len(other.log_probs)))]
+        reached = tuple((1 - share) * a + share * b for a, b in zip(self.reached, other.reached, strict=False))
+        sampled = left = None
+        if self.sampled or other.sampled:
+            alone, others = (one.sampled or replace(one, left=None) for one in (self, other))
+            sampled = alone.towards(others, share)
+        if self.left or other.left:
+            left = (self.left or self).towards(other.left or other, share)
+        log_probs, accepted = (tuple(part[index] for part in curves) for index in (0, 1))
+        assert self.trust == other.trust, "fitted together"
+        return Calibration(log_probs, accepted, reached, sampled, left, self.trust)
+
+    def scores(
+        self, log_probs_XR: NDArray[np.float32], confidence_X: NDArray[np.float32] | None
+    ) -> NDArray[np.float32]:
+        """What the knots are of, for drafts [..., R] of nodes [...] with what heads say of these, if they do.
+
+        >>> Calibration(trust=0.5).scores(np.zeros((1, 2), np.float32), np.exp([-3.0], dtype=np.float32)).tolist()
+        [[-1.5, -1.5]]
+        """
+        if confidence_X is None or not self.trust:
+            return log_probs_XR
+        said_X: NDArray[np.float32] = np.log(np.maximum(confidence_X, _LEAST))
+        return log_probs_XR + np.float32(self.trust) * said_X[..., None]
 
     def probs(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
         """Probability of acceptance of drafts at a depth (from 0); the drafts' own where nothing was measured.
@@ -80,3 +132,10 @@ class Calibration:
         if depth >= len(self.log_probs) or not self.log_probs[depth]:
             return np.exp(log_probs.astype(np.float64))
         return np.interp(log_probs, self.log_probs[depth], self.accepted[depth])
+
+
+def between(depth: int, one: Calibration, other: Calibration, share: float) -> Curve:
+    """The curve of a depth that lies between those of two calibrations: `share` of the other."""
+    knots = np.array(sorted({*one.log_probs[depth], *other.log_probs[depth]}), dtype=np.float32)
+    both = (1 - share) * one.probs(depth, knots) + share * other.probs(depth, knots)
+    return tuple(knots.tolist()), tuple(both.tolist())

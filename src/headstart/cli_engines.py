@@ -118,9 +118,9 @@ def import_checkpoint(
     dtype: Annotated[Dtype, typer.Option(help="Of the target while it is read.")] = Dtype.auto,
     revision: Revision = None,
 ) -> None:
-    """Make heads of ours from a published EAGLE, EAGLE-3 or Medusa checkpoint, to decode with, tune and train further.
+    """Make heads of ours from a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint, to decode with and tune.
 
-    Weights are read from safetensors files alone; pickled ones are refused.
+    They can be trained further, too. Weights are read from safetensors files alone; pickled ones are refused.
 
     Example: headstart import user/eagle3-heads --target user/model --out heads
     """
@@ -170,7 +170,7 @@ def _copy(folder: Path, out: Path, dtype: WeightDtype | None) -> None:
 
 def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target: str | None) -> None:
     """Print what is wrong, and exit with 1 if anything is."""
-    from headstart.hub.engines import check_export, formats_of
+    from headstart.hub.engines import check_export, export_remarks, formats_of
 
     found = check_export(folder, engines, against, target)
     console = Console()
@@ -183,3 +183,5 @@ def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target:
     console.print(
         f"{folder} is whole, and all of it is read by {names}.", highlight=False, markup=False, soft_wrap=True
     )
+    for said in export_remarks(folder, engines):
+        console.print(said, highlight=False, markup=False, soft_wrap=True)

@@ -87,7 +87,7 @@ def evaluate(
         heads_name=heads,
         compare=tuple(compare or ()),
     )
-    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization)
+    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization, options.drafter)
     results = report(decoder, asked, how, out, console)
     show_summary(results, f"{heads} on {questions.name}", console)
     show_compare(results, console)
@@ -172,7 +172,7 @@ def generate(
     """
     if not (prompt if options.raw else prompt.strip()):
         raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
-    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization)
+    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization, options.drafter)
     stream = decoder.stream(prompt, **_keywords(options))
     _pour(stream)
     _remark(stream, options.verifier)
@@ -194,7 +194,7 @@ def chat(
 
     Example: headstart chat runs/quickstart
     """
-    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization)
+    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization, options.drafter)
     console = Console()
     console.print(f"{decoder.target.name}. Empty line or Ctrl-D ends, /new forgets what was said.", style="dim")
     opening = [{"role": "system", "content": system}] if system else []
@@ -230,14 +230,25 @@ def load_decoder(
     any_target: bool = False,
     exact: ExactChoice = ExactChoice.auto,
     quantization: Bits | None = None,
+    drafter: str = "heads",
 ) -> Decoder:
-    """Heads and their target, ready to generate; a spinner says that it takes a while."""
+    """Heads and their target, ready to generate; a spinner says that it takes a while.
+
+    Where the modules of a target's checkpoint draft, what is named as heads may be the target itself.
+    """
     console = Console(stderr=True)
     with console.status("loading"):
         from headstart.api import load
+        from headstart.drafters.catalog import check_drafter, kinds_of
+        from headstart.hub import has_heads
 
+        check_drafter(drafter)
+        alone = {"mtp"} <= kinds_of(drafter) <= {"mtp", "ngram", "lookahead"} and not has_heads(heads)
         return load(
-            *(heads, target, revision, dtype.value),
+            None if alone else heads,
+            (target or heads) if alone else target,
+            revision,
+            dtype.value,
             any_target=any_target,
             exact=exact.kind,
             quantization=quantization and quantization.value,

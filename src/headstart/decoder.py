@@ -33,7 +33,7 @@ class Decoder:
 
     Args:
         target: the frozen model.
-        heads: bound to it, in its dtype and on its device.
+        heads: bound to it, in its dtype and on its device; None for a target alone, which other drafters draft for.
         shape: the static tree to draft; without nodes but the root, decoding with heads is plain.
         calibration: what tuning measured, see `Tuning.to_json`; without it the heads draft the static tree always.
 
@@ -42,11 +42,15 @@ class Decoder:
     """
 
     def __init__(
-        self, target: Target, heads: DraftHead, shape: TreeShape, calibration: dict[str, Any] | None = None
+        self,
+        target: Target,
+        heads: DraftHead | None = None,
+        shape: TreeShape | None = None,
+        calibration: dict[str, Any] | None = None,
     ) -> None:
         self.target = target
-        self.heads = heads
-        self.shape = shape
+        self._loaded = heads
+        self.shape = shape or TreeShape.chain(0)
         self.calibration = calibration or {}
         self.tuning = _tuning(self.calibration)
         self._engines: dict[tuple[str, Tree | None, bool], Engine] = {}
@@ -54,6 +58,17 @@ class Decoder:
         self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
         self._lock = threading.RLock()
         self._told = False  # what older heads lack
+
+    @property
+    def heads(self) -> DraftHead:
+        """The heads.
+
+        Raises:
+            UserError: only a target was loaded.
+        """
+        if self._loaded is None:
+            raise UserError(f"{self.target.name} was loaded without heads.", "Name a folder of heads.")
+        return self._loaded
 
     @property
     def costs(self) -> Costs | None:
@@ -198,7 +213,7 @@ class Decoder:
         if tree not in (None, *TREES):
             raise UserError(f"Unknown tree {tree!r}.", nearest(str(tree), TREES))
         parts = name.split("+")
-        heads = self._heads(tree, tuning) if "heads" in parts else None
+        heads = self._heads(tree, tuning) if "heads" in parts and self._loaded is not None else None
         if "heads" in parts and heads is None:  # no tree pays: whatever else was asked for drafts alone
             name = "+".join(part for part in parts if part != "heads") or "none"
         return make_drafter(name, self.target, heads)

@@ -114,7 +114,7 @@ class EngineOptions:
     engine_arguments: str = option(
         "", "More of its own arguments, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
     )
-    engine_drafts: str = option("", "Numbers of drafts to try; else 1, 2, 3 and 5.", metavar="N,N...")
+    engine_drafts: str = option("", "Numbers of drafts to try; else 1, 2, 3 and 5, and all of a block.", metavar="N,N...")
     engine_prompts: int = option(8, "Prompts to ask, those of calibration conversations.", minimum=1)
     engine_tokens: int = option(64, "Longest answer of the engine in tokens.", minimum=2)
 
@@ -140,8 +140,8 @@ class DraftingOptions(LoopOptions):
 
     drafter: str = option(
         "heads+ngram",
-        "heads, none (plain decoding), ngram, lookahead, early-exit[:LAYERS], draft-model:SPEC, or several joined with "
-        "+, such as heads+ngram.",
+        "heads, none (plain decoding), ngram, lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own modules), "
+        "draft-model:SPEC, or several joined with +, such as heads+ngram.",
         metavar="NAME",
     )
     tree: Tree | None = option(None, "How the heads draft; by default as tuning found best.", unset="tuned")

@@ -35,7 +35,7 @@ FREE_TO_CHANGE = {
 }
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
 costs memory or time alone."""
-_LATER = ("packing", "ema", "lora_rank")
+_LATER = ("packing", "ema", "lora_rank", "anchors")
 """Train settings that trainings of earlier versions do not know; they were as the defaults are."""
 
 
@@ -275,6 +275,12 @@ class TrainSection(Section):
         False,
         description="Put the conversations of a batch into one row, one after the other, without padding; none sees "
         "another.",
+    )
+    anchors: int | None = Field(
+        None,
+        ge=1,
+        description="Positions of a conversation that drafts start from at most, drawn anew for each batch; null is "
+        "every one. Heads that draft a block in one pass run one for each.",
     )
     gradient_accumulation_steps: int = Field(1, ge=1, description="Batches per optimiser step.")
     gradient_checkpointing: bool = Field(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headstart.decode import rules
 from headstart.decode.verify import Row
-from tests.decode.tables import Grower, Kind, Shape
+from tests.decode.tables import Grower, Kind, Shape, q_table
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,15 @@ class UnmaskedGrower(Grower):
         return q_draft_V
 
 
+class BestPathGrower(Grower):
+    """The children of every node are drawn as those of the drafter's best token there, whatever token it holds."""
+
+    def drawn_from(self, prefix: tuple[int, ...], q_sampled_V: Tensor, top_k: list[int]) -> Tensor:
+        q_draft_V = q_table((*prefix[:-1], int(q_table(prefix[:-1]).argmax())) if prefix else ()).clone()
+        q_draft_V[top_k] = 0.0
+        return q_draft_V
+
+
 _SHARED = ("greedy_draft", "traversal")
 
 MUTANTS = {
@@ -90,6 +99,7 @@ MUTANTS = {
     "siblings out of draw order": Mutant(("greedy_draft", "traversal"), patches={"_draws": _by_probability}),
     "q not renormalised": Mutant(("traversal",), shape="bushy", patches={"_draws": _with_replacement}),
     "q holds the top-k tokens": Mutant(("greedy_draft",), kind="top and drawn", grower=UnmaskedGrower),
+    "siblings' children along the best path": Mutant(_SHARED, shape="bushy", grower=BestPathGrower),
     "kept by reach alone": Mutant(("traversal",), shape="chain of 3", patches={"_keep": lambda _, reach: reach}),
     "accept and residual share noise": Mutant(_SHARED, shape="chain of 3", same_noise=("accept", "residual")),
     "draft and accept share noise": Mutant(_SHARED, shape="chain of 3", same_noise=("draft", "accept")),

@@ -129,7 +129,7 @@ class Draft:
 
 
 class Grower:
-    """Grows trees of a kind and a shape. Mutations override `keep` and `source`."""
+    """Grows trees of a kind and a shape. Mutations override `keep`, `source` and `drawn_from`."""
 
     def __init__(self, kind: Kind, shape: Shape) -> None:
         self.kind, self.shape = kind, shape
@@ -140,6 +140,10 @@ class Grower:
 
     def source(self, q_sampled_V: Tensor, q_draft_V: Tensor) -> Tensor:
         """What the tree says its first sampled child came from, given what it came from, and the whole q."""
+        return q_sampled_V
+
+    def drawn_from(self, prefix: tuple[int, ...], q_sampled_V: Tensor, top_k: list[int]) -> Tensor:
+        """What sampled children of the node after `prefix` are drawn from, beside those top-k ones."""
         return q_sampled_V
 
     def grow(self, prefix: tuple[int, ...], pick: Pick) -> Draft:
@@ -160,7 +164,7 @@ class Grower:
         top_k, q_sampled_V = _plan(self.kind.children, context(prefix), len(shape))
         for token in top_k:
             add(token)
-        rest = q_sampled_V.tolist()
+        rest = self.drawn_from(prefix, q_sampled_V, top_k).tolist()
         sampled = []
         for _ in range(len(shape) - len(top_k)):
             if not sum(rest) > 0:  # q holds fewer tokens

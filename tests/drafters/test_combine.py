@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from headstart.decode.drafting import Drafter, Learner, NoDrafter
 from headstart.decode.loop import Engine
 from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
+from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.proposal import Children, Committed, Proposal, Request, Root, SampledChildren
-from headstart.target import Target
+from headstart.target import Target, TreeShape
 from tests.decode.drafters import ReplayDrafter
 from tests.drafters.test_draft_model import OPTIONS, plain, texts, tiny
+from tests.heads.test_contract import build
 
 ROOTS = Root.of([5])
 
@@ -157,6 +160,33 @@ def test_output_is_that_of_plain_decoding(pair: str, temperature: float) -> None
         assert [row.tokens for row in rows] == known
         alone = CombinedDrafter(*pairs(target, known[2:])[pair])
         assert Engine(target, alone).generate(texts()[2:], options)[0].tokens == known[2]
+
+
+@pytest.mark.parametrize("family", ["medusa", "hydra", "eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_heads_beside_n_grams(family: str, temperature: float) -> None:
+    """Drafts of one forward, and drafts that follow their paths, in dynamic trees that both have a part in."""
+    target = tiny()
+    heads = build(family, target)
+    heads.bind(target)
+    drafter = CombinedDrafter(HeadDrafter(heads, TreeShape.chain(2), "dynamic", max_nodes=9), NgramDrafter())
+    sizes: list[tuple[int, int, int]] = []
+    honest = drafter.propose
+
+    def propose(session: Any, root: Root, request: Request) -> Proposal:
+        together = honest(session, root, request)
+        one = drafter.first.propose(session[0], root, replace(request, streams=[torch.Generator()] * len(root.tokens)))
+        sizes.append((one.size, together.size, together.depth))
+        return together
+
+    drafter.propose = propose
+    rows = Engine(target, drafter).generate(texts(), replace(OPTIONS, temperature=temperature))
+    assert all(row.drafter_error is None for row in rows)
+    if temperature == 0:
+        assert [row.tokens for row in rows] == plain(target)
+        assert max(row.tokens_per_round for row in rows) > 1.5
+    assert any(one == 9 and together > 9 for one, together, _ in sizes), "n-grams add to a full tree of the heads"
+    assert any(depth > heads.draft_steps for _, _, depth in sizes), "and go on below it"
 
 
 def test_both_learn_and_rows_leave_both(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+BLOCK = {"family": "dflash", "block_size": 4, "aux_layers": (2, 4, 7), "mask_token_id": 7}
+CASES |= {
+    "dflash": BLOCK,
+    "dflash-reduced": {**BLOCK, "draft_vocab_size": 40},
+    "dspark": {**BLOCK, "family": "dspark", "markov_rank": 8, "confidence": True, "num_layers": 2},
+    "dspark-plain": {**BLOCK, "family": "dspark", "markov_rank": 8, "block_size": 3},
+    "dspark-reduced": {**BLOCK, "family": "dspark", "markov_rank": 8, "draft_vocab_size": 40},
+    "dflash-deep": {**BLOCK, "num_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+}
+
+
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """With unequal embeddings and LM head, and numbers large enough to matter."""

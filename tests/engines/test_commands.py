@@ -73,13 +73,14 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
     assert "No serving engine knows transition heads" in problem(
         {"family": "transition", "aux_layers": (2, -1)}, "vllm"
     )
+    assert "only as part of the checkpoint" in problem({"family": "mtp", "draft_steps": 2}, "sglang")
     assert "No serving engine knows hydra heads" in problem({"family": "hydra", "num_heads": 2}, "gguf")
     assert "heads.input_map=false" in problem({"family": "medusa", "num_heads": 2}, "vllm")
     for case in ("medusa", "medusa-shared"):
         assert "Medusa heads with a reduced vocabulary" in problem({**CASES[case], "draft_vocab_size": 40}, "vllm")
     assert "no Medusa heads" in problem(CASES["medusa"], "sglang")
-    assert "EAGLE-3 heads, and these are EAGLE-1" in problem(CASES["eagle"], "speculators")
-    assert "llama.cpp drafts with EAGLE-3 heads" in problem(CASES["eagle"], "gguf")
+    assert "EAGLE-3 heads and block drafters, and these are EAGLE-1" in problem(CASES["eagle"], "speculators")
+    assert "llama.cpp drafts with EAGLE-3, DFlash and DSpark heads" in problem(CASES["eagle"], "gguf")
     assert "heads.embedding_norm=false" in problem(CASES["eagle"], "sglang")
     for settings, said in (
         ({"aux_layers": (2, 3, -1)}, "the state after the final norm"),

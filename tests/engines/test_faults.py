@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headstart.heads import DraftHead
 from headstart.hub.engines import check_export, export_for
-from headstart.hub.engines import gguf as gguf_format
+from headstart.hub.engines import gguf_file as gguf_format
 from headstart.target import Target
 from tests.engines.test_formats import CHAIN, off, ours, read
 
@@ -116,13 +116,15 @@ def test_a_planted_fault_is_refused_and_breaks_the_logits(
         assert not same, "the fault changes what is drafted"
 
 
-def rewrite(file: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+def rewrite(
+    file: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Any]], None], architecture: str = "eagle3"
+) -> None:
     """The same GGUF file with other keys and tensors."""
     reader = gguf.GGUFReader(file)
     fields = {name: [field.contents(), field.types] for name, field in reader.fields.items() if "GGUF." not in name}
     tensors = {one.name: [one.data.copy(), one.tensor_type] for one in reader.tensors}
     change(fields, tensors)
-    writer = gguf.GGUFWriter(out, "eagle3")
+    writer = gguf.GGUFWriter(out, architecture)
     for name, (value, types) in fields.items():
         if name != "general.architecture":
             array = types[0] == gguf.GGUFValueType.ARRAY

@@ -59,6 +59,35 @@ CASES: dict[str, dict[str, Any]] = {
         "init": "transition",
         "norm_before_residual": True,
     },
+    "dspark": {"family": "dspark", "block_size": 3, "aux_layers": (1, 2), "mask_token_id": 60, "markov_rank": 4},
+    "dspark-deep": {
+        "family": "dspark",
+        "block_size": 7,
+        "num_layers": 2,
+        "aux_layers": (1, 2),
+        "mask_token_id": 60,
+        "markov_rank": 4,
+        "confidence": True,
+        "draft_vocab_size": 30,
+    },
+    "dspark-without-markov": {
+        "family": "dspark",
+        "block_size": 3,
+        "aux_layers": (1, 2),
+        "mask_token_id": 60,
+        "markov_rank": 0,
+        "confidence": True,
+    },
+    "dflash": {"family": "dflash", "block_size": 4, "aux_layers": (1, 2), "mask_token_id": 60},
+    "dflash-deep": {
+        "family": "dflash",
+        "block_size": 8,
+        "num_layers": 2,
+        "aux_layers": (1, 2),
+        "mask_token_id": 60,
+        "draft_vocab_size": 30,
+    },
+    "dflash-cold": {"family": "dflash", "block_size": 5, "aux_layers": (1, 2), "mask_token_id": 60, "init": "random"},
     "transition": {"family": "transition", "draft_steps": 3, "aux_layers": (1, -1)},
     "transition-draft-vocabulary": {
         "family": "transition",
@@ -66,6 +95,9 @@ CASES: dict[str, dict[str, Any]] = {
         "aux_layers": (-1,),
         "draft_vocab_size": 30,
     },
+    "mtp": {"family": "mtp", "draft_steps": 3},
+    "mtp-own-modules": {"family": "mtp", "draft_steps": 3, "shared_module": False},
+    "mtp-draft-vocabulary": {"family": "mtp", "draft_steps": 2, "shared_module": False, "draft_vocab_size": 30},
 }
 
 
@@ -128,6 +160,9 @@ def test_unroll_shapes_and_gradients(name: str, target: Target) -> None:
         assert flat[prediction.source_M + 1].all(), "only supervised tokens are predicted"
         assert (prediction.origin_M // 12 == (prediction.source_M + 1) // 12).all(), "never across rows"
         total = total + prediction.logits_MD.square().mean()
+        if prediction.confidence_M is not None:
+            assert prediction.confidence_M.shape == (rows,)
+            total = total + prediction.confidence_M.square().mean()
     total.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in heads.parameters() if p.requires_grad)
     assert all(not p.requires_grad for p in target.model.parameters())

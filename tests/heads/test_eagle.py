@@ -20,6 +20,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "eagle": {"family": "eagle", "draft_steps": 3},
     "eagle3": {"family": "eagle3", "draft_steps": 3, "aux_layers": (1, 3), "num_layers": 2},
     "transition": {"family": "transition", "draft_steps": 3, "aux_layers": (1, -1), "num_layers": 2},
+    "mtp": {"family": "mtp", "draft_steps": 3},
+    "mtp-own-modules": {"family": "mtp", "draft_steps": 3, "shared_module": False},
 }
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6]
 
@@ -89,7 +91,12 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("settings", [{"family": "eagle", "draft_steps": 2}, TRANSITION, PUBLISHED])
+MTP = {"family": "mtp", "draft_steps": 2}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"family": "eagle", "draft_steps": 2}, TRANSITION, PUBLISHED, MTP, {**MTP, "shared_module": False}]
+)
 @torch.no_grad()
 def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Target) -> None:
     """States that rotate at each token: the start drafts them at once, at the second step as at the first."""
@@ -255,7 +262,7 @@ def test_every_kind_of_rotary_positions_that_is_taken_can_be_computed(kind: str,
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_linear_start_looks_no_longer_than_it_has_to(name: str, target: Target) -> None:
     torch.manual_seed(0)
-    heads = family(name)(make_config(FAMILIES[name], target))
+    heads = family(FAMILIES[name]["family"])(make_config(FAMILIES[name], target))
     heads.warm_start(target)
     looked = []
 

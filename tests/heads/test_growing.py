@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -67,7 +69,8 @@ def grown(
     shape: TreeShape | None = None,
     max_rank: int = 8,
 ) -> Proposal:
-    return grow(heads, None, Root.of(roots), replace(request, calibration=calibration, shape=shape), max_rank)
+    asked = replace(request, calibration=calibration, shape=shape)
+    return grow(heads, None, Root.of(roots), asked, max_rank, confidence=heads.confidence)
 
 
 def paths(tree: Proposal, row: int) -> list[tuple[int, ...]]:
@@ -110,6 +113,111 @@ def test_dynamic_trees_hold_every_path_that_is_worth_it() -> None:
     assert tree.accept_probs is not None
     for path, accept_prob in zip(paths(tree, 0), tree.accept_probs[0][1:], strict=True):
         assert accept_prob == pytest.approx(expected[path], rel=1e-5)
+
+
+def best_first(heads: TableHead, calibration: Calibration, nodes: int) -> dict[tuple[int, ...], float]:
+    """The paths of a best-first search: always the likeliest one not yet taken, until there are enough."""
+
+    def children(path: tuple[int, ...], accept_prob: float, left: bool) -> list[tuple[float, tuple[int, ...], bool]]:
+        if len(path) == heads.draft_steps:
+            return []
+        log_probs_D, tokens_D = heads.table(path).log_softmax(-1).sort(descending=True)
+        probs = calibration.after(left).probs(len(path), log_probs_D.numpy()).tolist()
+        return [
+            (-accept_prob * prob, (*path, token), left or rank > 0)
+            for rank, (prob, token) in enumerate(zip(probs, tokens_D.tolist(), strict=True))
+        ]
+
+    heap, found = children((), 1.0, False), {}
+    while len(found) < nodes:
+        heapq.heapify(heap)
+        less, path, left = heapq.heappop(heap)
+        found[path] = -less
+        heap += children(path, -less, left)
+    return found
+
+
+LEFT = Calibration(
+    log_probs=((-9.0, 0.0),) * 3,
+    accepted=((0.01, 0.8),) * 3,
+    reached=(0.9,) * 3,
+    left=Calibration(((-9.0, 0.0),) * 3, ((0.0, 0.2),) * 3, (0.3,) * 3),
+)
+"""Drafts are a quarter as good on paths that have left the best one."""
+
+
+@pytest.mark.parametrize("calibration", [Calibration(), LEFT])
+@pytest.mark.parametrize("nodes", [3, 6, 12, 25])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_full_tree_is_that_of_a_best_first_search(shared: bool, nodes: int, calibration: Calibration) -> None:
+    """Nodes of deeper levels push out worse ones above."""
+    heads = TableHead(shared)
+    tree = grown(heads, [3], Request(nodes + 1), calibration, max_rank=VOCAB)
+    expected = best_first(heads, calibration, nodes)
+    assert sorted(paths(tree, 0)) == sorted(expected)
+    assert tree.accept_probs is not None
+    for path, accept_prob in zip(paths(tree, 0), tree.accept_probs[0][1:], strict=True):
+        assert accept_prob == pytest.approx(expected[path], rel=1e-5)
+
+
+def test_paths_that_leave_the_best_one_are_believed_less() -> None:
+    heads, request = TableHead(), Request(999, threshold=0.1)
+    tree, one_curve = (grown(heads, [3], request, one) for one in (LEFT, replace(LEFT, left=None)))
+    assert len(paths(tree, 0)) < len(paths(one_curve, 0)) / 2
+    # A level pays by what its nodes reach: 0.9 below the best path, 0.3 below others.
+    first = grown(heads, [3], replace(request, level_threshold=100.0), LEFT)
+    assert first.accept_probs is not None
+    promised = sum(max(0.0, prob * (0.3 if rank else 0.9) - 0.1) for rank, prob in enumerate(first.accept_probs[0][1:]))
+    for level_threshold, further in ((promised * 0.99, True), (promised * 1.01, False)):
+        levels = grown(heads, [3], replace(request, level_threshold=level_threshold), LEFT).levels or 0
+        assert (levels > 1) == further
+
+
+def test_what_heads_say_of_a_node_counts_for_its_children() -> None:
+    class Saying(TableHead):
+        def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor:
+            assert tokens_BW.shape[1] == len(self.asked[-1][0])
+            return 1 / (2.0 + tokens_BW)
+
+    calibration = Calibration(((-20.0, 0.0),) * 3, ((0.0, 1.0),) * 3, (1.0,) * 3, trust=0.5)
+    heads = Saying()
+    tree = grown(heads, [3], Request(20), calibration)
+    assert tree.accept_probs is not None
+    for path, accept_prob in zip(paths(tree, 0), tree.accept_probs[0][1:], strict=True):
+        expected = 1.0
+        for depth, token in enumerate(path):
+            log_prob = float(heads.table(path[:depth]).log_softmax(-1)[token])
+            expected *= 1 + (log_prob - 0.5 * math.log(2 + (3, *path)[depth])) / 20
+        assert accept_prob == pytest.approx(expected, rel=1e-5)
+    silent, deaf = grown(TableHead(), [3], Request(20), calibration), replace(calibration, trust=0.0)
+    assert silent == grown(heads, [3], Request(20), deaf), "nothing is said, or nobody listens"
+
+
+def test_a_drawn_first_child_may_have_left_the_best_path() -> None:
+    """As likely as the heads draw another token than their best one; whichever is drawn."""
+    heads, streams = TableHead(), [torch.Generator().manual_seed(2)]
+    request = Request(3, 0.0, 0.0, True, Children.SAMPLED, Sampling(temperature=1.0).warp, streams)
+    tree = grown(heads, [3], request, LEFT)
+    assert tree.accept_probs is not None and LEFT.left is not None
+    best = [heads.table(path).log_softmax(-1).max() for path in ((), (tree.tokens[0][1],))]
+    stays = float(best[0].exp())
+    first = LEFT.probs(0, best[0].numpy())
+    second = [one.probs(1, best[1].numpy()) for one in (LEFT, LEFT.left)]
+    expected = [1.0, first, first * (stays * second[0] + (1 - stays) * second[1])]
+    assert tree.accept_probs[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_drawn_node_is_never_pushed_out_and_leaves_room_below() -> None:
+    """Whatever is drawn for them, the root has the same children; what is expected below keeps its room."""
+    heads, warp = TableHead(), Sampling(temperature=1.0).warp
+    for children in (Children.TOP_K_AND_SAMPLED, Children.SAMPLED):
+        counts = set()
+        for seed in range(20):
+            streams = [torch.Generator().manual_seed(seed)]
+            tree = grown(heads, [3], Request(9, 0.0, 0.0, False, children, warp, streams), LEFT)
+            assert tree.size <= 9 and tree.depth == 3
+            counts.add(tree.parents[0].count(0))
+        assert len(counts) == 1
 
 
 def test_rows_of_different_size_are_padded_and_room_is_kept() -> None:

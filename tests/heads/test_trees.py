@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headstart.heads import DraftHead, layer
+from headstart.heads import DraftHead, family, layer
 from headstart.proposal import Committed
 from headstart.target import Target
 from tests.heads.test_contract import CASES, build, shake
@@ -150,3 +150,18 @@ def test_a_table_of_angles_is_as_long_as_the_text_needs(exact: Target) -> None:
         assert torch.equal(torch.stack(got), torch.stack(wanted))
         ((cos, _),) = grown._tables.values()
         assert len(cos) == size
+
+
+@pytest.mark.parametrize("name", ["hydra", "eagle3", "dspark"])
+def test_drafts_after_the_best_path_alone_are_noticed(
+    name: str, exact: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutant: all nodes of a level are drafted as if each were the first one."""
+    honest = family(CASES[name]["family"]).draft_step
+
+    def first(self: Any, state: Any, tokens_BW: torch.Tensor, parents_BW: torch.Tensor, depth: int) -> torch.Tensor:
+        return honest(self, state, tokens_BW[:, :1].expand_as(tokens_BW), parents_BW, depth)
+
+    monkeypatch.setattr(family(CASES[name]["family"]), "draft_step", first)
+    with pytest.raises(AssertionError, match="not close"):
+        test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(name, 2, (3, 4), exact, monkeypatch)

@@ -9,8 +9,18 @@ from typing import Any
 import torch
 
 from headstart.heads import HeadBatch
+from headstart.heads.base import origins
 from headstart.target import FINAL
-from headstart.train.batches import collate, epoch_batches, epoch_steps, noisy, predictions, share, subsampled
+from headstart.train.batches import (
+    anchored,
+    collate,
+    epoch_batches,
+    epoch_steps,
+    noisy,
+    predictions,
+    share,
+    subsampled,
+)
 
 LENGTHS = [random.Random(0).randrange(20, 400) for _ in range(300)]
 
@@ -104,3 +114,43 @@ def test_a_thinned_batch_lets_the_share_of_drafts_go_on() -> None:
         subset.subsampled_steps_BT, other.subsampled_steps_BT
     )
     assert subsampled(batch, 1.0, [0]).subsampled_steps_BT is None
+
+
+def test_drafts_start_from_as_many_positions_of_each_conversation_as_asked() -> None:
+    supervised_BT = torch.ones(3, 60, dtype=torch.bool)
+    supervised_BT[1, 6:] = False  # five positions to start from
+    starts_BT = torch.zeros(3, 60, dtype=torch.long)
+    starts_BT[2, 20:] = 20  # and a row of two conversations
+    supervised_BT[2, 20] = False
+    batch = HeadBatch(torch.zeros(3, 60).long(), supervised_BT, {}, starts_BT=starts_BT)
+    drawn = anchored(batch, 8, [0, 1, 2])
+    origin_M = origins(drawn, 0)
+    assert predictions(batch, 8) == len(origin_M) == 8 + 4 + 8 + 8
+    rows = [
+        origin_M[(origin_M >= low) & (origin_M < high)] for low, high in ((0, 60), (60, 120), (120, 140), (140, 180))
+    ]
+    assert [len(row) for row in rows] == [8, 4, 8, 8]
+    assert torch.isin(origin_M, origins(batch, 0)).all()
+    assert set(origins(drawn, 3).tolist()) == set(origin_M.tolist()) & set(origins(batch, 3).tolist())
+    assert torch.equal(origin_M, origins(anchored(batch, 8, [0, 1, 2]), 0))
+    assert not torch.equal(origin_M, origins(anchored(batch, 8, [0, 1, 3]), 0))
+    assert torch.equal(origins(anchored(batch, 99, [0]), 0), origins(batch, 0))
+
+
+def test_every_position_is_as_likely_an_anchor_as_any_other() -> None:
+    batch = HeadBatch(torch.zeros(400, 42).long(), torch.ones(400, 42, dtype=torch.bool), {})
+    counts_T = torch.zeros(42)
+    for step in range(10):
+        counts_T.index_add_(0, origins(anchored(batch, 10, [0, step]), 0) % 42, torch.ones(4000))
+    # 4000 draws a position with probability 1/4: 1000, and five standard deviations of 27.
+    assert counts_T[:40].sub(1000).abs().max() < 140 and not counts_T[40:].any()
+
+
+def test_anchors_keep_what_was_drawn_before() -> None:
+    batch = HeadBatch(torch.zeros(4, 50).long(), torch.ones(4, 50, dtype=torch.bool), {})
+    subset = subsampled(batch, 0.5, [1])
+    drawn = anchored(subset, 10, [1])
+    assert subset.subsampled_steps_BT is not None and drawn.subsampled_steps_BT is not None
+    kept_BT = drawn.subsampled_steps_BT > 0
+    assert int(kept_BT[:, :48].sum()) == 40
+    assert torch.equal(drawn.subsampled_steps_BT[kept_BT], subset.subsampled_steps_BT[kept_BT])

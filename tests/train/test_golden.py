@@ -19,7 +19,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra": {"num_heads": 2, "prefix_attention": True},
     "eagle": {"draft_steps": 3},
     "eagle3": {"draft_steps": 3, "aux_layers": (1, 2, 3)},
+    "dspark": {"block_size": 3, "aux_layers": (1, 2), "markov_rank": 4, "confidence": True},
+    "dflash": {"block_size": 4, "aux_layers": (1, 2)},
     "transition": {"draft_steps": 3, "aux_layers": (1, 2, -1)},
+    "mtp": {"draft_steps": 3, "shared_module": False},
 }
 
 

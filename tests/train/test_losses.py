@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from headstart.errors import UserError
 from headstart.heads import HeadBatch, StepPrediction
-from headstart.target import FINAL, Target
+from headstart.target import FINAL, Finish, Target
 from headstart.train import losses
 from headstart.train.losses import (
     LOSSES,
@@ -48,6 +49,7 @@ def _by_hand(name: str) -> float:
         "tv": 1 - ALPHA,
         "nla": -math.log(ALPHA),
         "lk": mix * forward_kl + (1 - mix) * (1 - ALPHA),
+        "tv_ce": -0.1 * sum(p * math.log(q) for p, q in pairs) + 0.9 * sum(abs(p - q) for p, q in pairs),
         "topk_ce": -sum(p * math.log(q) for p, q in pairs),  # of three tokens, the ten most likely are all
     }[name]
 
@@ -214,6 +216,53 @@ def test_a_source_that_no_supervised_token_follows_is_refused() -> None:
     teacher_logits = TeacherLogits(torch.randn(1, 5), torch.zeros(1, 1), torch.tensor([-1, 0]))
     with pytest.raises(AssertionError, match="supervised"):
         summed(losses.soft_ce, torch.zeros(1, 3), torch.zeros(5, 3), teacher_logits, torch.tensor([0]), torch.ones(1))
+
+
+@pytest.mark.parametrize("finish", [None, Finish(divisor=2.0, cap=3.0)], ids=str)
+@pytest.mark.usefixtures("small_blocks")
+def test_columns_that_do_not_learn_get_no_gradient_and_alpha_is_noted(finish: Finish | None) -> None:
+    torch.manual_seed(0)
+    hidden_MH, lm_head_DH = torch.randn(40, 5, requires_grad=True), torch.randn(DRAFTS, 5, requires_grad=True)
+    teacher_logits = TeacherLogits(torch.randn(40, DRAFTS), torch.zeros(40, 1), torch.arange(40))
+    operands = (hidden_MH, lm_head_DH, teacher_logits, torch.arange(40), torch.rand(40))
+    every = [hidden_MH, lm_head_DH]
+    wanted = torch.autograd.grad(summed_plain(losses.soft_ce, *operands, None, finish), every)
+    alpha_M = torch.zeros(40)
+    found = torch.autograd.grad(summed(losses.soft_ce, *operands, None, finish, 3, alpha_M), every)
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[1][:, 3:], wanted[1][:, 3:], rtol=1e-5, atol=1e-5)
+    assert not found[1][:, :3].any()
+    prediction = StepPrediction(hidden_MH, lm_head_DH, torch.arange(40), torch.arange(40), finish=finish)
+    torch.testing.assert_close(alpha_M, agreement(prediction, teacher_logits)[0])
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"round_starts_only": True}, {"position_weight": "accept_until_failure"}], ids=str
+)
+def test_confidence_learns_the_mass_that_is_shared(settings: dict[str, Any]) -> None:
+    """Its gradient is sigmoid - alpha with the weight of the draft: of the drafts that weigh anything."""
+    torch.manual_seed(0)
+    lm_head_DH, origin_M = torch.randn(7, 3), torch.arange(20)
+    teacher_logits = TeacherLogits(torch.randn(22, 7), torch.zeros(22, 1), torch.arange(22))
+    confidences = [torch.randn(20, requires_grad=True) for _ in range(2)]
+    steps = [
+        StepPrediction(torch.randn(20, 3), lm_head_DH, origin_M + step + 1, origin_M, confidence_M=one)
+        for step, one in enumerate(confidences)
+    ]
+    bare = [replace(step, confidence_M=None) for step in steps]
+    total = weighted(steps, losses.soft_ce, teacher_logits, 0.8, **settings)
+    weights = losses._position_weights(
+        bare, teacher_logits, 0.8, settings.get("position_weight", "exponential"), "round_starts_only" in settings
+    )
+    alphas = [agreement(step, teacher_logits)[0] for step in steps]
+    total.backward()
+    missed = 0.0
+    for confidence_M, alpha_M, weight_M in zip(confidences, alphas, weights, strict=True):
+        torch.testing.assert_close(confidence_M.grad, weight_M * (confidence_M.detach().sigmoid() - alpha_M))
+        chance_M = confidence_M.detach().sigmoid()
+        missed -= float((weight_M * (alpha_M * chance_M.log() + (1 - alpha_M) * (1 - chance_M).log())).sum())
+    plain = weighted(bare, losses.soft_ce, teacher_logits, 0.8, **settings)
+    assert float(total.detach() - plain) == pytest.approx(missed, rel=1e-4)
 
 
 # -- the sum over a batch --------------------------------------------------------------------------------------------

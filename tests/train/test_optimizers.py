@@ -99,7 +99,7 @@ def test_every_weight_has_one_optimizer_and_lm_heads_norms_and_biases_have_adamw
     by_muon, by_adamw = ([id(w) for group in one.param_groups for w in group["params"]] for one in (muon, adamw))
     assert sorted(by_muon + by_adamw) == sorted(trained)
     assert isinstance(muon, Muon) and isinstance(adamw, torch.optim.AdamW)
-    apart = ("lm_head", "norm", "bias")
+    apart = ("lm_head", "norm", "bias", "markov", "confidence")
     assert not [trained[key] for key in by_muon if any(part in trained[key] for part in apart)]
     assert not [trained[key] for key in by_adamw if not any(part in trained[key] for part in apart)]
     (only,) = make_optimizers(heads, TrainSection())

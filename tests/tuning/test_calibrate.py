@@ -54,6 +54,102 @@ def test_calibration_corrects_overconfidence() -> None:
         assert list(shares) == sorted(shares)
 
 
+def test_paths_that_left_the_best_one_have_a_curve_of_their_own() -> None:
+    """The second draft's chance is what it says, and half of it where the first token was not the best draft."""
+    rng = np.random.default_rng(1)
+    origins = 40_000
+    first = rng.choice(3, origins, p=(0.5, 0.3, 0.2))  # rank of the true token; the last one was not drafted
+    claimed = rng.uniform(0.1, 0.9, origins)
+    second = np.where(rng.uniform(size=origins) < np.where(first == 0, claimed, claimed / 2), 0, 2)
+    log_probs = np.log(np.stack([np.full((origins, 2), (0.5, 0.3)), np.stack([claimed, 1e-4 * claimed], 1)], 1))
+    found = fit_calibration(np.stack([first, second], 1), log_probs.astype(np.float32))
+    asked = np.log(np.array([0.2, 0.5, 0.8], dtype=np.float32))
+    # Bins of 500 drafts or more: three standard errors of a share are .07.
+    np.testing.assert_allclose(found.after(False).probs(1, asked), [0.2, 0.5, 0.8], atol=0.07)
+    np.testing.assert_allclose(found.after(True).probs(1, asked), [0.1, 0.25, 0.4], atol=0.07)
+    assert found.best_child(1) == pytest.approx(0.5, abs=0.02)
+    assert found.best_child(1, 1.0) == pytest.approx(0.25, abs=0.02)
+    assert found.best_child(1, 0.5) == pytest.approx((found.best_child(1) + found.best_child(1, 1.0)) / 2)
+    one_curve = fit_calibration(np.stack([first, second], 1), log_probs.astype(np.float32), by_path=False)
+    assert one_curve.left is None
+    assert found.after(True).probs(0, asked).tolist() == pytest.approx(one_curve.probs(0, asked).tolist())
+    again = Calibration.from_knots(found.knots("sampled_"), "sampled_")
+    assert again == found
+    halfway = one_curve.towards(found, 0.5)
+    assert halfway.left is not None
+    expected = (one_curve.probs(1, asked) + found.left.probs(1, asked)) / 2 if found.left else None
+    np.testing.assert_allclose(halfway.left.probs(1, asked), expected)
+
+
+def test_paths_are_told_apart_only_where_that_foretells_more() -> None:
+    """Heads whose drafts follow the path may be as good after any path; chance alone makes no curves."""
+    ranks, log_probs = overconfident()
+    assert fit_calibration(ranks, log_probs).left is None
+    assert fit_calibration(ranks, log_probs, by_path=True).left is None, "all are on the best path or not drafted"
+    rng = np.random.default_rng(2)
+    ranks = rng.choice(3, (4_000, 3), p=(0.5, 0.3, 0.2))
+    log_probs = np.log(rng.uniform(0.1, 0.9, (4_000, 3, 2))).astype(np.float32)
+    assert fit_calibration(ranks, log_probs).left is None
+    assert fit_calibration(ranks, log_probs, by_path=True).left is not None
+
+
+def saying(informed: bool) -> tuple[np.ndarray, ...]:
+    """Heads whose best draft claims about a half always, and is right as often as they say beside it, or by chance."""
+    rng = np.random.default_rng(3)
+    said = rng.uniform(0.05, 0.95, (6_000, 2))
+    right = rng.uniform(size=said.shape) < (said if informed else 0.5)
+    claimed = rng.uniform(0.49, 0.51, said.shape)
+    log_probs = np.log(np.stack([claimed, 1e-4 * claimed], axis=-1))
+    return np.where(right, 0, 2), log_probs.astype(np.float32), said.astype(np.float32)
+
+
+def test_what_heads_say_of_their_drafts_counts_where_it_is_right() -> None:
+    ranks, log_probs, said = saying(informed=True)
+    found = fit_calibration(ranks, log_probs, None, None, said)
+    assert found.trust > 0
+    for confidence in (0.2, 0.5, 0.8):
+        asked = found.scores(log_probs[:1, 0], np.array([confidence], dtype=np.float32))
+        # 40 bins of 300 drafts: three standard errors of a share are .09.
+        assert found.probs(0, asked)[0, 0] == pytest.approx(confidence, abs=0.09)
+    assert Calibration.from_knots(found.knots()) == found
+    assert found.towards(found, 0.5).trust == found.trust
+    assert fit_calibration(ranks, log_probs, None, None, said, trust=0.0).trust == 0
+    ranks, log_probs, said = saying(informed=False)
+    assert fit_calibration(ranks, log_probs, None, None, said).trust == 0
+
+
+def test_the_replay_reads_what_heads_say() -> None:
+    """Of equal drafts the tree verifies those that the heads trust, and not the others."""
+    said = np.tile(np.array([[0.95], [0.05], [0.05]], dtype=np.float32), (40, 1))
+    ranks, log_probs = np.where(said > 0.5, 0, 1), np.full((120, 1, 1), np.log(0.5), dtype=np.float32)
+    calibration = fit_calibration(ranks, log_probs, None, None, said, trust=1.0)
+    costs = Costs((1, 64), (10.0, 199.0), 0.0, 0.0, 1)
+    blind = fit_calibration(ranks, log_probs)
+    blind_ms, ms = (replay_dynamic(ranks, log_probs, one, costs, confidence_OK=said)[1] for one in (blind, calibration))
+    assert blind_ms == pytest.approx(13.0), "a draft in every round"
+    assert ms == pytest.approx(11.5), "in every second one: an accepted draft takes the text past the next"
+
+
+def test_few_paths_lean_on_all_of_them() -> None:
+    """Two of the paths that left, both right: far too few to believe."""
+    ranks = np.array([[0, 1]] * 400 + [[1, 0]] * 2)
+    log_probs = np.full((402, 2, 2), -1.0, dtype=np.float32)
+    found = fit_calibration(ranks, log_probs, by_path=True)
+    assert found.after(True).probs(1, log_probs[0, 0, :1])[0] == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_replay_takes_paths_that_left_for_what_they_are() -> None:
+    """After a wrong best draft the second level is not worth its nodes, and is not verified."""
+    ranks = np.tile([[1, 0]], (60, 1))
+    log_probs = np.full((60, 2, 2), np.log(0.5), dtype=np.float32)
+    flat = ((-9.0, 0.0),) * 2
+    costs = Costs((1, 64), (10.0, 73.0), 0.0, 0.0, 2)
+    even = Calibration(flat, ((0.5, 0.5),) * 2)
+    assert replay_dynamic(ranks, log_probs, even, costs)[0] == 3.0
+    hopeless = Calibration(flat, ((0.5, 0.5),) * 2, left=Calibration(flat, ((0.5, 0.5), (0.01, 0.01))))
+    assert replay_dynamic(ranks, log_probs, hopeless, costs)[0] == 2.0
+
+
 def test_without_measurements_the_heads_are_believed() -> None:
     assert Calibration().probs(2, np.log(np.array([0.25], dtype=np.float32)))[0] == pytest.approx(0.25)
     empty = fit_calibration(np.zeros((0, 2), dtype=np.int64), np.zeros((0, 2, 3), dtype=np.float32))

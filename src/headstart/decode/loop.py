@@ -135,7 +135,7 @@ class Engine:
                     controller.room(max_nodes),
                     controller.threshold,
                     controller.level_threshold,
-                    verifier.chains_only,
+                    verifier.chains_only or target.chains_only,
                     verifier.children,
                     options.sampling.warp,
                     draft_streams,

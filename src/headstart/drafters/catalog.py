@@ -9,6 +9,7 @@ from headstart.decode.drafting import Drafter
 from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.lookahead import LookaheadDrafter
+from headstart.drafters.mtp import MtpDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError, nearest
 from headstart.options import DraftingOptions
@@ -21,10 +22,13 @@ DRAFTERS = {
     "ngram": "what followed the same words before, in the prompt or the answer",
     "lookahead": "n-grams from the target's own guesses (a Jacobi window in every tree)",
     "early-exit": "the target's first layers; early-exit:K takes K of them, by default a sixth",
+    "mtp": "the multi-token-prediction modules that the target's checkpoint brings along; mtp:K drafts K tokens",
     "draft-model": "a smaller model with the same tokenizer: draft-model:SPEC, a hub id, folder or .gguf file",
 }
 """What each name drafts with. Two or more joined with + draft together, as in heads+ngram."""
 
+
+_MOST_STEPS = 16
 
 DEFAULT = DraftingOptions.drafter
 """What generation drafts with when nothing else is said: n-grams cost next to nothing and see what heads miss."""
@@ -63,7 +67,7 @@ def check_drafter(name: str) -> None:
             wrong = next((one for one in kind.split("+") if one not in DRAFTERS), kind)
             inside = f" in {name!r}" if wrong != name else ""
             raise UserError(f"Unknown drafter {wrong!r}{inside}.", nearest(wrong, DRAFTERS))
-        if colon and kind not in ("early-exit", "draft-model"):
+        if colon and kind not in ("early-exit", "mtp", "draft-model"):
             raise UserError(f"The drafter {kind} takes no argument, and {part!r} gives one.", f"Write {kind}.")
         if kind == "draft-model" and not argument:
             raise UserError("The drafter draft-model names no model.", "Write draft-model:SPEC, such as a hub id.")
@@ -76,6 +80,15 @@ def parts_of(name: str) -> list[str]:
     ['heads', 'draft-model:a+b/c', 'ngram']
     """
     return re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
+
+
+def kinds_of(name: str) -> set[str]:
+    """The same without their arguments.
+
+    >>> sorted(kinds_of("mtp:2+ngram"))
+    ['mtp', 'ngram']
+    """
+    return {part.partition(":")[0] for part in parts_of(name)}
 
 
 def describe() -> str:
@@ -97,12 +110,20 @@ def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
         case "early-exit":
             layers = _layers(argument, target) if colon else max(1, target.num_layers // 6)
             return DraftModelDrafter(early_exit(target, layers), target, name="early-exit")
+        case "mtp":
+            return MtpDrafter(target, _steps(argument) if colon else None)
         case "draft-model":
             dtype = {kind: name for name, kind in DTYPES.items()}.get(target.dtype, "auto")
             return DraftModelDrafter(load_target(argument, dtype, str(target.device), exact="tokens"), target)
     if heads is None:
         raise UserError(f"The drafter {name!r} needs trained heads, and none are given.", "Name a heads folder.")
     return heads
+
+
+def _steps(argument: str) -> int:
+    if not argument.isdecimal() or not 1 <= int(argument) <= _MOST_STEPS:
+        raise UserError(f"mtp:{argument} names no number of drafts.", f"Use 1 to {_MOST_STEPS}, as in mtp:3.")
+    return int(argument)
 
 
 def _layers(argument: str, target: Target) -> int:

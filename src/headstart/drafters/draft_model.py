@@ -73,6 +73,11 @@ class DraftModelDrafter:
 
     def __init__(self, draft: Target, target: Target, draft_steps: int = 6, name: str = "draft-model") -> None:
         check_tokenizers(draft, target)
+        if draft.chains_only:
+            raise UserError(
+                f"{draft.name} has layers with running states, which cannot forget what was rejected.",
+                "Use a draft model whose layers all have attention.",
+            )
         self.draft = draft
         self.name = name
         self.draft_steps = draft_steps

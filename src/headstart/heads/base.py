@@ -114,6 +114,8 @@ class StepPrediction:
         feature_ME: the head's guess of the FINAL state at `source_M`, for families that draft features.
         bias_D: of the LM head, where it is the target's and has one.
         finish: what the target does to its logits, where the LM head is the target's.
+        frozen_columns: of the LM head, how many of the first ones do not learn, where others do.
+        confidence_M: logits of the probability that a draft drawn here is accepted, for families that say so.
     """
 
     hidden_MH: Tensor
@@ -123,6 +125,8 @@ class StepPrediction:
     feature_ME: Tensor | None = None
     bias_D: Tensor | None = None
     finish: Finish | None = None
+    frozen_columns: int = 0
+    confidence_M: Tensor | None = None
 
     @property
     def logits_MD(self) -> Tensor:
@@ -296,7 +300,7 @@ class DraftHead(nn.Module, ABC):
             root: decided, not yet read by the target.
             request: of the decode loop, with the tree to fill or the calibration to choose one by.
         """
-        return grow(self, state, root, request)
+        return grow(self, state, root, request, confidence=self.confidence)
 
     @abstractmethod
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
@@ -313,6 +317,19 @@ class DraftHead(nn.Module, ABC):
             logits [B, W, D] over the draft vocabulary for their children; [B, 1, D] when all nodes of a level share
             them.
         """
+
+    def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor | None:
+        """How likely a draft after each node of a level is accepted, if it is drawn from the heads' distribution.
+
+        Args:
+            state: from `prefill`, after `draft_step` of this depth.
+            tokens_BW: as `draft_step` got them.
+            depth: of these nodes.
+
+        Returns:
+            probabilities [B, W]; None for heads that do not know.
+        """
+        return None
 
     @abstractmethod
     def commit(self, state: Any, committed: Committed) -> None:

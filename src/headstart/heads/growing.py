@@ -5,6 +5,11 @@ by the heads' own probabilities turned into probabilities of acceptance (EAGLE-2
 calibration and costs). How many children a node has never depends on which tokens were drawn for them, so sampling
 stays lossless.
 
+Where more paths pay than a tree may hold, it holds the best of them, whatever their depth: a level's nodes push out
+worse ones above, which no better path can go through, since probabilities fall along a path. So a tree is the one that
+a best-first search finds, at one call of the heads a level. A drawn node is never pushed out, for this could depend on
+its token: trees with such nodes leave room at each level for what is expected below it.
+
 Sampled children get their place in the tree first and their token later: those of all rows are drawn together, as soon
 as anything depends on them.
 
@@ -17,7 +22,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
+from operator import mul
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,9 +66,14 @@ class Levels(Protocol):
 
 DepthLogits = Callable[[Any, Tensor, range], Tensor]
 """See `OneForwardHead.depth_logits`."""
-Draft = tuple[int, int, float, float]
-"""A candidate child: its index in the draft vocabulary, its token, its probability of acceptance after its parent, and
-the probability of a child that is drawn instead of it."""
+Confidence = Callable[[Any, Tensor, int], Tensor | None]
+"""See `DraftHead.confidence`."""
+Draft = tuple[int, int, float, float, float]
+"""A candidate child: its index in the draft vocabulary, its token, its probability of acceptance after its parent, the
+probability of a child that is drawn instead of it, and its share of the heads' own distribution."""
+
+_Found = tuple[float, int, int]
+"""A candidate beside others: less its path's probability, its parent's index in the level, and its rank."""
 
 
 @dataclass
@@ -70,6 +81,8 @@ class _Growing:
     """One row's tree while it grows; node 0 is the root.
 
     Attributes:
+        left: of each node, how likely its path has left the best one, see `Calibration.left`; between 0 and 1 for
+            drawn nodes alone.
         shape_nodes: node of the static shape that each node fills; unused in a dynamic tree.
         level: nodes of the last level that may get children, each with its parent's index in the level before.
     """
@@ -77,16 +90,23 @@ class _Growing:
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     accept_probs: list[float] = field(default_factory=lambda: [1.0])
+    left: list[float] = field(default_factory=lambda: [0.0])
     shape_nodes: list[int] = field(default_factory=lambda: [0])
     sampled: dict[int, SampledChildren] = field(default_factory=dict)
     level: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
 
-    def add(self, parent: int, token: int, accept_prob: float) -> int:
+    def add(self, parent: int, token: int, accept_prob: float, left: float) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
         self.accept_probs.append(accept_prob)
+        self.left.append(left)
         self.shape_nodes.append(0)
         return len(self.tokens) - 1
+
+    def keep_best(self, count: int) -> None:
+        """Take out all but so many nodes."""
+        ranked = sorted(range(len(self.tokens)), key=lambda node: (-self.accept_probs[node], node))
+        self.drop(set(ranked[count:]))
 
     def drop(self, gone: set[int]) -> None:
         """Take nodes out, and all that grew on them."""
@@ -97,6 +117,7 @@ class _Growing:
         self.parents = [kept.get(self.parents[node], -1) for node in kept]
         self.tokens = [self.tokens[node] for node in kept]
         self.accept_probs = [self.accept_probs[node] for node in kept]
+        self.left = [self.left[node] for node in kept]
         self.shape_nodes = [self.shape_nodes[node] for node in kept]
         self.level = [(kept[node], above) for node, above in self.level if node in kept]
         self.sampled = {
@@ -125,10 +146,12 @@ class _Wanted:
     children: list[int]
 
 
-def _pays(rows: Sequence[_Growing], best_child: float, request: Request) -> bool:
+def _pays(rows: Sequence[_Growing], depth: int, calibration: Calibration, request: Request) -> bool:
     """Whether a further level of a dynamic tree is worth drafting: each node's best child, less what verifying costs,
     against what the level costs."""
-    children = (row.accept_probs[node] * best_child for row in rows for node, _ in row.level)
+    children = (
+        row.accept_probs[node] * calibration.best_child(depth, row.left[node]) for row in rows for node, _ in row.level
+    )
     return sum(max(0.0, accept_prob - request.threshold) for accept_prob in children) >= request.level_threshold
 
 
@@ -140,6 +163,7 @@ def grow(
     request: Request,
     max_rank: int = MAX_RANK,
     depth_logits: DepthLogits | None = None,
+    confidence: Confidence | None = None,
 ) -> Proposal:
     """Draft a tree after each row's root, level by level.
 
@@ -153,16 +177,18 @@ def grow(
         request: of the decode loop; its `shape` is filled where there is one.
         max_rank: children of a node at most, in a dynamic tree.
         depth_logits: of heads that draft all depths in one forward; None drafts level by level.
+        confidence: of heads that draft level by level, where they say how good their drafts are.
     """
     shape, calibration = request.shape, request.calibration or Calibration()
     rows = [_Growing([token]) for token in root.tokens]
     ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.config.draft_width)
     levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
     reading_is_free = root.tokens_B.device.type == "cpu"
+    sides = calibration.left is not None and not shape
     table, first, drafted = _Table.empty(), 0, 0
     wanted: list[_Wanted] = []
     for depth in range(levels):
-        if depth and shape is None and not _pays(rows, calibration.best_child(depth), request):
+        if depth and shape is None and not _pays(rows, depth, calibration, request):
             break
         if depth_logits is None:
             if depth:
@@ -170,18 +196,24 @@ def grow(
             else:
                 tokens_BW = root.tokens_B[:, None]
                 parents_BW = torch.zeros_like(tokens_BW)
-            table = _Table.read(heads.draft_step(state, tokens_BW, parents_BW, depth), ranks, heads.draft_to_target_D)
+            logits_BWD = heads.draft_step(state, tokens_BW, parents_BW, depth)
+            said_BW = confidence(state, tokens_BW, depth) if confidence and calibration.trust and not shape else None
+            table = _Table.read(logits_BWD, ranks, heads.draft_to_target_D, said_BW)
         elif depth >= first + table.width:
             # Where reading is free, the next depth waits until it is known to be worth its LM head.
             depths, first = range(depth, depth + 1 if reading_is_free else levels), depth
             table = _Table.read(depth_logits(state, root.tokens_B, depths), ranks, heads.draft_to_target_D)
         drafted += 1
         only = depth - first if depth_logits else 0 if table.width == 1 else None
-        drafts = table.drafts(depth, only, calibration)
+        drafts = [table.drafts(depth, only, calibration.after(left)) for left in (False, True)[: 1 + sides]]
+        below = list(accumulate((calibration.best_child(lower) for lower in range(depth + 1, levels)), mul))
         for number, row in enumerate(rows):
             columns = range(len(row.level)) if only is None else [only] * len(row.level)
-            tables = [drafts[number][0 if only is not None else column] for column in columns]
-            picks = _static(row, shape) if shape else _dynamic(row, tables, request)
+            tables = [
+                _blend([side[number][0 if only is not None else column] for side in drafts], row.left[node])
+                for column, (node, _) in zip(columns, row.level, strict=True)
+            ]
+            picks = _static(row, shape) if shape else _dynamic(row, tables, below, request)
             chosen = {above: [tables[above][rank] for rank in ranks] for above, ranks in enumerate(picks) if ranks}
             grown, sampled = _add(row, chosen, request.children)
             wanted += [
@@ -192,6 +224,8 @@ def grow(
                 _settle(row, [child for child, _ in grown], shape)
                 grown = [pair for pair in grown if row.shape_nodes[pair[0]] in shape.inner]
             row.level = grown
+            if not shape and len(row.tokens) > request.max_nodes:
+                row.keep_best(request.max_nodes)
         # The next table needs the tokens, or takes the place of this one.
         if depth_logits is None or depth + 1 == first + table.width:
             _draw(rows, wanted, table.logits_BWD, heads.draft_to_target_D, request)
@@ -217,12 +251,14 @@ class _Table:
         log_probs: [B, W, R].
         indices: in the draft vocabulary.
         tokens: of the target.
+        confidence: [B, W], what the heads say of each node's children; None where nobody asks.
     """
 
     logits_BWD: Tensor
     log_probs: NDArray[Any]
     indices: NDArray[Any]
     tokens: NDArray[Any]
+    confidence: NDArray[Any] | None = None
 
     @classmethod
     def empty(cls) -> _Table:
@@ -230,14 +266,20 @@ class _Table:
         return cls(torch.zeros(0, 0, 0), none.astype(np.float32), none, none)
 
     @classmethod
-    def read(cls, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> _Table:
+    def read(
+        cls, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor, confidence_BW: Tensor | None = None
+    ) -> _Table:
         """In one copy, since each waits for the device: the bits of the floats travel among the integers."""
         logits_BWD = logits_BWD.float()
         top = logits_BWD.topk(ranks, dim=-1)
         log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)
         parts = [log_probs_BWR.view(torch.int32), top.indices.int(), draft_to_target_D[top.indices].int()]
-        log_probs, indices, tokens = torch.stack(parts).cpu().numpy()
-        return cls(logits_BWD, log_probs.view(np.float32), indices, tokens)
+        if confidence_BW is not None:
+            said_BW1 = confidence_BW[:, : logits_BWD.shape[1], None].float()
+            parts.append(said_BW1.expand(*top.indices.shape).contiguous().view(torch.int32))
+        log_probs, indices, tokens, *said = torch.stack(parts).cpu().numpy()
+        confidence = said[0].view(np.float32)[..., 0] if said else None
+        return cls(logits_BWD, log_probs.view(np.float32), indices, tokens, confidence)
 
     @property
     def width(self) -> int:
@@ -248,9 +290,11 @@ class _Table:
         """By row and node, the candidates from the best on; of one column alone where it serves a whole level."""
         part = slice(None) if column is None else slice(column, column + 1)
         log_probs = self.log_probs[:, part]
-        probs = calibration.probs(depth, log_probs).tolist()
-        draws = calibration.sampled.probs(depth, log_probs).tolist() if calibration.sampled else probs
-        columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), probs, draws)
+        scores = calibration.scores(log_probs, None if self.confidence is None else self.confidence[:, part])
+        probs = calibration.probs(depth, scores).tolist()
+        draws = calibration.sampled.probs(depth, scores).tolist() if calibration.sampled else probs
+        own = np.exp(log_probs).tolist()
+        columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), probs, draws, own)
         return [
             [list(zip(*nodes, strict=True)) for nodes in zip(*row, strict=True)] for row in zip(*columns, strict=True)
         ]
@@ -270,29 +314,64 @@ def _settle(row: _Growing, grown: Sequence[int], shape: TreeShape) -> None:
         taken[parent] = taken.get(parent, 0) + 1
 
 
-def _dynamic(row: _Growing, tables: list[list[Draft]], request: Request) -> list[list[int]]:
-    """For each node of the level, the ranks whose paths are worth verifying; the best of them when room is short."""
-    found = []
+def _blend(sides: Sequence[list[Draft]], left: float) -> list[Draft]:
+    """The drafts of a node by how likely its path has left the best one; the first side is for paths that have not."""
+    if len(sides) == 1 or left in (0.0, 1.0):
+        return sides[int(left) if len(sides) > 1 else 0]
+    return [
+        (index, token, prob + left * (far - prob), drawn + left * (far_drawn - drawn), own)
+        for (index, token, prob, drawn, own), (_, _, far, far_drawn, _) in zip(*sides, strict=True)
+    ]
+
+
+def _dynamic(row: _Growing, tables: Sequence[list[Draft]], below: Sequence[float], request: Request) -> list[list[int]]:
+    """For each node of the level, the ranks whose paths are worth verifying; the best of them when room is short.
+
+    Args:
+        row: with the level.
+        tables: of each of its nodes, the candidates.
+        below: how likely a new node has a right child, a right grandchild and so on, when it is right itself.
+        request: of the round.
+    """
+    found: list[_Found] = []
     for above, (node, _) in enumerate(row.level):
         for rank, more in enumerate(_marginals(tables[above], request.children)):
             accept_prob = row.accept_probs[node] * more
             if accept_prob < request.threshold or accept_prob <= 0:
                 break
             found.append((-accept_prob, above, rank))
-    room = 1 if request.chain else request.max_nodes - len(row.tokens)
-    if len(found) > room:
-        found = sorted(found)[:room]
+    if request.chain:
+        found = sorted(found)[:1]
+    elif request.children is Children.TOP_K:
+        found = sorted(found)[: request.max_nodes - 1]
+    else:
+        found = _in_room(sorted(found), below, request.max_nodes - len(row.tokens))
     picks: list[list[int]] = [[] for _ in row.level]
     for _, above, rank in sorted(found, key=lambda one: one[1:]):
         picks[above].append(rank)
     return picks
 
 
+def _in_room(found: list[_Found], below: Sequence[float], room: int) -> list[_Found]:
+    """The best children for which there is room beside what is expected below better ones.
+
+    >>> found = [(-0.5, 0, 0), (-0.3, 0, 1), (-0.2, 0, 2)]  # less their probabilities; the first one's child has 0.4
+    >>> [len(_in_room(found, [0.8], room)) for room in (1, 2, 3, 4, 5)]
+    [1, 1, 2, 2, 3]
+    """
+    better: list[float] = []  # expected nodes below those taken, falling ones last
+    for count, (less, _, _) in enumerate(found):
+        if count + sum(accept_prob > -less for accept_prob in better) >= room:
+            return found[:count]
+        better += [-less * share for share in below]
+    return found
+
+
 def _marginals(drafts: Sequence[Draft], children: Children) -> Iterator[float]:
     """What each further child adds to the probability that one of them is accepted; never more than the one before
     adds."""
     if children is Children.TOP_K:
-        yield from (prob for _, _, prob, _ in drafts)
+        yield from (prob for _, _, prob, _, _ in drafts)
         return
     before, more = 0.0, 1.0
     for count in range(1, len(drafts) + 1):
@@ -305,9 +384,9 @@ def _marginals(drafts: Sequence[Draft], children: Children) -> Iterator[float]:
 def _probs(chosen: Sequence[Draft], children: Children) -> list[float]:
     """Each child's probability of acceptance, the top-k ones first."""
     fixed = _top_k_count(len(chosen), children)
-    probs = [prob for _, _, prob, _ in chosen[:fixed]]
+    probs = [prob for _, _, prob, _, _ in chosen[:fixed]]
     rejected = 1.0
-    for _, _, _, sampled in chosen[fixed:]:  # tried one after the other
+    for _, _, _, sampled, _ in chosen[fixed:]:  # tried one after the other
         probs.append(rejected * sampled)
         rejected *= 1 - sampled
     return probs
@@ -337,9 +416,11 @@ def _add(
     for above, drafts in chosen.items():
         node, _ = row.level[above]
         fixed = _top_k_count(len(drafts), children)
+        accept_prob, left = row.accept_probs[node], row.left[node]
+        stays = (1 - left) * (1.0 if fixed else drafts[0][-1])  # drawn, the first child may be another than the best
         nodes = [
-            row.add(node, token if rank < fixed else _UNKNOWN, row.accept_probs[node] * prob)
-            for rank, ((_, token, _, _), prob) in enumerate(zip(drafts, _probs(drafts, children), strict=True))
+            row.add(node, token if rank < fixed else _UNKNOWN, accept_prob * prob, 1.0 if rank else 1 - stays)
+            for rank, ((_, token, *_), prob) in enumerate(zip(drafts, _probs(drafts, children), strict=True))
         ]
         grown += [(child, above) for child in nodes]
         if fixed < len(nodes):

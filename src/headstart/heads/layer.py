@@ -201,9 +201,13 @@ class DraftLayer(nn.Module):
         read_BTH = self.qkv(x_BTI) if learning_RI is None else F.linear(x_BTI, learning_RI)
         all_BHTd = read_BTH.view(rows, width, -1, size).transpose(1, 2)
         heads = groups * kv_heads
-        rotated_BHTd = _rotate(all_BHTd[:, : heads + kv_heads], *rotary)
+        rotated_BHTd = rotate(self.norm_heads(all_BHTd[:, : heads + kv_heads], heads), *rotary)
         queries = rotated_BHTd[:, :heads].reshape(rows, kv_heads, groups, width, size)
         return queries, rotated_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
+
+    def norm_heads(self, read_BHTd: Tensor, heads: int) -> Tensor:
+        """Queries (the first `heads` of them) and keys as they are rotated; kinds of layers may norm them first."""
+        return read_BHTd
 
     def learning(self) -> Tensor | None:
         """In training mode, the rows of queries, keys and values that learn, [R, I]; None where all do."""
@@ -265,7 +269,7 @@ class DraftLayer(nn.Module):
             if self.input_norm is not None:
                 self.input_norm.weight.copy_(norm_scale(norm, self.input_norm.weight))
             alike = plain and _is_rms(norm) and _without_bias(query, key, value, out)
-            if out and alike and not hasattr(attention, "q_norm") and self._rotary_as(target, attention):
+            if out and alike and self._heads_as(attention) and self._rotary_as(target, attention):
                 self.o.weight.copy_(share * out.weight)
 
         gate, up, down = (_linear(mlp, f"{name}_proj") for name in ("gate", "up", "down"))
@@ -277,6 +281,10 @@ class DraftLayer(nn.Module):
             self.gate_up.weight.copy_(torch.cat([gate.weight, up.weight]))
             self.down.weight.copy_(share * down.weight)
             self.mlp_norm.weight.copy_(norm_scale(norm, self.mlp_norm.weight))
+
+    def _heads_as(self, attention: object) -> bool:
+        """Whether the target's attention norms queries and keys where this layer does, if it does."""
+        return not hasattr(attention, "q_norm")
 
     def _rotary_as(self, target: FrozenModel, attention: object) -> bool:
         """Whether the target's attention turns queries and keys by position as this layer does."""
@@ -433,7 +441,7 @@ def norm_scale(norm: nn.Module | None, like: Tensor) -> Tensor:
     return scale.to(like)
 
 
-def _rotate(x_BHTd: Tensor, cos_BTd: Tensor, sin_BTd: Tensor) -> Tensor:
+def rotate(x_BHTd: Tensor, cos_BTd: Tensor, sin_BTd: Tensor) -> Tensor:
     left, right = x_BHTd.chunk(2, dim=-1)
     rotated: Tensor = x_BHTd * cos_BTd[:, None] + torch.cat([-right, left], dim=-1) * sin_BTd[:, None]
     return rotated

@@ -1,6 +1,6 @@
 """Draft heads as the field publishes them: what engines' formats are written from, and what is read from them.
 
-Three arrangements are published. Their tensors carry the field's common names here:
+These arrangements are published. Their tensors carry the field's common names here:
 
     eagle3  `fc.weight` [E, aux layers * E]; `layers.0.input_layernorm.weight` (of the embedding) and
             `layers.0.hidden_norm.weight` (of the fused state); `layers.{i}.self_attn.{q,k,v,o}_proj.weight`, the first
@@ -11,8 +11,13 @@ Three arrangements are published. Their tensors carry the field's common names h
             input; `embed_tokens.weight` where it is not the target's own
     medusa  `blocks.{head}.layers.{block}.{weight,bias}`, and `lm_heads.{head}.weight` [D, E], or one
             `lm_head.weight` for all heads
+    dflash  `fc.weight` [E, aux layers * E] and `hidden_norm.weight`; `layers.{i}.*` as above, each with an
+            `input_layernorm.weight` and `self_attn.{q,k}_norm.weight` [d]; `norm.weight`; embeddings and LM head are
+            the target's
+    dspark  the same, with `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight` [V, r], and with
+            `confidence` `confidence_head.proj.weight` [1, E + r] and `confidence_head.proj.bias` [1]
 
-Shape suffixes: D draft vocabulary, E hidden size.
+Shape suffixes: D draft vocabulary, E hidden size, V vocabulary, d size of an attention head, r rank.
 """
 
 from __future__ import annotations
@@ -34,6 +39,12 @@ class Layout(StrEnum):
     EAGLE3 = "eagle3"
     EAGLE = "eagle"
     MEDUSA = "medusa"
+    DFLASH = "dflash"
+    DSPARK = "dspark"
+
+
+BLOCKS = frozenset({Layout.DFLASH, Layout.DSPARK})
+"""Those that draft a block in one pass, through the target's own LM head."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,11 @@ class Published:
         aux_norms: each aux state is normed before the fusion.
         norm_before_fc: all aux states together are normed before the fusion.
         normed_embeddings: `embed_tokens.weight` holds the target's embeddings, each normed.
+        block_size: inputs of a block, the newest decided token among them; 0 for heads without blocks. Of DFlash's
+            outputs the first drafts nothing, of DSpark's all draft.
+        mask_token_id: the token that stands for each of the others.
+        markov_rank: numbers of a token in the map from each drafted token to the next one's logits.
+        confidence: there is a guess whether each draft is accepted.
     """
 
     layout: Layout
@@ -86,6 +102,10 @@ class Published:
     aux_norms: bool = False
     norm_before_fc: bool = False
     normed_embeddings: bool = False
+    block_size: int = 0
+    mask_token_id: int = -1
+    markov_rank: int = 0
+    confidence: bool = False
 
     @property
     def draft_width(self) -> int:
@@ -95,7 +115,8 @@ class Published:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that changes the numbers, but for the tensors."""
-        given = {name: getattr(self, name) for name in _SETTINGS}
+        names = (*_SETTINGS, *_OF_BLOCKS) if self.layout in BLOCKS else _SETTINGS
+        given = {name: getattr(self, name) for name in names}
         return {**given, "layout": str(self.layout), "layer": None if self.layer is None else asdict(self.layer)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Published:
@@ -111,6 +132,7 @@ _SETTINGS = (
     *("hidden_size", "vocab_size", "num_layers", "aux_layers"),
     *("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"),
 )
+_OF_BLOCKS = ("block_size", "mask_token_id", "markov_rank", "confidence")
 
 
 def expected_tensors(published: Published) -> dict[str, tuple[int, ...]]:
@@ -134,6 +156,8 @@ def expected_tensors(published: Published) -> dict[str, tuple[int, ...]]:
     if published.layout is Layout.EAGLE:
         return {"fc.weight": (size, 2 * size), **wanted}
     count = len(published.aux_layers)
+    if published.layout in BLOCKS:
+        return {"fc.weight": (size, count * size), "hidden_norm.weight": (size,), **wanted, **_block_tensors(published)}
     wanted["layers.0.hidden_norm.weight"] = (size,)
     for number in range(published.num_layers):
         wanted[f"layers.{number}.input_layernorm.weight"] = (size,)
@@ -142,6 +166,21 @@ def expected_tensors(published: Published) -> dict[str, tuple[int, ...]]:
     if published.norm_before_fc:
         wanted["input_norm.weight"] = (count * size,)
     return {"fc.weight": (size, count * size), **wanted, "norm.weight": (size,), "lm_head.weight": (width, size)}
+
+
+def _block_tensors(published: Published) -> dict[str, tuple[int, ...]]:
+    """Shapes of the norms of a block drafter's layers, its final norm, and what DSpark adds."""
+    size, rank, layer = published.hidden_size, published.markov_rank, published.layer
+    assert layer is not None, "these heads have decoder layers"
+    wanted: dict[str, tuple[int, ...]] = {"norm.weight": (size,)}
+    for number in range(published.num_layers):
+        wanted[f"layers.{number}.input_layernorm.weight"] = (size,)
+        wanted |= {f"layers.{number}.self_attn.{name}_norm.weight": (layer.head_dim,) for name in "qk"}
+    if rank:
+        wanted |= {f"markov_head.markov_w{number}.weight": (published.vocab_size, rank) for number in (1, 2)}
+    if published.confidence:
+        wanted |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
+    return wanted
 
 
 def layer_tensors(layer: LayerSizes, size: int, inputs: int, number: int) -> dict[str, tuple[int, ...]]:
@@ -161,18 +200,22 @@ def layer_tensors(layer: LayerSizes, size: int, inputs: int, number: int) -> dic
 
 
 EMBEDDINGS = "embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 
 
 def digest(published: Published) -> str:
     """A hash of the settings and of every number, in float32: what a file keeps of heads, to be known again.
 
-    EAGLE-3 heads read the target's own embeddings, which some files hold beside them: those are not the heads'.
+    EAGLE-3 heads read the target's own embeddings, and block drafters its LM head too, which some files hold beside
+    them: those are not the heads'.
     """
     found = hashlib.sha256(json.dumps(published.settings, sort_keys=True, default=list).encode())
     ids_D = published.draft_ids_D
     tensors = dict(published.tensors)
-    if published.layout is Layout.EAGLE3:
+    if published.layout is Layout.EAGLE3 or published.layout in BLOCKS:
         tensors.pop(EMBEDDINGS, None)
+    if published.layout in BLOCKS:
+        tensors.pop(LM_HEAD, None)
     if ids_D is not None:
         tensors["draft_ids"] = ids_D
     for name in sorted(tensors):

@@ -36,7 +36,7 @@ from headstart.heads.layer import (
     cached_attention,
     with_own,
 )
-from headstart.heads.text_attention import Sight, attend, causal_attention, positions_of
+from headstart.heads.text_attention import Sight, attend, by_row, causal_attention, positions_of
 from headstart.proposal import Committed
 from headstart.target import FrozenModel
 
@@ -307,7 +307,7 @@ class _Text:
     def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, batch: HeadBatch, origin_M: Tensor) -> None:
         self.heads, self.tokens_BT, self.feedback_BAE = heads, batch.tokens_BT, feedback_BTE
         self.starts_BT = batch.starts_BT
-        index_BA, self.real_BA = _by_row(origin_M, self.tokens_BT.shape)
+        index_BA, self.real_BA = by_row(origin_M, self.tokens_BT.shape)
         self.kv: list[tuple[Tensor, Tensor]] = []
         self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in heads.layers]
         self.learning = [layer.learning() for layer in heads.stack]
@@ -329,7 +329,7 @@ class _Text:
         if int(wanted_BA.sum(1).max()) > _WORTH_A_COPY * maximum:
             self.real_BA = wanted_BA
             return
-        column_BA, self.real_BA = _by_row(wanted_BA.flatten().nonzero()[:, 0], torch.Size([rows, maximum]))
+        column_BA, self.real_BA = by_row(wanted_BA.flatten().nonzero()[:, 0], torch.Size([rows, maximum]))
         self.sight, self.feedback_BAE = self.sight.columns(row_B1, column_BA), self.feedback_BAE[row_B1, column_BA]
         at = row_B1[:, None], torch.arange(self.kv[0][0].shape[1], device=origin_M.device)[:, None], column_BA[:, None]
         self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
@@ -365,18 +365,3 @@ class _Text:
                 mixed = attend(queries, *self.kv[number], self.sight, self.chains[number])
             stream = heads.light(layer.write, stream, with_own(own, mixed, queries.shape[2]))
         return stream
-
-
-def _by_row(origin_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Origins by row: positions [B, A], short rows padded with 0, and which of them are real.
-
-    >>> [part.tolist() for part in _by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]))]
-    [[[1, 2], [1, 0]], [[True, True], [True, False]]]
-    """
-    valid_BT = torch.zeros(shape, dtype=torch.bool, device=origin_M.device)
-    valid_BT.view(-1)[origin_M] = True
-    counts_B = valid_BT.sum(1)
-    maximum = int(counts_B.max())
-    index_BA = (~valid_BT).long().argsort(dim=1, stable=True)[:, :maximum]
-    real_BA = torch.arange(maximum, device=origin_M.device) < counts_B[:, None]
-    return index_BA.masked_fill(~real_BA, 0), real_BA

@@ -5,8 +5,12 @@ at a time: each part sees only the stretch of the text that its queries may see,
 the backward pass instead of being kept. Several conversations in one row are a mask like any other; parts then leave
 out what lies in other conversations.
 
-Shape suffixes: B rows, T tokens, A queries of a row, C queries of a part, S positions that a part sees, G query heads
-that share a key head, N key heads, H query heads (G * N), d head size.
+Where drafts are blocks (`attend_blocks`), each origin has several queries, one for each slot of its block: they see the
+same stretch of the text, and all slots of their own block.
+
+Shape suffixes: B rows, T tokens, A queries of a row (origins, of blocks), C queries of a part, S positions that a part
+sees, G query heads that share a key head, N key heads, H query heads (G * N), d head size, K slots of a block, R query
+rows of an origin (G * K), M origins.
 """
 
 from __future__ import annotations
@@ -75,12 +79,18 @@ class Sight:
         """Whether the scores of so many query heads may all exist at once."""
         return self.index_BA.numel() * heads * self.length <= _IN_ONE.get(self.index_BA.device.type, _IN_ONE_ELSEWHERE)
 
-    def parts(self, heads: int) -> list[Part]:
-        """The queries in parts, each with what it sees. The host waits for the device once in the life of a sight."""
+    def parts(self, heads: int, slots: int = 1) -> list[Part]:
+        """The queries in parts, each with what it sees. The host waits for the device once in the life of a sight.
+
+        Args:
+            heads: query heads.
+            slots: rows of scores that each query has for each head.
+        """
         if not self._parts:
             (rows, width), kind = self.index_BA.shape, self.index_BA.device.type
-            fitting = _PART.get(kind, _PART_ELSEWHERE) // max(1, rows * heads * self.length)
-            size = max(_FEWEST, min(_QUERIES if kind == "cpu" else _QUERIES_ELSEWHERE, fitting))
+            fitting = _PART.get(kind, _PART_ELSEWHERE) // max(1, rows * heads * slots * self.length)
+            most = (_QUERIES if kind == "cpu" else _QUERIES_ELSEWHERE) // slots
+            size = max(1, _FEWEST // slots, min(most, fitting))
             queries = [slice(first, min(first + size, width)) for first in range(0, width, size)]
             stops = [self.index_BA[:, one].max() + 1 for one in queries]
             starts = [
@@ -104,6 +114,21 @@ def positions_of(tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
     """Position of each token in its conversation, int64 [B, T]."""
     index_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
     return index_BT if starts_BT is None else index_BT - starts_BT
+
+
+def by_row(origin_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Origins by row: positions [B, A], short rows padded with 0, and which of them are real.
+
+    >>> [part.tolist() for part in by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]))]
+    [[[1, 2], [1, 0]], [[True, True], [True, False]]]
+    """
+    valid_BT = torch.zeros(shape, dtype=torch.bool, device=origin_M.device)
+    valid_BT.view(-1)[origin_M] = True
+    counts_B = valid_BT.sum(1)
+    maximum = int(counts_B.max())
+    index_BA = (~valid_BT).long().argsort(dim=1, stable=True)[:, :maximum]
+    real_BA = torch.arange(maximum, device=origin_M.device) < counts_B[:, None]
+    return index_BA.masked_fill(~real_BA, 0), real_BA
 
 
 def causal_attention(
@@ -186,3 +211,100 @@ def attend_part_fused(
     )
     mixed = F.scaled_dot_product_attention(queries_BNGCd.flatten(1, 2), keys, values, attn_mask=seen_BCS[:, None])
     return mixed.view(queries_BNGCd.shape)
+
+
+def attend_blocks(
+    queries_BNARd: Tensor,
+    keys_BNTd: Tensor,
+    values_BNTd: Tensor,
+    sight: Sight,
+    own_keys_BNAKd: Tensor,
+    own_values_BNAKd: Tensor,
+) -> Tensor:
+    """What each row of each origin's block finds in the text up to the origin and in its own block, [B, N, A, R, d].
+
+    Args:
+        queries_BNARd: of the slots, for each query head that shares the key head.
+        keys_BNTd: of the text.
+        values_BNTd: of the text.
+        sight: what each origin sees of the text.
+        own_keys_BNAKd: of the slots of each origin's block, all of which see each other.
+        own_values_BNAKd: likewise.
+    """
+    rows = queries_BNARd.shape[3]
+    heads = queries_BNARd.shape[1] * rows
+    own = own_keys_BNAKd, own_values_BNAKd
+    if sight.is_short(heads):
+        return block_attention(queries_BNARd, keys_BNTd, values_BNTd, sight.hidden_BAT, *own)
+    part_of = attend_blocks_part if queries_BNARd.device.type == "cpu" else attend_blocks_part_fused
+    parts = sight.parts(queries_BNARd.shape[1], rows)
+    widths = [part.queries.stop - part.queries.start for part in parts]
+    split = [torch.split(x, widths, dim=2) for x in (queries_BNARd, *own)]
+    found: list[Tensor] = []
+    for number in reversed(range(len(parts))):  # see `attend`
+        part = parts[number]
+        queries, own_keys, own_values = (pieces[number] for pieces in split)
+        text = keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]
+        read = (queries, *text, sight, part, own_keys, own_values)
+        if torch.is_grad_enabled():
+            found.append(checkpoint(part_of, *read, use_reentrant=False, preserve_rng_state=False))
+        else:
+            found.append(part_of(*read))
+    return torch.cat(found[::-1], dim=2)
+
+
+def block_attention(
+    queries_BNARd: Tensor,
+    keys_BNTd: Tensor,
+    values_BNTd: Tensor,
+    hidden_BAT: Tensor,
+    own_keys_BNAKd: Tensor,
+    own_values_BNAKd: Tensor,
+) -> Tensor:
+    """`attend_blocks` in one piece: no origin sees the positions that are `hidden_BAT` from it."""
+    shape, text = queries_BNARd.shape, keys_BNTd.shape[2]
+    queries_BNARd = queries_BNARd * shape[-1] ** -0.5
+    scores_BNART = (queries_BNARd.flatten(2, 3) @ keys_BNTd.mT).view(*shape[:4], text)
+    scores_BNART = scores_BNART.masked_fill(hidden_BAT[:, None, :, None], float("-inf"))
+    scores = torch.cat([scores_BNART, queries_BNARd @ own_keys_BNAKd.mT], dim=-1)
+    shares = scores.softmax(-1, dtype=torch.float32).to(values_BNTd.dtype)
+    mixed = (shares[..., :text].flatten(2, 3) @ values_BNTd).view(shape)
+    found: Tensor = mixed + shares[..., text:] @ own_values_BNAKd
+    return found
+
+
+def attend_blocks_part(
+    queries_BNCRd: Tensor,
+    keys_BNSd: Tensor,
+    values_BNSd: Tensor,
+    sight: Sight,
+    part: Part,
+    own_keys_BNCKd: Tensor,
+    own_values_BNCKd: Tensor,
+) -> Tensor:
+    """`attend_blocks` of one part."""
+    return block_attention(queries_BNCRd, keys_BNSd, values_BNSd, sight.hidden(part), own_keys_BNCKd, own_values_BNCKd)
+
+
+def attend_blocks_part_fused(
+    queries_BNCRd: Tensor,
+    keys_BNSd: Tensor,
+    values_BNSd: Tensor,
+    sight: Sight,
+    part: Part,
+    own_keys_BNCKd: Tensor,
+    own_values_BNCKd: Tensor,
+) -> Tensor:
+    """The same by a fused kernel: blocks are further positions, each seen by its own rows alone."""
+    columns, rows = queries_BNCRd.shape[2:4]
+    slots = own_keys_BNCKd.shape[3]
+    seen_BCS = ~sight.hidden(part)
+    own_CX = torch.eye(columns, dtype=torch.bool, device=seen_BCS.device).repeat_interleave(slots, dim=1)
+    seen_BCX = torch.cat([seen_BCS, own_CX.expand(len(seen_BCS), -1, -1)], dim=-1)
+    mixed = F.scaled_dot_product_attention(
+        queries_BNCRd.flatten(2, 3),
+        torch.cat([keys_BNSd, own_keys_BNCKd.flatten(2, 3)], dim=2),
+        torch.cat([values_BNSd, own_values_BNCKd.flatten(2, 3)], dim=2),
+        attn_mask=seen_BCX.repeat_interleave(rows, dim=1)[:, None],
+    )
+    return mixed.view(queries_BNCRd.shape)

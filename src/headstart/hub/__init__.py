@@ -2,7 +2,7 @@
 
 from headstart.hub.card import write_card
 from headstart.hub.format import adapter_spec, check_folder, export_heads, quantization, read_heads, target_spec
-from headstart.hub.pull import fetch, locate
+from headstart.hub.pull import fetch, has_heads, locate
 from headstart.hub.push import Upload, push
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "check_folder",
     "export_heads",
     "fetch",
+    "has_heads",
     "locate",
     "push",
     "quantization",

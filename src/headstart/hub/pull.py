@@ -36,6 +36,16 @@ def fetch(repo_id: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=ours))
 
 
+def has_heads(path: str) -> bool:
+    """Whether what a user named is a folder here with heads, or that of a run.
+
+    Raises:
+        UserError: a run that has no heads yet.
+    """
+    folder = Path(path).expanduser()
+    return folder.is_dir() and (heads_folder(folder) / WEIGHTS).is_file()
+
+
 def locate(heads: str | Path, revision: str | None = None) -> Path:
     """The folder of heads that a user named by its path, by that of the run they belong to, or by a Hub id.
 

@@ -17,6 +17,7 @@ from headstart.files import read_json
 from headstart.heads.io import heads_folder
 from headstart.hub.card import add_engine_figures
 from headstart.hub.engines import Exported, export_for
+from headstart.hub.engines.base import drafts_to_try
 from headstart.hub.format import CALIBRATION
 from headstart.hub.measured import EngineTuning, write_engine_tuning
 from headstart.options import EngineOptions
@@ -90,7 +91,7 @@ def tune_in_engine(
                 prompts,
                 calibration_of["acceptance"],
                 target=Path(served).name,
-                drafts=drafts or [count for count in DRAFTS if count <= exported.published.steps],
+                drafts=drafts or drafts_to_try(exported.published, DRAFTS),
                 max_new_tokens=options.engine_tokens,
                 environment=machine(),
                 progress=status.update,

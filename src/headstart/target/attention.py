@@ -132,6 +132,7 @@ class Running:
         bits: whether a row must have the same bits whatever else is in the forward.
         spans: rows that attend together, as (start, stop, slots in sight of the longest of them); empty for all rows.
         wanted: rows [R] and positions [R] of the tokens whose logits are wanted; None for those of all tokens.
+        row: of a target with running states, what is read by itself (see `chains`); None for all others.
         captured: hidden states so far, by layer.
     """
 
@@ -144,6 +145,7 @@ class Running:
     bits: bool = False
     spans: Sequence[tuple[int, int, int]] = ()
     wanted: tuple[Tensor, Tensor] | None = None
+    row: Any = None
     captured: dict[int, Tensor] = field(default_factory=dict)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -181,6 +182,13 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         part.lengths = self.lengths[start:stop]
         part._slots, part._lengths = {}, {}
         return part
+
+    def grown(self, capacity: int) -> TreeCache:
+        """What it holds, in a cache with more room."""
+        other = copy.copy(self)
+        other._stores = [F.pad(store, (0, 0, 0, capacity - self.capacity)) for store in self._stores]
+        other.capacity, other.lengths, other._slots, other._lengths = capacity, list(self.lengths), {}, {}
+        return other
 
     def kept(self, row: int, length: int) -> TreeCache:
         """What a row has committed of so many tokens, in memory of its own."""

@@ -7,6 +7,7 @@ thread (`attention.running`): forwards of ours in several threads with different
 - Configs are replaced by a `Config` that names our attention to forwards of ours.
 - Hooks on aux layers give the states to the forward that asks for them.
 - Rotary embeddings whose frequencies depend on the length of the text choose them for each token, see `_turn`.
+- Linear attention keeps a copy of its state before the chain that is verified, see `chains`.
 - Linear layers multiply with prepacked weights where that is faster (see `prepacked`), and so many rows at a time that
   each row has the bits it has alone in forwards that ask for it.
 - The LM head reads the tokens alone whose logits are wanted.
@@ -28,6 +29,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.target.attention import NAME, running
+from headstart.target.chains import is_linear, read_in_turn
 from headstart.target.prepacked import Prepacked, can_prepack, fits
 from headstart.target.rows import SameBits, in_pieces, is_matrix, same_bits
 
@@ -80,7 +82,7 @@ class Fitting:
         self._lock = threading.Lock()
         self._hooks: dict[int, Any] = {}
         self._configs: list[tuple[nn.Module, Any]] = []
-        self._rotary: list[nn.Module] = []
+        self._replaced: list[nn.Module] = []
         self._matrices: dict[nn.Module, Any] = {}  # and the forward that each had of its own
         self._chooser: Any = None
         self._fit()
@@ -116,7 +118,7 @@ class Fitting:
                 hook.remove()
             for module, config in self._configs:
                 module.config = config
-            for module in self._rotary:
+            for module in self._replaced:
                 vars(module).pop("forward", None)
                 vars(module).pop("_headstart_twins", None)
             for module, own in self._matrices.items():
@@ -124,7 +126,7 @@ class Fitting:
                     vars(module).pop("forward", None)
                 else:
                     vars(module)["forward"] = own
-            self._hooks, self._configs, self._rotary, self._matrices = {}, [], [], {}
+            self._hooks, self._configs, self._replaced, self._matrices = {}, [], [], {}
             self._remove_chooser()
 
     def forget(self) -> None:
@@ -180,8 +182,11 @@ class Fitting:
                     self._configs.append((module, config))
                     module.config = Config(config)  # type: ignore[assignment]  # stands in for it
                 if _long_types(module) and "forward" not in vars(module):
-                    self._rotary.append(module)
+                    self._replaced.append(module)
                     vars(module)["forward"] = partial(_turn, module)
+                elif is_linear(module) and "forward" not in vars(module):
+                    self._replaced.append(module)
+                    vars(module)["forward"] = partial(read_in_turn, module)
 
     def _hook(self, layer: int) -> Any:
         if layer == FINAL:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import UserError
+from headstart.target.chains import LINEAR
 from headstart.target.identity import (
     Adapter,
     Identity,
@@ -27,8 +28,9 @@ from headstart.target.identity import (
     vocabulary_hash,
 )
 from headstart.target.lm_head import Finish, plain_weight, unpacked
+from headstart.target.spare_token import spare_token
 
-_TREE_LAYERS = {"full_attention", "sliding_attention"}
+_TREE_LAYERS = {"full_attention", "sliding_attention", LINEAR}
 
 
 class FrozenModel:
@@ -126,6 +128,11 @@ class FrozenModel:
         ends = {*(configured if isinstance(configured, list) else [configured])}
         ends.add(getattr(self.tokenizer, "eos_token_id", None))
         return frozenset(end for end in ends if isinstance(end, int))
+
+    @cached_property
+    def spare_token(self) -> int | None:
+        """A token that no text uses, see `headstart.target.spare_token`; None where none is known."""
+        return spare_token(self.tokenizer, self.vocab_size)
 
     def identity(self) -> Identity:
         """Name and fingerprint."""
@@ -226,8 +233,9 @@ def freeze(model: Any) -> Callable[[], None]:
 
 
 def refuse_layers(name: str, config: Any) -> None:
-    """Refuse a model with layers that cannot take a token tree."""
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _TREE_LAYERS)
+    """Refuse a model with layers that can take neither a token tree nor a chain."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    unknown = sorted(kinds - _TREE_LAYERS if kinds - {LINEAR} else kinds)
     if unknown:
         raise cannot_tree(name, f"its layers of type {', '.join(unknown)} keep a running state or fixed chunks")
 

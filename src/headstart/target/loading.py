@@ -7,6 +7,8 @@ import hashlib
 import importlib.util
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,20 +83,18 @@ def load_target(
         if not isinstance(kept, str):
             raise problem
         folder, options = str(Path(kept).parent), {}
+    spread: dict[str, Any] = {}
     if sharded:
         assert adapter is None and quantization == "none", "refused before"
         from transformers.distributed import DistributedConfig
 
-        options["distributed_config"] = DistributedConfig(tp_plan="auto")
-    verbosity = transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+        spread["distributed_config"] = DistributedConfig(tp_plan="auto")
     try:
-        if gguf is not None:
-            folder = str(_dequantised(Path(folder), gguf))
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **options)
+        with silent():
+            if gguf is not None:
+                folder = str(_dequantised(Path(folder), gguf))
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **options, **spread)
     except UserError:
         raise
     except Exception as error:  # transformers raises many kinds; all mean the same to the user
@@ -102,10 +102,6 @@ def load_target(
             f"Cannot load the target {spec!r}: {type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}",
             "Give a hub id, a folder with config.json, a .gguf file, or one of: " + ", ".join(PACKAGED) + ".",
         ) from error
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if bars:
-            transformers.logging.enable_progress_bar()
     origin = None
     if known_adapter is not None or quantization != "none":
         built = architecture(model.config.get_text_config(), vocabulary_size(model.get_output_embeddings()))
@@ -123,6 +119,21 @@ def load_target(
     target = Target(model if placed else model.to(where), tokenizer, spec, exact, origin)
     target.rounded, target.sharded = gguf is not None, sharded
     return target
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Have transformers say nothing but errors."""
+    verbosity = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
 
 
 def loadable_folder(spec: str) -> str:

@@ -9,16 +9,17 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError, nearest
 from headstart.target.attention import PIECE, Running, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
+from headstart.target.chains import ChainCache, has_running_states
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, freeze, refuse_layers
 from headstart.target.identity import Origin
@@ -64,6 +65,7 @@ class Target(FrozenModel):
         device: where tokens go in, and logits and aux hidden states come out.
         dtype: of hidden states.
         kv_layers: what each layer keeps of a token.
+        chains_only: whether it verifies chains instead of trees, since some of its layers keep a running state.
 
     Raises:
         UserError: when the model's attention cannot take a token tree; the message gives the reason. The model is then
@@ -87,6 +89,7 @@ class Target(FrozenModel):
         thaw = freeze(model)
         self._fitting = Fitting(self.decoder, self.layers, model.get_output_embeddings())
         self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
+        self.chains_only = has_running_states(self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
             self._check_tree()
@@ -112,6 +115,11 @@ class Target(FrozenModel):
     def exact(self, exact: Exact) -> None:
         if exact not in get_args(Exact):
             raise UserError(f"exact is {exact!r}.", nearest(exact, get_args(Exact)))
+        if exact == "bits" and getattr(self, "chains_only", False):
+            raise UserError(
+                f"{self.name} has layers with running states, whose bits depend on how many tokens are read at once.",
+                "Leave out --exact bits; in float32 the tokens are those of plain decoding.",
+            )
         self._exact = exact
 
     @property
@@ -158,6 +166,8 @@ class Target(FrozenModel):
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         """An empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
         self._fitting.refresh()
+        if self.chains_only:
+            return cast(TreeCache, ChainCache(self.config, rows, capacity))  # of the same methods
         return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
 
     @torch.inference_mode()
@@ -172,6 +182,8 @@ class Target(FrozenModel):
         """
         lengths = [len(row) for row in rows]
         assert min(lengths) > 0, "a row to prefill has at least one token"
+        if self.chains_only:
+            return self._read_chains(cache, rows, aux_layers, last_only=True)
         tokens_BT = self._padded(rows)
         ends = [before + length for before, length in zip(cache.lengths, lengths, strict=True)]
         if len(set(cache.lengths)) > 1:
@@ -205,6 +217,12 @@ class Target(FrozenModel):
         Returns:
             logits [B, N, V] after each node; aux hidden states [B, N, E].
         """
+        if self.chains_only:
+            counts = tree.counts or [tree.size] * cache.rows
+            if any(tree.parents_of(row) != tuple(range(-1, count - 1)) for row, count in enumerate(counts)):
+                raise cannot_tree(self.name, "some of its layers keep a running state, so it verifies chains alone")
+            tokens = [row[:count] for row, count in zip(tree.tokens_BN.tolist(), counts, strict=True)]
+            return self._read_chains(cache, tokens, aux_layers)
         return self._forward(cache, tree, aux_layers, 0 if self._fitting.limit is None else tree.depth)
 
     @torch.no_grad()  # not inference mode: heads train on these
@@ -271,6 +289,49 @@ class Target(FrozenModel):
             forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(tokens_BT.shape)
             forward.ends = min(ends), max(ends)
         return self._run(forward, cache, tokens_BT, positions_1T.expand(rows, width))
+
+    def _read_chains(
+        self, cache: Any, rows: Sequence[Sequence[int]], aux_layers: Sequence[int], last_only: bool = False
+    ) -> TargetOutput:
+        """Read a chain for each row, one row after the other; see `chains`.
+
+        Args:
+            cache: of such a target.
+            rows: tokens of each.
+            aux_layers: hidden states to return.
+            last_only: these are texts: commit them, and give logits after the last token of each alone.
+        """
+        self._check_aux_layers(aux_layers)
+        self._fitting.ensure(aux_layers)
+        outs = []
+        for number, (row, tokens) in enumerate(zip(cache.rows_B, rows, strict=True)):
+            size = PIECE if last_only else len(tokens)
+            for start in range(0, len(tokens), size):
+                piece = list(tokens[start : start + size])
+                wanted = self._rows_and_positions({0: len(row.pending) + len(piece) - 1}) if last_only else None
+                forward = Running(None, frozenset(aux_layers), causal=True, wanted=wanted, row=row)
+                text_1T = torch.tensor([[*row.pending, *piece]], device=self.device)
+                index_1T = torch.arange(row.held, row.held + text_1T.shape[1], device=self.device)[None]
+                positions_1T = index_1T.clamp(max=self.max_length - 1)
+                with run(forward):
+                    out = self.model(
+                        input_ids=text_1T, position_ids=positions_1T, past_key_values=row.cache, use_cache=True
+                    )
+                new = slice(len(row.pending), None)
+                states = {layer: state[:, new].to(self.device) for layer, state in forward.captured.items()}
+                logits = out.logits.to(self.device)
+                outs.append((number, TargetOutput(logits if last_only else logits[:, new], states)))
+                if last_only:
+                    row.accept(piece, len(piece))
+            if last_only:
+                cache.lengths[number] += len(tokens)
+            else:
+                cache.chains[number] = list(tokens)
+        of_rows = [[out for index, out in outs if index == number] for number in range(cache.rows)]
+        logits_BTV = _padded([parts[-1].logits_BTV[0] for parts in of_rows])
+        together = [_together([part.aux_hidden_states for part in parts]) for parts in of_rows]
+        states_B = {layer: _padded([row[layer][0] for row in together]) for layer in aux_layers}
+        return TargetOutput(logits_BTV, states_B)
 
     def _forward(
         self,
@@ -391,7 +452,7 @@ class Target(FrozenModel):
 
         Weights of quantised models are packed, and models on several devices keep keys on each.
         """
-        cache = DynamicCache()
+        cache = DynamicCache(config=self.config) if self.chains_only else DynamicCache()
         self._fitting.ensure([FINAL])
         with torch.inference_mode(), run(Running(aux_layers=frozenset([FINAL]))) as forward:
             self.model(torch.zeros(1, 1, dtype=torch.long, device=self.device), past_key_values=cache, use_cache=True)
@@ -405,6 +466,7 @@ class Target(FrozenModel):
                 layer.keys.device,
             )
             for layer in cache.layers
+            if getattr(layer, "keys", None) is not None
         ]
         return layers, forward.captured[FINAL].dtype
 
@@ -423,8 +485,15 @@ class Target(FrozenModel):
         try:
             cache = self.new_cache(1, len(prefix) + shape.size)
             read_1V = self.prefill(cache, [prefix]).logits_BTV[0]
-            tree = DraftTree.from_shape(torch.tensor([tokens], device=self.device), shape)
-            ours_KV = torch.cat([read_1V, self.forward_tree(cache, tree).logits_BTV[0][path]]).float()
+            tokens_1N = torch.tensor([tokens], device=self.device)
+            if self.chains_only:  # the first branch is rejected, then the second is read
+                root_1V = self.forward_tree(cache, DraftTree.chain(tokens_1N[:, [0, 1, 3]])).logits_BTV[0, :1]
+                cache.commit([[0]])
+                chain_2V = self.forward_tree(cache, DraftTree.chain(tokens_1N[:, path[1:]])).logits_BTV[0]
+                ours_KV = torch.cat([read_1V, root_1V, chain_2V]).float()
+            else:
+                tree = DraftTree.from_shape(tokens_1N, shape)
+                ours_KV = torch.cat([read_1V, self.forward_tree(cache, tree).logits_BTV[0][path]]).float()
             text_1T = torch.tensor([[*prefix, *(tokens[node] for node in path)]], device=self.device)
             stock = self.model(text_1T, use_cache=False, logits_to_keep=len(path) + 1).logits
             stock_KV = stock[0, -len(path) - 1 :].to(self.device).float()
@@ -435,6 +504,11 @@ class Target(FrozenModel):
             raise cannot_tree(
                 self.name, f"logits of a tree differ from the model's own by {difference:.0%} of their spread"
             )
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """Rows [T, ...] side by side, padded at the end."""
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def _together(pieces: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:

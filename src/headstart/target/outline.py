@@ -15,6 +15,7 @@ from headstart.errors import UserError
 from headstart.network import absent
 from headstart.target.frozen import FrozenModel, refuse_layers
 from headstart.target.loading import DTYPES, loadable_folder
+from headstart.target.spare_token import spare_token
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """What configs call the number of experts of a layer."""
@@ -46,6 +47,11 @@ class Outline(FrozenModel):
         size = getattr(config, "head_dim", None) or self.hidden_size // heads
         shape = (getattr(config, "num_key_value_heads", None) or heads, size)
         return [(shape, shape)] * self.num_layers
+
+    @cached_property
+    def spare_token(self) -> int | None:
+        """As `FrozenModel` has it; any, where the config came alone: nothing is drafted here."""
+        return 0 if self.tokenizer is None else spare_token(self.tokenizer, self.vocab_size)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -52,6 +52,7 @@ class TeacherModel(FrozenModel):
         self._kept = [number for number in range(self.num_layers) if _layer_file(number) in note["files"]]
         self.layers = _Kept(self.layers, self._kept, note["name"])
         self.end_tokens = frozenset(note["end_tokens"])
+        self.spare_token = note.get("spare_token")  # earlier versions noted none
         self.settings = note["settings"]
         self.vocabulary = note["vocabulary"]
         self._note = note
@@ -272,6 +273,7 @@ def _facts(target: Target, revision: str | None) -> dict[str, Any]:
         "vocabulary": target.vocabulary,
         "dtype": _name_of(target.dtype),
         "end_tokens": sorted(target.end_tokens),
+        "spare_token": target.spare_token,
         "kv_shapes": target.kv_shapes,
         "class": type(target.model).__name__,
         "transformers": transformers.__version__,

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.heads import HeadBatch
+from headstart.heads.base import supervised_origins
 
 if TYPE_CHECKING:
     from headstart.data.online import States
@@ -192,7 +194,44 @@ def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch
     )
 
 
-def predictions(batch: HeadBatch) -> int:
-    """How many predictions the first draft step makes: positions whose next two tokens are both supervised."""
-    supervised_BT = batch.supervised_BT
-    return int((supervised_BT[:, 1:-1] & supervised_BT[:, 2:]).sum())
+def anchored(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
+    """The batch with drafts from `anchors` positions of each conversation at most, each as likely as any other.
+
+    Args:
+        batch: of which drafts start wherever they can, or where an earlier draw lets them; it is left as it is.
+        anchors: of a conversation.
+        seed: numbers that name this batch; the same ones give the same positions.
+    """
+    origin_M, conversation_M = _origins_by_conversation(batch)
+    order_M = np.random.default_rng([*seed, anchors]).permutation(len(origin_M))
+    drawn_M = conversation_M[order_M]
+    counts = np.unique(drawn_M, return_counts=True)[1]
+    by_conversation_M = np.argsort(drawn_M, kind="stable")  # each conversation's own, in the order drawn
+    rank_M = np.arange(len(origin_M)) - np.repeat(counts.cumsum() - counts, counts)
+    kept_M = origin_M[order_M[by_conversation_M[rank_M < anchors]]]
+    kept_X = torch.zeros(batch.tokens_BT.numel(), dtype=torch.bool)
+    kept_X[torch.from_numpy(kept_M)] = True
+    kept_BT = kept_X.view_as(batch.tokens_BT).to(batch.tokens_BT.device)
+    drawn_BT = batch.subsampled_steps_BT
+    if drawn_BT is None:
+        drawn_BT = torch.full_like(batch.tokens_BT, batch.tokens_BT.shape[1])
+    return dataclasses.replace(batch, subsampled_steps_BT=torch.where(kept_BT, drawn_BT, 0))
+
+
+def predictions(batch: HeadBatch, anchors: int | None = None) -> int:
+    """How many predictions the first draft step makes: positions whose next two tokens are both supervised, and of a
+    conversation no more than `anchors`."""
+    if anchors is None:
+        supervised_BT = batch.supervised_BT
+        return int((supervised_BT[:, 1:-1] & supervised_BT[:, 2:]).sum())
+    _, conversation_M = _origins_by_conversation(batch)
+    return int(np.minimum(np.unique(conversation_M, return_counts=True)[1], anchors).sum())
+
+
+def _origins_by_conversation(batch: HeadBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Flat positions that the first draft step learns from, and a number of the conversation of each."""
+    origin_M = supervised_origins(batch.supervised_BT, 0).cpu().numpy()
+    width = batch.tokens_BT.shape[1]
+    if batch.starts_BT is None:
+        return origin_M, origin_M // width
+    return origin_M, origin_M // width * width + batch.starts_BT.flatten().cpu().numpy()[origin_M]

@@ -36,6 +36,7 @@ from headstart.train import checkpoint
 from headstart.train.allocator import keep_freed_memory
 from headstart.train.batches import (
     Batch,
+    anchored,
     collate,
     epoch_batches,
     epoch_steps,
@@ -235,7 +236,8 @@ class _Run:
                 self._validate(display, None)
             started, learnt = monotonic(), 0
             for group, batches in stack.enter_context(closing(self._batches())):
-                count, elapsed, asked = self._agree(sum(map(predictions, batches)), interrupt.asked)
+                learning = sum(predictions(batch, self.section.anchors) for batch in batches)
+                count, elapsed, asked = self._agree(learning, interrupt.asked)
                 fraction = self._fraction(elapsed)
                 if asked or fraction >= 1:
                     break
@@ -338,6 +340,8 @@ class _Run:
             batch = noisy(batch, self.section.noise, seed)
         if self.section.position_weight == "subsampled" and not round_starts_only:
             batch = subsampled(batch, self.section.step_weight, seed)
+        if self.section.anchors:
+            batch = anchored(batch, self.section.anchors, seed)
         return batch
 
     @contextmanager

@@ -99,6 +99,12 @@ def lk(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     return mixed_M
 
 
+def tv_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
+    """A tenth of the cross-entropy and nine tenths of the L1 distance, twice the total variation (DSpark, arXiv
+    2607.05147)."""
+    return 0.1 * soft_ce(draft_logits_MD, target_probs_MD) + 0.9 * 2 * tv(draft_logits_MD, target_probs_MD)
+
+
 def topk_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     """Cross-entropy against the target's ten most likely tokens, renormalised to 1.
 
@@ -132,6 +138,7 @@ LOSSES: dict[str, Loss] = {
     "tv": tv,
     "nla": nla,
     "lk": lk,
+    "tv_ce": tv_ce,
     "topk_ce": topk_ce,
 }
 
@@ -246,6 +253,7 @@ def weighted(
         position_weight: see `headstart.train.position_weights`; `subsampled` takes the batch as `subsampled` left it.
             `dpace` and `accept_until_failure` cost one more product with the LM head, to see first how the drafts fare;
             `accept_until_failure` then skips what weighs nothing.
+            A prediction's confidence learns alpha, by binary cross-entropy with the same weight.
         feature_weight: of `smooth_l1` between drafted features and final states, with the same position weights.
         round_starts_only: learn only from origins at which drafting would really start; they weigh as much as all
             together.
@@ -260,16 +268,24 @@ def weighted(
         hidden_MH = torch.cat([steps[step].hidden_MH for step in members])
         source_M = torch.cat([steps[step].source_M for step in members])
         weight_M = torch.cat([weights[step] for step in members])
+        confidences = [steps[step].confidence_M for step in members]
+        confidence_M = torch.cat([one for one in confidences if one is not None] or [hidden_MH.new_zeros(0)])
         if position_weight == "accept_until_failure" or round_starts_only:
             kept_M = weight_M.nonzero()[:, 0]
             hidden_MH, source_M, weight_M = hidden_MH[kept_M], source_M[kept_M], weight_M[kept_M]
+            confidence_M = confidence_M[kept_M] if len(confidence_M) else confidence_M
         if isinstance(teacher_logits, LongTeacherLogits) and len(members) > 1:
             # Steps that are compared with one distribution come together: it is computed once for all of them.
             order_M = source_M.argsort(stable=True)
             hidden_MH, source_M, weight_M = hidden_MH[order_M], source_M[order_M], weight_M[order_M]
+            confidence_M = confidence_M[order_M] if len(confidence_M) else confidence_M
         first = steps[members[0]]
-        own = (first.bias_D, first.finish)
+        alpha_M = weight_M.new_zeros(len(weight_M)) if first.confidence_M is not None else None
+        own = (first.bias_D, first.finish, first.frozen_columns, alpha_M)
         total = total + summed(loss, hidden_MH, first.lm_head_DH, teacher_logits, source_M, weight_M, *own)
+        if alpha_M is not None:
+            missed_M = F.binary_cross_entropy_with_logits(confidence_M.float(), alpha_M, reduction="none")
+            total = total + (weight_M * missed_M).sum()
     if feature_weight:
         for prediction, weight_M in zip(steps, weights, strict=True):
             if prediction.feature_ME is None:
@@ -364,6 +380,8 @@ def summed(
     weight_M: Tensor,
     bias_D: Tensor | None = None,
     finish: Finish | None = None,
+    frozen_columns: int = 0,
+    alpha_M: Tensor | None = None,
 ) -> Tensor:
     """Weighted sum of a loss over predictions that share an LM head: a float32 scalar.
 
@@ -378,10 +396,13 @@ def summed(
         weight_M: float32, how much each prediction counts; a constant.
         bias_D: of the LM head, a constant.
         finish: what makes logits of the LM head's output.
+        frozen_columns: of the LM head, how many of the first ones do not learn.
+        alpha_M: float32, is filled with the mass that each prediction shares with the target's distribution.
     """
     assert hidden_MH.shape[0] == source_M.shape[0] == weight_M.shape[0], "one source and weight for each prediction"
     apply: Callable[..., Tensor] = _Summed.apply
-    return apply(hidden_MH, lm_head_DH, loss, teacher_logits, source_M, weight_M, bias_D, finish)
+    own = (bias_D, finish, frozen_columns, alpha_M)
+    return apply(hidden_MH, lm_head_DH, loss, teacher_logits, source_M, weight_M, *own)
 
 
 class _Summed(torch.autograd.Function):
@@ -403,6 +424,8 @@ class _Summed(torch.autograd.Function):
         weight_M: Tensor,
         bias_D: Tensor | None,
         finish: Finish | None,
+        frozen_columns: int,
+        alpha_M: Tensor | None,
     ) -> Tensor:
         read_MH, head_DH = _operands(hidden_MH, lm_head_DH)
         kind = torch.promote_types(read_MH.dtype, torch.float32)
@@ -418,13 +441,16 @@ class _Summed(torch.autograd.Function):
         with torch.autocast(hidden_MH.device.type, enabled=False):
             for block in _blocks(read_MH, head_DH):
                 logits_BD = F.linear(read_MH[block], head_DH, bias_D).to(kept)
+                if alpha_M is not None:
+                    alpha_M[block] = _alphas(logits_BD, finish, teacher_logits, rows_M[block])
                 total += _differentiate(
                     judged, logits_BD, teacher_logits, rows_M[block], weight_M[block], kind, learning
                 )
                 if hidden_gradient_MH is not None:
                     hidden_gradient_MH[block] = logits_BD @ head_DH.to(kept)
                 if head_gradient_DH is not None:
-                    head_gradient_DH += logits_BD.T @ read_MH[block].to(kept)
+                    learns = slice(frozen_columns, None)
+                    head_gradient_DH[:, learns] += logits_BD.T @ read_MH[block, learns].to(kept)
         ctx.save_for_backward(hidden_gradient_MH, head_gradient_DH)
         return total
 
@@ -432,7 +458,7 @@ class _Summed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # In place: autograd refuses a second use by itself.
-        return *(None if saved is None else saved.mul_(upstream) for saved in ctx.saved_tensors), *[None] * 6
+        return *(None if saved is None else saved.mul_(upstream) for saved in ctx.saved_tensors), *[None] * 8
 
 
 def _differentiate(
@@ -456,6 +482,17 @@ def _differentiate(
             if learning:
                 logits_BD[chunk] = torch.autograd.grad(part, logits_CD)[0]
     return total
+
+
+def _alphas(logits_BD: Tensor, finish: Finish | None, teacher_logits: TeacherLogits, rows_B: Tensor) -> Tensor:
+    """The mass that each draft distribution of a block shares with the target's, [B]."""
+    table_SD, rows_B = teacher_logits.of(rows_B)
+    found = [torch.zeros(0, device=logits_BD.device)]
+    for chunk in _chunks(logits_BD):
+        logits_CD = logits_BD[chunk].float()
+        logits_CD = logits_CD if finish is None else finish(logits_CD)
+        found.append(_alpha(logits_CD, table_SD[rows_B[chunk]].softmax(-1, dtype=torch.float32)))
+    return torch.cat(found)
 
 
 def _finished(loss: Loss, finish: Finish) -> Loss:

@@ -23,7 +23,7 @@ the best on what the one before leaves ("The Polar Express", arXiv 2505.16932), 
 fiftieth more, since bfloat16 rounds. Jordan's five equal ones (2024) take them to 0.68 to 1.2."""
 _MOMENTUM = 0.95
 _TINY = 1e-7
-_APART = ("lm_head", "bias", "norm")
+_APART = ("lm_head", "bias", "norm", "markov", "confidence")
 _RMS = 0.2
 """Size of AdamW's updates, which those of Muon are given so that one learning rate serves both (arXiv 2502.16982)."""
 

@@ -6,12 +6,15 @@ Shape suffixes: O origins, K steps, R ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.calibration import Calibration
+from headstart.calibration import Calibration, Curve, between
 from headstart.decode.budget import Costs, node_threshold
 
 _BINS = 40
@@ -20,6 +23,15 @@ _MIN_ACCEPT_PROB = 0.01
 """Paths less likely than this are left out of the replay, whatever nodes cost."""
 _TRIED = 3
 """Drafts of a node that count as its best: what a tree usually verifies of them."""
+_CERTAIN = 1e-4
+"""Nearest that a probability comes to 0 or 1 when curves are judged."""
+_TRUSTS = (0.0, 0.25, 0.5, 1.0, 1.5)
+"""Values of `Calibration.trust` that are tried."""
+_WORTH = 0.998
+"""What curves must leave of the surprise of simpler ones: several are tried, and chance makes one of them a little
+better."""
+_BACKING = 100
+"""Origins' worth of trust that the curve of all paths has beside that of some paths."""
 
 
 def fit_calibration(
@@ -27,8 +39,17 @@ def fit_calibration(
     log_probs_OKR: NDArray[np.float32],
     likely_OKR: NDArray[np.float32] | None = None,
     sampled_OKR: NDArray[np.float32] | None = None,
+    confidence_OK: NDArray[np.float32] | None = None,
+    *,
+    by_path: bool | None = None,
+    trust: float | None = None,
 ) -> Calibration:
     """Isotonic regression of acceptance on log-probability at each depth, over drafts whose path so far was drafted.
+
+    Paths that have left the best one are origins at which the true token of an earlier step was drafted, but not first.
+    They give curves of their own, and the heads' confidence counts, where that foretells acceptance better: each half
+    of the origins judges the curves of the other half, and both must agree. Where origins of a kind are few, those of
+    all paths count as well.
 
     Args:
         ranks_OK: rank of the true token among each step's drafts.
@@ -37,32 +58,125 @@ def fit_calibration(
             or not, as in greedy decoding.
         sampled_OKR: how likely a child sampled instead of each of the first drafts is to be accepted; None where none
             is. R may be smaller here.
+        confidence_OK: what the heads say of each step's drafts, see `DraftHead.confidence`; None where they say
+            nothing.
+        by_path: whether paths that have left the best one get curves of their own; None decides by what they bring.
+        trust: see `Calibration.trust`; None decides by what the confidence brings.
     """
-    ranks = log_probs_OKR.shape[2]
-    alive_O = np.ones(len(ranks_OK), dtype=bool)
-    log_probs, accepted, reached = [], [], []
-    curves: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
-    for depth in range(ranks_OK.shape[1]):
-        right_OR = ranks_OK[:, depth, None] == np.arange(ranks) if likely_OKR is None else likely_OKR[:, depth]
-        right_OR = right_OR[alive_O]
-        knots, shares = _isotonic(log_probs_OKR[alive_O, depth].ravel(), right_OR.ravel())
-        log_probs.append(knots)
-        accepted.append(shares)
-        best_OR = right_OR[:, :_TRIED]
-        if sampled_OKR is not None:
-            sampled_OR = sampled_OKR[alive_O, depth]
-            curves.append(_isotonic(log_probs_OKR[alive_O, depth, : sampled_OR.shape[1]].ravel(), sampled_OR.ravel()))
-            last = min(_TRIED, sampled_OR.shape[1]) - 1
-            best_OR = np.concatenate([right_OR[:, :last], sampled_OR[:, last, None]], axis=1)
-        reached.append(float(best_OR.sum(1).mean()) if len(right_OR) else 0.0)
-        alive_O &= ranks_OK[:, depth] < ranks
-    sampled = (
-        Calibration(tuple(knots for knots, _ in curves), tuple(shares for _, shares in curves)) if curves else None
-    )
-    return Calibration(tuple(log_probs), tuple(accepted), tuple(reached), sampled)
+    tables = _Tables(ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR)
+    trusts = (0.0,) if confidence_OK is None else _TRUSTS if trust is None else (trust,)
+    choices = [(one, own) for one in trusts for own in ((False, True) if by_path is None else (by_path,))]
+    if len(choices) > 1:
+        judged = [tables.trusting(one, confidence_OK).judged(own) for one, own in choices]
+        better = [
+            index
+            for index, pair in enumerate(judged)
+            if all(one < _WORTH * plain for one, plain in zip(pair, judged[0], strict=True))
+        ]
+        choices = [choices[min(better, key=lambda index: sum(judged[index]), default=0)]]
+    ((trust, by_path),) = choices
+    return tables.trusting(trust, confidence_OK).fit(by_path).trusting(trust)
 
 
-def _isotonic(values: NDArray[np.float32], right: NDArray[np.generic]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+@dataclass(frozen=True)
+class _Tables:
+    """See `fit_calibration`."""
+
+    ranks_OK: NDArray[np.int64]
+    log_probs_OKR: NDArray[np.float32]
+    likely_OKR: NDArray[np.float32] | None
+    sampled_OKR: NDArray[np.float32] | None
+
+    def trusting(self, trust: float, confidence_OK: NDArray[np.float32] | None) -> _Tables:
+        """With `Calibration.scores` in place of log-probabilities."""
+        return replace(self, log_probs_OKR=Calibration(trust=trust).scores(self.log_probs_OKR, confidence_OK))
+
+    def judged(self, by_path: bool) -> tuple[float, float]:
+        """How much each half surprises the curves of the other half."""
+        half = len(self.ranks_OK) // 2
+        one, two = self.of(slice(half)), self.of(slice(half, None))
+        return two.surprise(one.fit(by_path)), one.surprise(two.fit(by_path))
+
+    def of(self, origins: slice) -> _Tables:
+        """Those of some origins."""
+        optional = (None if part is None else part[origins] for part in (self.likely_OKR, self.sampled_OKR))
+        return _Tables(self.ranks_OK[origins], self.log_probs_OKR[origins], *optional)
+
+    @cached_property
+    def paths(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Whether the path before each step was drafted, and whether it was the best one; [O, K]."""
+        drafted_OK = self.ranks_OK < self.log_probs_OKR.shape[2]
+        before_OK, best_OK = (
+            np.logical_and.accumulate(np.concatenate([np.ones_like(part[:, :1]), part[:, :-1]], axis=1), axis=1)
+            for part in (drafted_OK, self.ranks_OK == 0)
+        )
+        return before_OK, best_OK
+
+    def right(self, depth: int) -> NDArray[Any]:
+        """How often each draft of a depth is accepted after the true text, [O, R]."""
+        if self.likely_OKR is not None:
+            return self.likely_OKR[:, depth]
+        right_OR: NDArray[Any] = self.ranks_OK[:, depth, None] == np.arange(self.log_probs_OKR.shape[2])
+        return right_OR
+
+    def surprise(self, calibration: Calibration) -> float:
+        """Cross entropy of what is accepted after paths that were drafted, in nats over all drafts."""
+        before_OK, best_OK = self.paths
+        total = 0.0
+        for depth in range(before_OK.shape[1]):
+            right_OR = self.right(depth)
+            for left, counts_O in ((False, best_OK[:, depth]), (True, before_OK[:, depth] & ~best_OK[:, depth])):
+                probs = calibration.after(left).probs(depth, self.log_probs_OKR[counts_O, depth])
+                probs, right = np.clip(probs, _CERTAIN, 1 - _CERTAIN), right_OR[counts_O]
+                total -= float((right * np.log(probs) + (1.0 - right) * np.log(1 - probs)).sum())
+        return total
+
+    def fit(self, by_path: bool) -> Calibration:
+        """The calibration; with curves of their own for paths that have left the best one."""
+        before_OK, best_OK = self.paths
+        every, left_OK = self._fit(before_OK), before_OK & ~best_OK
+        if not by_path or not left_OK.any():
+            return every
+        own, left = (_backed(self._fit(part_OK), every, part_OK) for part_OK in (best_OK, left_OK))
+        return replace(own, left=left)
+
+    def _fit(self, counts_OK: NDArray[np.bool_]) -> Calibration:
+        """From the origins that count at each depth."""
+        reached: list[float] = []
+        curves: list[Curve] = []
+        drawn: list[Curve] = []
+        for depth, counts_O in enumerate(counts_OK.T):
+            log_probs_OR = self.log_probs_OKR[counts_O, depth]
+            right_OR = self.right(depth)[counts_O]
+            curves.append(_isotonic(log_probs_OR.ravel(), right_OR.ravel()))
+            best_OR = right_OR[:, :_TRIED]
+            if self.sampled_OKR is not None:
+                sampled_OR = self.sampled_OKR[counts_O, depth]
+                drawn.append(_isotonic(log_probs_OR[:, : sampled_OR.shape[1]].ravel(), sampled_OR.ravel()))
+                last = min(_TRIED, sampled_OR.shape[1]) - 1
+                best_OR = np.concatenate([right_OR[:, :last], sampled_OR[:, last, None]], axis=1)
+            reached.append(float(best_OR.sum(1).mean()) if len(right_OR) else 0.0)
+        sampled = _of_curves(drawn) if drawn else None
+        return replace(_of_curves(curves), reached=tuple(reached), sampled=sampled)
+
+
+def _of_curves(curves: Sequence[Curve]) -> Calibration:
+    return Calibration(tuple(knots for knots, _ in curves), tuple(shares for _, shares in curves))
+
+
+def _backed(own: Calibration, every: Calibration, counts_OK: NDArray[np.bool_]) -> Calibration:
+    """What some origins say, backed by what all say: as if `_BACKING` origins more had said the latter."""
+    shares = [count / (count + _BACKING) for count in counts_OK.sum(0).tolist()]
+    curves = [between(depth, every, own, share) if share else every.curve(depth) for depth, share in enumerate(shares)]
+    pairs = zip(own.reached, every.reached, shares, strict=False)
+    reached = tuple(share * one + (1 - share) * other for one, other, share in pairs)
+    sampled = None
+    if own.sampled and every.sampled:
+        sampled = _backed(own.sampled, every.sampled, counts_OK)
+    return replace(_of_curves(curves), reached=reached, sampled=sampled)
+
+
+def _isotonic(values: NDArray[np.float32], right: NDArray[np.generic]) -> Curve:
     """Means of equally filled bins, pooled until they never fall (pool adjacent violators).
 
     >>> _isotonic(np.array([0.0, 1.0, 2.0, 3.0], dtype=np.float32), np.array([False, True, False, True]))
@@ -84,15 +198,18 @@ def replay_dynamic(
     calibration: Calibration,
     costs: Costs,
     max_nodes: int = 32,
+    confidence_OK: NDArray[np.float32] | None = None,
 ) -> tuple[float, float]:
     """(τ, milliseconds of a round) that dynamic trees would have reached on these origins, decoded one after the other.
 
-    Drafts of a depth are taken to be the same whatever the path before them; for families whose drafts follow the
-    path this looks at the true path only.
+    Drafts of a depth are taken to be the same whatever the path before them, but for the calibration of paths that have
+    left the best one; for families whose drafts follow the path this looks at the true path only.
     """
-    probs = np.stack(
-        [calibration.probs(depth, log_probs_OKR[:, depth]) for depth in range(ranks_OK.shape[1])], axis=1
-    ).tolist()
+    depths, scores_OKR = range(ranks_OK.shape[1]), calibration.scores(log_probs_OKR, confidence_OK)
+    kept, left = (
+        np.stack([calibration.after(gone).probs(depth, scores_OKR[:, depth]) for depth in depths], axis=1).tolist()
+        for gone in (False, True)
+    )
     truth = ranks_OK.tolist()
     costs_ms = [costs.verify(nodes) for nodes in range(max_nodes + 1)]
     rate, tokens_per_round, round_ms = 1 / costs_ms[1], 1.0, costs_ms[1]
@@ -100,7 +217,8 @@ def replay_dynamic(
         position = rounds = emitted = 0
         spent = 0.0
         while position < len(truth):
-            tree, nodes, levels = _best_tree(probs[position], rate, calibration, costs, costs_ms)
+            probs = kept[position], left[position]
+            tree, nodes, levels = _best_tree(probs, rate, calibration, costs, costs_ms)
             depth = 0
             while depth < len(truth[position]) and tuple(truth[position][: depth + 1]) in tree:
                 depth += 1
@@ -112,7 +230,7 @@ def replay_dynamic(
 
 
 def _best_tree(
-    probs_KR: Sequence[Sequence[float]],
+    probs: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]],
     rate: float,
     calibration: Calibration,
     costs: Costs,
@@ -121,21 +239,24 @@ def _best_tree(
     """The rank paths that pay at this rate, how many nodes that is with the root, and how many levels were drafted.
 
     Grown as `heads.growing.grow` grows, and pruned as `decode.budget` prunes.
+
+    Args:
+        probs: of each depth's ranks, after paths that have not left the best one and after those that have.
     """
     threshold = node_threshold(costs, rate)
     found: list[tuple[float, tuple[int, ...]]] = []
     level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
     drafted = 0
-    for depth, probs_R in enumerate(probs_KR):
-        best_child = calibration.best_child(depth)
-        net = sum(max(0.0, accept_prob * best_child - threshold) for accept_prob, _ in level)
+    for depth, tables in enumerate(zip(*probs, strict=True)):
+        children = (accept_prob * calibration.best_child(depth, any(path)) for accept_prob, path in level)
+        net = sum(max(0.0, accept_prob - threshold) for accept_prob in children)
         if depth and (not level or net < rate * costs.level_ms):
             break
         drafted += 1
         level = [
             (accept_prob * prob, (*path, rank))
             for accept_prob, path in level
-            for rank, prob in enumerate(probs_R)
+            for rank, prob in enumerate(tables[any(path)])
             if accept_prob * prob >= max(threshold, _MIN_ACCEPT_PROB)
         ]
         found += level

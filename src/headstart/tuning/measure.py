@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rich.console import Console
@@ -50,7 +51,35 @@ def measure_ranks(
     console: Console | None = None,
 ) -> Tensor:
     """The ranks of `measure_drafts` alone."""
-    return measure_drafts(target, heads, conversations, max_rank, console)[0]
+    return measure_drafts(target, heads, conversations, max_rank, console).ranks_OK
+
+
+class Drafts(NamedTuple):
+    """What heads would have drafted on texts, and how much of it would be accepted.
+
+    Only origins from which every step is supervised count; they come in the order of the text.
+
+    Attributes:
+        ranks_OK: rank of the true token among each step's drafts, int64; the maximum asked for stands for anything
+            worse.
+        log_probs_OKR: of the best drafts of each step, float32; R is at most that maximum.
+        likely_OKR: the target's own probabilities of these drafts; None for greedy decoding.
+        sampled_OKR: how likely a child sampled instead of each of the first drafts, beside those above it, is to be
+            accepted: the mass that the target's distribution shares with the one it is drawn from. R may be smaller.
+        confidence_OK: what the heads say of each step's drafts, see `DraftHead.confidence`; None where they say
+            nothing.
+    """
+
+    ranks_OK: Tensor
+    log_probs_OKR: Tensor
+    likely_OKR: Tensor | None = None
+    sampled_OKR: Tensor | None = None
+    confidence_OK: Tensor | None = None
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """In numpy, for `fit_calibration`."""
+        return tuple(None if part is None else part.numpy() for part in self)
 
 
 @torch.inference_mode()
@@ -60,14 +89,8 @@ def measure_drafts(
     conversations: Sequence[Supervised],
     max_rank: int,
     console: Console | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What the heads would have drafted on texts, and how well.
-
-    Only origins from which every step is supervised count; they come in the order of the text.
-
-    Returns:
-        Rank of the true token among each step's drafts, int64 [O, K], where `max_rank` stands for anything worse; and
-        the log-probabilities of the best drafts of each step, float32 [O, K, R] with R at most `max_rank`.
+) -> Drafts:
+    """What greedy decoding would accept of the drafts after a text.
 
     Raises:
         UserError: when there is no such origin.
@@ -76,8 +99,8 @@ def measure_drafts(
     def compare(logits_MD: Tensor, truth_M: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         return _rank(logits_MD, truth_M, max_rank), _best(logits_MD, max_rank)[0]
 
-    ranks_OK, log_probs_OKR = _measure(target, heads, conversations, compare, False, console)
-    return ranks_OK, log_probs_OKR
+    (ranks_OK, log_probs_OKR), confidence_OK = _measure(target, heads, conversations, compare, False, console)
+    return Drafts(ranks_OK, log_probs_OKR, confidence_OK=confidence_OK)
 
 
 @torch.inference_mode()
@@ -87,30 +110,37 @@ def measure_sampling(
     conversations: Sequence[Supervised],
     max_rank: int,
     console: Console | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Drafts:
     """What sampling at temperature 1 would accept of the drafts after a text.
-
-    Returns:
-        Ranks and log-probabilities as of `measure_drafts`; the target's own probabilities of these drafts, [O, K, R];
-        and how likely a child sampled instead of each of the first drafts, beside those above it, is to be accepted,
-        [O, K, R] with a smaller R: the mass that the target's distribution shares with the one it is drawn from.
 
     Raises:
         UserError: when there is no origin from which every step is supervised.
     """
 
-    def compare(logits_MD: Tensor, truth_M: Tensor, own_MD: Tensor) -> tuple[Tensor, ...]:
-        log_probs_MR, best_MR = _best(logits_MD, max_rank)
-        q_draft_MD = logits_MD.softmax(-1)
-        sampled = []
-        for rank in range(min(_SAMPLED, best_MR.shape[1])):
-            rest_M1 = q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            sampled.append(torch.minimum(own_MD, q_draft_MD / rest_M1).sum(-1))
-            q_draft_MD.scatter_(1, best_MR[:, rank, None], 0.0)
-        return _rank(logits_MD, truth_M, max_rank), log_probs_MR, own_MD.gather(1, best_MR), torch.stack(sampled, 1)
+    compare = partial(sampling_tables, max_rank=max_rank)
+    tables, confidence_OK = _measure(target, heads, conversations, compare, True, console)
+    return Drafts(*tables)._replace(confidence_OK=confidence_OK)
 
-    ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR = _measure(target, heads, conversations, compare, True, console)
-    return ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR
+
+def sampling_tables(
+    logits_MD: Tensor, truth_M: Tensor, own_MD: Tensor, max_rank: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The first four tables of `Drafts` for sampling, of one step.
+
+    Args:
+        logits_MD: of the heads.
+        truth_M: the true token's index in the draft vocabulary, below 0 where it cannot be drafted.
+        own_MD: the target's own probabilities of the draft vocabulary.
+        max_rank: drafts considered.
+    """
+    log_probs_MR, best_MR = _best(logits_MD, max_rank)
+    q_draft_MD = logits_MD.softmax(-1)
+    sampled = []
+    for rank in range(min(_SAMPLED, best_MR.shape[1])):
+        rest_M1 = q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        sampled.append(torch.minimum(own_MD, q_draft_MD / rest_M1).sum(-1))
+        q_draft_MD.scatter_(1, best_MR[:, rank, None], 0.0)
+    return _rank(logits_MD, truth_M, max_rank), log_probs_MR, own_MD.gather(1, best_MR), torch.stack(sampled, 1)
 
 
 def _rank(logits_MD: Tensor, truth_M: Tensor, max_rank: int) -> Tensor:
@@ -132,8 +162,9 @@ def _measure(
     compare: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
     own: bool,
     console: Console | None,
-) -> list[Tensor]:
-    """Tables [O, K, ...] of what `compare` finds, over the origins from which every step is supervised.
+) -> tuple[list[Tensor], Tensor | None]:
+    """Tables [O, K, ...] of what `compare` finds, over the origins from which every step is supervised; and what the
+    heads say of their drafts, [O, K].
 
     Args:
         compare: of one step: draft logits [M, D], the true token's index among them or -1 [M], the target's own
@@ -143,6 +174,7 @@ def _measure(
     to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
     found: list[list[Tensor]] = []
+    says = False
     for conversation in tracked(conversations, "measuring acceptance", len(conversations), console):
         states = target.hidden_states([conversation.tokens], sorted({*heads.aux_layers, FINAL}))[0]
         tokens_BT = torch.tensor([conversation.tokens], device=target.device)
@@ -159,7 +191,10 @@ def _measure(
         tables: list[tuple[Tensor, ...]] = []
         for step in heads.unroll(batch):
             truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
-            tables.append(tuple(part.cpu() for part in compare(step.logits_MD.float(), truth_M, own_TD[step.source_M])))
+            found_of = compare(step.logits_MD.float(), truth_M, own_TD[step.source_M])
+            if says := step.confidence_M is not None:
+                found_of = (*found_of, step.confidence_M.float().sigmoid())
+            tables.append(tuple(part.cpu() for part in found_of))
             steps.append({origin: index for index, origin in enumerate(step.origin_M.tolist())})
         if len(steps) < heads.draft_steps:  # too short: families may end before a step that has no origin
             continue
@@ -176,7 +211,8 @@ def _measure(
             f"No calibration answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead.",
             "Write longer answers (data.max_new_tokens), or more of them (data.validation).",
         )
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+    every = [torch.cat(parts) for parts in zip(*found, strict=True)]
+    return (every[:-1], every[-1]) if says else (every, None)
 
 
 @dataclass

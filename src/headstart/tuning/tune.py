@@ -55,7 +55,7 @@ class Tuning:
         tree: what decodes fastest by prediction: "dynamic" trees, or the "static" one.
         chain: length of the best chain.
         calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, `sampled_` for temperature 1,
-            `sampled_drawn_` for sampled children.
+            `sampled_drawn_` for sampled children; each with `left_` where paths that have left the best one differ.
         settings: target, dtype, device, threads, context, positions measured on given and on sampled answers, and
             `conditions` that the costs hold for, see `Conditions`.
     """
@@ -216,7 +216,8 @@ def tune(
     drop_int8(heads)
     context = min(context, target.max_length - max(widths) - 1)
     widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
-    ranks_OK, log_probs_OKR = measure_drafts(target, heads, conversations, max_rank, console)
+    drafts = measure_drafts(target, heads, conversations, max_rank, console)
+    ranks_OK = drafts.ranks_OK
     values = path_values(ranks_OK, max_rank)
     verify_ms = measure_verify(target, widths, context, heads.aux_layers)
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
@@ -224,15 +225,16 @@ def tune(
     costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.draft_steps, read_ms)
     static = _static(ranks_OK, ordered[: min(max_nodes, max(widths)) - 1], costs)
     accept_prob, round_ms = static.accept_prob, static.round_ms
-    calibration = fit_calibration(ranks_OK.numpy(), log_probs_OKR.numpy())
+    ranks, log_probs, *others = drafts.arrays
+    calibration = fit_calibration(ranks, log_probs, *others)
     texts = sampled_answers(target, conversations, heads.draft_steps + 2, console)
-    sampled_OK, *tables = measure_sampling(target, heads, texts, max_rank, console)
-    sampled = fit_calibration(sampled_OK.numpy(), *(table.numpy() for table in tables))
-    dynamic_accept_prob, dynamic_ms = replay_dynamic(ranks_OK.numpy(), log_probs_OKR.numpy(), calibration, costs)
+    drawn = measure_sampling(target, heads, texts, max_rank, console)
+    sampled = fit_calibration(*drawn.arrays, trust=calibration.trust)
+    dynamic_accept_prob, dynamic_ms = replay_dynamic(ranks, log_probs, calibration, costs, confidence_OK=others[-1])
     dynamic = bool(static.paths) and dynamic_accept_prob / dynamic_ms > accept_prob / round_ms
     if dynamic:
         accept_prob, round_ms = dynamic_accept_prob, dynamic_ms
-    positions = {"positions": len(ranks_OK), "sampled_positions": len(sampled_OK)}
+    positions = {"positions": len(ranks_OK), "sampled_positions": len(drawn.ranks_OK)}
     return Tuning(
         paths=static.paths,
         widths=costs.widths,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headstart.errors import UserError
-from headstart.heads.published import Published
+from headstart.heads.published import BLOCKS, Published
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOTE = "headstart"
@@ -102,14 +102,16 @@ class Format(ABC):
         engines: that read it.
         about: one line for help texts.
         dtypes: that weights can be written in, the usual one first.
-        holds_embeddings: whether its files have the target's embeddings beside the heads.
     """
 
     name: str
     engines: tuple[str, ...]
     about: str
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
-    holds_embeddings: bool = False
+
+    def holds_embeddings(self, published: Published) -> bool:
+        """Whether its files have the target's embeddings beside the heads."""
+        return False
 
     @abstractmethod
     def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
@@ -121,6 +123,10 @@ class Format(ABC):
         Raises:
             UserError: naming the reason and what to do instead.
         """
+
+    def remarks(self, published: Published, engine: str) -> list[str]:
+        """What the user should know of heads that an engine reads as they are, and does not serve everywhere."""
+        return []
 
     def as_held(self, published: Published) -> Published:
         """The same heads as the format's files hold them, which draft the same."""
@@ -161,8 +167,17 @@ class Format(ABC):
 
 
 def drafts_of(published: Published, drafts: int = 0) -> int:
-    """Tokens of the chain that an engine drafts: those measured to pay, else a few; later ones are seldom accepted."""
-    return min(drafts or 3, published.steps)
+    """Tokens of the chain that an engine drafts: those measured to pay, else a few; later ones are seldom accepted.
+
+    A block drafts all of its tokens at once, and was trained to: it is asked for all.
+    """
+    return min(drafts or (published.steps if published.layout in BLOCKS else 3), published.steps)
+
+
+def drafts_to_try(published: Published, usual: Sequence[int]) -> list[int]:
+    """Numbers of drafts to measure in an engine: the usual ones as far as the heads reach, and a block as a whole."""
+    whole = {published.steps} if published.layout in BLOCKS else set()
+    return sorted({count for count in usual if count <= published.steps} | whole)
 
 
 def refuse_activation(published: Published, engine: str) -> None:

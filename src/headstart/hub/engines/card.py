@@ -68,6 +68,8 @@ def write_engine_card(
         "trained to draft": f"{published.steps} tokens in a row",
         "draft vocabulary": f"{published.draft_width} of {published.vocab_size} tokens",
     }
+    if published.block_size:
+        rows["block"] = f"{published.block_size} inputs, the mask token is {published.mask_token_id}"
     if published.aux_layers:
         rows["reads the layers"] = ", ".join(map(str, published.aux_layers)) + " (transformers' hidden_states)"
     write_text(

@@ -114,13 +114,13 @@ def export_for(
     published, facts = publish(heads, target)
     measured = read_engine_tunings(heads_folder(heads))
     remarks = [said for one in asked for said in (*one.check_heads(published, facts), *_not_paying(one, measured))]
-    embeddings_VE = _embeddings(target, facts) if any(one.holds_embeddings for one in asked) else None
+    embeddings_VE = _embeddings(target, facts) if any(one.holds_embeddings(published) for one in asked) else None
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
         for one in asked:
             held = published
-            if embeddings_VE is not None and one.holds_embeddings:
+            if embeddings_VE is not None and one.holds_embeddings(published):
                 held = held.with_tensors({**held.tensors, EMBEDDINGS: embeddings_VE})
             one.write(held, facts, partial, dtype or one.dtypes[0])
         write_engine_card(partial, asked, published, facts, measured)
@@ -255,6 +255,14 @@ def check_export(
         for one in dict.fromkeys(read_by[engine] for engine in asked):
             found += _compare(one, folder, one.as_held(held))
     return found
+
+
+def export_remarks(folder: Path, engines: Sequence[str] = ()) -> list[str]:
+    """What the user should know of a folder without faults; see `check_export` for the arguments."""
+    formats = formats_of(folder)
+    read_by = {engine: one for one in reversed(formats) for engine in one.engines}
+    asked = engines or [one.engines[0] for one in formats]
+    return [said for engine in asked for said in read_by[engine].remarks(read_by[engine].read(folder), engine)]
 
 
 _SAME = 0.02

@@ -18,12 +18,12 @@ _NORMAL, _CONTROL, _UNUSED = 1, 3, 5
 """Kinds of tokens, as llama.cpp numbers them."""
 
 
-def copy_tokenizer(writer: Any, file: Path) -> None:
-    """Write the tokenizer's fields of another GGUF file."""
+def copy_tokenizer(writer: Any, file: Path, without: frozenset[str] = frozenset()) -> None:
+    """Write the tokenizer's fields of another GGUF file, but for some of these names."""
     gguf = library()
     reader = gguf.GGUFReader(file)
     for key, field in reader.fields.items():
-        if not key.startswith("tokenizer."):
+        if not key.startswith("tokenizer.") or key in without:
             continue
         kind = field.types[0]
         inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None

@@ -21,6 +21,13 @@ from headstart.hub.engines.base import DTYPES, NOTE, TargetFacts
 from headstart.hub.engines.checkpoint import CONFIG, offsets
 
 WEIGHTS = "model.safetensors"
+_NAMES = {
+    Layout.EAGLE3: "EAGLE-3",
+    Layout.EAGLE: "EAGLE-1",
+    Layout.MEDUSA: "Medusa",
+    Layout.DFLASH: "DFlash",
+    Layout.DSPARK: "DSpark",
+}
 
 
 def rounded(published: Published, dtype: str) -> Published:
@@ -193,4 +200,4 @@ def write_files(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]
 
 def files_of(published: Published) -> str:
     """What the arrangement is called in messages."""
-    return {Layout.EAGLE3: "EAGLE-3", Layout.EAGLE: "EAGLE-1", Layout.MEDUSA: "Medusa"}[published.layout]
+    return _NAMES[published.layout]

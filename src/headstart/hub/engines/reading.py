@@ -1,4 +1,4 @@
-"""Published heads from a Hugging Face folder, whoever wrote it: SafeAILab, SpecForge, speculators, Medusa, or us."""
+"""Published heads from a Hugging Face folder, whoever wrote it: SafeAILab, SpecForge, speculators, z-lab, or us."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.published import LayerSizes, Layout, Published
+from headstart.heads.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
 from headstart.hub.engines.base import NOTE, TargetFacts, Written
+from headstart.hub.engines.block_reading import block_layout, block_settings
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, absolute_ids, whole
 
 _STEPS = 5
@@ -29,6 +30,8 @@ def layout_of(checkpoint: Checkpoint) -> Layout | None:
     names = set(canonical_names(checkpoint).values())
     if any(name.startswith("blocks.0.") for name in names):
         return Layout.MEDUSA
+    if (layout := block_layout(checkpoint.config, names)) is not None:
+        return layout
     if "layers.0.hidden_norm.weight" in names or "d2t" in names or "draft_vocab_size" in checkpoint.config:
         return Layout.EAGLE3
     return Layout.EAGLE if "fc.weight" in names else None
@@ -60,13 +63,27 @@ def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> 
     layout = layout_of(checkpoint)
     if layout is None:
         raise UserError(
-            f"{checkpoint.folder} holds no EAGLE, EAGLE-3 or Medusa heads.",
+            f"{checkpoint.folder} holds no EAGLE, EAGLE-3, DFlash, DSpark or Medusa heads.",
             "Give the folder of draft heads, not that of a model.",
         )
-    settings = medusa_settings(checkpoint) if layout is Layout.MEDUSA else eagle_settings(checkpoint, layout, facts)
+    settings = settings_of(checkpoint, layout, facts)
     ids_D = draft_ids(checkpoint, settings.vocab_size)
     settings = replace(settings, draft_ids_D=ids_D)
     return settings.with_tensors(_tensors(checkpoint, settings))
+
+
+def settings_of(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
+    """Everything of the heads but their tensors.
+
+    Raises:
+        UserError: as `read_published`.
+    """
+    if layout is Layout.MEDUSA:
+        return medusa_settings(checkpoint)
+    if layout in BLOCKS:
+        config, names = flat(checkpoint.config), set(canonical_names(checkpoint).values())
+        return block_settings(checkpoint, config, layout, layer_of(config), names, facts)
+    return eagle_settings(checkpoint, layout, facts)
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,18 +101,6 @@ def eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | 
             f"The checkpoint's heads are {size} wide and their target {config['target_hidden_size']}.",
             "headstart has heads of their target's width alone; take another checkpoint.",
         )
-    heads = whole(config.get("num_attention_heads"), "num_attention_heads", maximum=1 << 12)
-    head_dim = config.get("head_dim") or size // heads
-    layer = LayerSizes(
-        intermediate_size=whole(config.get("intermediate_size"), "intermediate_size"),
-        num_attention_heads=heads,
-        num_key_value_heads=whole(config.get("num_key_value_heads", heads), "num_key_value_heads", maximum=1 << 12),
-        head_dim=whole(head_dim, "head_dim", maximum=1 << 14),
-        hidden_act=str(config.get("hidden_act", "silu")),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_parameters=rope_of(config),
-        max_position_embeddings=whole(config.get("max_position_embeddings", 2048), "max_position_embeddings"),
-    )
     fused = layout is Layout.EAGLE3
     written = Written.of(checkpoint.config.get(NOTE))
     return Published(
@@ -104,13 +109,34 @@ def eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | 
         vocab_size=whole(config.get("vocab_size"), "vocab_size"),
         steps=written.steps if written and written.steps else proposed_steps(checkpoint.config),
         tensors={},
-        layer=layer,
+        layer=layer_of(config),
         num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=8),
         aux_layers=aux_layers_of(checkpoint, facts) if fused else (),
         norm_before_residual=fused and norm_before_residual(checkpoint),
         norm_output=fused and bool(config.get("norm_output", False)),
         aux_norms=fused and bool(config.get("fc_norm", False)),
         norm_before_fc=fused and bool(nested(config).get("norm_before_fc", config.get("norm_before_fc", False))),
+    )
+
+
+def layer_of(config: Mapping[str, Any]) -> LayerSizes:
+    """Sizes of the decoder layers.
+
+    Raises:
+        UserError: they are out of bounds, or not said.
+    """
+    size = whole(config.get("hidden_size"), "hidden_size")
+    heads = whole(config.get("num_attention_heads"), "num_attention_heads", maximum=1 << 12)
+    head_dim = config.get("head_dim") or size // heads
+    return LayerSizes(
+        intermediate_size=whole(config.get("intermediate_size"), "intermediate_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=whole(config.get("num_key_value_heads", heads), "num_key_value_heads", maximum=1 << 12),
+        head_dim=whole(head_dim, "head_dim", maximum=1 << 14),
+        hidden_act=str(config.get("hidden_act", "silu")),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_parameters=rope_of(config),
+        max_position_embeddings=whole(config.get("max_position_embeddings", 2048), "max_position_embeddings"),
     )
 
 
@@ -338,7 +364,9 @@ def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
 def _optional(settings: Published, by_own: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors that may be left out, of those that are there."""
     size = settings.hidden_size
-    known: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (settings.vocab_size, size)}
+    known: dict[str, tuple[int, ...]] = {EMBEDDINGS: (settings.vocab_size, size)}
+    if settings.layout in BLOCKS:
+        known[LM_HEAD] = (settings.vocab_size, size)
     if settings.layout is Layout.EAGLE:
         known["fc.bias"] = (size,)
     for name in by_own:

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.heads.published import Layout, Published, digest
+from headstart.heads.published import BLOCKS, Layout, Published, digest
 from headstart.hub.engines.base import NOTE, Finding, TargetFacts, Written
+from headstart.hub.engines.block_rules import check_config, check_tensors
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint
 from headstart.hub.engines.reading import (
     canonical_names,
@@ -25,6 +26,7 @@ from headstart.hub.engines.reading import (
     medusa_settings,
     nested,
     read_published,
+    settings_of,
 )
 
 _SILENT = {"vllm": "leaves it random without a word", "sglang": "leaves it random without a word"}
@@ -37,7 +39,7 @@ def check_checkpoint(checkpoint: Checkpoint, engine: str, facts: TargetFacts | N
     layout = layout_of(checkpoint)
     if layout is None:
         return [Finding(engine, f"{checkpoint.folder} holds no draft heads.", "Give the folder of draft heads.")]
-    rules = {Layout.EAGLE3: _fused, Layout.EAGLE: _joined, Layout.MEDUSA: _parallel}[layout]
+    rules = {Layout.EAGLE3: _fused, Layout.EAGLE: _joined, Layout.MEDUSA: _parallel}.get(layout, _in_blocks)
     found: list[Finding] = []
     try:
         for said in rules(checkpoint, engine, facts):
@@ -118,6 +120,16 @@ def _joined(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> S
     yield from _tensors(wanted, known, own, engine)
 
 
+def _in_blocks(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Said:
+    layout = layout_of(checkpoint)
+    assert layout in BLOCKS, "the other arrangements have rules of their own"
+    layers = facts.num_layers if facts is not None else _noted(checkpoint.config).get("num_layers")
+    yield from _rotary(flat(checkpoint.config), "one of their own (vLLM 1000000)")
+    yield from check_config(checkpoint, layout, engine, layers if isinstance(layers, int) else None)
+    settings = settings_of(checkpoint, layout, facts)
+    yield from check_tensors(checkpoint, settings, engine, _tensors)
+
+
 def _parallel(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Said:
     config = checkpoint.config
     if engine != "vllm":
@@ -165,12 +177,12 @@ def _architecture(checkpoint: Checkpoint, layout: Layout, engine: str) -> Said:
         yield f"{engine} knows such heads as {known[0]}, and architectures is {given!r}.", f"Correct it in {CONFIG}."
 
 
-def _rotary(config: Mapping[str, Any]) -> Said:
+def _rotary(config: Mapping[str, Any], usual: str = "10000") -> Said:
     new, old = config.get("rope_parameters"), config.get("rope_theta")
     base = new.get("rope_theta") if isinstance(new, Mapping) else None
     if base is None and old is None:
         yield (
-            "The config says no rope_theta, and engines then take 10000.",
+            f"The config says no rope_theta, and engines then take {usual}.",
             f"Write the base that the heads were trained with into {CONFIG}.",
         )
     elif base is not None and old is not None and base != old:

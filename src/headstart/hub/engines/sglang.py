@@ -8,6 +8,7 @@ from pathlib import Path
 from headstart.errors import UserError
 from headstart.heads.published import Layout, Published
 from headstart.hub.engines.base import TargetFacts, drafts_of
+from headstart.hub.engines.block_files import block_files
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.huggingface import files_of, fused_files, joined_files, write_files
@@ -17,7 +18,7 @@ _JOINED = "LlamaForCausalLMEagle"
 
 
 class Sglang(FolderFormat):
-    """config.json and model.safetensors for SGLang; of EAGLE-3 heads the same as vLLM's."""
+    """config.json and model.safetensors for SGLang; of EAGLE-3 and DFlash heads the same as vLLM's."""
 
     name = "sglang"
     engines = ("sglang",)
@@ -38,6 +39,8 @@ class Sglang(FolderFormat):
         published = self.as_held(published)
         if published.layout is Layout.EAGLE:
             files = joined_files(published, facts, dtype, _JOINED)
+        elif published.layout is Layout.DFLASH:
+            files = block_files(published, facts, dtype)
         else:
             files = fused_files(published, facts, dtype)
         write_files(folder, *files)
@@ -65,6 +68,10 @@ def why_not_sglang(published: Published, facts: TargetFacts) -> str | None:
     if published.layout is Layout.EAGLE:
         own = "embed_tokens.weight" in published.tensors and published.normed_embeddings
         return "it takes the target's embeddings as they are (heads.embedding_norm=false)" if own else None
+    if published.layout is Layout.DSPARK:
+        return "headstart knows of no SGLang that serves DSpark heads as it writes them"
+    if published.layout is Layout.DFLASH:
+        return None
     for name in ("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"):
         if getattr(published, name):
             return f"it does not know {'fc_norm' if name == 'aux_norms' else name}"
@@ -80,8 +87,14 @@ def why_not_sglang(published: Published, facts: TargetFacts) -> str | None:
 
 def sglang_command(folder: Path | str, published: Published, facts: TargetFacts, drafts: int = 0) -> list[str]:
     """The command that serves target and heads with SGLang; it counts the root among the draft tokens."""
-    algorithm = "EAGLE3" if published.layout is Layout.EAGLE3 else "EAGLE"
     steps = drafts_of(published, drafts)
+    if published.layout is Layout.DFLASH:
+        return [
+            *("python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET"),
+            *("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(folder)),
+            *("--speculative-num-draft-tokens", str(steps + 1)),
+        ]
+    algorithm = "EAGLE3" if published.layout is Layout.EAGLE3 else "EAGLE"
     return [
         *("python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET"),
         *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(folder)),
@@ -93,4 +106,6 @@ def sglang_command(folder: Path | str, published: Published, facts: TargetFacts,
 def _instead(published: Published) -> str:
     if published.layout is Layout.MEDUSA:
         return "Export them with --format vllm (up to 0.32), or train eagle3 heads."
+    if published.layout is Layout.DSPARK:
+        return "Export them with --format gguf for llama.cpp or --format vllm, or train dflash heads."
     return "Export them with --format vllm, or train them without that."

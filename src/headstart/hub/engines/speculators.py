@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.heads.published import Layout, Published
+from headstart.heads.published import BLOCKS, Layout, Published
 from headstart.hub.engines.base import NOTE, TargetFacts, drafts_of, refuse_activation
+from headstart.hub.engines.block_files import speculators_keys
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.huggingface import (
@@ -21,7 +22,7 @@ from headstart.hub.engines.huggingface import (
     write_files,
 )
 from headstart.hub.engines.reading import is_speculators
-from headstart.hub.engines.vllm import vllm_command
+from headstart.hub.engines.vllm import block_remarks, vllm_command
 
 _VERSION = "0.9.0"
 """Of the library whose config this is."""
@@ -33,22 +34,31 @@ class Speculators(FolderFormat):
     name = "speculators"
     engines = ("speculators", "vllm")
     about = "a folder of the speculators library, which vLLM loads too"
-    # The library's classes fill embeddings that a file lacks with zeros, whatever the target has.
-    holds_embeddings = True
+
+    def holds_embeddings(self, published: Published) -> bool:
+        # The library's EAGLE-3 class fills embeddings that a file lacks with zeros, whatever the target has; block
+        # drafters take them from the verifier.
+        return published.layout is Layout.EAGLE3
 
     def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
-        if published.layout is not Layout.EAGLE3:
+        if published.layout is not Layout.EAGLE3 and published.layout not in BLOCKS:
             raise UserError(
-                f"The speculators format has EAGLE-3 heads, and these are {files_of(published)} heads.",
+                "The speculators format has EAGLE-3 heads and block drafters, and these are "
+                f"{files_of(published)} heads.",
                 "Export them with --format vllm.",
             )
         refuse_activation(published, "vLLM")
+        if published.layout in BLOCKS:
+            return block_remarks(published)
         if len(published.aux_layers) != 3:
             raise UserError(
                 f"vLLM fuses 3 layers of heads in the speculators format, and these read {len(published.aux_layers)}.",
                 "Export them with --format vllm.",
             )
         return []
+
+    def remarks(self, published: Published, engine: str) -> list[str]:
+        return block_remarks(published) if engine == "vllm" else []
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
         assert published.layer is not None, "these heads have decoder layers"
@@ -59,18 +69,24 @@ class Speculators(FolderFormat):
             "verifier_accept_k": 1,
             "accept_tolerance": 0.0,
         }
+        if published.layout in BLOCKS:
+            own = speculators_keys(published, facts, dtype)
+        else:
+            own = {
+                "architectures": ["Eagle3Speculator"],
+                "speculators_model_type": "eagle3",
+                **fused_keys(published),
+                "eagle_aux_hidden_state_layer_ids": list(published.aux_layers),
+                "embed_requires_grad": False,
+                "transformer_layer_config": llama_config(published, published.layer, facts, dtype),
+            }
         config: dict[str, Any] = {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
+            **own,
             "speculators_version": _VERSION,
-            **fused_keys(published),
-            "eagle_aux_hidden_state_layer_ids": list(published.aux_layers),
-            "embed_requires_grad": False,
             "tie_word_embeddings": False,
             "torch_dtype": dtype,
-            "transformer_layer_config": llama_config(published, published.layer, facts, dtype),
             "speculators_config": {
-                "algorithm": "eagle3",
+                "algorithm": str(published.layout),
                 "proposal_methods": [proposal],
                 "default_proposal_method": "greedy",
                 "verifier": {"name_or_path": facts.folder, "architectures": list(facts.architectures)},

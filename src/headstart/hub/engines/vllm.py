@@ -7,13 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headstart.errors import UserError
-from headstart.heads.published import Layout, Published
+from headstart.heads.published import BLOCKS, Layout, Published
 from headstart.hub.engines.base import TargetFacts, drafts_of, refuse_activation
+from headstart.hub.engines.block_files import block_files
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.huggingface import fused_files, joined_files, parallel_files, without_bias, write_files
 from headstart.hub.engines.reading import is_speculators
 from headstart.hub.engines.sglang import is_for_sglang_alone, sglang_command, why_not_sglang
+
+_SHARED = (Layout.EAGLE3, Layout.DFLASH)
+"""Of which one folder serves vLLM and SGLang."""
+_ON_GPUS = (
+    "vLLM drafts with DSpark heads on GPUs alone (V2 model runner), and they cannot be served as DFlash, whose slots "
+    "draft their own places and not the next ones: on a CPU serve them with llama.cpp (--format gguf)."
+)
 
 
 class Vllm(FolderFormat):
@@ -30,14 +38,22 @@ class Vllm(FolderFormat):
                 "vLLM 0.32 stops at Medusa heads with a reduced vocabulary: it reads token_map and then misses it.",
                 "Train with heads.draft_vocab_size=0 heads.shared_lm_head=true.",
             )
+        if published.layout is Layout.DSPARK and not published.markov_rank:
+            raise UserError(
+                "vLLM knows DSpark heads by their Markov head, and these have none (heads.markov_rank=0).",
+                "Train dflash heads, or with a heads.markov_rank.",
+            )
         if published.layout is Layout.EAGLE:
             without_bias(published)
-        if (why := why_not_sglang(published, facts)) is None and published.layout is not Layout.EAGLE3:
+        if (why := why_not_sglang(published, facts)) is None and published.layout not in _SHARED:
             why = "it has another format for such heads (--format sglang)"
         said = [] if why is None else [f"SGLang cannot serve this folder: {why}."]
         if published.layout is Layout.MEDUSA:
             said.append("vLLM reads Medusa heads up to version 0.32.")
-        return said
+        return said + self.remarks(published, "vllm")
+
+    def remarks(self, published: Published, engine: str) -> list[str]:
+        return block_remarks(published) if engine == "vllm" else []
 
     def as_held(self, published: Published) -> Published:
         return without_bias(published) if published.layout is Layout.EAGLE else published
@@ -49,6 +65,8 @@ class Vllm(FolderFormat):
                 files = fused_files(published, facts, dtype)
             case Layout.EAGLE:
                 files = joined_files(published, facts, dtype, "LlamaForCausalLM")
+            case Layout.DFLASH | Layout.DSPARK:
+                files = block_files(published, facts, dtype)
             case Layout.MEDUSA:
                 files = parallel_files(published, facts, dtype)
         write_files(folder, *files)
@@ -60,9 +78,28 @@ class Vllm(FolderFormat):
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
     ) -> dict[str, list[str]]:
         found = {"vllm": vllm_command(folder, published, facts, drafts.get("vllm", 0))}
-        if published.layout is Layout.EAGLE3 and why_not_sglang(published, facts) is None:
+        if published.layout in _SHARED and why_not_sglang(published, facts) is None:
             found["sglang"] = sglang_command(folder, published, facts, drafts.get("sglang", 0))
         return found
+
+
+def block_remarks(published: Published) -> list[str]:
+    """What vLLM does not do with block drafters on a CPU.
+
+    There the kernel that norms the keys of the text, for all layers at once, takes the first layer's weights for all.
+    """
+    if published.layout not in BLOCKS:
+        return []
+    said = [_ON_GPUS] if published.layout is Layout.DSPARK else []
+    first, *others = (
+        published.tensors[f"layers.{number}.self_attn.k_norm.weight"] for number in range(published.num_layers)
+    )
+    if any(not other.equal(first) for other in others):
+        said.append(
+            "vLLM's CPU build norms the text's keys in every layer with the k_norm of the first, and accepts fewer "
+            "drafts; its GPU builds do not. For a CPU train with heads.num_layers=1, or serve these with llama.cpp."
+        )
+    return said
 
 
 def vllm_command(folder: Path | str, published: Published, facts: TargetFacts, drafts: int = 0) -> list[str]:

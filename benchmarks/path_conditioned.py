@@ -1,0 +1,276 @@
+"""Trees whose drafts follow their own paths, beside trees of independent depths and chains, at the same verify cost.
+
+    python benchmarks/path_conditioned.py HEADS QUESTIONS.jsonl --conversations calibration.jsonl --out out/paths
+
+Every arm may verify the same number of nodes a round, and takes as many: a chain of that length, as far as the heads
+reach; the best tree whose depths are drafted along the best path alone, whatever path a node is on (as DDTree,
+arXiv 2604.12989, builds trees of one block pass); and the best tree of the heads' own, each node's children drafted
+after its own path. Both kinds of trees are calibrated on the same texts, each with what it drafts. `one curve` is the
+last arm with a calibration that knows depth alone. All arms answer each question in turns. Accepted tokens do not
+depend on the clock.
+
+Works with heads of any family. Where depths are drafted in one forward, both trees hold the same drafts.
+
+Shape suffixes: B rows, W nodes of a level, D draft vocabulary, V vocabulary, K steps, T tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from arms import alternate
+from record import record
+from rich.console import Console
+from tables import table, times
+from torch import Tensor
+
+import headstart
+from headstart.calibration import Calibration
+from headstart.data.conversations import read_conversations
+from headstart.data.questions import read_questions
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.heads import HeadDrafter
+from headstart.eval.measure import environment
+from headstart.eval.methods import Method, Ours
+from headstart.eval.summary import Unit, ratio_interval, steps
+from headstart.heads import DraftHead
+from headstart.heads.growing import grow
+from headstart.proposal import Committed, Proposal, Request, Root
+from headstart.target import FINAL, Target, TreeShape
+from headstart.tuning.calibrate import fit_calibration
+from headstart.tuning.measure import (
+    Drafts,
+    Supervised,
+    measure_drafts,
+    measure_sampling,
+    sampled_answers,
+    sampling_tables,
+)
+
+MAX_RANK = 10
+"""Drafts of a depth that are told apart when trees are calibrated."""
+CHAIN, INDEPENDENT, ONE_CURVE, PATHS = "chain", "independent depths", "own paths, one curve", "own paths"
+ARMS = (CHAIN, INDEPENDENT, ONE_CURVE, PATHS)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads", type=Path, help="a heads folder")
+    parser.add_argument("questions", type=Path)
+    parser.add_argument("--conversations", type=Path, required=True, help="to calibrate on, answered by the target")
+    parser.add_argument("--texts", type=int, default=24, help="of these conversations at most")
+    parser.add_argument("--nodes", nargs="+", type=int, help="of a round, root included; by default a chain's and 16")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--limit", type=int, default=16, help="questions at most")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--target", help="instead of the one that the heads name")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("out/path_conditioned"))
+    options = parser.parse_args(arguments)
+
+    decoder = headstart.load(options.heads, options.target, dtype=options.dtype)
+    target, heads = decoder.target, decoder.heads
+    nodes = sorted(set(options.nodes or (heads.draft_steps + 1, 16)))
+    texts = [one for one in read_conversations(options.conversations) if True in one.supervised][: options.texts]
+    fitted = calibrations(target, heads, texts)
+    questions = read_questions(options.questions)[: options.limit]
+    settings = {
+        "heads": options.heads.name,
+        "family": heads.family,
+        "draft_steps": heads.draft_steps,
+        "questions": len(questions),
+        "max_new_tokens": options.max_new_tokens,
+        "calibrated_on": len(texts),
+    }
+    rows: list[dict[str, Any]] = []
+    for temperature in options.temperatures:
+        methods = methods_of(target, heads, fitted, nodes, temperature)
+        folder = options.out / f"temperature-{temperature:g}"
+        units = alternate(target, methods, questions, folder, settings, options.max_new_tokens)
+        rows += rows_of(units, nodes, temperature)
+        what = "Tokens a round of chains and trees that verify equally many nodes, all arms taking turns."
+        record(options.out / "path_conditioned.json", what, rows, environment(target), __file__, arguments, settings)
+    print(report(rows))
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+class AlongBestPath:
+    """Heads that draft along the best path alone: all nodes of a depth share what is drafted there.
+
+    Whatever a node's own path is, its children are those of the best path at this depth. All else is the heads' own.
+    """
+
+    def __init__(self, heads: DraftHead) -> None:
+        self.heads = heads
+        self._last_B1 = self._best_B1 = torch.zeros(1, 1, dtype=torch.long)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.heads, name)
+
+    def eval(self) -> AlongBestPath:
+        self.heads.eval()
+        return self
+
+    def draft(self, state: Any, root: Root, request: Request) -> Proposal:
+        return grow(cast(DraftHead, self), state, root, request, confidence=self.confidence)
+
+    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        """Logits [B, 1, D] after the best path, whatever nodes are asked for."""
+        self._last_B1 = self._best_B1 if depth else tokens_BW
+        logits_B1D = self.heads.draft_step(state, self._last_B1, torch.zeros_like(self._last_B1), depth)
+        self._best_B1 = self.heads.draft_to_target_D[logits_B1D[:, :1].argmax(-1)]
+        return logits_B1D
+
+    def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor | None:
+        """What the heads say of the best path's drafts, [B, 1]."""
+        return self.heads.confidence(state, self._last_B1, depth)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Calibrations of one way to draft: for greedy decoding, and for temperature 1."""
+
+    greedy: Calibration
+    sampled: Calibration
+
+
+def calibrations(target: Target, heads: DraftHead, texts: Sequence[Supervised]) -> dict[str, Fitted]:
+    """Those of each arm that needs one, all on the same texts."""
+    console = Console()
+    sampled = sampled_answers(target, texts, heads.draft_steps + 2, console)
+    own = [
+        measure_drafts(target, heads, texts, MAX_RANK, console),
+        measure_sampling(target, heads, sampled, MAX_RANK, console),
+    ]
+    along = [
+        measure_along(target, heads, texts)._replace(likely_OKR=None, sampled_OKR=None),
+        measure_along(target, heads, sampled),
+    ]
+
+    def fitted(measured: Sequence[Drafts]) -> Fitted:
+        greedy = fit_calibration(*measured[0].arrays)
+        return Fitted(greedy, fit_calibration(*measured[1].arrays, trust=greedy.trust))
+
+    plain = Fitted(*(fit_calibration(*one._replace(confidence_OK=None).arrays, by_path=False) for one in own))
+    return {ONE_CURVE: plain, PATHS: fitted(own), INDEPENDENT: fitted(along)}
+
+
+@torch.inference_mode()
+def measure_along(target: Target, heads: DraftHead, texts: Sequence[Supervised]) -> Drafts:
+    """What `measure_sampling` measures, for drafts along the best path, whatever the text goes on with.
+
+    Drafted as decoding does, from every position of the answers in turn.
+    """
+    along, device = AlongBestPath(heads.eval()), target.device
+    to_draft_V = torch.full((target.vocab_size,), -1, device=device)
+    to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=device)
+    steps = range(heads.draft_steps)
+    found: list[list[Tensor]] = []
+    for text in texts:
+        states = target.hidden_states([text.tokens], sorted({*heads.aux_layers, FINAL}))[0]
+        own_TD = target.lm_head(states[FINAL]).float().softmax(-1)[:, heads.draft_to_target_D]
+        truth_T = to_draft_V[torch.tensor(text.tokens, device=device)]
+        start = max(1, text.supervised.index(True))
+        read = {layer: states[layer][None] for layer in heads.aux_layers}
+        session = heads.prefill([text.tokens[:start]], {layer: part[:, :start] for layer, part in read.items()})
+        for root in range(start, len(text.tokens) - heads.draft_steps):
+            node_11 = torch.tensor([[text.tokens[root]]], device=device)
+            drafted = [
+                (along.draft_step(session, node_11, node_11, k), along.confidence(session, node_11, k)) for k in steps
+            ]
+            logits_KD = torch.cat([logits_11D[0] for logits_11D, _ in drafted])
+            said = [said_11.flatten() for _, said_11 in drafted if said_11 is not None]
+            next_K = slice(root, root + heads.draft_steps)
+            truth_K = truth_T[root + 1 : root + 1 + heads.draft_steps]
+            tables = sampling_tables(logits_KD.float(), truth_K, own_TD[next_K], MAX_RANK)
+            found.append([part.cpu() for part in (*tables, *([torch.cat(said)] if said else []))])
+            here = {layer: part[:, root : root + 1] for layer, part in read.items()}
+            heads.commit(session, Committed.of([[text.tokens[root]]], here, device))
+    return Drafts(*(torch.stack(parts) for parts in zip(*found, strict=True)))
+
+
+def methods_of(
+    target: Target, heads: DraftHead, fitted: Mapping[str, Fitted], nodes: Sequence[int], temperature: float
+) -> dict[str, Method]:
+    """Each arm with each number of nodes. Without costs, trees take all the nodes they may."""
+    shape, along = TreeShape.chain(heads.draft_steps), cast(DraftHead, AlongBestPath(heads))
+    dynamic = {
+        arm: partial(HeadDrafter, along if arm == INDEPENDENT else heads, shape, "dynamic", own.greedy)
+        for arm, own in fitted.items()
+    }
+    methods: dict[str, Method] = {}
+    ours = partial(Ours, target, options=DecodeOptions(temperature=temperature, draft="on"))
+    for count in nodes:
+        chain = HeadDrafter(heads, TreeShape.chain(min(count - 1, heads.draft_steps)))
+        methods[named(CHAIN, count)] = ours(chain)
+        for arm in ARMS[1:]:
+            methods[named(arm, count)] = ours(dynamic[arm](max_nodes=count, sampled=fitted[arm].sampled))
+    return methods
+
+
+def named(arm: str, nodes: int) -> str:
+    """An arm that may verify so many nodes."""
+    return f"{arm}, {nodes} nodes"
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(units: Sequence[Unit], nodes: Sequence[int], temperature: float) -> list[dict[str, Any]]:
+    """A row for each arm and number of nodes; both ratios are of tokens a round, paired by question."""
+    rows = []
+    for count in nodes:
+        for arm in ARMS:
+            method = named(arm, count)
+            taken = [one for unit in units for row in steps(unit.runs[method]) for one in row]
+            tau = sum(one.emitted for one in taken) / len(taken)
+            rows.append(
+                {
+                    "drafts": arm,
+                    "nodes": count,
+                    "temperature": temperature,
+                    "tau": tau,
+                    "accepted_per_round": tau - 1,
+                    "nodes_per_round": sum(one.nodes for one in taken) / len(taken),
+                    "over_chain": over(units, method, named(CHAIN, count)),
+                    "over_independent": over(units, method, named(INDEPENDENT, count)),
+                    "drafter_error": next((e for unit in units if (e := unit.runs[method].drafter_error)), None),
+                }
+            )
+    return rows
+
+
+def over(units: Sequence[Unit], method: str, base: str) -> Any:
+    """Tokens a round of one arm over another's, with its interval."""
+    ours, theirs = (
+        [[one for row in steps(unit.runs[name]) for one in row] for unit in units] for name in (method, base)
+    )
+    emitted, base_emitted = ([sum(one.emitted for one in taken) for taken in part] for part in (ours, theirs))
+    return ratio_interval(emitted, [*map(len, ours)], base_emitted, [*map(len, theirs)], seed=0)
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The figures as Markdown."""
+    return table(
+        ["drafts", "nodes", "temperature", "τ", "accepted a round", "nodes a round", "over chain", "over independent"],
+        [
+            [
+                *(row["drafts"], row["nodes"], f"{row['temperature']:g}", f"{row['tau']:.3f}"),
+                *(f"{row['accepted_per_round']:.3f}", f"{row['nodes_per_round']:.1f}"),
+                *(times(row["over_chain"]), times(row["over_independent"])),
+            ]
+            for row in rows
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Drafting with the multi-token-prediction modules that a target's checkpoint brings along; nothing is trained.
+
+Entry p of a module reads the state of token p and the embedding of a later token, with a cache of its own. A single
+module takes every step and is fed its own output, as serving engines use it; several take one step each, module k
+reading what module k - 1 made of the same token (see `heads.cascade` for which entries that are).
+
+Each level of a tree is one forward of one module: over what it has not read of the text, whose last entry is the
+root's, and over all nodes drafted so far. Entries of the text before the root's are committed. The root's own is read
+again at each level and in the next round, so that drafted nodes always hang on a node.
+
+Shape suffixes: B rows, P pending entries of the text, W nodes of a level, N nodes so far without the root, E hidden
+size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.errors import UserError
+from headstart.heads.cascade import Queue
+from headstart.heads.growing import grow
+from headstart.proposal import Committed, Proposal, Request, Root
+from headstart.target import Target, TreeCache
+from headstart.target.shipped import Shipped, ShippedModule, read_shipped
+
+DRAFT_STEPS = 3
+"""Steps of a single module where nobody says how many: it was trained for the first, and each further one is fed a
+guess."""
+_SPARE = 512
+"""Entries that a cache takes before it grows."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    draft_width: int
+
+
+@dataclass
+class _Session:
+    """One generation.
+
+    Attributes:
+        caches: of each module.
+        queues: what each module reads next, beside the embeddings.
+        tokens_BT: committed tokens, and the root after them; padded on the right.
+        lengths: committed tokens of each row.
+        nodes_BN: tokens of the nodes of this round without the root.
+        parents: of these, for each row; 0 is the root, others come after it in order.
+        width: nodes of the last level.
+        made_BNE: what was made of the root and of all nodes before the last level.
+    """
+
+    caches: list[TreeCache]
+    queues: list[Queue]
+    tokens_BT: Tensor
+    lengths: list[int]
+    nodes_BN: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
+    parents: list[list[int]] = field(default_factory=list)
+    width: int = 1
+    made_BNE: Tensor | None = None
+
+    def place(self, tokens_BP: Tensor) -> None:
+        """Write tokens after each row's committed ones."""
+        columns_BP = torch.tensor(self.lengths, device=tokens_BP.device)[:, None]
+        columns_BP = columns_BP + torch.arange(tokens_BP.shape[1], device=tokens_BP.device)
+        short = max(self.lengths) + tokens_BP.shape[1] - self.tokens_BT.shape[1]
+        if short > 0:
+            self.tokens_BT = F.pad(self.tokens_BT, (0, max(short, self.tokens_BT.shape[1])))
+        self.tokens_BT[torch.arange(len(tokens_BP), device=tokens_BP.device)[:, None], columns_BP] = tokens_BP
+
+
+class MtpDrafter:
+    """Draft with a target's own MTP modules.
+
+    Args:
+        target: the model that verifies; its checkpoint has such modules.
+        draft_steps: longest draft; None for `DRAFT_STEPS`, and as many as there are modules where there are several.
+        max_nodes: nodes of a tree at most, root included; None drafts chains.
+        shipped: the modules, where they are read already.
+
+    Raises:
+        UserError: no modules, or more steps than several modules take.
+    """
+
+    name = "mtp"
+
+    def __init__(
+        self,
+        target: Target,
+        draft_steps: int | None = None,
+        max_nodes: int | None = None,
+        shipped: Shipped | None = None,
+    ) -> None:
+        self._target = target
+        self._shipped = shipped or read_shipped(target)
+        count = len(self.modules)
+        if count > 1 and draft_steps is not None and draft_steps > count:
+            raise UserError(
+                f"{target.name} ships {count} multi-token-prediction modules, one for each draft, and {draft_steps} "
+                "drafts are asked for.",
+                f"Ask for {count} at most.",
+            )
+        self.draft_steps = draft_steps or (DRAFT_STEPS if count == 1 else count)
+        self.max_nodes = max_nodes or self.draft_steps + 1
+        self._chain = max_nodes is None
+        self.aux_layers: tuple[int, ...] = (self._shipped.state_layer,)
+        self.config = _Sizes(target.vocab_size)
+        self.draft_to_target_D = torch.arange(target.vocab_size, device=target.device)
+        lm_head = target.lm_head_weight.numel()
+        self.draft_share = self.draft_steps * (self.modules[0].parameters + lm_head) / target.parameters
+
+    @property
+    def modules(self) -> list[ShippedModule]:
+        """First to last."""
+        return self._shipped.modules
+
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> _Session:
+        states_BPE = states[self._shipped.state_layer]
+        width, lengths = max(map(len, prompts)), [len(prompt) for prompt in prompts]
+        padded = [[*prompt, *[0] * (width + 1 - len(prompt))] for prompt in prompts]
+        queues = [Queue(states_BPE, lengths)]
+        queues += [Queue(states_BPE[:, :0], [0] * len(prompts)) for _ in self.modules[1:]]
+        caches = [module.new_cache(len(prompts), width + _SPARE) for module in self.modules]
+        return _Session(caches, queues, torch.tensor(padded, device=states_BPE.device), lengths)
+
+    def propose(self, session: _Session, root: Root, request: Request) -> Proposal:
+        request.chain = request.chain or self._chain
+        if min(session.lengths) < len(self.modules):  # a module in the middle would have nothing to read
+            return Proposal.roots(root.tokens)
+        return grow(self, session, root, request)
+
+    def draft_step(self, state: _Session, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        """See `DraftHead.draft_step`."""
+        rows_B1 = torch.arange(len(tokens_BW), device=tokens_BW.device)[:, None]
+        number = depth if len(self.modules) > 1 else 0
+        if depth == 0:
+            state.place(tokens_BW)
+            state.nodes_BN, state.parents, state.width = tokens_BW[:, :0], [[] for _ in rows_B1], 1
+            feedback_BNE = state.queues[0].values_BPE[:, :0]
+        else:
+            assert state.made_BNE is not None, "levels in order"
+            first = state.nodes_BN.shape[1] + 1 - state.width  # of the level before, the root being 0
+            for row, parents in zip(state.parents, (parents_BW + first).tolist(), strict=True):
+                row += parents
+            state.nodes_BN, state.width = torch.cat([state.nodes_BN, tokens_BW], dim=1), tokens_BW.shape[1]
+            feedback_BNE = state.made_BNE[rows_B1, torch.tensor(state.parents, device=tokens_BW.device)]
+        made_BPE, counts = self._read_text(state, number)
+        made_BXE = self._read_tree(state, number, feedback_BNE)
+        if number + 1 < len(self.modules):
+            state.queues[number + 1] = state.queues[number + 1].joined(made_BPE, counts)
+        state.made_BNE = made_BXE
+        hidden_BWE = made_BXE[:, -state.width :]
+        if self._shipped.lm_head_VE is None:
+            return self._target.lm_head(hidden_BWE)
+        return self._target.finish(F.linear(hidden_BWE, self._shipped.lm_head_VE))
+
+    def confidence(self, state: _Session, tokens_BW: Tensor, depth: int) -> None:
+        """See `DraftHead.confidence`: modules do not know."""
+        return None
+
+    def commit(self, session: _Session, committed: Committed) -> None:
+        states_BPE = committed.states[self._shipped.state_layer]
+        session.queues[0] = session.queues[0].joined(states_BPE, committed.counts)
+        session.place(committed.tokens_BP)
+        session.lengths = [a + b for a, b in zip(session.lengths, committed.counts, strict=True)]
+
+    def reorder(self, session: _Session, rows: Sequence[int]) -> None:
+        for cache in session.caches:
+            cache.reorder(rows)
+        for queue in session.queues:
+            queue.reorder(rows)
+        session.tokens_BT = session.tokens_BT[list(rows)]
+        session.lengths = [session.lengths[row] for row in rows]
+
+    def _read_text(self, session: _Session, number: int) -> tuple[Tensor, list[int]]:
+        """Read and commit the pending entries of the text but the last, which is the root's; what became of them."""
+        queue, module = session.queues[number], self.modules[number]
+        counts = [count - 1 for count in queue.counts]
+        width = max(counts)
+        if not width:
+            return queue.values_BPE[:, :0], counts
+        cache = self._with_room(session, number, width)
+        joined_BPE = self._joined(session, number, queue.values_BPE[:, :width])
+        if min(counts) > 0:
+            made_BPE = module.read(cache, joined_BPE, counts)
+        else:  # rows that have nothing to read read something that is not committed
+            made_BPE = module.read_tree(cache, joined_BPE, [list(range(-1, max(1, count) - 1)) for count in counts])
+            cache.commit([range(count) for count in counts])
+        session.queues[number] = queue.after(counts)
+        return made_BPE, counts
+
+    def _read_tree(self, session: _Session, number: int, feedback_BNE: Tensor) -> Tensor:
+        """What a module makes of the root and of the nodes so far, [B, 1 + N, E]; nothing is committed."""
+        module, queue = self.modules[number], session.queues[number]
+        cache = self._with_room(session, number, 1 + feedback_BNE.shape[1])
+        root_B1E = self._joined(session, number, queue.values_BPE[:, :1])
+        node_BNE = module.joined(self._embed(session.nodes_BN, feedback_BNE), feedback_BNE)
+        parents = [[-1, *row] for row in session.parents]
+        return module.read_tree(cache, torch.cat([root_B1E, node_BNE], dim=1), parents)
+
+    def _joined(self, session: _Session, number: int, states_BPE: Tensor) -> Tensor:
+        """What a module's layer reads at the next entries of the text."""
+        cache, width = session.caches[number], states_BPE.shape[1]
+        columns_BP = torch.tensor(cache.lengths, device=states_BPE.device)[:, None] + number + 1
+        columns_BP = columns_BP + torch.arange(width, device=states_BPE.device)
+        last = session.tokens_BT.shape[1] - 1
+        tokens_BP = session.tokens_BT.gather(1, columns_BP.clamp(max=last))
+        return self.modules[number].joined(self._embed(tokens_BP, states_BPE), states_BPE)
+
+    def _embed(self, tokens_BP: Tensor, like: Tensor) -> Tensor:
+        own_VE = self._shipped.embedding_VE
+        if own_VE is not None:
+            return F.embedding(tokens_BP, own_VE)
+        embedded: Tensor = self._target.model.get_input_embeddings()(tokens_BP)
+        return embedded.to(like)
+
+    def _with_room(self, session: _Session, number: int, more: int) -> TreeCache:
+        cache = session.caches[number]
+        needed = max(cache.lengths) + more
+        if needed > cache.capacity:
+            session.caches[number] = cache = cache.grown(2 * needed)
+        return cache

@@ -1,0 +1,79 @@
+"""DFlash: a block in one pass, each slot filled in place (arXiv 2602.06036).
+
+The block is [root, mask, mask, ...]: slot k drafts the token at its own place, and the root's slot drafts nothing. On
+tokens a b c d e (positions 0-4), from the state after `b` (origin t = 1), whose root is `c`, with a block of 3:
+
+    context   a b                     states of the target
+    block     c mask mask             at positions 2 3 4
+    drafts    -   d    e              step 0, step 1: token t + k + 2
+
+>>> import torch
+>>> from headstart.heads.base import HeadBatch, origins
+>>> supervised = torch.tensor([[False, False, True, True, True]])
+>>> batch = HeadBatch(torch.arange(5)[None], supervised, {})
+>>> [(origins(batch, step) + 1).tolist() for step in range(2)]  # where the blocks of each step stand: roots
+[[2, 3], [2]]
+>>> heads = DFlashHead(DFlashConfig(hidden_size=4, vocab_size=9, num_attention_heads=1, num_key_value_heads=1,
+...     head_dim=4, intermediate_size=4, aux_layers=(1,), block_size=3, mask_token_id=8))
+>>> heads._embedding_VE = torch.arange(9.0)[:, None].expand(9, 4)
+>>> heads.block(torch.tensor([2]), torch.zeros(1))[0, :, 0].tolist(), heads.first_slot, heads.draft_steps
+([2.0, 8.0, 8.0], 1, 2)
+
+See `block` for the arrangement.
+
+Shape suffixes: B rows, M origins, S drafted slots, E hidden size, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from headstart.heads.base import HeadBatch, HeadConfig, OneForwardHead, StepPrediction, register
+from headstart.heads.block import BlockConfig, BlockHead, BlockState
+from headstart.heads.block_published import block_settings, fill_block, publish_block
+from headstart.heads.int8_weights import linear
+from headstart.heads.published import Layout, Published
+from headstart.target import Target
+
+
+class DFlashConfig(BlockConfig):
+    """Settings of DFlash heads."""
+
+    family: str = "dflash"
+
+
+@register
+class DFlashHead(BlockHead, OneForwardHead):
+    """The block's slots through the target's LM head."""
+
+    family: ClassVar[str] = "dflash"
+    Config: ClassVar[type[HeadConfig]] = DFlashConfig
+    publishes: ClassVar[Layout | None] = Layout.DFLASH
+    config: DFlashConfig
+
+    @property
+    def first_slot(self) -> int:
+        return 1
+
+    def prediction(
+        self, hidden_ME: Tensor, lm_head_DH: Tensor, batch: HeadBatch, origin_M: Tensor, step: int
+    ) -> StepPrediction:
+        own = (None, self.lm_bias_D, self.finish)
+        return StepPrediction(hidden_ME, lm_head_DH, origin_M + step + 1, origin_M, *own)
+
+    def depth_logits(self, state: BlockState, root_B: Tensor, depths: range) -> Tensor:
+        if depths.start == 0:
+            self.run_block(state, root_B)
+        hidden_BSE = state.hidden_BSE[:, depths.start : depths.stop]
+        return self.finished(linear(hidden_BSE, self.lm_head_DE, self.lm_bias_D))
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    def publish(self) -> Published:
+        return publish_block(self, Layout.DFLASH)
+
+    @classmethod
+    def from_published(cls, published: Published, target: Target) -> Self:
+        return fill_block(cls(DFlashConfig(**block_settings(published))), published, target)

@@ -1,0 +1,170 @@
+"""DSpark: a block in one pass, and a small Markov head that corrects each draft by the token before it (arXiv
+2607.05147).
+
+The block is [root, mask, mask, ...]: each slot drafts the token *after* its own place. On tokens a b c d e (positions
+0-4), from the state after `b` (origin t = 1), whose root is `c`, with a block of 2:
+
+    context   a b                     states of the target
+    block     c mask                  at positions 2 3
+    drafts    d  e                    step 0 after c, step 1 after d: token t + k + 2, after token t + k + 1
+
+The logits of a slot after a token are U + W2 W1[token], with U from the target's LM head: the block runs once, and a
+tree then costs one small product for each of its nodes. In training the token before is the text's.
+
+>>> import torch
+>>> from headstart.heads.base import HeadBatch
+>>> heads = DSparkHead(DSparkConfig(hidden_size=4, vocab_size=9, num_attention_heads=1, num_key_value_heads=1,
+...     head_dim=4, intermediate_size=4, aux_layers=(1,), block_size=2, mask_token_id=8, markov_rank=1))
+>>> heads._embedding_VE = torch.arange(9.0)[:, None].expand(9, 4)
+>>> heads.block(torch.tensor([2]), torch.zeros(1))[0, :, 0].tolist(), heads.first_slot, heads.draft_steps
+([2.0, 8.0], 0, 2)
+>>> _ = heads.markov_embedding_VR.data.copy_(torch.arange(9.0)[:, None])
+>>> batch = HeadBatch(torch.arange(5)[None], torch.ones(1, 5).bool(), {})
+>>> for step in range(2):  # the token that is corrected for, the last number of what the LM head reads; the one drafted
+...     made = heads.prediction(torch.zeros(1, 4), heads.joined_lm_head(), batch, torch.tensor([1]), step)
+...     made.hidden_MH[:, -1].tolist(), (made.source_M + 1).tolist()
+([2.0], [3])
+([3.0], [4])
+
+A confidence head may say, from the slot and the token before, how much of the draft's distribution is the target's: the
+probability that a draft drawn from it is accepted.
+
+Shape suffixes: B rows, W nodes of a level, M origins, S slots, E hidden size, D draft vocabulary, V vocabulary, R rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
+from headstart.heads.block import BlockConfig, BlockHead, BlockState
+from headstart.heads.block_published import block_settings, fill_block, publish_block
+from headstart.heads.int8_weights import linear
+from headstart.heads.published import Layout, Published
+from headstart.target import Target
+
+_EMBEDDING, _LM_HEAD = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
+_CONFIDENCE = "confidence_head.proj"
+"""Published names."""
+
+
+class DSparkConfig(BlockConfig):
+    """Settings of DSpark heads."""
+
+    family: str = "dspark"
+    markov_rank: int = Field(
+        64, ge=0, description="Rank of the Markov head; its two tables have a row for each token. 0 leaves it out."
+    )
+    confidence: bool = Field(
+        False, description="Train a head that says how likely a draft is accepted, beside the drafts."
+    )
+
+
+@register
+class DSparkHead(BlockHead):
+    """The block's slots through the target's LM head, plus what the token before each draft adds."""
+
+    family: ClassVar[str] = "dspark"
+    Config: ClassVar[type[HeadConfig]] = DSparkConfig
+    publishes: ClassVar[Layout | None] = Layout.DSPARK
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        rank = config.markov_rank
+        # As a product of two: one of them is zero at first.
+        self.markov_embedding_VR = nn.Parameter(0.01 * torch.randn(config.vocab_size, rank)) if rank else None
+        self.markov_lm_head_DR = nn.Parameter(torch.zeros(config.draft_width, rank)) if rank else None
+        self.confidence_head = nn.Linear(config.hidden_size + rank, 1) if config.confidence else None
+
+    @property
+    def first_slot(self) -> int:
+        return 0
+
+    def follow(self, tokens: Tensor, like: Tensor) -> Tensor | None:
+        """What tokens say about the one after them, [..., R]; None without a Markov head."""
+        if self.markov_embedding_VR is None:
+            return None
+        return F.embedding(tokens, self.markov_embedding_VR).to(like)
+
+    def trust(self, hidden: Tensor, following: Tensor | None) -> Tensor:
+        """The confidence head's logits [...]."""
+        assert self.confidence_head is not None, "asked for in the settings"
+        seen = hidden if following is None else torch.cat([hidden, following], dim=-1)
+        logits: Tensor = self.confidence_head(seen)[..., 0]
+        return logits
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def prediction(
+        self, hidden_ME: Tensor, lm_head_DH: Tensor, batch: HeadBatch, origin_M: Tensor, step: int
+    ) -> StepPrediction:
+        before_M = batch.tokens_BT.flatten()[origin_M + step + 1]
+        following_MR = self.follow(before_M, hidden_ME)
+        own = (None, self.lm_bias_D, self.finish)
+        made = StepPrediction(hidden_ME, lm_head_DH, origin_M + step + 1, origin_M, *own)
+        if self.confidence_head is not None:  # which learns what drafts are worth, and does not change them
+            seen_MR = None if following_MR is None else following_MR.detach()
+            made = replace(made, confidence_M=self.trust(hidden_ME.detach(), seen_MR))
+        if following_MR is None:
+            return made
+        joined_MH = torch.cat([hidden_ME, following_MR], dim=-1)
+        return replace(made, hidden_MH=joined_MH, frozen_columns=self.config.hidden_size)
+
+    def joined_lm_head(self) -> Tensor:
+        if self.markov_lm_head_DR is None:
+            return self.lm_head_DE
+        return torch.cat([self.lm_head_DE, self.markov_lm_head_DR], dim=-1)
+
+    # -- drafting ------------------------------------------------------------------------------------------------
+
+    def draft_step(self, state: BlockState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        if depth == 0:
+            self.run_block(state, tokens_BW[:, 0])
+            state.logits_BSD = linear(state.hidden_BSE, self.lm_head_DE, self.lm_bias_D)
+        assert state.logits_BSD is not None, "levels in order"
+        logits_BWD = state.logits_BSD[:, depth : depth + 1]
+        following_BWR = self.follow(tokens_BW, logits_BWD)
+        if following_BWR is not None:
+            assert self.markov_lm_head_DR is not None
+            logits_BWD = logits_BWD + linear(following_BWR, self.markov_lm_head_DR)
+        return self.finished(logits_BWD)
+
+    def confidence(self, state: BlockState, tokens_BW: Tensor, depth: int) -> Tensor | None:
+        if self.confidence_head is None:
+            return None
+        hidden_BWE = state.hidden_BSE[:, depth : depth + 1].expand(-1, tokens_BW.shape[1], -1)
+        return self.trust(hidden_BWE, self.follow(tokens_BW, hidden_BWE)).sigmoid()
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    def publish(self) -> Published:
+        config, beside = self.config, {}
+        if self.markov_embedding_VR is not None and self.markov_lm_head_DR is not None:
+            every_VR = torch.zeros_like(self.markov_embedding_VR)  # what is not drafted here is not corrected
+            every_VR[self.draft_to_target_D] = self.markov_lm_head_DR
+            beside = {_EMBEDDING: self.markov_embedding_VR, _LM_HEAD: every_VR}
+        if self.confidence_head is not None:
+            beside |= {f"{_CONFIDENCE}.{name}": one for name, one in self.confidence_head.named_parameters()}
+        own = {"markov_rank": config.markov_rank, "confidence": config.confidence}
+        return publish_block(self, Layout.DSPARK, beside, **own)
+
+    @classmethod
+    def from_published(cls, published: Published, target: Target) -> Self:
+        own = {"markov_rank": published.markov_rank, "confidence": published.confidence}
+        heads = fill_block(cls(DSparkConfig(**block_settings(published), **own)), published, target)
+        tensors = published.tensors
+        with torch.no_grad():
+            if heads.markov_embedding_VR is not None and heads.markov_lm_head_DR is not None:
+                heads.markov_embedding_VR.copy_(tensors[_EMBEDDING])
+                heads.markov_lm_head_DR.copy_(tensors[_LM_HEAD])
+            if heads.confidence_head is not None:
+                for name, one in heads.confidence_head.named_parameters():
+                    one.copy_(tensors[f"{_CONFIDENCE}.{name}"])
+        return heads

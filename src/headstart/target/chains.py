@@ -1,0 +1,148 @@
+"""Targets with linear-attention layers (Qwen3-Next, Qwen3.5), which keep a running state instead of keys and values.
+
+Such a state holds the whole text and cannot be cut back, so these targets verify chains, not trees. Before a chain is
+read, each linear layer keeps a copy of its state. Where a part of the chain is rejected, the copies come back, and the
+tokens that were accepted are read once more ahead of the next chain, in the same forward; the copies are then made
+between the two. Full-attention layers are cut back as usual. Every row has a cache of its own and is read by itself,
+since padding would run into the state.
+
+Shape suffixes: B rows, N nodes of the longest chain.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from headstart.target.attention import running
+
+LINEAR = "linear_attention"
+"""Kind of the layers in question, as configs name it."""
+
+
+class Row:
+    """What one row of a batch has read.
+
+    Attributes:
+        cache: transformers' own, of all layers.
+        held: tokens of the text that it holds.
+        pending: committed tokens after these, which it reads ahead of the next chain.
+        copies: states of linear layers as they were before the last chain.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.cache = DynamicCache(config=config)
+        self.held = 0
+        self.pending: list[int] = []
+        self.copies: dict[int, Any] = {}
+
+    def keep(self, layer: int) -> None:
+        """Copy the state of a linear layer."""
+        self.copies[layer] = copy.deepcopy(self.cache.layers[layer])
+
+    def accept(self, chain: Sequence[int], count: int) -> None:
+        """Keep the first tokens of the chain that was read last, after what was pending."""
+        self.held += len(self.pending)
+        if count == len(chain):
+            self.held, self.pending, self.copies = self.held + count, [], {}
+            return
+        for number, layer in enumerate(self.cache.layers):
+            if number in self.copies:
+                self.cache.layers[number] = self.copies[number]
+            else:
+                layer.keys, layer.values = layer.keys[:, :, : self.held], layer.values[:, :, : self.held]
+        self.pending, self.copies = list(chain[:count]), {}
+
+
+class ChainCache:
+    """Caches of a batch; for the decode loop what `TreeCache` is for other targets.
+
+    Args:
+        config: of the target.
+        rows: of the batch.
+        capacity: tokens that a row is expected to hold; nothing is allocated ahead.
+
+    Attributes:
+        rows_B: what each row has read.
+        lengths: committed tokens of each.
+        chains: what each read last, to be committed.
+    """
+
+    def __init__(self, config: Any, rows: int, capacity: int) -> None:
+        self._config, self.capacity = config, capacity
+        self.rows_B = [Row(config) for _ in range(rows)]
+        self.lengths = [0] * rows
+        self.chains: list[list[int]] = [[] for _ in range(rows)]
+
+    @property
+    def rows(self) -> int:
+        """Batch size."""
+        return len(self.rows_B)
+
+    def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
+        """Keep so many tokens of each row's chain; see `TreeCache.commit`."""
+        for number, (row, path) in enumerate(zip(self.rows_B, paths, strict=True)):
+            assert list(path) == list(range(len(path))), "the target reads chains"
+            row.accept(self.chains[number], len(path))
+            self.lengths[number] += len(path)
+            self.chains[number] = []
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        self.rows_B = [self.rows_B[row] for row in rows]
+        self.lengths, self.chains = [self.lengths[row] for row in rows], [self.chains[row] for row in rows]
+
+    def part(self, start: int, stop: int) -> ChainCache:
+        """See `TreeCache.part`."""
+        part = copy.copy(self)
+        part.rows_B, part.lengths = self.rows_B[start:stop], self.lengths[start:stop]
+        part.chains = self.chains[start:stop]
+        return part
+
+    def kept(self, row: int, length: int) -> ChainCache:
+        """What a row has committed, in memory of its own; nothing where that is more than `length` tokens."""
+        one = ChainCache(self._config, 1, length)
+        if self.lengths[row] == length:
+            one.go_on_with(0, self.part(row, row + 1))
+        return one
+
+    def go_on_with(self, row: int, other: ChainCache) -> None:
+        """See `TreeCache.go_on_with`."""
+        self.rows_B[row], self.lengths[row] = copy.deepcopy(other.rows_B[0]), other.lengths[0]
+
+    def begin_with(self, prefix: ChainCache) -> None:
+        """See `TreeCache.begin_with`."""
+        for row in range(self.rows):
+            self.go_on_with(row, prefix)
+
+
+def has_running_states(config: Any) -> bool:
+    """Whether layers of a model have linear attention."""
+    return LINEAR in (getattr(config, "layer_types", None) or ())
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is the linear attention of a layer: it convolves and knows its place in the cache."""
+    return hasattr(module, "conv1d") and hasattr(module, "layer_idx")
+
+
+def read_in_turn(module: Any, hidden_states: Tensor, cache_params: Any = None, **more: Any) -> Tensor:
+    """Linear attention in a forward of ours: first what is pending, then, with a copy of the state made, the chain."""
+    forward = running()
+    row: Row | None = None if forward is None else forward.row
+    own = type(module).forward
+    if row is None or cache_params is None:
+        out: Tensor = own(module, hidden_states, cache_params=cache_params, **more)
+        return out
+    before = len(row.pending)
+    parts = [part for part in (hidden_states[:, :before], hidden_states[:, before:]) if part.shape[1]]
+    if before:
+        parts[0] = own(module, parts[0], cache_params=cache_params, **more)
+    row.keep(module.layer_idx)
+    parts[-1] = own(module, parts[-1], cache_params=cache_params, **more)
+    return torch.cat(parts, dim=1)

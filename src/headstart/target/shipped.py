@@ -1,0 +1,334 @@
+"""Multi-token-prediction modules that a target's checkpoint brings along, read from its files.
+
+transformers leaves these tensors out when it loads a model, and out of what it saves. A module is a norm of the token's
+embedding and one of the state before it, a linear map that joins them, one decoder layer of the target's own kind, and
+a norm. The layer and that norm become a model of one layer of the target's class, which transformers fills (so that
+experts and other conversions are its own) and which takes token trees as any target does; its embeddings are whatever
+is joined. Three arrangements are published:
+
+    DeepSeek-V3, GLM-4.5   model.layers.{L + k}.  enorm, hnorm, eh_proj, shared_head.norm and the layer; embedding first
+    Qwen3-Next, Qwen3.5    mtp.                   pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, layers.{k}; the
+                                                  same order
+    MiMo                   model.mtp_layers.{k}.  token_layernorm, hidden_layernorm, input_proj, final_layernorm and the
+                                                  layer; the state first, read before the target's final norm
+
+Shape suffixes: B rows, W entries, E hidden size, V vocabulary, N numbers of all entries.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from headstart.errors import UserError
+from headstart.target.cache import TreeCache
+from headstart.target.fitting import FINAL
+from headstart.target.loading import loadable_folder, silent
+from headstart.target.model import Target
+from headstart.target.tree import DraftTree
+
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Settings in which configs say how many modules there are."""
+_VOCABULARY = 8
+"""Tokens of the model of one layer, whose own embeddings and LM head are not used."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a checkpoint names the parts of its modules.
+
+    Attributes:
+        found_by: matches the joining map's name in a list of tensors; its last group is the module's number, if any.
+        parts: of the norm of the embedding, of that of the state, the joining map and the last norm.
+        layer: where the decoder layer lies below a module's own names.
+        once: whether all modules share what is not in their layers.
+        state_first: whether the joining map reads the state before the embedding.
+        final: whether the state is the one after the target's final norm.
+    """
+
+    found_by: str
+    parts: tuple[str, str, str, str]
+    layer: str = ""
+    once: bool = False
+    state_first: bool = False
+    final: bool = True
+
+
+ARRANGEMENTS = (
+    Arrangement(r"^(?:.*\.)?layers\.(\d+)\.eh_proj\.weight$", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+    Arrangement(
+        r"^(?:.*\.)?mtp\.fc\.weight$",
+        ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        "layers.{number}.",
+        once=True,
+    ),
+    Arrangement(
+        r"^(?:.*\.)?mtp_layers\.(\d+)\.input_proj\.weight$",
+        ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        state_first=True,
+        final=False,
+    ),
+)
+_SHARED = ("shared_head.head.weight", "embed_tokens.weight")
+"""Copies of the target's LM head and embeddings that lie beside a module."""
+
+
+class Inputs(nn.Module):
+    """Stands for the embeddings of a model of one layer: entry i of a forward is row i of what was put there."""
+
+    weight: Tensor
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", like, persistent=False)
+
+    def forward(self, index_BW: Tensor) -> Tensor:
+        return F.embedding(index_BW, self.weight)
+
+
+class ShippedModule:
+    """One module; its layer has a cache of its own.
+
+    Args:
+        layer: a model of one layer and the norm after it.
+        norms: of the embedding and of the state.
+        join: the linear map.
+        state_first: see `Arrangement`.
+    """
+
+    def __init__(self, layer: Target, norms: tuple[nn.Module, nn.Module], join: nn.Module, state_first: bool) -> None:
+        self.layer, self._norms, self._join, self._state_first = layer, norms, join, state_first
+        self._inputs = Inputs(layer.embedding_weight.detach())
+        layer.model.set_input_embeddings(self._inputs)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that a draft reads, all experts counted."""
+        norms = sum(p.numel() for part in (*self._norms, self._join) for p in part.parameters())
+        return norms + sum(p.numel() for p in self.layer.layers.parameters())
+
+    def new_cache(self, rows: int, capacity: int) -> TreeCache:
+        """See `Target.new_cache`."""
+        return self.layer.new_cache(rows, capacity)
+
+    def joined(self, embedded: Tensor, state: Tensor) -> Tensor:
+        """What the layer reads, [..., E]."""
+        parts = [self._norms[0](embedded), self._norms[1](state)]
+        joined: Tensor = self._join(torch.cat(parts[::-1] if self._state_first else parts, dim=-1))
+        return joined
+
+    def read(self, cache: TreeCache, joined_BWE: Tensor, counts: Sequence[int]) -> Tensor:
+        """Read and commit the first entries of each row, as many as `counts` says (one at least); what the module makes
+        of them, [B, W, E]."""
+        width = joined_BWE.shape[1]
+        self._inputs.weight = joined_BWE.flatten(0, 1)
+        entries = [list(range(row * width, row * width + count)) for row, count in enumerate(counts)]
+        made: Tensor = self.layer.prefill(cache, entries, (FINAL,)).aux_hidden_states[FINAL]
+        return F.pad(made, (0, 0, 0, width - made.shape[1]))
+
+    def read_tree(self, cache: TreeCache, joined_BWE: Tensor, parents: Sequence[Sequence[int]]) -> Tensor:
+        """The same of a tree of entries, given as each row's parents; nothing is committed. Rows may have fewer entries
+        than W."""
+        rows, width = joined_BWE.shape[:2]
+        self._inputs.weight = joined_BWE.flatten(0, 1)
+        entries = [list(range(row * width, row * width + len(parents[row]))) for row in range(rows)]
+        tree = DraftTree.from_rows(entries, parents, joined_BWE.device)
+        made: Tensor = self.layer.forward_tree(cache, tree, (FINAL,)).aux_hidden_states[FINAL]
+        return made
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """All modules of a target.
+
+    Attributes:
+        modules: the first reads the target's states.
+        state_layer: the hidden state of the target that it reads, FINAL or the last layer's own.
+        lm_head_VE: where it is not the target's.
+        embedding_VE: likewise.
+    """
+
+    modules: list[ShippedModule]
+    state_layer: int
+    lm_head_VE: Tensor | None = None
+    embedding_VE: Tensor | None = None
+
+
+def read_shipped(target: Target) -> Shipped:
+    """The modules that a target's checkpoint brings along.
+
+    Raises:
+        UserError: no such tensors, some of them missing, packed ones, or layers that cannot take token trees.
+    """
+    files = _files(target)
+    found = next(((one, names) for one in ARRANGEMENTS if (names := _joins(one, files, target.num_layers))), None)
+    if found is None:
+        raise _absent(target)
+    arrangement, joins = found
+    modules: list[ShippedModule] = []
+    shared: dict[str, Tensor] = {}
+    for number, join in enumerate(joins):
+        head = join.removesuffix(f"{arrangement.parts[2]}.weight")
+        below = head + arrangement.layer.format(number=number)
+        wanted = [name for name in files if name.startswith(below)]
+        wanted += [f"{head}{part}.weight" for part in arrangement.parts]
+        tensors = _tensors(target, files, wanted)
+        if packed := next((name for name in tensors if name.endswith(("_scale_inv", "_scale", ".qweight"))), None):
+            raise UserError(
+                f"The multi-token-prediction modules of {target.name} are packed in few bits ({packed}).",
+                "Take the checkpoint in bfloat16.",
+            )
+        outer = [tensors.pop(f"{head}{part}.weight") for part in arrangement.parts]
+        inner = {name.removeprefix(below): tensor for name, tensor in tensors.items()}
+        shared |= {name: inner.pop(name) for name in _SHARED if name in inner}
+        modules.append(_module(target, inner, outer, arrangement.state_first, f"{below}*"))
+    own = (target.lm_head_weight, target.embedding_weight)
+    others = [_if_other(shared.get(name), weight) for name, weight in zip(_SHARED, own, strict=True)]
+    return Shipped(modules, FINAL if arrangement.final else target.num_layers, *others)
+
+
+def _module(
+    target: Target, inner: Mapping[str, Tensor], outer: Sequence[Tensor], state_first: bool, where: str
+) -> ShippedModule:
+    """One module from the tensors of its layer, and those around it in the order of `Arrangement.parts`."""
+    sparse = any(name.startswith("mlp.experts.") for name in inner)
+    cls = type(target.model)
+    config = _config(target.config, sparse)
+    base = cls.base_model_prefix
+    tensors = {f"{base}.layers.0.{name}": tensor for name, tensor in inner.items()}
+    tensors[f"{base}.norm.weight"] = outer[3]
+    options: dict[str, Any] = {"dtype": target.dtype, "output_loading_info": True}
+    try:
+        with silent():
+            model, info = cls.from_pretrained(None, config=config, state_dict=tensors, **options)
+    except Exception as error:  # transformers raises many kinds; all mean the same to the user
+        raise UserError(
+            f"The layer {where} of {target.name} cannot be built: {type(error).__name__}: {error}",
+            "Update transformers, or take another drafter.",
+        ) from error
+    lacking = sorted(name for name in info["missing_keys"] if ".layers." in name)
+    if lacking:
+        raise UserError(
+            f"The checkpoint of {target.name} lacks tensors of its layer {where}: {', '.join(lacking[:3])}.",
+            "Fetch the checkpoint again, all of its files.",
+        )
+    layer = Target(model.to(target.device), None, f"{target.name} {where}", "tokens")
+    norms = []
+    for weight in outer[:2]:
+        norm = copy.deepcopy(layer.decoder.norm)
+        norm.weight.copy_(weight)
+        norms.append(norm)
+    join = nn.Linear(outer[2].shape[1], outer[2].shape[0], bias=False, device=target.device, dtype=target.dtype)
+    join.requires_grad_(False).weight.copy_(outer[2])
+    return ShippedModule(layer, (norms[0], norms[1]), join, state_first)
+
+
+def _config(known: Any, sparse: bool) -> Any:
+    """The config of one full-attention layer, with experts or without, and next to no vocabulary."""
+    config = copy.deepcopy(known)
+    config.num_hidden_layers, config.vocab_size = 1, _VOCABULARY
+    config.tie_word_embeddings = False
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    one_layer = {
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": ["sparse" if sparse else "dense"],
+        "first_k_dense_replace": 0 if sparse else 1,
+        "mlp_only_layers": [] if sparse else [0],
+        "decoder_sparse_step": 1,
+    }
+    for name, value in one_layer.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
+    return config
+
+
+def _files(target: Target) -> dict[str, Path | str]:
+    """File of each tensor of a target's checkpoint; nothing where there are no safetensors files."""
+    try:
+        folder = loadable_folder(target.spec)
+        options = _options(target)
+        index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **options)
+        if index:
+            found: dict[str, Path | str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            return found
+        file = cached_file(folder, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **options)
+        if file is None:
+            return {}
+        with safe_open(file, "pt") as held:
+            return dict.fromkeys(held.keys(), SAFE_WEIGHTS_NAME)
+    except (OSError, ValueError, KeyError, SafetensorError, UserError):
+        return {}
+
+
+def _options(target: Target) -> dict[str, Any]:
+    commit = getattr(target.config, "_commit_hash", None)
+    return {"revision": commit} if commit else {}
+
+
+def _joins(arrangement: Arrangement, names: Mapping[str, Any], layers: int) -> list[str]:
+    """Names of the joining maps of the modules, in order; the target's own layers have none."""
+    found: list[tuple[int, str]] = []
+    for name in names:
+        if match := re.match(arrangement.found_by, name):
+            number = int(match[1]) if match.groups() else 0
+            if arrangement is not ARRANGEMENTS[0] or number >= layers:
+                found.append((number, name))
+    joins = [name for _, name in sorted(found)]
+    if joins and arrangement.once:
+        below = joins[0].removesuffix(f"{arrangement.parts[2]}.weight") + "layers."
+        count = len({name.removeprefix(below).partition(".")[0] for name in names if name.startswith(below)})
+        return joins * max(1, count)
+    return joins
+
+
+def _tensors(target: Target, files: Mapping[str, Path | str], wanted: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors of a checkpoint by name.
+
+    Raises:
+        UserError: some are missing, or cannot be read.
+    """
+    if missing := sorted(set(wanted) - files.keys()):
+        raise UserError(
+            f"The checkpoint of {target.name} lacks {missing[0]} of its multi-token-prediction modules.",
+            "Fetch the checkpoint again, all of its files.",
+        )
+    folder = loadable_folder(target.spec)
+    found: dict[str, Tensor] = {}
+    for file in sorted({str(files[name]) for name in wanted}):
+        try:
+            with safe_open(str(cached_file(folder, file, **_options(target))), "pt") as held:
+                found |= {name: held.get_tensor(name) for name in wanted if str(files[name]) == file}
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"The file {file} of {target.name} cannot be read: {error}", "Fetch the checkpoint again."
+            ) from error
+    return found
+
+
+def _if_other(found: Tensor | None, weight: Tensor) -> Tensor | None:
+    """A module's own copy of the target's weights, where it differs from them."""
+    if found is None or (found.shape == weight.shape and torch.equal(found.to(weight), weight)):
+        return None
+    return found.to(weight)
+
+
+def _absent(target: Target) -> UserError:
+    announced = any(getattr(target.config, name, None) for name in _COUNTS)
+    what = "lacks the multi-token-prediction modules that its config names" if announced else "has no such modules"
+    return UserError(
+        f"The checkpoint of {target.name} {what}: there are no tensors model.layers.{target.num_layers}.eh_proj, "
+        "mtp.fc or model.mtp_layers.0.input_proj. transformers leaves them out of what it saves.",
+        "Name the checkpoint as it was published (a hub id or a folder with its safetensors files), or train MTP "
+        "heads: headstart run mtp target=...",
+    )

@@ -1,0 +1,50 @@
+"""A row of a model's vocabulary that no text uses, for heads that read a placeholder where a token is not known yet."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_RESERVED = re.compile(r"reserved|unused|extra_id|placeholder|<\|?mask|dummy|<pad\d", re.IGNORECASE)
+"""How tokenizers call tokens that are kept for later."""
+
+
+def spare_token(tokenizer: Any, vocab_size: int) -> int | None:
+    """The id of the first of these that there is:
+
+    1. the first row after those of the tokenizer, where the embeddings were rounded up;
+    2. the tokenizer's own mask token;
+    3. a reserved token by its name;
+    4. the last added token that neither the chat template nor the tokenizer gives a meaning;
+    5. the padding token, where it ends nothing.
+
+    Args:
+        tokenizer: of the model; None where there is none.
+        vocab_size: rows of the embeddings.
+
+    Returns:
+        None where every token has a meaning, or none is known.
+    """
+    if tokenizer is None:
+        return None
+    known: dict[str, int] = tokenizer.get_vocab()
+    if (following := 1 + max(known.values(), default=-1)) < vocab_size:
+        return following
+    mask: int | None = getattr(tokenizer, "mask_token_id", None)
+    if mask is not None:
+        return mask
+    roles = {getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "unk", "sep", "cls")}
+    pad: int | None = getattr(tokenizer, "pad_token_id", None)
+    template = getattr(tokenizer, "chat_template", None)
+    rendered = template if isinstance(template, str) else " ".join((template or {}).values())
+    added: dict[int, str] = {token_id: str(token) for token_id, token in sorted(tokenizer.added_tokens_decoder.items())}
+    free = {
+        token_id: text
+        for token_id, text in added.items()
+        if token_id not in roles | {pad} and text not in rendered and token_id < vocab_size
+    }
+    if named := [token_id for token_id, text in free.items() if _RESERVED.search(text)]:
+        return named[0]
+    if free:
+        return max(free)
+    return pad if pad is not None and pad not in roles and pad < vocab_size else None

@@ -1,0 +1,234 @@
+"""Drafting with modules that come with a target: against a plain reading of what is published, and losslessly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters import mtp
+from headstart.drafters.catalog import make_drafter
+from headstart.drafters.combine import CombinedDrafter
+from headstart.drafters.mtp import MtpDrafter
+from headstart.drafters.ngram import NgramDrafter
+from headstart.errors import UserError
+from headstart.proposal import Committed, Request, Root
+from headstart.target import FINAL
+from tests.shipped import KINDS, WEIGHTS, ShippedTarget, reload, ship
+
+TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6, 21, 44, 17]
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ShippedTarget]:
+    return {kind: ship(kind, tmp_path_factory.mktemp("shipped") / kind) for kind in KINDS}
+
+
+class Reference:
+    """A module's entries one after the other, as the papers and engines write them down."""
+
+    def __init__(self, one: ShippedTarget, number: int) -> None:
+        self.one, self.layer, self.outer = one, one.layers[number], one.outer[number]
+        self.inputs: list[Tensor] = []
+
+    def entry(self, state_E: Tensor, token: int) -> Tensor:
+        """What the module makes of one more entry, [E]."""
+        enorm, hnorm, join_EJ, _ = self.outer
+        both = [self.rms(self.one.target.embedding_weight[token], enorm), self.rms(state_E, hnorm)]
+        self.inputs.append(join_EJ @ torch.cat(both[::-1] if self.one.state_first else both))
+        joined_1TE = torch.stack(self.inputs)[None]
+        width = len(self.inputs)
+        positions_1T = torch.arange(width)[None]
+        axes = 3 if "Qwen3_5" in type(self.one.rotary).__name__ else 1  # of pictures; a text has the same on all
+        rotary = self.one.rotary(joined_1TE, positions_1T if axes == 1 else positions_1T.expand(axes, 1, -1))
+        mask = torch.full((1, 1, width, width), float("-inf")).triu(1)
+        made = self.layer(joined_1TE, attention_mask=mask, position_ids=positions_1T, position_embeddings=rotary)
+        return self.rms((made[0] if isinstance(made, tuple) else made)[0, -1], self.outer[3])
+
+    def rms(self, x_E: Tensor, weight_E: Tensor) -> Tensor:
+        return x_E * (x_E.square().mean() + self.one.target.config.rms_norm_eps).rsqrt() * weight_E
+
+
+@torch.inference_mode()
+def drafted_by_reference(one: ShippedTarget, text: list[int], chain: list[int], modules: int) -> list[Tensor]:
+    """Logits after each token of a chain that follows a text."""
+    layer = one.target.num_layers if one.before_norm else FINAL
+    states_TE = one.target.hidden_states([text], [layer])[0][layer]
+    tokens = [*text, *chain]
+    found = []
+    if modules == 1:
+        module = Reference(one, 0)
+        for index, state_E in enumerate(states_TE):
+            made_E = module.entry(state_E, tokens[index + 1])
+        found.append(made_E)
+        for token in chain[1:]:
+            found.append(module.entry(found[-1], token))
+    else:
+        before = list(states_TE)
+        for depth in range(min(modules, len(chain))):
+            module = Reference(one, depth)
+            before = [module.entry(state_E, tokens[index + depth + 1]) for index, state_E in enumerate(before)]
+            found.append(before[-1])
+    return [one.target.lm_head(made_E) for made_E in found]
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    """Float32 sums in other orders are off by a share of the largest."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_drafts_are_those_of_the_published_computation(kind: str, shipped: dict[str, ShippedTarget]) -> None:
+    """Two rows of different length, with rounds that accept more or less, and one without a draft."""
+    one = shipped[kind]
+    drafter = MtpDrafter(one.target, None if kind == "deepseek-two" else 3)
+    (layer,) = drafter.aux_layers
+    texts = [TEXT, TEXT[::-1]]
+    states = one.target.hidden_states(texts, [layer])
+    known_BTE = torch.stack([of_text[layer] for of_text in states])
+    read = [2, 5]
+    session = drafter.prefill([text[:length] for text, length in zip(texts, read, strict=True)], {layer: known_BTE})
+    here_B1 = torch.zeros(2, 1, dtype=torch.long)
+    for counts, drafts in (([3, 1], True), ([1, 2], False), ([2, 1], True), ([1, 1], True)):
+        for depth in range(drafter.draft_steps if drafts else 0):
+            tokens = [[text[length + depth]] for text, length in zip(texts, read, strict=True)]
+            logits_B1V = drafter.draft_step(session, torch.tensor(tokens), here_B1, depth)
+            for row, (text, length) in enumerate(zip(texts, read, strict=True)):
+                chain = text[length : length + depth + 1]
+                wanted = drafted_by_reference(one, text[:length], chain, len(drafter.modules))
+                assert_close(logits_B1V[row, 0], wanted[depth])
+        accepted = [text[length : length + more] for text, length, more in zip(texts, read, counts, strict=True)]
+        parts = [known_BTE[row, length : length + max(counts)] for row, length in enumerate(read)]
+        drafter.commit(session, Committed.of(accepted, {layer: torch.stack(parts)}))
+        read = [length + more for length, more in zip(read, counts, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nodes", [None, 9], ids=["chain", "tree"])
+def test_text_is_that_of_plain_decoding(kind: str, nodes: int | None, shipped: dict[str, ShippedTarget]) -> None:
+    target = shipped[kind].target
+    options = DecodeOptions(max_new_tokens=12, ignore_end=True)
+    texts = [[3], [8, 40, 12, 5, 51, 22], [9, 14, 27]]
+    plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
+    stock = target.model.generate(torch.tensor(texts[1:2]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert stock[0, 6:].tolist() == plain[1]
+    drafter = MtpDrafter(target, None, nodes)
+    for one in (drafter, CombinedDrafter(drafter, NgramDrafter())):
+        rows = Engine(target, one).generate(texts, options)
+        assert [row.tokens for row in rows] == plain
+        assert [row.drafter_error for row in rows] == [None] * 3
+    assert max(one.nodes for row in rows for one in row.rounds) > 2
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "deepseek-two"])
+@torch.inference_mode()
+def test_nodes_of_a_tree_are_drafted_as_the_chain_that_leads_to_them(
+    kind: str, shipped: dict[str, ShippedTarget]
+) -> None:
+    one = shipped[kind]
+    drafter = MtpDrafter(one.target, None if kind == "deepseek-two" else 3, 8)
+    (layer,) = drafter.aux_layers
+    states = {layer: one.target.hidden_states([TEXT[:4]], [layer])[0][layer][None]}
+    session = drafter.prefill([TEXT[:4]], states)
+    levels = [([7], [0]), ([11, 12], [0, 0]), ([5, 6, 4], [1, 0, 1])][: drafter.draft_steps]
+    paths: list[list[int]] = [[]]
+    for depth, (tokens, parents) in enumerate(levels):
+        paths = [[*paths[parent], token] for token, parent in zip(tokens, parents, strict=True)]
+        logits_1WV = drafter.draft_step(session, torch.tensor([tokens]), torch.tensor([parents]), depth)
+        for node, path in enumerate(paths):
+            wanted = drafted_by_reference(one, TEXT[:4], path, len(drafter.modules))
+            assert_close(logits_1WV[0, node], wanted[depth])
+
+
+def _only_embeddings(model: Any) -> None:
+    """Make the next token a function of the last one alone: layers add nothing, and no norm scales."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
+        model.lm_head.weight.normal_(generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "deepseek-two"])
+def test_modules_that_know_the_target_have_every_draft_accepted(kind: str, tmp_path: Path) -> None:
+    """The embedding that a module reads is that of the token after its state: the one that the next token follows
+    from. Reading the state instead, it would draft the token that is there already."""
+    ship(kind, tmp_path, _only_embeddings)
+    tensors = load_file(tmp_path / WEIGHTS)
+    for name in tensors:
+        if name.endswith(("norm.weight", "layernorm.weight")):
+            tensors[name] = torch.ones_like(tensors[name])
+        if name.endswith("eh_proj.weight"):
+            tensors[name] = torch.cat([torch.eye(64), torch.zeros(64, 64)], dim=1)
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    target = reload(tmp_path)
+    drafter = MtpDrafter(target)
+    (row,) = Engine(target, drafter).generate([[3, 9, 14]], DecodeOptions(max_new_tokens=25, ignore_end=True))
+    assert row.tokens_per_round == drafter.draft_steps + 1
+
+
+@torch.inference_mode()
+def test_caches_grow_and_rows_leave(shipped: dict[str, ShippedTarget], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = shipped["deepseek"]
+    monkeypatch.setattr(mtp, "_SPARE", 0)
+    drafter = MtpDrafter(one.target, 3)
+    states_TE = one.target.hidden_states([TEXT], [FINAL])[0][FINAL]
+    session = drafter.prefill([TEXT[:2], TEXT[:3]], {FINAL: torch.stack([states_TE, states_TE])[:, :3]})
+    request = Request(4)
+    drafter.propose(session, Root.of([TEXT[2], TEXT[3]]), request)
+    drafter.commit(
+        session, Committed.of([TEXT[2:3], TEXT[3:5]], {FINAL: torch.stack([states_TE[2:4], states_TE[3:5]])})
+    )
+    drafter.reorder(session, [1])
+    afresh = drafter.prefill([TEXT[:5]], {FINAL: states_TE[None, :5]})
+    root = Root.of([TEXT[5]])
+    assert drafter.propose(session, root, request).tokens == drafter.propose(afresh, root, request).tokens
+
+
+def test_a_checkpoint_without_its_modules_is_told_what_to_name(
+    shipped: dict[str, ShippedTarget], tmp_path: Path
+) -> None:
+    """transformers drops the tensors when it loads, and so when it saves."""
+    for kind, said in (("deepseek", r"model\.layers\.2\.eh_proj"), ("qwen3_next", r"mtp\.fc")):
+        shipped[kind].target.model.save_pretrained(tmp_path / kind)
+        with pytest.raises(UserError, match=said + r".*leaves them out of what it saves.*as it was published"):
+            make_drafter("mtp", reload(tmp_path / kind))
+    shipped["deepseek"].target.config.num_nextn_predict_layers = 1
+    with pytest.raises(UserError, match="lacks the multi-token-prediction modules that its config names"):
+        make_drafter("mtp", reload(tmp_path / "deepseek"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.layers.2.hnorm.weight", r"lacks model\.layers\.2\.hnorm\.weight of its"),
+        ("model.layers.2.self_attn.o_proj.weight", r"lacks tensors of its layer.*self_attn\.o_proj\.weight"),
+    ],
+)
+def test_modules_that_are_not_whole_are_refused(name: str, said: str, tmp_path: Path) -> None:
+    ship("deepseek", tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    del tensors[name]
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=said + r".*Fetch the checkpoint again"):
+        MtpDrafter(reload(tmp_path))
+
+
+def test_packed_modules_and_too_many_steps_are_refused(shipped: dict[str, ShippedTarget], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"ships 2 multi-token-prediction modules.*3 drafts.*Ask for 2"):
+        make_drafter("mtp:3", shipped["deepseek-two"].target)
+    ship("deepseek", tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    tensors["model.layers.2.self_attn.o_proj.weight_scale_inv"] = torch.ones(1)
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"packed in few bits.*in bfloat16"):
+        MtpDrafter(reload(tmp_path))

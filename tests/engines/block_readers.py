@@ -1,0 +1,163 @@
+"""Draft logits of block drafters from exported files, as the engines compute them: plain torch, nothing of headstart.
+
+Written from the description of the formats in docs/serving.md. The text is what the target has read; the block stands
+after it, the newest decided token first and mask tokens in all other slots.
+
+Shape suffixes: T tokens of the text, B slots of the block, E hidden size, V vocabulary, K drafts, d size of an
+attention head.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+import torch.nn.functional as F
+from gguf.quants import dequantize
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.engines.readers import rms
+
+
+@dataclass
+class Block:
+    """Settings and tensors of a file, by the names of the native layout."""
+
+    tensors: Mapping[str, Tensor]
+    layers: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    eps: float
+    base: float
+    size: int
+    mask: int
+    taps: list[int]
+    from_anchor: bool
+
+
+def turned(x_Nd: Tensor, start: int, base: float) -> Tensor:
+    """Rotary positions from `start` on, which turn the first half of a head with its second half."""
+    count, size = x_Nd.shape
+    angles = torch.arange(start, start + count)[:, None] * base ** (-torch.arange(0, size, 2) / size)
+    left, right = x_Nd[:, : size // 2], x_Nd[:, size // 2 :]
+    return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], dim=1)
+
+
+def outputs(block: Block, hidden: list[Tensor], embed_VE: Tensor, root: int) -> Tensor:
+    """What the LM head reads for each slot [B, E]; `hidden` are transformers' hidden states of the text."""
+    tensors, d = block.tensors, block.head_dim
+    context_TE = torch.cat([hidden[tap] for tap in block.taps], dim=-1) @ tensors["fc.weight"].T
+    context_TE = rms(context_TE, tensors["hidden_norm.weight"], block.eps)
+    after = len(context_TE)
+    stream_BE = embed_VE[[root, *[block.mask] * (block.size - 1)]]
+    for number in range(block.layers):
+        part = {
+            name.removeprefix(f"layers.{number}.").removesuffix(".weight"): one
+            for name, one in tensors.items()
+            if name.startswith(f"layers.{number}.")
+        }
+        read_BE, found = rms(stream_BE, part["input_layernorm"], block.eps), []
+        for head in range(block.heads):
+            shared = head // (block.heads // block.key_heads)
+            q, rows = part["self_attn.q_proj"][head * d : (head + 1) * d], slice(shared * d, (shared + 1) * d)
+            k, v = part["self_attn.k_proj"][rows], part["self_attn.v_proj"][rows]
+            q_Bd = turned(rms(read_BE @ q.T, part["self_attn.q_norm"], block.eps), after, block.base)
+            of_text = turned(rms(context_TE @ k.T, part["self_attn.k_norm"], block.eps), 0, block.base)
+            of_block = turned(rms(read_BE @ k.T, part["self_attn.k_norm"], block.eps), after, block.base)
+            shares = (q_Bd @ torch.cat([of_text, of_block]).T * d**-0.5).softmax(-1)  # every slot sees every slot
+            found.append(shares @ torch.cat([context_TE, read_BE]) @ v.T)
+        stream_BE = stream_BE + torch.cat(found, dim=1) @ part["self_attn.o_proj"].T
+        x_BE = rms(stream_BE, part["post_attention_layernorm"], block.eps)
+        inner = F.silu(x_BE @ part["mlp.gate_proj"].T) * (x_BE @ part["mlp.up_proj"].T)
+        stream_BE = stream_BE + inner @ part["mlp.down_proj"].T
+    return rms(stream_BE, tensors["norm.weight"], block.eps)
+
+
+def drafted(
+    block: Block, hidden: list[Tensor], embed_VE: Tensor, lm_head_VE: Tensor, chain: list[int]
+) -> tuple[Tensor, Tensor | None]:
+    """Logits [K, V] after each token of a chain, the newest decided token first, and how sure the heads are [K]."""
+    out_BE = outputs(block, hidden, embed_VE, chain[0])
+    read_KE = (out_BE if block.from_anchor else out_BE[1:])[: len(chain)]
+    logits_KV = read_KE @ lm_head_VE.T
+    if "markov_head.markov_w1.weight" not in block.tensors:
+        return logits_KV, None
+    before_KR = block.tensors["markov_head.markov_w1.weight"][chain[: len(read_KE)]]
+    logits_KV = logits_KV + before_KR @ block.tensors["markov_head.markov_w2.weight"].T
+    if "confidence_head.proj.weight" not in block.tensors:
+        return logits_KV, None
+    sure = torch.cat([read_KE, before_KR], dim=1) @ block.tensors["confidence_head.proj.weight"][0]
+    return logits_KV, (sure + block.tensors["confidence_head.proj.bias"]).sigmoid()
+
+
+def read_folder(folder: Path) -> Block:
+    """A folder of vLLM's, SGLang's and llama.cpp's converter, or of the speculators library."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {name: one.float() for name, one in load_file(folder / "model.safetensors").items()}
+    layer = config.get("transformer_layer_config", config)
+    nested = config.get("dflash_config", config)
+    if "aux_hidden_state_layer_ids" in config:
+        taps = config["aux_hidden_state_layer_ids"]
+    else:
+        taps = [one + 1 for one in nested["target_layer_ids"]]
+    return Block(
+        tensors,
+        *(layer[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads")),
+        *(layer[name] for name in ("head_dim", "rms_norm_eps", "rope_theta")),
+        config["block_size"],
+        nested["mask_token_id"],
+        taps,
+        config.get("sample_from_anchor", False),
+    )
+
+
+_IN_LAYERS = {
+    "attn_norm": "input_layernorm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
+    **{f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+_BESIDE = {
+    "enc.output_norm": "hidden_norm",
+    "output_norm": "norm",
+    "conf_proj": "confidence_head.proj",
+    **{f"markov_w{number}": f"markov_head.markov_w{number}" for number in (1, 2)},
+}
+
+
+def read_gguf(file: Path) -> Block:
+    """A GGUF file for llama.cpp."""
+    reader = gguf.GGUFReader(file)
+    keys: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items() if "GGUF." not in name}
+    assert keys["general.architecture"] == "dflash"
+    tensors = {}
+    for one in reader.tensors:
+        shape = tuple(int(size) for size in reversed(one.shape))
+        base, _, kind = one.name.rpartition(".")
+        if base.startswith("blk."):
+            _, number, name = base.split(".", 2)
+            base = f"layers.{number}.{_IN_LAYERS[name]}"
+        numbers = torch.from_numpy(dequantize(one.data, one.tensor_type).copy()).reshape(shape)
+        tensors[f"{_BESIDE.get(base, base)}.{kind}"] = numbers
+    return Block(
+        tensors,
+        keys["dflash.block_count"],
+        keys["dflash.attention.head_count"],
+        keys["dflash.attention.head_count_kv"],
+        keys["dflash.attention.key_length"],
+        keys["dflash.attention.layer_norm_rms_epsilon"],
+        keys["dflash.rope.freq_base"],
+        keys["dflash.block_size"],
+        keys["tokenizer.ggml.mask_token_id"],
+        keys["dflash.target_layers"],
+        keys.get("dflash.sample_from_anchor", False),
+    )

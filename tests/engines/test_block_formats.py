@@ -1,0 +1,321 @@
+"""Block drafters in every format that holds them: what was published is in the files, and comes back from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headstart.errors import UserError
+from headstart.heads.published import LayerSizes, Layout, Published, digest
+from headstart.hub.engines import FORMATS, TargetFacts, check_export
+from headstart.hub.engines.base import drafts_to_try
+from headstart.hub.engines.huggingface import rounded
+from headstart.target import Target
+from tests.engines import block_readers as readers
+from tests.engines.test_faults import rewrite
+from tests.test_cli import works
+
+SIZES = LayerSizes(96, 4, 2, 16, "silu", 1e-5, {"rope_type": "default", "rope_theta": 5000.0}, 256)
+TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22]
+KINDS = {Layout.DFLASH: ("vllm", "sglang", "speculators", "gguf"), Layout.DSPARK: ("vllm", "speculators", "gguf")}
+HELD = [(layout, form) for layout, forms in KINDS.items() for form in forms]
+DSPARK = {"markov_rank": 8, "confidence": True}
+
+
+def random(layout: Layout, target: Target, **settings: Any) -> Published:
+    """Heads of random numbers in a published arrangement."""
+    given = {"block_size": 4, "mask_token_id": 7, "num_layers": 2, "aux_layers": (2, 4, 7), "layer": SIZES, **settings}
+    if layout is Layout.DSPARK:
+        given = {**DSPARK, **given}
+    steps = given["block_size"] - (layout is Layout.DFLASH)
+    made = Published(layout, target.hidden_size, target.vocab_size, steps, {}, **given)
+    numbers = torch.Generator().manual_seed(5)
+    tensors = {name: 0.3 * torch.randn(shape, generator=numbers) for name, shape in made.expected().items()}
+    return made.with_tensors({name: one + one.dim() % 2 for name, one in tensors.items()})
+
+
+@pytest.fixture(scope="session")
+def facts(target: Target) -> TargetFacts:
+    return TargetFacts(
+        target.spec, "größe", "123", "llama", 8, 64, target.vocab_size, target.spec, None, ("LlamaForCausalLM",), {}
+    )
+
+
+def written(published: Published, form: str, facts: TargetFacts, folder: Path, dtype: str = "float32") -> Path:
+    folder.mkdir()
+    FORMATS[form].write(published, facts, folder, dtype)
+    return folder
+
+
+def block_of(form: str, folder: Path) -> readers.Block:
+    return readers.read_gguf(folder / "heads.gguf") if form == "gguf" else readers.read_folder(folder)
+
+
+@torch.no_grad()
+def drafted(block: readers.Block, target: Target) -> Tensor:
+    """Logits after a chain, with the confidences beside."""
+    hidden = [one[0] for one in target.model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states]
+    logits_KV, sure_K = readers.drafted(block, hidden, target.embedding_weight, target.lm_head_weight, CHAIN)
+    return logits_KV if sure_K is None else torch.cat([logits_KV, sure_K[:, None]], dim=1)
+
+
+@pytest.mark.parametrize(("layout", "form"), HELD)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_published_comes_back(
+    layout: Layout, form: str, dtype: str, target: Target, facts: TargetFacts, tmp_path: Path
+) -> None:
+    published = random(layout, target)
+    folder = written(published, form, facts, tmp_path / "out", dtype)
+    for engine in FORMATS[form].engines:
+        if (layout, engine) != (Layout.DSPARK, "sglang"):
+            assert check_export(folder, [engine]) == []
+    back, held = FORMATS[form].read(folder, facts), rounded(published, dtype)
+    assert {**back.settings, "layer": 0} == {**published.settings, "layer": 0} and back.steps == published.steps
+    assert back.tensors.keys() == held.tensors.keys()
+    if form != "gguf":
+        assert digest(back) == digest(held)
+    for name, tensor in held.tensors.items():
+        # GGUF files keep norms in float32
+        given = published.tensors[name] if form == "gguf" and tensor.dim() == 1 else tensor
+        assert torch.equal(back.tensors[name].float(), given.float()), name
+
+
+@pytest.mark.parametrize("layout", KINDS)
+def test_the_files_of_all_formats_draft_the_same(
+    layout: Layout, target: Target, facts: TargetFacts, tmp_path: Path
+) -> None:
+    published = random(layout, target)
+    found = {
+        form: drafted(block_of(form, written(published, form, facts, tmp_path / form)), target)
+        for form in KINDS[layout]
+    }
+    first = found["vllm"]
+    assert first.shape[0] == len(CHAIN) and first.isfinite().all()
+    for form, one in found.items():
+        assert (one - first).abs().max() < 1e-5 * first.abs().max(), form
+
+
+def test_names_and_keys_are_those_of_the_engines(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+    folder = written(random(Layout.DFLASH, target), "vllm", facts, tmp_path / "dflash")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
+    assert config["dflash_config"] == {"mask_token_id": 7, "target_layer_ids": [1, 3, 6]}
+    assert config["block_size"] == 4 and config["num_target_layers"] == 8 and config["rope_theta"] == 5000.0
+    assert config["layer_types"] == ["full_attention"] * 2
+    names = set(load_file(folder / "model.safetensors"))
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.k_norm.weight"} <= names
+    assert not any("embed" in name or "lm_head" in name or "d2t" in name for name in names)
+
+    folder = written(random(Layout.DSPARK, target), "vllm", facts, tmp_path / "dspark")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3DSparkModel"] and config["sample_from_anchor"] is True
+    assert config["target_layer_ids"] == [1, 3, 6] and config["markov_rank"] == 8
+    assert {"markov_head.markov_w1.weight", "confidence_head.proj.bias"} <= set(load_file(folder / "model.safetensors"))
+
+    folder = written(random(Layout.DSPARK, target), "speculators", facts, tmp_path / "speculators")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == [2, 4, 7] and config["sample_from_anchor"] is True
+    assert config["sliding_window_non_causal"] is True, "vLLM takes false for all layers"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+
+    fields = gguf.GGUFReader(
+        written(random(Layout.DSPARK, target), "gguf", facts, tmp_path / "g") / "heads.gguf"
+    ).fields
+    values = {name: field.contents() for name, field in fields.items()}
+    assert values["dflash.target_layers"] == [2, 4, 7] and values["dflash.block_size"] == 4
+    assert values["dflash.sample_from_anchor"] is True and values["tokenizer.ggml.mask_token_id"] == 7
+
+
+def test_the_commands_ask_for_the_whole_block(target: Target, facts: TargetFacts) -> None:
+    dflash, dspark = random(Layout.DFLASH, target), random(Layout.DSPARK, target)
+    commands = FORMATS["vllm"].commands("served", dflash, facts, {})
+    assert '"method": "dflash"' in commands["vllm"][-1] and '"num_speculative_tokens": 3' in commands["vllm"][-1]
+    assert commands["sglang"][-1] == "4" and "DFLASH" in commands["sglang"]
+    words = FORMATS["gguf"].commands("served", dflash, facts, {})["llama.cpp"]
+    assert words[-4:] == ["--spec-type", "draft-dflash", "--spec-draft-n-max", "3"]
+    words = FORMATS["gguf"].commands("served", dspark, facts, {"llama.cpp": 2})["llama.cpp"]
+    assert words[-4:] == ["--spec-type", "draft-dspark", "--spec-draft-n-max", "2"]
+    assert "sglang" not in FORMATS["vllm"].commands("served", dspark, facts, {})
+    assert drafts_to_try(dspark, [1, 2, 3, 5]) == [1, 2, 3, 4]
+    assert drafts_to_try(replace(dspark, layout=Layout.EAGLE3), [1, 2, 3, 5]) == [1, 2, 3]
+
+
+def test_what_a_format_cannot_hold_is_refused(target: Target, facts: TargetFacts) -> None:
+    dflash, dspark = random(Layout.DFLASH, target), random(Layout.DSPARK, target)
+    with pytest.raises(UserError, match="no SGLang that serves DSpark"):
+        FORMATS["sglang"].check_heads(dspark, facts)
+    for change, said in (
+        ({"aux_layers": (2, 4, 8)}, "the layers 1 to 7"),
+        ({"aux_layers": (4, 2, 7)}, "do not rise"),
+        ({"mask_token_id": target.vocab_size}, "no token of a vocabulary"),
+    ):
+        with pytest.raises(UserError, match=said):
+            FORMATS["gguf"].check_heads(replace(dflash, **change), facts)
+    with pytest.raises(UserError, match="no hooks in qwen2 targets"):
+        FORMATS["gguf"].check_heads(dflash, replace(facts, model_type="qwen2"))
+    for form in ("vllm", "gguf"):
+        with pytest.raises(UserError, match="by their Markov head"):
+            FORMATS[form].check_heads(replace(dspark, markov_rank=0), facts)
+    remarks = " ".join(FORMATS["vllm"].check_heads(dspark, facts))
+    assert "on GPUs alone" in remarks and "draft their own places" in remarks
+
+
+def test_unequal_k_norms_are_pointed_out(target: Target, facts: TargetFacts) -> None:
+    published = random(Layout.DFLASH, target)
+    for form in ("vllm", "speculators"):
+        assert any("with the k_norm of the first" in said for said in FORMATS[form].check_heads(published, facts))
+    same = {
+        **published.tensors,
+        "layers.1.self_attn.k_norm.weight": published.tensors["layers.0.self_attn.k_norm.weight"],
+    }
+    for one in (published.with_tensors(same), random(Layout.DFLASH, target, num_layers=1)):
+        assert FORMATS["vllm"].check_heads(one, facts) == []
+
+
+def test_a_check_says_what_an_engine_does_not_do_everywhere(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+    folder = written(random(Layout.DSPARK, target), "vllm", facts, tmp_path / "out")
+    said = " ".join(works("export", "--check", folder).stdout.split())
+    assert "is whole" in said and "on GPUs alone" in said and "heads.num_layers=1" in said
+    said = works("export", "--check", written(random(Layout.DSPARK, target), "gguf", facts, tmp_path / "gguf")).stdout
+    assert "is whole" in said and "GPU" not in said
+
+
+# -- planted faults ----------------------------------------------------------------------------------------------------
+
+Config, Tensors = dict[str, Any], dict[str, Tensor]
+
+
+def nested(**settings: Any) -> Callable[[Config, Tensors], None]:
+    return lambda config, _: config["dflash_config"].update(settings)
+
+
+def top(**settings: Any) -> Callable[[Config, Tensors], None]:
+    return lambda config, _: config.update(settings)
+
+
+def no(*names: str) -> Callable[[Config, Tensors], None]:
+    def take(config: Config, tensors: Tensors) -> None:
+        for name in names:
+            for where in (config, config.get("dflash_config", {}), tensors):
+                where.pop(name, None)
+
+    return take
+
+
+def rotary(config: Config, _: Tensors) -> None:
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 9.0
+
+
+FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str]] = {
+    # the heads, their format, what is changed, the engine, what is said
+    "ids as EAGLE counts them": (Layout.DFLASH, "vllm", nested(target_layer_ids=[2, 4, 7]), "vllm", "headstart wrote"),
+    "ids past the last layer": (
+        Layout.DFLASH, "vllm", nested(target_layer_ids=[2, 4, 8]), "vllm", "look counted as EAGLE's ids",
+    ),
+    "ids that fall": (Layout.DFLASH, "vllm", nested(target_layer_ids=[3, 1, 6]), "vllm", "do not rise"),
+    "ids twice": (
+        Layout.DFLASH, "vllm", top(eagle_aux_hidden_state_layer_ids=[1, 3, 6]), "vllm", "The layer ids disagree",
+    ),
+    "no ids": (Layout.DFLASH, "vllm", no("target_layer_ids"), "vllm", "takes layers of its own choice"),
+    "words for ids": (Layout.DFLASH, "vllm", nested(target_layer_ids="all"), "sglang", "target_layer_ids is 'all'"),
+    "no mask": (Layout.DFLASH, "vllm", no("mask_token_id"), "sglang", "names no mask_token_id"),
+    "mask outside": (Layout.DFLASH, "vllm", nested(mask_token_id=5000), "vllm", "no token of a vocabulary"),
+    "another mask": (Layout.DFLASH, "vllm", nested(mask_token_id=8), "vllm", "headstart wrote"),
+    "no block size": (Layout.DFLASH, "vllm", no("block_size"), "sglang", "then take 16"),
+    "d2t": (Layout.DFLASH, "vllm", lambda _, t: t.update(d2t=torch.zeros(40).long()), "vllm", "There is a d2t"),
+    "t2d": (Layout.DFLASH, "vllm", lambda _, t: t.update(t2d=torch.ones(9)), "vllm", "converter stops at it"),
+    "one sliding layer": (
+        Layout.DFLASH, "vllm", top(layer_types=["sliding_attention", "full_attention"], sliding_window=9), "vllm",
+        "on GPUs alone",
+    ),
+    "sliding layers": (
+        Layout.DFLASH, "vllm", top(layer_types=["sliding_attention"] * 2, sliding_window=9), "vllm",
+        "Sliding layers are causal in vLLM",
+    ),
+    "causal": (Layout.DFLASH, "vllm", nested(causal=True), "vllm", "do not see those after them"),
+    "causal by the way": (
+        Layout.DFLASH, "speculators", top(sliding_window_non_causal=False), "vllm", "takes that for all layers",
+    ),
+    "more drafts than the block": (
+        Layout.DFLASH, "speculators",
+        lambda c, _: c["speculators_config"]["proposal_methods"][0].update(speculative_tokens=4), "vllm",
+        "proposes 4 draft tokens, and a block of 4 has 3",
+    ),
+    "slots one off": (Layout.DFLASH, "speculators", top(sample_from_anchor=True), "vllm", "off by one"),
+    "slots left open": (
+        Layout.DSPARK, "speculators", no("sample_from_anchor"), "vllm", "does not say sample_from_anchor",
+    ),
+    "slots of DFlash": (Layout.DSPARK, "vllm", top(sample_from_anchor=False), "vllm", "draft their own place"),
+    "DSpark in SGLang": (Layout.DSPARK, "vllm", top(), "sglang", "no SGLang that serves DSpark"),
+    "no k_norm": (Layout.DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
+    "no Markov head": (Layout.DSPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
+    "another rank": (Layout.DSPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),
+    "no rotary base": (Layout.DFLASH, "vllm", no("rope_theta", "rope_parameters"), "vllm", "vLLM 1000000"),
+    "another rotary base": (Layout.DFLASH, "vllm", rotary, "vllm", "headstart wrote"),
+    "a target of another depth": (Layout.DFLASH, "vllm", top(num_target_layers=30), "vllm", "num_target_layers is 30"),
+    "architecture": (Layout.DFLASH, "vllm", top(architectures=["Qwen3Model"]), "vllm", "DFlashDraftModel"),
+    "type": (Layout.DFLASH, "vllm", top(model_type="llama"), "vllm", "are Qwen3's"),
+    "activation": (Layout.DFLASH, "vllm", top(hidden_act="gelu"), "vllm", "silu alone"),
+    "one number": (Layout.DSPARK, "vllm", lambda _, t: t["fc.weight"].view(-1)[:1].add_(9), "vllm", "headstart wrote"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+    layout, form, plant, engine, said = FAULTS[name]
+    folder = written(random(layout, target), form, facts, tmp_path / "out")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    plant(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    found = check_export(folder, [engine])
+    assert any(said in one.problem for one in found), found
+    assert all(one.problem and one.remedy for one in found)
+
+
+def set_key(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def put(fields: dict[str, Any], tensors: dict[str, Any]) -> None:
+        fields[name][0] = value
+
+    return put
+
+
+GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
+    "ids one deeper": (set_key("dflash.target_layers", [3, 5, 8]), "layers 1 to 7"),
+    "ids one higher": (set_key("dflash.target_layers", [1, 3, 6]), "headstart wrote"),
+    "ids that fall": (set_key("dflash.target_layers", [4, 2, 7]), "do not rise"),
+    "no block size": (lambda fields, _: fields.pop("dflash.block_size"), "does not say dflash.block_size"),
+    "another block size": (set_key("dflash.block_size", 9), "headstart wrote"),
+    "no mask": (lambda fields, _: fields.pop("tokenizer.ggml.mask_token_id"), "does not say tokenizer.ggml.mask"),
+    "mask outside": (set_key("tokenizer.ggml.mask_token_id", 5000), "no token of a vocabulary"),
+    "in place": (set_key("dflash.sample_from_anchor", False), "drafts each slot's own place"),
+    "no norm": (lambda _, tensors: tensors.pop("enc.output_norm.weight"), "llama.cpp stops without it"),
+    "half a Markov head": (lambda _, tensors: tensors.pop("markov_w2.weight"), "llama.cpp stops without it"),
+}
+
+
+@pytest.mark.parametrize("name", GGUF_FAULTS)
+def test_a_fault_in_a_gguf_file_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+    plant, said = GGUF_FAULTS[name]
+    folder = written(random(Layout.DSPARK, target), "gguf", facts, tmp_path / "whole")
+    (tmp_path / "out").mkdir()
+    rewrite(folder / "heads.gguf", tmp_path / "out" / "heads.gguf", plant, "dflash")
+    found = check_export(tmp_path / "out")
+    assert any(said in one.problem for one in found), found
+
+
+def test_a_target_s_own_mask_token_gives_way(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+    """The tokenizer's fields are the target's but for the mask token, of which there must be one."""
+    first = written(random(Layout.DFLASH, target), "gguf", facts, tmp_path / "first")
+    again = random(Layout.DFLASH, target, mask_token_id=11)
+    folder = written(again, "gguf", replace(facts, gguf=first / "heads.gguf"), tmp_path / "again")
+    assert FORMATS["gguf"].read(folder).mask_token_id == 11 and check_export(folder) == []

@@ -1,0 +1,210 @@
+"""Block drafters of ours: the reference readers draft with our logits, and what was exported comes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import headstart
+from headstart.errors import UserError
+from headstart.heads import DraftHead
+from headstart.hub.engines import check_export, export_for, import_heads
+from headstart.hub.engines.facts import facts_of_target
+from headstart.hub.engines.importing import read_checked
+from headstart.target import Target
+from tests.engines import block_readers as readers
+from tests.engines.conftest import CASES
+
+Made = Callable[[str], tuple[DraftHead, Path]]
+TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22, 17]
+BLOCKS = [name for name in CASES if CASES[name]["family"] in ("dflash", "dspark") and "reduced" not in name]
+FORMS = {"dflash": ("vllm", "sglang", "speculators", "gguf"), "dspark": ("vllm", "speculators", "gguf")}
+HELD = [(case, form) for case in BLOCKS for form in FORMS[CASES[case]["family"]]]
+
+
+@torch.no_grad()
+def ours(heads: DraftHead, target: Target) -> Tensor:
+    """Draft logits after each token of a chain, and beside them how sure the heads are, where they say so."""
+    states = target.prefill(target.new_cache(1, len(TEXT)), [TEXT], heads.aux_layers).aux_hidden_states
+    session, level, found = heads.prefill([TEXT], states), torch.zeros(1, 1, dtype=torch.long), []
+    for depth, token in enumerate(CHAIN[: heads.draft_steps]):
+        node = torch.tensor([[token]])
+        logits_V = heads.draft_step(session, node, level, depth)[0, 0]
+        sure = heads.confidence(session, node, depth)
+        found.append(logits_V if sure is None else torch.cat([logits_V, sure[0]]))
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def read(folder: Path, target: Target) -> Tensor:
+    """The same by the reference reader of a folder."""
+    file = folder / "heads.gguf"
+    block = readers.read_gguf(file) if file.is_file() else readers.read_folder(folder)
+    hidden = [one[0] for one in target.model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states]
+    logits_KV, sure_K = readers.drafted(block, hidden, target.embedding_weight, target.lm_head_weight, CHAIN)
+    return logits_KV if sure_K is None else torch.cat([logits_KV, sure_K[:, None]], dim=1)
+
+
+def off(ours_KV: Tensor, theirs_KV: Tensor) -> float:
+    """The largest difference as a share of the largest logit."""
+    assert ours_KV.shape == theirs_KV.shape
+    return float((ours_KV - theirs_KV).abs().max() / ours_KV.abs().max())
+
+
+@pytest.mark.parametrize(("case", "form"), HELD)
+def test_readers_draft_with_our_logits(case: str, form: str, made: Made, target: Target, tmp_path: Path) -> None:
+    heads, folder = made(case)
+    done = export_for(folder, tmp_path / "out", form, dtype="float32")
+    assert off(ours(heads, target), read(tmp_path / "out", target)) < 1e-5
+    for engine in done.commands:
+        assert check_export(tmp_path / "out", [engine]) == []
+    assert check_export(tmp_path / "out", against=folder) == []
+
+
+@pytest.mark.parametrize(("case", "form"), HELD)
+def test_what_was_exported_comes_back_bit_for_bit(
+    case: str, form: str, made: Made, target: Target, tmp_path: Path
+) -> None:
+    heads, folder = made(case)
+    export_for(folder, tmp_path / "there", form, dtype="float32")
+    back = import_heads(tmp_path / "there", target, tmp_path / "back")
+    assert {**vars(back.config), "rms_norm_eps": 0} == {**vars(heads.config), "rms_norm_eps": 0}
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+    decoder = headstart.load(tmp_path / "back", target)
+    options: dict[str, Any] = {"max_new_tokens": 10, "draft": "on"}
+    with_heads = decoder.generate("hello", drafter="heads", **options)
+    assert with_heads.tokens == decoder.generate("hello", max_new_tokens=10, drafter="none").tokens
+
+
+CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], None]] = {
+    "ids as EAGLE counts them": lambda config, _: config["dflash_config"].update(target_layer_ids=[2, 4, 7]),
+    "another mask token": lambda config, _: config["dflash_config"].update(mask_token_id=8),
+    "a shorter block": lambda config, _: config.update(block_size=3),
+    "another rotary base": lambda config, _: config.update(rope_theta=77.0),
+    "no context norm": lambda _, tensors: tensors["hidden_norm.weight"].fill_(1.0),
+    "one k_norm for all layers": lambda _, tensors: tensors["layers.1.self_attn.k_norm.weight"].copy_(
+        tensors["layers.0.self_attn.k_norm.weight"]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_reader_must_get_right_shows(name: str, made: Made, target: Target, tmp_path: Path) -> None:
+    """Faults that an engine loads without a word change the logits, so that the comparisons above see them."""
+    heads, folder = made("dflash-deep")
+    export_for(folder, tmp_path / "out", "vllm", dtype="float32")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    CHANGES[name](config, tensors)
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "out" / "model.safetensors")
+    ours_KV, theirs_KV = ours(heads, target), read(tmp_path / "out", target)
+    assert off(ours_KV[: len(theirs_KV)], theirs_KV) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["dflash-reduced", "dspark-reduced"])
+def test_a_reduced_vocabulary_is_left_out(case: str, made: Made, target: Target, tmp_path: Path) -> None:
+    """Engines draft through the target's LM head, from all tokens; here the heads keep to theirs."""
+    heads, folder = made(case)
+    export_for(folder, tmp_path / "out", "vllm", dtype="float32")
+    theirs_KV = read(tmp_path / "out", target)[:, heads.draft_to_target_D]
+    assert off(ours(heads, target), theirs_KV) < 1e-5
+
+
+# -- checkpoints of others ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def theirs(made: Made, tmp_path: Path) -> Path:
+    """A folder that says nothing of headstart."""
+    export_for(made("dflash")[1], tmp_path / "theirs", "vllm", dtype="float32")
+    change(tmp_path / "theirs", headstart=None)
+    return tmp_path / "theirs"
+
+
+def change(folder: Path, **settings: Any) -> None:
+    """Other settings; None takes one out."""
+    config = {**json.loads((folder / "config.json").read_text()), **settings}
+    kept = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+def problem(folder: Path, target: Target) -> str:
+    with pytest.raises(UserError) as caught:
+        import_heads(folder, target, folder.parent / "ours")
+    assert not (folder.parent / "ours").exists(), "nothing half written"
+    return caught.value.problem
+
+
+def test_embeddings_and_lm_head_of_the_target_may_lie_beside(theirs: Path, target: Target, tmp_path: Path) -> None:
+    tensors = {f"model.{name}": one for name, one in load_file(theirs / "model.safetensors").items()}
+    beside = {"model.embed_tokens.weight": target.embedding_weight, "lm_head.weight": target.lm_head_weight}
+    save_file({**tensors, **{name: one.detach().clone() for name, one in beside.items()}}, theirs / "model.safetensors")
+    heads = import_heads(theirs, target, tmp_path / "ours")
+    assert torch.equal(heads.state_dict()["fc.weight"], tensors["model.fc.weight"])
+    for name in beside:
+        other = {**tensors, name: 2 * beside[name].detach()}
+        save_file(other, theirs / "model.safetensors")
+        with pytest.raises(UserError, match="of its own"):
+            import_heads(theirs, target, tmp_path / "others")
+
+
+def test_variants_that_headstart_does_not_have_are_refused(theirs: Path, target: Target) -> None:
+    config = json.loads((theirs / "config.json").read_text())
+    nested = config["dflash_config"]
+    for settings, said in (
+        ({"dflash_config": {**nested, "causal": True}}, "do not see those after them"),
+        ({"layer_types": ["sliding_attention"]}, "sliding layers"),
+        ({"dflash_config": {**nested, "sample_from_anchor": True}}, "the place after their own"),
+        ({"dflash_config": {**nested, "target_layer_ids": [1, 3, 9]}}, "has 8 layers"),
+        ({"dflash_config": {**nested, "target_layer_ids": None}}, "names the layers"),
+        ({"dflash_config": {**nested, "mask_token_id": 100000}}, "mask_token_id is 100000"),
+        ({"dflash_config": {"target_layer_ids": [1, 3, 6]}}, "mask_token_id is None"),
+        ({"block_size": None}, "block_size is None"),
+        ({"block_size": 1}, "block_size is 1"),
+        ({"draft_vocab_size": 40}, "an LM head of its own"),
+        ({"rope_theta": None, "rope_parameters": None}, "says no rope_theta"),
+        ({"hidden_size": 32}, "its config asks for"),
+    ):
+        change(theirs, **settings)
+        assert said in problem(theirs, target), settings
+        (theirs / "config.json").write_text(json.dumps(config))
+    (theirs / "mask_embedding.pt").touch()
+    assert "an embedding of its own for the mask token" in problem(theirs, target)
+
+
+def test_settings_of_dspark_may_be_nested(made: Made, target: Target, tmp_path: Path) -> None:
+    """As SpecForge writes them."""
+    heads, folder = made("dspark")
+    export_for(folder, tmp_path / "theirs", "vllm", dtype="float32")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    names = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "confidence_head_with_markov")
+    nested = {name: config[name] for name in (*names, "enable_confidence_head")}
+    taken_out = dict.fromkeys((*nested, "sample_from_anchor", "headstart"))
+    change(tmp_path / "theirs", **{**taken_out, "architectures": ["DSparkDraftModel"], "dflash_config": nested})
+    assert check_export(tmp_path / "theirs") == []
+    back = import_heads(tmp_path / "theirs", target, tmp_path / "back")
+    assert off(ours(heads, target), ours(back, target)) < 1e-6
+    change(tmp_path / "theirs", dflash_config={**nested, "markov_head_type": "rnn"})
+    with pytest.raises(UserError, match="Markov head is 'rnn'"):
+        import_heads(tmp_path / "theirs", target, tmp_path / "others")
+
+
+def test_taps_at_the_last_layer_are_refused(theirs: Path, target: Target) -> None:
+    nested = json.loads((theirs / "config.json").read_text())["dflash_config"]
+    change(theirs, dflash_config={**nested, "target_layer_ids": [1, 3, 7]})
+    assert "from 1 to the last but one" in problem(theirs, target)
+
+
+def test_what_is_read_is_checked_against_the_target(theirs: Path, tiny_target: Target, target: Target) -> None:
+    assert read_checked(theirs, target).aux_layers == (2, 4, 7)
+    assert facts_of_target(tiny_target).num_layers < 7
+    assert "layers" in problem(theirs, tiny_target)

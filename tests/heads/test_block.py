@@ -1,0 +1,173 @@
+"""Blocks: what a slot reads, attention in parts, the mask token, and which layers start heads."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.errors import UserError
+from headstart.heads import make_config, text_attention
+from headstart.heads.block import BlockHead
+from headstart.heads.dflash import DFlashHead
+from headstart.heads.text_attention import Sight, attend_blocks
+from headstart.target import Target
+from tests.heads.test_contract import batch_of, build, shake
+from tests.tiny import tiny_model, tiny_tokenizer
+
+ROWS, KV_HEADS, GROUPS, SLOTS, WIDTH, LENGTH = 2, 2, 3, 4, 8, 50
+SINGLE = {"rtol": 1e-5, "atol": 1e-5}
+STARTS = torch.tensor([[0] * 20 + [20] * 5 + [25] * 25, [0] * 40 + [40] * 10])
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+def rotated(x_HKd: Tensor, positions_K: Tensor) -> Tensor:
+    half = x_HKd.shape[-1] // 2
+    angles = positions_K[:, None] / 10000 ** (torch.arange(half) / half)
+    left, right = x_HKd[..., :half], x_HKd[..., half:]
+    return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], dim=-1)
+
+
+def by_hand(heads: BlockHead, states: dict[int, Tensor], embedded_KE: Tensor) -> Tensor:
+    """All slots of the block after a text, [K, E], written out for one block."""
+    text = len(next(iter(states.values())))
+    context_TE = rms(
+        torch.cat([states[layer] for layer in heads.aux_layers], -1) @ heads.fc.weight.T, heads.hidden_norm.weight
+    )
+    stream_KE = embedded_KE
+    config = heads.config
+    for layer in heads.stack:
+        sizes = [config.num_attention_heads * 16, config.num_key_value_heads * 16, config.num_key_value_heads * 16]
+        query, key, value = torch.split(layer.qkv.weight, sizes)
+        assert layer.input_norm is not None
+        read_KE = rms(stream_KE, layer.input_norm.weight)
+        both_SE = torch.cat([context_TE, read_KE])
+        queries = rms((read_KE @ query.T).view(len(read_KE), -1, 16).transpose(0, 1), layer.q_norm.weight)
+        keys = rms((both_SE @ key.T).view(len(both_SE), -1, 16).transpose(0, 1), layer.k_norm.weight)
+        values = (both_SE @ value.T).view(len(both_SE), -1, 16).transpose(0, 1)
+        queries, keys = rotated(queries, text + torch.arange(len(read_KE))), rotated(keys, torch.arange(len(both_SE)))
+        groups = config.num_attention_heads // config.num_key_value_heads
+        found = []
+        for head, query_Kd in enumerate(queries):
+            shares = (query_Kd @ keys[head // groups].T / 4).softmax(-1)
+            found.append(shares @ values[head // groups])
+        stream_KE = stream_KE + torch.cat(found, -1) @ layer.o.weight.T
+        gate, up = (rms(stream_KE, layer.mlp_norm.weight) @ layer.gate_up.weight.T).chunk(2, -1)
+        stream_KE = stream_KE + (F.silu(gate) * up) @ layer.down.weight.T
+    return rms(stream_KE, heads.norm.weight)
+
+
+def test_blocks_are_what_is_written_out_by_hand(target: Target) -> None:
+    """Every slot reads all of the text before its root, the whole block, and nothing else."""
+    heads = cast(DFlashHead, shake(build("dflash-deep", target)))
+    text = [3, 9, 14, 27, 33, 8, 40, 12, 5, 22, 31, 50]
+    batch = batch_of(target, heads, [text], prompt=2)
+    hidden_MSE = heads.blocks(batch, torch.tensor([1, 4, 7]))
+    for number, origin in enumerate((1, 4, 7)):
+        states = {layer: batch.states[layer][0, : origin + 1] for layer in heads.aux_layers}
+        block = torch.tensor([text[origin + 1], *[60] * 7])
+        wanted_KE = by_hand(heads, states, target.embedding_weight[block])
+        torch.testing.assert_close(hidden_MSE[number], wanted_KE[1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("part_of", [text_attention.attend_blocks_part, text_attention.attend_blocks_part_fused])
+def test_in_parts_values_and_gradients_are_those_of_one_table(
+    monkeypatch: pytest.MonkeyPatch, part_of: object, packed: bool
+) -> None:
+    index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 0, 0, 0])])
+    sight = Sight(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None)
+    torch.manual_seed(0)
+    count = index_BA.shape[1]
+    shapes = [
+        (ROWS, KV_HEADS, count, GROUPS * SLOTS),
+        *[(ROWS, KV_HEADS, LENGTH)] * 2,
+        *[(ROWS, KV_HEADS, count, SLOTS)] * 2,
+    ]
+    every = [torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    queries, keys, values, *own = every
+    wanted = attend_blocks(queries, keys, values, sight, *own)
+    weights = torch.randn(wanted.shape, dtype=wanted.dtype)
+    gradients = torch.autograd.grad((wanted * weights).sum(), every)
+    monkeypatch.setattr(text_attention, "_IN_ONE", {"cpu": 0})
+    monkeypatch.setattr(text_attention, "_QUERIES", 5 * GROUPS * SLOTS)
+    monkeypatch.setattr(text_attention, "attend_blocks_part", part_of)
+    assert len(sight.parts(KV_HEADS, GROUPS * SLOTS)) == 5
+    found = attend_blocks(queries, keys, values, sight, *own)
+    torch.testing.assert_close(found, wanted, **SINGLE)
+    for one, other in zip(torch.autograd.grad((found * weights).sum(), every), gradients, strict=True):
+        torch.testing.assert_close(one, other, **SINGLE)
+
+
+def test_blocks_without_gradients_run_a_few_at_a_time(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = shake(build("dflash", target))
+    batch = batch_of(target, heads, [list(range(1, 30)), list(range(20, 32))], prompt=3)
+    wanted = [step.hidden_MH for step in heads.unroll(batch)]
+    monkeypatch.setattr("headstart.heads.block._ORIGINS", 5)
+    with torch.no_grad():
+        for step, hidden_MH in zip(heads.unroll(batch), wanted, strict=True):
+            torch.testing.assert_close(step.hidden_MH, hidden_MH)
+
+
+def test_layers_of_a_target_with_head_norms_start_with_them() -> None:
+    target = Target(tiny_model("qwen3", vocab_size=61))
+    with torch.no_grad():
+        for layer in target.layers:
+            layer.self_attn.q_norm.weight.copy_(torch.linspace(0.5, 1.5, 16))
+            layer.self_attn.k_norm.weight.copy_(torch.linspace(1.5, 0.5, 16))
+    heads = cast(BlockHead, build("dflash-deep", target))
+    for own, layer in zip(heads.stack, list(target.layers)[-2:], strict=True):
+        torch.testing.assert_close(own.q_norm.weight.data, layer.self_attn.q_norm.weight)
+        torch.testing.assert_close(own.k_norm.weight.data, layer.self_attn.k_norm.weight)
+        assert torch.equal(own.o.weight, layer.self_attn.o_proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "no token that is known to be free.*heads.mask_token_id"),
+        ({"mask_token_id": 61}, "mask_token_id is 61, and the target has 61 tokens"),
+        ({"mask_token_id": 60, "aux_layers": (2, 1)}, r"layers \[2, 1\] of the target, which must be"),
+        ({"mask_token_id": 60, "aux_layers": (1, 3)}, r"layers \[1, 3\] of the target, which must be"),
+        ({"mask_token_id": 60, "aux_layers": (1, -1)}, r"layers \[1, -1\] of the target, which must be"),
+        ({"mask_token_id": 60, "num_layers": 4}, "num_layers is 4 and the target has 3 layers"),
+    ],
+    ids=str,
+)
+def test_what_cannot_draft_a_block_is_refused(settings: dict[str, Any], told: str, target: Target) -> None:
+    with pytest.raises(UserError) as refused:
+        heads = DFlashHead(cast(Any, make_config({"family": "dflash", **settings}, target)))
+        heads.warm_start(target)
+    assert re.search(told, f"{refused.value.problem} {refused.value.remedy}")
+
+
+def test_the_mask_token_is_one_that_no_text_has() -> None:
+    tokenizer = tiny_tokenizer()
+    rows = len(tokenizer)
+
+    def spare(vocab_size: int, *added: str, **roles: str) -> Any:
+        made = tiny_tokenizer()
+        made.add_tokens(list(added), special_tokens=True)
+        for role, token in roles.items():
+            setattr(made, role, token)
+        return Target(tiny_model("llama", vocab_size=vocab_size), made).spare_token
+
+    assert spare(rows + 8) == rows, "the first row without a token"
+    assert spare(rows) == 0, "padding, which ends nothing"
+    assert spare(rows + 2, "<|reserved_0|>", "<|other|>") == rows
+    assert spare(rows + 2, "<|some|>", "<|other|>") == rows + 1
+    assert spare(rows + 2, "<|some|>", "<|other|>", mask_token="<|some|>") == rows
+    assert spare(rows, pad_token=tokenizer.eos_token, unk_token="<|endoftext|>") is None
+    assert Target(tiny_model("llama", vocab_size=rows)).spare_token is None

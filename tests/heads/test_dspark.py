@@ -1,0 +1,75 @@
+"""DSpark: what the token before a draft adds, level by level, and what the confidence head says."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from headstart.heads.dspark import DSparkHead
+from headstart.heads.int8_weights import linear
+from headstart.target import Target
+from tests.heads.test_contract import batch_of, build, shake
+from tests.tiny import tiny_model
+
+TEXT = [3, 9, 14, 27, 33]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+def drafting(name: str, target: Target) -> tuple[DSparkHead, Any]:
+    heads = cast(DSparkHead, shake(build(name, target)))
+    states = target.prefill(target.new_cache(1, 8), [TEXT], heads.aux_layers).aux_hidden_states
+    return heads, heads.prefill([TEXT], states)
+
+
+def test_drafts_after_a_node_depend_on_its_token_alone(target: Target) -> None:
+    """The block runs once; siblings differ by what their own tokens add, whatever they grew on."""
+    heads, state = drafting("dspark-deep", target)
+    zero = torch.zeros(1, 2, dtype=torch.long)
+    heads.draft_step(state, torch.tensor([[8]]), zero[:, :1], 0)
+    for depth, tokens in ((1, [7, 30]), (2, [12, 7])):
+        logits_WD = heads.draft_step(state, torch.tensor([tokens]), zero, depth)[0]
+        assert heads.markov_embedding_VR is not None and heads.markov_lm_head_DR is not None
+        added_WD = heads.markov_embedding_VR[tokens] @ heads.markov_lm_head_DR.T
+        alone_D = linear(state.hidden_BSE[0, depth], heads.lm_head_DE)
+        torch.testing.assert_close(logits_WD, alone_D + added_WD, rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_markov_head_a_level_shares_its_drafts(target: Target) -> None:
+    heads, state = drafting("dspark-without-markov", target)
+    heads.draft_step(state, torch.tensor([[8]]), torch.zeros(1, 1, dtype=torch.long), 0)
+    assert heads.draft_step(state, torch.tensor([[7, 30]]), torch.zeros(1, 2, dtype=torch.long), 1).shape[1] == 1
+
+
+@pytest.mark.parametrize("name", ["dspark-deep", "dspark-without-markov"])
+def test_confidence_in_drafting_is_what_is_trained(name: str, target: Target) -> None:
+    heads, state = drafting(name, target)
+    text = [*TEXT, 8, 12, 7, 30, 8, 9, 10, 11]
+    batch = batch_of(target, heads, [text], prompt=2)
+    for step, prediction in enumerate(heads.unroll(batch)):
+        before = torch.tensor([[text[len(TEXT) + step]]])
+        heads.draft_step(state, before, torch.zeros(1, 1, dtype=torch.long), step)
+        assert prediction.confidence_M is not None
+        (wanted,) = prediction.confidence_M[prediction.origin_M == len(TEXT) - 1].sigmoid()
+        found = heads.confidence(state, before, step)
+        assert found is not None and found.shape == (1, 1)
+        torch.testing.assert_close(found[0, 0], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_heads_that_do_not_know_how_likely_a_draft_is_say_so(target: Target) -> None:
+    for name in ("dspark", "dflash", "medusa"):
+        assert build(name, target).confidence(None, torch.zeros(1, 1, dtype=torch.long), 0) is None
+
+
+def test_confidence_does_not_change_the_drafts(target: Target) -> None:
+    heads = cast(DSparkHead, shake(build("dspark-deep", target)))
+    for prediction in heads.unroll(batch_of(target, heads, [list(range(1, 20))], prompt=3)):
+        assert prediction.confidence_M is not None
+        prediction.confidence_M.sum().backward(retain_graph=True)
+    learning = {name for name, weight in heads.named_parameters() if weight.grad is not None}
+    assert learning == {"confidence_head.weight", "confidence_head.bias"}

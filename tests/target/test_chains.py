@@ -1,0 +1,145 @@
+"""Targets with running states verify chains: what is rejected leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+from headstart.data.sampling import sample_rows
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.lookahead import LookaheadDrafter
+from headstart.drafters.ngram import NgramDrafter
+from headstart.errors import UserError
+from headstart.target import FINAL, DraftTree, Target, TreeShape, fitting, model
+from headstart.target.chains import ChainCache
+from tests.shipped import QWEN3_NEXT
+from tests.tiny import tiny_model
+
+LINEAR, FULL = "linear_attention", "full_attention"
+TEXTS = [[3, 9, 14, 27, 33, 8, 40, 12, 55, 6, 21, 44, 17, 30, 2], [8, 40, 12, 5, 51, 22, 19, 4, 7, 33, 10, 1, 60, 5, 9]]
+
+
+def hybrid(*kinds: str) -> Any:
+    layers = list(kinds or (LINEAR, FULL, LINEAR))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen3NextConfig(num_hidden_layers=len(layers), layer_types=layers, **QWEN3_NEXT)
+        return Qwen3NextForCausalLM(config).float().eval()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(hybrid())
+
+
+@torch.inference_mode()
+def stock(target: Target, text: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's own logits [T, V] and final states [T, E]."""
+    out = target.model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
+    return out.logits[0], out.hidden_states[-1][0]
+
+
+def assert_own(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Float32 sums over other pieces of a text; a token too many or too few moves logits by more than a hundredth."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chains_of_which_a_part_is_rejected_leave_no_trace(
+    seed: int, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of different length; in each round each row accepts between nothing and all of its chain."""
+    monkeypatch.setattr(model, "PIECE", 3)
+    rng = random.Random(seed)
+    read = [rng.randint(1, 5) for _ in TEXTS]
+    cache = target.new_cache(2, 40)
+    out = target.prefill(cache, [text[:length] for text, length in zip(TEXTS, read, strict=True)], (2, FINAL))
+    for row, (text, length) in enumerate(zip(TEXTS, read, strict=True)):
+        logits_TV, states_TE = stock(target, text[:length])
+        assert_own(out.logits_BTV[row, 0], logits_TV[-1])
+        assert_own(out.aux_hidden_states[FINAL][row, :length], states_TE)
+    for _ in range(4):
+        right = [rng.randint(0, min(3, len(text) - length)) for text, length in zip(TEXTS, read, strict=True)]
+        wrong = [rng.randint(1 if count == 0 else 0, 2) for count in right]
+        chains = [
+            [*text[length : length + count], *[59] * more]
+            for text, length, count, more in zip(TEXTS, read, right, wrong, strict=True)
+        ]
+        tree = DraftTree.from_rows(chains, [list(range(-1, len(chain) - 1)) for chain in chains])
+        out = target.forward_tree(cache, tree, (2, FINAL))
+        assert out.aux_hidden_states[2].shape == (2, tree.size, 64)
+        for row, (text, length, chain) in enumerate(zip(TEXTS, read, chains, strict=True)):
+            logits_TV, states_TE = stock(target, [*text[:length], *chain])
+            assert_own(out.logits_BTV[row, : len(chain)], logits_TV[length:])
+            assert_own(out.aux_hidden_states[FINAL][row, : len(chain)], states_TE[length:])
+        cache.commit([range(count) for count in right])
+        read = [length + count for length, count in zip(read, right, strict=True)]
+        assert cache.lengths == read
+
+
+def test_rows_are_kept_and_gone_on_with(target: Target) -> None:
+    cache = target.new_cache(2, 40)
+    assert isinstance(cache, ChainCache)
+    target.prefill(cache, [TEXTS[0][:3], TEXTS[1][:5]])
+    target.forward_tree(cache, DraftTree.chain(torch.tensor([[1, 2, 3], TEXTS[1][5:8]])))
+    cache.commit([[], [0, 1]])
+    cache.reorder([1])
+    kept = cache.kept(0, 7)
+    assert cache.kept(0, 6).lengths == [0], "a running state cannot be cut back"
+    two = target.new_cache(2, 40)
+    two.go_on_with(1, kept)
+    both = target.new_cache(2, 40)
+    both.begin_with(kept)
+    target.prefill(cache, [[59, 59]])  # of no account for what was kept
+    out = target.prefill(both, [TEXTS[1][7:9], TEXTS[1][7:12]])
+    part = two.part(1, 2)
+    alone = target.prefill(part, [TEXTS[1][7:9]])
+    assert_own(out.logits_BTV[0, 0], stock(target, TEXTS[1][:9])[0][-1])
+    assert_own(out.logits_BTV[1, 0], stock(target, TEXTS[1][:12])[0][-1])
+    assert_own(alone.logits_BTV[0, 0], stock(target, TEXTS[1][:9])[0][-1])
+    assert part.lengths == [9]
+
+
+def test_texts_are_those_of_the_model_itself(target: Target) -> None:
+    prompts = [[3], [8, 40, 12, 8, 40, 12], [9, 14, 27]]
+    plain = [
+        target.model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None)[
+            0, len(prompt) :
+        ].tolist()
+        for prompt in prompts
+    ]
+    options = DecodeOptions(max_new_tokens=16, ignore_end=True)
+    for drafter in (None, NgramDrafter(), LookaheadDrafter()):
+        rows = Engine(target, drafter).generate(prompts, options)
+        assert [row.tokens for row in rows] == plain
+        assert [row.drafter_error for row in rows] == [None] * 3
+    given: dict[str, Any] = {"max_new_tokens": 16, "top_p": 1.0, "ends": frozenset(), "seed": 0}
+    assert sample_rows(target, prompts, temperatures=[0.0] * 3, **given) == plain
+
+
+def test_what_they_cannot_do_is_said(target: Target) -> None:
+    cache = target.new_cache(1, 10)
+    target.prefill(cache, [[3]])
+    fork = DraftTree.from_shape(torch.tensor([[5, 6, 7]]), TreeShape.from_paths([(0,), (1,)]))
+    with pytest.raises(UserError, match="keep a running state, so it verifies chains alone"):
+        target.forward_tree(cache, fork)
+    with pytest.raises(UserError, match="whose bits depend on how many tokens are read at once"):
+        target.exact = "bits"
+    with pytest.raises(UserError, match="whose bits depend"):
+        Target(hybrid(), exact="bits")
+    with pytest.raises(UserError, match="cannot forget what was rejected"):
+        DraftModelDrafter(target, Target(tiny_model("llama", vocab_size=61)))
+
+
+def test_models_of_other_running_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="layers of type linear_attention keep a running state"):
+        Target(hybrid(LINEAR, LINEAR))
+    monkeypatch.setattr(fitting, "is_linear", lambda module: False)  # as if its linear attention were of another kind
+    with pytest.raises(UserError, match="cannot verify a token tree"):
+        Target(hybrid())
