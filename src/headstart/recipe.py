@@ -31,7 +31,7 @@ _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 FREE_TO_CHANGE = {
     *("steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "decode_every"),
     *("keep_checkpoints", "tracker", "project"),
-    *("gradient_checkpointing", "prefetch", "compile"),
+    *("gradient_checkpointing", "prefetch", "compile", "shard_target"),
 }
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
 costs memory or time alone."""
@@ -289,6 +289,11 @@ class TrainSection(Section):
     compile: bool = Field(
         False,
         description="Compile the inside of layers and the loss with torch.compile.",
+    )
+    shard_target: bool = Field(
+        False,
+        description="With data.states=online on several processes: each holds a part of the target's weights, by "
+        "transformers' tensor parallelism, and all run every forward.",
     )
     prefetch: int = Field(2, ge=0, description="Steps whose batches are read while one computes; 0 reads them in turn.")
     optimizer: Literal["adamw", "muon"] = Field(

@@ -231,6 +231,19 @@ def train(*arguments: str) -> None:
     app(list(arguments))
 
 
+def train_plainly(*arguments: str) -> None:
+    """With gradient descent; leaves the weights that it starts from beside the others."""
+    go = loop._Run.go
+
+    def keep(run: Any) -> Any:
+        save_heads(run.heads, run.folder / f"start-{run.rank}")
+        return go(run)
+
+    loop._Run.go = keep
+    take_plain_steps()
+    train(*arguments)
+
+
 def train_poisoned(*arguments: str) -> None:
     poison(2)
     train(*arguments)

@@ -96,9 +96,9 @@ def test_gradients_are_those_of_the_sums(
         torch.testing.assert_close(inside, expected, rtol=1e-5, atol=1e-5)
         value.backward()
         expected.backward()
-        for key, weight in plain.named_parameters():
-            assert weight.grad is not None
-            if key in matrices(plain):
+        assert any(weight.grad is not None for weight in matrices(plain).values())
+        for key, weight in matrices(plain).items():
+            if weight.grad is not None:  # else this loss does not ask for it, as for what says how sure a draft is
                 up, down = (part[key.replace(".", "-")] for part in (low.up, low.down))
                 for got, wanted in ((up.grad, weight.grad @ down.mT), (down.grad, up.mT @ weight.grad)):
                     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item())

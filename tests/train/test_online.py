@@ -14,12 +14,12 @@ from headstart.data.online import OnlineStates
 from headstart.data.store import StateStore
 from headstart.errors import UserError
 from headstart.heads import make_config
-from headstart.recipe import Recipe, load_recipe
+from headstart.recipe import Recipe, load_recipe, parse_recipe
 from headstart.target import FINAL, Target
 from headstart.train import loop
 from headstart.train.artifact import training
 from headstart.train.loop import train
-from headstart.train.setup import online_states
+from headstart.train.setup import check_training, online_states
 from tests.train.conftest import conversations
 from tests.train.results import assert_same, metrics
 from tests.train.test_golden import HEADS
@@ -139,3 +139,19 @@ def test_the_command_trains_online_and_stores_nothing(
     expected = train(recipe, tiny_target, stores["train"], stores["calibration"], tmp_path / "here").last_folder
     assert_same(run / "train" / "last", expected)
     assert not list(tmp_path.rglob("shard-*")) and not (run / "data" / "states").exists()
+
+
+def test_a_sharded_target_is_refused_where_it_would_have_to_be_whole(recipe: Callable[..., Recipe]) -> None:
+    values = recipe(shard_target=True).model_dump(mode="json")
+    with pytest.raises(UserError, match=r"train\.shard_target does not go with data\.states=stored"):
+        check_training(parse_recipe(values))
+    values["data"]["states"] = "online"
+    check_training(parse_recipe(values))
+    for section, key, value in (
+        ("train", "decode_every", 5),
+        ("target", "adapter", "x"),
+        ("target", "quantization", "int8"),
+    ):
+        changed = {**values, section: {**values[section], key: value}}
+        with pytest.raises(UserError, match=rf"does not go with {section}\.{key}"):
+            check_training(parse_recipe(changed))

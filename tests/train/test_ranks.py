@@ -17,18 +17,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headstart.data.conversations import write_conversations
 from headstart.data.store import StateStore
 from headstart.heads import HeadBatch, families, make_config
 from headstart.heads.io import load_heads
 from headstart.lock import locked
 from headstart.recipe import load_recipe
-from headstart.target import load_target
+from headstart.target import Target, load_target
 from headstart.train import loop
 from headstart.train.artifact import training
 from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions
 from headstart.train.joint import Joint
 from tests.train import ranks
-from tests.train.conftest import clean_environment
+from tests.train.conftest import clean_environment, conversations
+from tests.train.test_golden import HEADS
 from tests.train.test_main import here, run_to_end
 
 COUNT = 2
@@ -248,6 +250,32 @@ def test_every_family_trains_with_its_weights_spread_over_the_processes(
         alone = load_heads(tmp_path / "alone" / name / "last").state_dict()
         both = load_heads(tmp_path / "both" / name / "last").state_dict()
         assert_moved_alike(start_of(tmp_path / "alone" / name), alone, both)
+
+
+def test_a_target_of_which_each_process_holds_a_part_gives_the_same_heads(
+    together: Ranks, workplace: Callable[..., tuple[Path, Path]], tiny_target: Target
+) -> None:
+    """Not the last bit: a part of each sum is added on each process."""
+    file, run = workplace(
+        heads={"family": "eagle3", **HEADS["eagle3"]}, steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1, eval_every=2
+    )
+    (run / "data" / "states").unlink()
+    texts = {"train": conversations(24, 0, tiny_target.vocab_size), "calibration": conversations(6, 1, 200)}
+    assert len(epoch_batches([len(one.tokens) for one in texts["calibration"]], 64, seed=0, epoch=0)) % COUNT == 1
+    folders = [run.with_name(name) for name in ("sharded", "whole")]
+    for folder, sharded in zip(folders, ("true", "false"), strict=True):
+        for split, made in texts.items():
+            write_conversations(folder / "data" / "conversations" / f"{split}.jsonl", made)
+        words = ["--run-dir", folder, "data.states=online", f"train.shard_target={sharded}"]
+        ended = together(ranks.train_plainly, file, *words)
+        assert_codes(ended, 0, 0)
+        assert ("Each process holds a part of the weights" in ended[0].text) == (sharded == "true")
+    one, other = (load_heads(folder / "train" / "last") for folder in folders)
+    assert one.config == other.config
+    assert_moved_alike(load_heads(folders[1] / "train" / "start-0").state_dict(), one.state_dict(), other.state_dict())
+    rows = [last_row(folder / "train") for folder in folders]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+    assert rows[0]["predictions"] == rows[1]["predictions"]
 
 
 def test_a_loss_that_is_not_finite_on_one_process_stops_both_with_one_message(

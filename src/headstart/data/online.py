@@ -9,9 +9,10 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from headstart.data.conversations import Conversation
@@ -47,7 +48,8 @@ class States(Protocol):
         """One conversation with its states."""
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
-        """Several conversations with their states: those of a batch."""
+        """Several conversations with their states: those of a batch. Where several processes train, each asks as often
+        as the others, if need be for none."""
 
     def supervised(self) -> Iterable[Tensor]:
         """The mask of each conversation in turn, bool [T]; no states are read."""
@@ -97,11 +99,25 @@ class OnlineStates:
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
         rows = [self._conversations[index] for index in indices]
-        states = self._target.hidden_states([row.tokens for row in rows], self.aux_layers)
+        states = self._states(tuple(indices))
         return [
             Sample(torch.tensor(row.tokens), torch.tensor(row.supervised), state)
             for row, state in zip(rows, states, strict=True)
         ]
+
+    def _states(self, indices: tuple[int, ...]) -> list[dict[int, Tensor]]:
+        """Of these conversations. With a sharded target every process asks, and all run the forward of each batch."""
+        batches: list[Any] = [indices]
+        if self._target.sharded:
+            batches = [None] * dist.get_world_size()
+            dist.all_gather_object(batches, indices)
+        found: list[dict[int, Tensor]] = []
+        for batch in dict.fromkeys(filter(None, batches)):
+            rows = [self._conversations[index].tokens for index in batch]
+            states = self._target.hidden_states(rows, self.aux_layers)
+            if batch == indices:
+                found = states
+        return found
 
     def supervised(self) -> Iterable[Tensor]:
         return (torch.tensor(conversation.supervised) for conversation in self._conversations)

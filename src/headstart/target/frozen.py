@@ -46,6 +46,7 @@ class FrozenModel:
         layers: of the decoder.
         max_length: tokens that it can read.
         rounded: whether its weights have been through few bits, as those of a GGUF file have.
+        sharded: whether each process holds a part of its weights; all of them then run every forward.
         window: of the layers with a sliding window; None when every layer sees everything.
         device: where tokens go in, and logits and aux hidden states come out.
         dtype: of hidden states.
@@ -60,6 +61,7 @@ class FrozenModel:
         self.spec = spec
         self.origin = origin
         self.rounded = False
+        self.sharded = False
         self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
         self.layers = _layers(self.decoder, self.config.num_hidden_layers)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from headstart.target.lm_head import is_packed, plain_weight
 
@@ -92,12 +93,17 @@ class Identity:
     fingerprint: str
 
 
+def whole(weight: Tensor) -> Tensor:
+    """A weight, gathered where every process holds a part of it; then every process calls it."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
 def fingerprint(model: nn.Module, architecture: str) -> str:
-    """See `Identity`."""
+    """See `Identity`. Of a sharded model every process asks for it."""
     digest = hashlib.sha256()
     digest.update(architecture.encode())
     for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
+        flat = whole(parameter).detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.bfloat16)
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())

@@ -53,6 +53,7 @@ def load_target(
     exact: Exact = "auto",
     adapter: str | None = None,
     quantization: str = "none",
+    sharded: bool = False,
 ) -> Target:
     """Load a target.
 
@@ -64,6 +65,8 @@ def load_target(
         exact: see `Target`.
         adapter: folder or hub id of a peft adapter; it is merged into the weights, and the target is the adapted model.
         quantization: "int8" or "int4" puts the linear layers into so many bits, see `quantized`.
+        sharded: keep a part of each weight on each of the processes that have met (`torch.distributed`), by the
+            architecture's tensor-parallel plan in transformers. Neither with an adapter nor with quantization.
 
     Raises:
         UserError: unknown target, dtype or device, missing package, unreadable folder, a model that cannot take token
@@ -80,12 +83,18 @@ def load_target(
         if not isinstance(kept, str):
             raise problem
         folder, options = str(Path(kept).parent), {}
+    spread: dict[str, Any] = {}
+    if sharded:
+        assert adapter is None and quantization == "none", "refused before"
+        from transformers.distributed import DistributedConfig
+
+        spread["distributed_config"] = DistributedConfig(tp_plan="auto")
     try:
         with silent():
             if gguf is not None:
                 folder = str(_dequantised(Path(folder), gguf))
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **options)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **options, **spread)
     except UserError:
         raise
     except Exception as error:  # transformers raises many kinds; all mean the same to the user
@@ -106,9 +115,9 @@ def load_target(
         quantize(model, quantization)
     # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
     # Quantised models are on theirs already.
-    placed = quantization != "none" or getattr(model, "hf_device_map", None)
+    placed = sharded or quantization != "none" or getattr(model, "hf_device_map", None)
     target = Target(model if placed else model.to(where), tokenizer, spec, exact, origin)
-    target.rounded = gguf is not None
+    target.rounded, target.sharded = gguf is not None, sharded
     return target
 
 

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from headstart.errors import UserError
 from headstart.files import need_disk, read_json, write_atomic, write_json
 from headstart.target.frozen import FrozenModel
-from headstart.target.identity import Identity
+from headstart.target.identity import Identity, whole
 from headstart.target.model import Target
+from headstart.target.outline import Outline
 
 NOTE = "teacher.json"
 _BASE = "base.safetensors"
@@ -139,6 +140,24 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     return folder
 
 
+def teach(target: Target, layers: int = 1) -> TeacherModel:
+    """The teacher of a target whose weights are spread over processes, in memory and whole; every process calls it.
+
+    Args:
+        target: the frozen model.
+        layers: how many of its last layers to keep.
+    """
+    count = target.num_layers
+    files = {_BASE: _base(target)}
+    files |= {_layer_file(number): _of_layer(target, number) for number in range(max(0, count - layers), count)}
+    model, facts = target.model, _facts(target, None)
+    # The sharded model has keys and values of a part of the heads alone.
+    shapes = Outline(_empty(type(model), facts["config"]), None, target.spec, target.dtype).kv_shapes
+    note = {**facts, "kv_shapes": shapes, "files": dict.fromkeys(files)}
+    tensors = {name: whole(tensor).detach() for kept in files.values() for name, tensor in kept.items()}
+    return _assembled(type(model), note, tensors, target.device)
+
+
 def can_teach(target: FrozenModel) -> bool:
     """Whether what training needs of a target can be kept: plain weights as read, where transformers has them for its
     config. An adapter or a packed layer would be missing in the model that `load_teacher` makes."""
@@ -172,10 +191,14 @@ def load_teacher(folder: Path, device: torch.device) -> TeacherModel:
             f"This transformers ({transformers.__version__}) has no {note['class']}, the class of {note['name']}.",
             f"Install the version that the teacher was written with: pip install transformers=={note['transformers']}",
         )
-    model = _empty(cls, note["config"])
     tensors: dict[str, Tensor] = {}
     for file, known in note["files"].items():
         tensors.update(_read(folder / file, known))
+    return _assembled(cls, note, tensors, device)
+
+
+def _assembled(cls: Any, note: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> TeacherModel:
+    model = _empty(cls, note["config"])
     for name, tensor in tensors.items():
         parameter = nn.Parameter(tensor.to(device), requires_grad=False)
         for alias in (name, *note["tied"].get(name, ())):

@@ -34,7 +34,7 @@ from headstart.train.processes import (
     speak_once,
     together,
 )
-from headstart.train.setup import check_training, load_whole, online_states, open_target
+from headstart.train.setup import check_training, load_whole, online_states, open_target, sharded_target
 
 app = typer.Typer(add_completion=False)
 
@@ -98,8 +98,12 @@ def _train(name: str, overrides: list[str], run_dir: Path | None, console: Conso
             stores: Mapping[str, States]
             target: FrozenModel
             if online:
-                whole = load_whole(recipe, device, "Or set data.states=stored: heads then train from a teacher.")
-                target, stores = whole, online_states(recipe, whole, paths)
+                if recipe.train.shard_target and state.num_processes > 1:
+                    target, reads = sharded_target(recipe, device)
+                else:
+                    reads = load_whole(recipe, device, "Or set data.states=stored: heads then train from a teacher.")
+                    target = reads
+                stores = online_states(recipe, reads, paths)
             else:
                 stored = {part: StateStore(path) for part, path in paths.items()}
                 target, stores = open_target(recipe, stored["train"], device), stored

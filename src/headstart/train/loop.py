@@ -208,7 +208,11 @@ class _Run:
         for line in describe_processes(self.accelerator):
             self.log.say(line)
         if isinstance(self.target, TeacherModel):
-            self.log.say(f"The target itself is not loaded: the teacher of {self.target.name} is beside the states.")
+            self.log.say(
+                f"The target itself is not loaded: the teacher of {self.target.name} is beside the states."
+                if self.store.stored
+                else f"Each process holds a part of the weights of {self.target.name}."
+            )
         self.log.say(
             f"{self.heads.draft_steps} draft steps, {self.learning.trainable_parameters / 1e6:.1f} M parameters to "
             f"train, {self.flops / 1e6:.1f} MFLOP a drafted token; the "
@@ -380,6 +384,7 @@ class _Run:
                     batch = joint.judge(batch, self.drift)
                 chosen_X = chosen_tokens(self.target, batch)
             yield batch, chosen_X
+        self._wait_for_others()
         if moved:
             self.drift.sums = self.accelerator.reduce(self.drift.sums, "sum")
 
@@ -600,4 +605,12 @@ class _Run:
         """
         batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
         own = share(batches, self.rank, self.ranks)
-        return [(batch, chosen_tokens(self.target, self._collate(self.valid_store, batch))) for batch in own]
+        self.idle = len(share(batches, 0, self.ranks)) - len(own)
+        chosen = [(batch, chosen_tokens(self.target, self._collate(self.valid_store, batch))) for batch in own]
+        self._wait_for_others()
+        return chosen
+
+    def _wait_for_others(self) -> None:
+        """Have the validation states of no conversation while other processes have those of their last batch."""
+        for _ in range(self.idle):
+            self.valid_store.samples([])

@@ -16,7 +16,7 @@ from headstart.heads.io import load_heads
 from headstart.recipe import Recipe, TrainSection
 from headstart.target import FINAL, FrozenModel, Target, TeacherModel, load_target
 from headstart.target.loading import pick_device
-from headstart.target.teacher import load_teacher, teacher_folder, teacher_of
+from headstart.target.teacher import load_teacher, teach, teacher_folder, teacher_of
 from headstart.train.batches import collate
 from headstart.train.joint import check_joint
 from headstart.train.losses import find_loss
@@ -79,10 +79,42 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
         raise UserError(
             f"{name} runs the target itself, and only its teacher is loaded.", f"Set {name}={off}, or load the target."
         )
+    if section.shard_target:
+        _check_sharding(recipe)
     check_joint(recipe)
     check_low_rank(section)
     check_tracker(section.tracker)
     _earlier(recipe, target)
+
+
+def _check_sharding(recipe: Recipe) -> None:
+    """Refuse a sharded target where nobody reads it, or where it would have to be whole.
+
+    Raises:
+        UserError: what does not go with it.
+    """
+    for name, given, instead in (
+        ("data.states=stored", recipe.data.states == "stored", "data.states=online: stored states need no target"),
+        ("train.decode_every", recipe.train.decode_every is not None, "train.decode_every=null"),
+        ("target.adapter", recipe.target.adapter is not None, "target.adapter=null"),
+        ("target.quantization", recipe.target.quantization != "none", "target.quantization=none"),
+    ):
+        if given:
+            raise UserError(
+                f"train.shard_target does not go with {name}.", f"Set {instead}, or train.shard_target=false."
+            )
+
+
+def sharded_target(recipe: Recipe, device: str) -> tuple[TeacherModel, Target]:
+    """What training reads of a target, whole, and the target itself, of whose weights each process has a part.
+
+    Every process calls it.
+
+    Raises:
+        UserError: it cannot be loaded, or transformers has no plan for its architecture.
+    """
+    target = load_whole(recipe, device, "Or set train.shard_target=false.", sharded=True)
+    return teach(target, make_config(recipe.heads, target).start_layers), target
 
 
 def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
@@ -115,13 +147,14 @@ def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
     return load_whole(recipe, device, remedy)
 
 
-def load_whole(recipe: Recipe, device: str, otherwise: str) -> Target:
+def load_whole(recipe: Recipe, device: str, otherwise: str, sharded: bool = False) -> Target:
     """The recipe's target itself.
 
     Args:
         recipe: names it.
         device: where it goes.
         otherwise: what else can be done where it cannot be loaded.
+        sharded: with a part of its weights on each process.
 
     Raises:
         UserError: it cannot.
@@ -132,6 +165,7 @@ def load_whole(recipe: Recipe, device: str, otherwise: str) -> Target:
             *(section.spec, section.dtype, device, section.revision),
             adapter=section.adapter,
             quantization=section.quantization,
+            sharded=sharded,
         )
     except UserError as error:
         raise UserError(error.problem, f"{error.remedy} {otherwise}") from error
