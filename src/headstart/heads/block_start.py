@@ -32,7 +32,7 @@ _FAR = 2048
 _MARGIN = 6.0
 """How far the score of where a head looks stands above any other."""
 _RIDGE = 1e-3
-"""Of the solved maps, as a share of the mean squared size of what they read."""
+"""Of the solved maps, as a share of the mean squared size of each number that they read."""
 _SOFT = (1.0, 0.1, 0.03)
 """Of the query heads that share a key head, in turn: how much of their size is the pattern. Soft ones see the rest of
 the text, each slot another share of it."""
@@ -213,10 +213,11 @@ class Ridge:
     def solve(self) -> Tensor:
         """The map [E, F]."""
         assert self.gram_FF is not None and self.cross_FE is not None, "there is something to learn from"
-        ridge = _RIDGE * self.gram_FF.diagonal().mean()
-        found_EF: Tensor = torch.linalg.solve(
-            self.gram_FF + ridge * torch.eye(len(self.gram_FF)).to(self.gram_FF), self.cross_FE
-        ).T
+        # Some of what is read is a hundred times as large as the rest: the ridge is a share of each number's own size.
+        sizes_F = self.gram_FF.diagonal().sqrt().clamp_min(1e-6)
+        scaled_FF = self.gram_FF / sizes_F / sizes_F[:, None]
+        ridged_FF = scaled_FF + _RIDGE * torch.eye(len(scaled_FF)).to(scaled_FF)
+        found_EF: Tensor = (torch.linalg.solve(ridged_FF, self.cross_FE / sizes_F[:, None]) / sizes_F[:, None]).T
         return found_EF
 
     def features(self, part: slice, count: int) -> Tensor:
