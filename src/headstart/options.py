@@ -114,7 +114,9 @@ class EngineOptions:
     engine_arguments: str = option(
         "", "More of its own arguments, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
     )
-    engine_drafts: str = option("", "Numbers of drafts to try; else 1, 2, 3 and 5, and all of a block.", metavar="N,N...")
+    engine_drafts: str = option(
+        "", "Numbers of drafts to try; else 1, 2, 3 and 5, and all of a block.", metavar="N,N..."
+    )
     engine_prompts: int = option(8, "Prompts to ask, those of calibration conversations.", minimum=1)
     engine_tokens: int = option(64, "Longest answer of the engine in tokens.", minimum=2)
 

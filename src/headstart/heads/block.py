@@ -18,126 +18,36 @@ D draft vocabulary, V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
+from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, supervised_origins
+from headstart.heads.block_layer import BlockConfig, BlockLayer, looking
+from headstart.heads.block_start import Ridge, fast_pairs, look, newest, pattern, root, telling
 from headstart.heads.int8_weights import Linear
-from headstart.heads.layer import (
-    DraftLayer,
-    LayerCache,
-    LayerConfig,
-    Rotary,
-    cached_attention,
-    norm_scale,
-    normed,
-    rotate,
-)
+from headstart.heads.layer import LayerCache, Rotary, by_token, cached_attention, norm_scale, normed
 from headstart.heads.text_attention import Sight, attend_blocks, by_row, positions_of
 from headstart.proposal import Committed
-from headstart.recipe import FromTarget
-from headstart.target import FrozenModel
+from headstart.target import FINAL, FrozenModel
 
 _ORIGINS = 1024
 """Blocks that run at a time where nothing is kept for gradients."""
-
-
-class BlockConfig(LayerConfig):
-    """Settings of heads that draft a block in one pass."""
-
-    num_layers: int = Field(1, ge=1, le=12, description="Decoder layers.")
-    block_size: int = Field(8, ge=2, le=64, description="Slots of a block; with dflash the first one drafts nothing.")
-    aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
-        (),
-        description="Target layers whose outputs are read, as transformers' hidden_states, ascending and below the "
-        "last; (2, L // 2, L - 1). Published configs count one less (target_layer_ids).",
-    )
-    mask_token_id: Annotated[int, FromTarget()] = Field(
-        -1, ge=0, description="Token that stands in a block for what is not drafted yet: one that no text has."
-    )
-    init: Literal["target", "random"] = Field(
-        "target", description="Start from the target's last layers and norm, or from random numbers."
-    )
-
-    @classmethod
-    def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().of_target(target, settings)
-        last = target.num_layers - 1
-        found["aux_layers"] = tuple(sorted({min(2, last), max(1, target.num_layers // 2), last}))
-        if "mask_token_id" in settings:
-            return found
-        if target.spare_token is None:
-            raise UserError(
-                f"{target.name} has no token that is known to be free, to stand for what is not drafted yet.",
-                "Name one that no text has: heads.mask_token_id=<id>.",
-            )
-        return {**found, "mask_token_id": target.spare_token}
-
-    @property
-    def start_layers(self) -> int:
-        return self.num_layers
-
-    def check(self) -> None:
-        super().check()
-        layers = self.aux_layers
-        if list(layers) != sorted(set(layers)) or any(layer < 1 for layer in layers):
-            raise self.refused_layers()
-        if self.vocab_size and self.mask_token_id >= self.vocab_size:
-            raise UserError(
-                f"heads.mask_token_id is {self.mask_token_id}, and the target has {self.vocab_size} tokens.",
-                "Name a token that no text has, or leave it out.",
-            )
-
-    def refused_layers(self) -> UserError:
-        """Why these layers cannot be read."""
-        return UserError(
-            f"The heads would read layers {list(self.aux_layers)} of the target, which must be different ones, "
-            "ascending, from 1 to the last but one.",
-            "Name them, for example heads.aux_layers=[1,2]; a target of few layers needs it.",
-        )
-
-
-class BlockLayer(DraftLayer):
-    """A decoder layer whose queries and keys are normed head by head, and which reads a context beside its stream.
-
-    Args:
-        config: sizes.
-    """
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__(config, config.hidden_size)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def norm_heads(self, read_BHTd: Tensor, heads: int) -> Tensor:
-        return torch.cat([normed(self.q_norm, read_BHTd[:, :heads]), normed(self.k_norm, read_BHTd[:, heads:])], dim=1)
-
-    def _heads_as(self, attention: object) -> bool:
-        return True  # norms of heads are cheap to learn around: they only change how sharply attention looks
-
-    def context(self, context_BTE: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, N, T, d] of the context."""
-        config = self.config
-        queries = config.num_attention_heads * config.head_dim
-        read_BTX = F.linear(context_BTE, self.qkv.weight[queries:])
-        keys, values = read_BTX.view(*context_BTE.shape[:2], -1, config.head_dim).transpose(1, 2).chunk(2, dim=1)
-        return rotate(normed(self.k_norm, keys), *rotary), values
-
-    @torch.no_grad()
-    def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
-        super().warm_start(target, number, offset)
-        attention = getattr(target.layers[number], "self_attn", None)
-        for name in ("q_norm", "k_norm"):
-            norm, own = getattr(attention, name, None), getattr(self, name)
-            if getattr(norm, "weight", own.weight).shape == own.weight.shape:
-                own.weight.copy_(norm_scale(norm, own.weight))
+_ROWS = 2
+"""Origins for each number that an output map reads, from which it is solved."""
+_EVERY = 2
+"""Of these origins, every so many-th has its blocks run: each gives as many rows as it drafts."""
+_WEIGHT = 0.8
+"""Each further step of a draft counts so much less."""
+_STEPS = (1.0, 0.5, 0.25)
+"""How much of the states to come the features that heads pass on are chosen by."""
+_KINDS = 8192
+"""Embeddings of the vocabulary that are looked at."""
 
 
 @dataclass
@@ -153,6 +63,21 @@ class BlockState:
     cache: LayerCache
     hidden_BSE: Tensor
     logits_BSD: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """Conversations to solve from, and the origins whose drafts all lie in an answer."""
+
+    batch: HeadBatch
+    origin_M: Tensor
+
+    def wanted(self, heads: BlockHead, step: int, origin_M: Tensor | None = None) -> Tensor:
+        """The state before the norm from which the target predicts what a step drafts, [M, E]."""
+        origin_M = self.origin_M if origin_M is None else origin_M
+        final_XE = self.batch.states[FINAL].flatten(0, 1)
+        scale_E = torch.where(heads.norm.weight.abs() < 1e-3, 1.0, heads.norm.weight)
+        return final_XE[origin_M + step + 1].float() / scale_E
 
 
 class BlockHead(DraftHead):
@@ -240,6 +165,141 @@ class BlockHead(DraftHead):
         self.hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", None), self.norm.weight))
         self.norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), self.norm.weight))
 
+    @torch.no_grad()
+    def fit(self, batches: Iterable[HeadBatch]) -> None:
+        """Let some attention heads look at the newest state and at the root, and solve for all output maps.
+
+        See `block_start`. What the layers add together is the best guess of the state, before the norm, from which the
+        target itself predicts what a slot drafts.
+        """
+        layer = self.stack[0]
+        heads = looking(self.config.hidden_size, self.config.head_dim)
+        if self.config.init != "linear" or 2 * heads > self.config.num_key_value_heads:
+            return
+        enough = _ROWS * (self.config.num_attention_heads * self.config.head_dim + self.config.hidden_size)
+        lessons, rows = list[_Lesson](), 0
+        for batch in batches:
+            origin_M = supervised_origins(batch.supervised_BT, self.draft_steps - 1)
+            if len(origin_M):
+                lessons.append(_Lesson(batch, origin_M))
+                rows += len(origin_M)
+            if rows >= enough:
+                break
+        if rows < self.config.hidden_size:  # too few to solve anything
+            return
+        self._look(layer, heads, lessons)
+        self._solve(lessons)
+
+    def _look(self, layer: BlockLayer, heads: int, lessons: Sequence[_Lesson]) -> None:
+        """Set what heads look at, and what they pass on."""
+        config, size = self.config, self.config.hidden_size
+        features, sample = Ridge(), list[Tensor]()
+        asked = list[Tensor]()
+        for one in lessons:
+            context_XE = self.read_states(one.batch.states).flatten(0, 1)
+            root_ME = self._asked(layer, one.batch.tokens_BT.flatten()[one.origin_M + 1], context_XE)
+            wanted_ME = sum(weight * one.wanted(self, step) for step, weight in enumerate(_STEPS[: self.draft_steps]))
+            features.add(torch.cat([context_XE[one.origin_M], root_ME], -1), cast(Tensor, wanted_ME))
+            sample.append(context_XE)
+            asked.append(root_ME)
+        context_XE = torch.cat(sample)
+        assert self._embedding_VE is not None
+        every = torch.arange(0, len(self._embedding_VE), max(1, len(self._embedding_VE) // _KINDS))
+        mask = torch.tensor([config.mask_token_id])
+        blocks = (self._asked(layer, every, context_XE), torch.cat(asked), self._asked(layer, mask, context_XE))
+        number_E = telling(context_XE, *blocks)
+        fast_d = fast_pairs(layer)
+        size_of_head = config.head_dim
+        count = heads * size_of_head
+        own = layer.qkv.weight.view(-1, size_of_head, size)
+        queries = config.num_attention_heads
+        groups = queries // config.num_key_value_heads
+        for norm, rows in (
+            (layer.q_norm, own[2 * heads * groups : queries]),
+            (layer.k_norm, own[queries + 2 * heads : queries + config.num_key_value_heads]),
+        ):
+            if len(rows):
+                read = context_XE[:_KINDS] @ rows[:, ~fast_d].flatten(0, 1).T
+                share = float((~fast_d).float().mean())
+                norm.weight[~fast_d] = float(read.square().mean().sqrt()) * share**0.5
+        angles_R = self._angles()[: int(fast_d.sum()) // 2]
+        seen = (pattern(angles_R, newest(config.block_size)), pattern(angles_R, root(config.block_size)))
+        if min(one.margin for one in seen) > 0:  # heads of few pairs cannot tell all distances apart
+            look(layer, heads, seen, number_E)
+        first = (queries + config.num_key_value_heads) * size_of_head
+        for kind, part in enumerate((slice(0, size), slice(size, 2 * size))):
+            found_CE = features.features(part, min(count, size))
+            layer.qkv.weight[first + kind * count : first + kind * count + len(found_CE)] = found_CE.to(
+                layer.qkv.weight
+            )
+
+    def _solve(self, lessons: Sequence[_Lesson]) -> None:
+        """Solve for the output maps, one after the other."""
+        runs = []
+        for one in lessons:
+            drawn_M = one.origin_M[::_EVERY]
+            like = self.read_states(one.batch.states)
+            runs.append((one, drawn_M, _Blocks(self, one.batch, drawn_M, like), like))
+        for number, layer in enumerate(self.stack):
+            ridge, width = Ridge(), layer.o.in_features
+            positions = [positions_of(one.batch.tokens_BT, one.batch.starts_BT) for one, *_ in runs]
+            found = []
+            for (one, drawn_M, run, like), at in zip(runs, positions, strict=True):
+                rotary = self._rotary.at(at, like.dtype, at.shape[1])
+                mixed_BXF = by_token(run.mix(layer, *layer.context(like, rotary)))
+                found.append(mixed_BXF)
+                read_MSF, stream_MSE = run.drafted(mixed_BXF), run.drafted(run.stream_BXE)
+                for step in range(self.draft_steps):
+                    wanted_ME = one.wanted(self, step, drawn_M) - stream_MSE[:, step]
+                    beside_MI = self.beside(one.batch, drawn_M, step)
+                    if number:
+                        wanted_ME = wanted_ME - self.beside_guess(beside_MI)
+                    parts = [read_MSF[:, step], *([] if number or beside_MI is None else [beside_MI])]
+                    ridge.add(torch.cat(parts, -1), wanted_ME, _WEIGHT**step)
+            map_EF = ridge.solve()
+            layer.o.weight.copy_(map_EF[:, :width])
+            if number == 0 and map_EF.shape[1] > width:
+                assert ridge.gram_FF is not None
+                self.take_beside(map_EF[:, width:], ridge.gram_FF[width:, width:] / ridge.rows)
+            ridge = Ridge()
+            for (one, drawn_M, run, _), mixed_BXF in zip(runs, found, strict=True):
+                run.stream_BXE = run.stream_BXE + layer.o(mixed_BXF)
+                inner_MSF, stream_MSE = run.drafted(layer.inside(run.stream_BXE)), run.drafted(run.stream_BXE)
+                for step in range(self.draft_steps):
+                    guess_ME = stream_MSE[:, step] + self.beside_guess(self.beside(one.batch, drawn_M, step))
+                    ridge.add(inner_MSF[:, step], one.wanted(self, step, drawn_M) - guess_ME, _WEIGHT**step)
+            layer.down.weight.copy_(ridge.solve())
+            for _, _, run, _ in runs:
+                run.stream_BXE = run.stream_BXE + layer.down(layer.inside(run.stream_BXE))
+        sizes = torch.cat([run.drafted(run.stream_BXE).flatten(0, 1).square().mean(-1).sqrt() for _, _, run, _ in runs])
+        self.settle_beside(float(sizes.mean()))
+
+    def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor | None:
+        """What a family reads beside a slot, [M, I], as far as it enters linearly; None where there is nothing."""
+        return None
+
+    def beside_guess(self, beside_MI: Tensor | None) -> Tensor | float:
+        """What `take_beside` made of that adds to the guess of a state."""
+        return 0.0
+
+    def take_beside(self, map_EI: Tensor, products_II: Tensor) -> None:
+        """Start with this map of what is read beside the slots, whose mean products are given."""
+
+    def settle_beside(self, size: float) -> None:
+        """The streams have this size before the norm, on average."""
+
+    def _asked(self, layer: BlockLayer, tokens: Tensor, like: Tensor) -> Tensor:
+        """Normed embeddings as the first layer reads them."""
+        assert self._embedding_VE is not None and layer.input_norm is not None
+        return normed(layer.input_norm, F.embedding(tokens, self._embedding_VE).to(like))
+
+    def _angles(self) -> Tensor:
+        """By how much each pair of a head turns over one position, [R]."""
+        cos, sin = self._rotary.at(torch.arange(2)[None], torch.float32, 2)
+        half = self.config.head_dim // 2
+        angles_R: Tensor = torch.atan2(sin[0, 1, :half], cos[0, 1, :half])
+        return angles_R
+
     def read_states(self, states: Mapping[int, Tensor]) -> Tensor:
         """The context [..., E]."""
         seen = torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
@@ -282,39 +342,10 @@ class BlockHead(DraftHead):
     def _blocks(
         self, batch: HeadBatch, origin_M: Tensor, text: Sequence[tuple[Tensor, Tensor]], like: Tensor
     ) -> Tensor:
-        tokens_BT, slots = batch.tokens_BT, self.config.block_size
-        index_BA, real_BA = by_row(origin_M, tokens_BT.shape)
-        starts_BA = None if batch.starts_BT is None else batch.starts_BT.gather(1, index_BA)
-        sight = Sight(index_BA, tokens_BT.shape[1], starts_BA)
-        first_BA = 1 + (index_BA if starts_BA is None else index_BA - starts_BA)
-        positions_BAK = first_BA[:, :, None] + torch.arange(slots, device=first_BA.device)
-        rotary = self._rotary.at(positions_BAK.flatten(1), like.dtype, tokens_BT.shape[1] + slots)
-        stream_BXE = self.block(tokens_BT.gather(1, index_BA + 1), like).flatten(1, 2)
+        run = _Blocks(self, batch, origin_M, like)
         for layer, (keys, values) in zip(self.stack, text, strict=True):
-            queries, own_keys, own_values = self.light(layer.read, stream_BXE, rotary)
-            mixed = self._mix(queries, keys, values, sight, own_keys, own_values)
-            stream_BXE = self.light(layer.write, stream_BXE, mixed)
-        stream_BAKE = stream_BXE.view(*index_BA.shape, slots, -1)
-        return normed(self.norm, stream_BAKE[:, :, self.first_slot :][real_BA])
-
-    def _mix(
-        self,
-        queries_BNGXd: Tensor,
-        keys_BNTd: Tensor,
-        values_BNTd: Tensor,
-        sight: Sight,
-        own_keys_BNXd: Tensor,
-        own_values_BNXd: Tensor,
-    ) -> Tensor:
-        """What every slot finds, [B, N, G, X, d] with X = A * K."""
-        slots, (rows, kv_heads, groups, _, size) = self.config.block_size, queries_BNGXd.shape
-        queries_BNGAKd = queries_BNGXd.view(rows, kv_heads, groups, -1, slots, size)
-        own = [x_BNXd.reshape(rows, kv_heads, -1, slots, size) for x_BNXd in (own_keys_BNXd, own_values_BNXd)]
-        mixed_BNARd = attend_blocks(
-            queries_BNGAKd.transpose(2, 3).flatten(3, 4), keys_BNTd, values_BNTd, sight, own[0], own[1]
-        )
-        mixed_BNAGKd = mixed_BNARd.view(rows, kv_heads, -1, groups, slots, size)
-        return mixed_BNAGKd.transpose(2, 3).flatten(3, 4)
+            run.stream_BXE = self.light(layer.write, run.stream_BXE, run.mix(layer, keys, values))
+        return normed(self.norm, run.drafted(run.stream_BXE))
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -369,3 +400,38 @@ class BlockHead(DraftHead):
     def _positions(cache: LayerCache, width: int, device: torch.device) -> Tensor:
         """Positions [B, width] of what comes after each row's committed slots."""
         return torch.tensor(cache.lengths, device=device)[:, None] + torch.arange(width, device=device)
+
+
+class _Blocks:
+    """The blocks of some origins of a batch, on their way through the layers.
+
+    Attributes:
+        stream_BXE: what goes into the next layer; at first the embeddings.
+    """
+
+    def __init__(self, heads: BlockHead, batch: HeadBatch, origin_M: Tensor, like: Tensor) -> None:
+        self.heads, tokens_BT, slots = heads, batch.tokens_BT, heads.config.block_size
+        self.index_BA, self.real_BA = by_row(origin_M, tokens_BT.shape)
+        starts_BA = None if batch.starts_BT is None else batch.starts_BT.gather(1, self.index_BA)
+        self.sight = Sight(self.index_BA, tokens_BT.shape[1], starts_BA)
+        first_BA = 1 + (self.index_BA if starts_BA is None else self.index_BA - starts_BA)
+        positions_BAK = first_BA[:, :, None] + torch.arange(slots, device=first_BA.device)
+        self.rotary = heads._rotary.at(positions_BAK.flatten(1), like.dtype, tokens_BT.shape[1] + slots)
+        self.stream_BXE = heads.block(tokens_BT.gather(1, self.index_BA + 1), like).flatten(1, 2)
+
+    def mix(self, layer: BlockLayer, keys_BNTd: Tensor, values_BNTd: Tensor) -> Tensor:
+        """What every slot finds in a layer, [B, N, G, X, d]."""
+        queries, own_keys, own_values = self.heads.light(layer.read, self.stream_BXE, self.rotary)
+        slots, (rows, kv_heads, groups, _, size) = self.heads.config.block_size, queries.shape
+        queries_BNGAKd = queries.view(rows, kv_heads, groups, -1, slots, size)
+        own = [x_BNXd.reshape(rows, kv_heads, -1, slots, size) for x_BNXd in (own_keys, own_values)]
+        mixed_BNARd = attend_blocks(
+            queries_BNGAKd.transpose(2, 3).flatten(3, 4), keys_BNTd, values_BNTd, self.sight, own[0], own[1]
+        )
+        mixed_BNAGKd = mixed_BNARd.view(rows, kv_heads, -1, groups, slots, size)
+        return mixed_BNAGKd.transpose(2, 3).flatten(3, 4)
+
+    def drafted(self, x_BXF: Tensor) -> Tensor:
+        """Of all slots of all origins, those that draft and are real, [M, S, F]."""
+        x_BAKF = x_BXF.view(*self.index_BA.shape, self.heads.config.block_size, -1)
+        return x_BAKF[:, :, self.heads.first_slot :][self.real_BA]

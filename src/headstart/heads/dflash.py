@@ -31,7 +31,8 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch, HeadConfig, OneForwardHead, StepPrediction, register
-from headstart.heads.block import BlockConfig, BlockHead, BlockState
+from headstart.heads.block import BlockHead, BlockState
+from headstart.heads.block_layer import BlockConfig
 from headstart.heads.block_published import block_settings, fill_block, publish_block
 from headstart.heads.int8_weights import linear
 from headstart.heads.published import Layout, Published

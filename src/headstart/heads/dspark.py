@@ -43,15 +43,19 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
-from headstart.heads.block import BlockConfig, BlockHead, BlockState
+from headstart.heads.block import BlockHead, BlockState
+from headstart.heads.block_layer import BlockConfig
 from headstart.heads.block_published import block_settings, fill_block, publish_block
 from headstart.heads.int8_weights import linear
 from headstart.heads.published import Layout, Published
+from headstart.heads.residual import embed
 from headstart.target import Target
 
 _EMBEDDING, _LM_HEAD = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
 _CONFIDENCE = "confidence_head.proj"
 """Published names."""
+_BLOCK = 8192
+"""Embeddings that are read at a time."""
 
 
 class DSparkConfig(BlockConfig):
@@ -81,6 +85,7 @@ class DSparkHead(BlockHead):
         # As a product of two: one of them is zero at first.
         self.markov_embedding_VR = nn.Parameter(0.01 * torch.randn(config.vocab_size, rank)) if rank else None
         self.markov_lm_head_DR = nn.Parameter(torch.zeros(config.draft_width, rank)) if rank else None
+        self._start: tuple[Tensor, Tensor] | None = None
         self.confidence_head = nn.Linear(config.hidden_size + rank, 1) if config.confidence else None
 
     @property
@@ -99,6 +104,43 @@ class DSparkHead(BlockHead):
         seen = hidden if following is None else torch.cat([hidden, following], dim=-1)
         logits: Tensor = self.confidence_head(seen)[..., 0]
         return logits
+
+    # -- the start -----------------------------------------------------------------------------------------------
+
+    def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor | None:
+        if not self.config.markov_rank:
+            return None
+        assert self._embedding_VE is not None, "heads are bound to their target"
+        before_M = batch.tokens_BT.flatten()[origin_M + step + 1]
+        return embed(before_M, self._embedding_VE, self.fc.weight)
+
+    def beside_guess(self, beside_MI: Tensor | None) -> Tensor | float:
+        if beside_MI is None or self._start is None:
+            return 0.0
+        axes_ER, read_RI = self._start
+        return beside_MI @ read_RI.T @ axes_ER.T
+
+    def take_beside(self, map_EI: Tensor, products_II: Tensor) -> None:
+        """As much of the map from the token before as the rank holds."""
+        axes_EE = torch.linalg.eigh((map_EI @ products_II @ map_EI.T).double())[1].flip(1).to(map_EI)
+        axes_ER = axes_EE[:, : self.config.markov_rank]
+        self._start = axes_ER, axes_ER.T @ map_EI
+
+    def settle_beside(self, size: float) -> None:
+        if self._start is None:
+            return
+        assert self._embedding_VE is not None
+        assert self.markov_embedding_VR is not None and self.markov_lm_head_DR is not None
+        (axes_ER, read_RI), rank = self._start, self._start[0].shape[1]
+        head_DR = (self.lm_head_DE * self.norm.weight) @ axes_ER
+        for part in torch.split(torch.arange(len(self._embedding_VE)), _BLOCK):
+            rows_PR = embed(part, self._embedding_VE, read_RI) @ read_RI.T / size
+            self.markov_embedding_VR.data[part, :rank] = rows_PR.to(self.markov_embedding_VR)
+        # Both factors learn at one rate: neither is much larger than the other.
+        ratio = (head_DR.square().mean() / self.markov_embedding_VR.data[:, :rank].square().mean()).sqrt().sqrt()
+        self.markov_embedding_VR.data[:, :rank] *= ratio
+        self.markov_lm_head_DR.data[:, :rank] = head_DR / ratio
+        self._start = None
 
     # -- training ------------------------------------------------------------------------------------------------
 

@@ -232,9 +232,14 @@ class DraftLayer(nn.Module):
     def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
         """The stream after this layer, from the stream before it and what attention brought."""
         x_BTE = residual_BTE + self.o(by_token(mixed_BNGTd))
-        gate_BTF, up_BTF = self.gate_up(normed(self.mlp_norm, x_BTE)).chunk(2, dim=-1)
-        stream_BTE: Tensor = x_BTE + self.down(self._act(gate_BTF) * up_BTF)
+        stream_BTE: Tensor = x_BTE + self.down(self.inside(x_BTE))
         return stream_BTE
+
+    def inside(self, stream_BTE: Tensor) -> Tensor:
+        """What the MLP's last map reads, [B, T, F]."""
+        gate_BTF, up_BTF = self.gate_up(normed(self.mlp_norm, stream_BTE)).chunk(2, dim=-1)
+        inside_BTF: Tensor = self._act(gate_BTF) * up_BTF
+        return inside_BTF
 
     @torch.no_grad()
     def zero_init(self) -> None:
@@ -257,7 +262,7 @@ class DraftLayer(nn.Module):
         plain = not any(hasattr(layer, f"post_{name}_layernorm") for name in ("feedforward", "self_attn", "mlp"))
         share = float(getattr(layer, "residual_multiplier", 1.0))  # of what is added (Granite)
 
-        query, key, value, out = (_linear(attention, f"{name}_proj") for name in "qkvo")
+        query, key, value, out = (linear_of(attention, f"{name}_proj") for name in "qkvo")
         sizes = [part.out_features for part in (query, key, value) if part is not None]
         heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         norm = getattr(layer, "input_layernorm", None)
@@ -272,7 +277,7 @@ class DraftLayer(nn.Module):
             if out and alike and self._heads_as(attention) and self._rotary_as(target, attention):
                 self.o.weight.copy_(share * out.weight)
 
-        gate, up, down = (_linear(mlp, f"{name}_proj") for name in ("gate", "up", "down"))
+        gate, up, down = (linear_of(mlp, f"{name}_proj") for name in ("gate", "up", "down"))
         norm = getattr(layer, "post_attention_layernorm", None)
         alike = plain and _is_rms(norm) and type(getattr(mlp, "act_fn", None)) is type(self._act)
         self.down.weight.zero_()
@@ -300,7 +305,7 @@ def _rope(target: FrozenModel) -> dict[str, Any]:
     return {"rope_type": "default", **rope} if rope else {}
 
 
-def _linear(module: Any, name: str) -> nn.Linear | None:
+def linear_of(module: Any, name: str) -> nn.Linear | None:
     """The linear layer of this name, if there is one whose weights can be read as they are (not quantized)."""
     part = getattr(module, name, None)
     if not isinstance(part, nn.Linear) or not part.weight.is_floating_point() or is_packed(part.weight):

@@ -1,0 +1,114 @@
+"""Blocks that start with what can be solved for: heads that look where they should, and maps that draft untrained."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.heads import HeadBatch, family, make_config
+from headstart.heads.block import BlockHead
+from headstart.heads.block_start import Pattern, newest, pattern, root
+from headstart.heads.layer import normed
+from headstart.target import FINAL, Target
+from tests.tiny import tiny_model
+
+BLOCK = 4
+LINEAR = {"block_size": BLOCK, "aux_layers": (1, 2), "mask_token_id": 60, "init": "linear"}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+@pytest.fixture(scope="module")
+def lessons(target: Target) -> list[HeadBatch]:
+    random = torch.Generator().manual_seed(0)
+    texts = torch.randint(3, 60, (24, 40), generator=random)
+    states = target.hidden_states(texts.tolist(), [1, 2, FINAL])
+    supervised_T = torch.arange(40) >= 2
+    return [
+        HeadBatch(text_T[None], supervised_T[None], {layer: state[None] for layer, state in own.items()})
+        for text_T, own in zip(texts, states, strict=True)
+    ]
+
+
+def started(name: str, target: Target, lessons: list[HeadBatch], **settings: Any) -> BlockHead:
+    torch.manual_seed(0)
+    config = make_config({"family": name, **LINEAR, **settings}, target)
+    heads = cast(BlockHead, family(name)(config))
+    heads.warm_start(target)
+    heads.fit(lessons)
+    return heads
+
+
+def scores(one: Pattern, angles_R: Tensor, distances_P: Tensor) -> Tensor:
+    turned = torch.polar(torch.ones(()), distances_P[:, None] * angles_R)
+    found: Tensor = (torch.complex(one.real_R, one.imaginary_R) * turned).real.sum(-1)
+    return found
+
+
+def test_a_pattern_is_highest_at_the_newest_token_from_every_slot() -> None:
+    angles_R = 10000 ** (-torch.arange(16) / 32)
+    one = pattern(angles_R, newest(BLOCK))
+    for slot in range(BLOCK):
+        context = scores(one, angles_R, torch.arange(slot + 1, 1500.0))
+        block = -scores(one, angles_R, torch.arange(slot - BLOCK + 1, slot + 1.0))
+        assert context[0] - torch.cat([context[1:], block]).max() > 0.9 * one.margin > 0
+
+
+def test_a_pattern_is_highest_at_the_root_from_every_slot() -> None:
+    angles_R = 10000 ** (-torch.arange(16) / 32)
+    one = pattern(angles_R, root(BLOCK))
+    for slot in range(BLOCK):
+        block = scores(one, angles_R, torch.arange(slot - BLOCK + 1, slot + 1.0))
+        context = -scores(one, angles_R, torch.arange(slot + 1, 1500.0))
+        assert block[-1] - torch.cat([block[:-1], context]).max() > 0.9 * one.margin > 0
+
+
+def test_heads_look_at_the_newest_state_and_at_the_root(target: Target, lessons: list[HeadBatch]) -> None:
+    """What the first head of each kind finds for every slot is the value of that place, whatever stands there."""
+    heads = started("dflash", target, lessons, head_dim=32)
+    layer, batch = heads.stack[0], lessons[0]
+    for origin in (4, 20, 33):
+        states = {number: state[:, : origin + 1] for number, state in batch.states.items()}
+        context_1TE = heads.read_states(states)
+        keys, values = layer.context(context_1TE, heads._rotary.at(torch.arange(origin + 1)[None], torch.float32, 50))
+        block_1KE = heads.block(batch.tokens_BT[:, origin + 1], context_1TE)
+        at = origin + 1 + torch.arange(BLOCK)[None]
+        queries, own_keys, own_values = layer.read(block_1KE, heads._rotary.at(at, torch.float32, 50))
+        size = heads.config.head_dim
+        for kind, place in ((0, origin), (1, origin + 1)):
+            every = torch.cat([keys, own_keys], dim=2)[0, kind]
+            shares_KS = (queries[0, kind, 0] @ every.T / size**0.5).softmax(-1)
+            assert float(shares_KS[:, place].min()) > 0.9
+        assert torch.cat([values, own_values], dim=2).isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "layers"), [("dflash", 1), ("dspark", 1), ("dspark", 2)])
+def test_what_is_solved_for_is_nearer_to_the_states_to_come(
+    name: str, layers: int, target: Target, lessons: list[HeadBatch]
+) -> None:
+    """On the texts that it was solved from: with the mean state alone, a share of 1 would be left."""
+    heads = started(name, target, lessons, num_layers=layers)
+    missed, spread = 0.0, 0.0
+    for batch in lessons:
+        for step, prediction in enumerate(heads.unroll(batch)):
+            logits_MD = prediction.logits_MD
+            wanted_MD = target.lm_head(batch.states[FINAL].flatten(0, 1)[prediction.source_M])
+            centred = [x - x.mean(-1, keepdim=True) for x in (logits_MD, wanted_MD)]
+            missed += float((1 - torch.cosine_similarity(*centred, dim=-1)).sum())
+            spread += len(logits_MD)
+            assert logits_MD.isfinite().all() and step < heads.draft_steps
+    start = started(name, target, [], num_layers=layers)  # nothing to solve from
+    unsolved = 0.0
+    for batch in lessons:
+        for prediction in start.unroll(batch):
+            wanted_MD = target.lm_head(batch.states[FINAL].flatten(0, 1)[prediction.source_M])
+            centred = [x - x.mean(-1, keepdim=True) for x in (prediction.logits_MD, wanted_MD)]
+            unsolved += float((1 - torch.cosine_similarity(*centred, dim=-1)).sum())
+    assert missed < 0.8 * unsolved
+    assert normed(heads.norm, torch.ones(1, 64)).isfinite().all()
