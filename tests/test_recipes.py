@@ -86,8 +86,10 @@ def test_a_recipe_can_be_planned(
     recipe = load_recipe(name, overrides)
     settings = family(recipe.heads.family).Config.model_fields
     if "aux_layers" in settings:  # the tiny target has three layers
-        overrides.append("heads.aux_layers=[1,2]" if "mask_token_id" in settings else "heads.aux_layers=[1,2,-1]")
-        recipe = load_recipe(name, [*overrides, "heads.num_layers=1"])
+        block = ["heads.aux_layers=[1,2]", "heads.num_layers=1", "heads.mask_token_id=5"]
+        recipe = load_recipe(
+            name, [*overrides, *(block if "mask_token_id" in settings else ["heads.aux_layers=[1,2,-1]"])]
+        )
     plan = make_plan(Run(recipe, tmp_path, Console(file=io.StringIO())))
     assert set(plan.seconds) == {stage.name for stage in STAGES}
     assert all(seconds > 0 for seconds in plan.seconds.values())
