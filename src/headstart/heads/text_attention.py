@@ -15,13 +15,14 @@ rows of an origin (G * K), M origins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from headstart.heads.layer import chain_attention
 
@@ -165,24 +166,17 @@ def attend(queries_BNGAd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, sight:
     if sight.is_short(heads):
         return chain_attention(queries_BNGAd, keys_BNTd, values_BNTd, sight.hidden_BAT, chain)
     part_of = attend_part if queries_BNGAd.device.type == "cpu" else attend_part_fused
-    parts = sight.parts(heads)
-    # Cut once: the gradient of a split is one tensor, that of a slice is as long as the whole for each of them.
-    widths = [part.queries.stop - part.queries.start for part in parts]
-    queries = torch.split(queries_BNGAd, widths, dim=3)
-    own = [list(zip(*pair, strict=True)) for pair in ([torch.split(x, widths, dim=2) for x in step] for step in chain)]
-    found: list[Tensor] = []
-    # The last part first: it sees most, and the memory of its scores serves all others.
-    for number in reversed(range(len(parts))):
-        part = parts[number]
-        read = (queries[number], keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen], sight, part)
-        drafted = [pairs[number] for pairs in own]
-        if torch.is_grad_enabled():
-            # No random numbers are drawn here, so their state need not be kept.
-            mixed = checkpoint(part_of, *read, drafted, use_reentrant=False, preserve_rng_state=False)
-        else:
-            mixed = part_of(*read, drafted)
-        found.append(mixed)
-    return torch.cat(found[::-1], dim=3)
+    own = [pair for step in chain for pair in step]
+    found: Tensor = _in_parts(
+        lambda queries, keys, values, part, *own: part_of(
+            queries, keys, values, sight, part, list(zip(own[::2], own[1::2], strict=True))
+        ),
+        sight.parts(heads),
+        keys_BNTd,
+        values_BNTd,
+        [(queries_BNGAd, 3), *((one, 2) for one in own)],
+    )
+    return found
 
 
 def attend_part(
@@ -237,20 +231,14 @@ def attend_blocks(
     if sight.is_short(heads):
         return block_attention(queries_BNARd, keys_BNTd, values_BNTd, sight.hidden_BAT, *own)
     part_of = attend_blocks_part if queries_BNARd.device.type == "cpu" else attend_blocks_part_fused
-    parts = sight.parts(queries_BNARd.shape[1], rows)
-    widths = [part.queries.stop - part.queries.start for part in parts]
-    split = [torch.split(x, widths, dim=2) for x in (queries_BNARd, *own)]
-    found: list[Tensor] = []
-    for number in reversed(range(len(parts))):  # see `attend`
-        part = parts[number]
-        queries, own_keys, own_values = (pieces[number] for pieces in split)
-        text = keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]
-        read = (queries, *text, sight, part, own_keys, own_values)
-        if torch.is_grad_enabled():
-            found.append(checkpoint(part_of, *read, use_reentrant=False, preserve_rng_state=False))
-        else:
-            found.append(part_of(*read))
-    return torch.cat(found[::-1], dim=2)
+    found: Tensor = _in_parts(
+        lambda queries, keys, values, part, *own: part_of(queries, keys, values, sight, part, *own),
+        sight.parts(queries_BNARd.shape[1], rows),
+        keys_BNTd,
+        values_BNTd,
+        [(queries_BNARd, 2), (own_keys_BNAKd, 2), (own_values_BNAKd, 2)],
+    )
+    return found
 
 
 def block_attention(
@@ -308,3 +296,92 @@ def attend_blocks_part_fused(
         attn_mask=seen_BCX.repeat_interleave(rows, dim=1)[:, None],
     )
     return mixed.view(queries_BNCRd.shape)
+
+
+def _in_parts(
+    part_of: Callable[..., Tensor],
+    parts: Sequence[Part],
+    keys_BNTd: Tensor,
+    values_BNTd: Tensor,
+    cut: Sequence[tuple[Tensor, int]],
+) -> Tensor:
+    """What all parts find, each computed by `part_of(queries, keys, values, part, *own)`.
+
+    Args:
+        part_of: computes one part; draws no random numbers.
+        parts: of the queries.
+        keys_BNTd: of the text; a part sees a stretch of them.
+        values_BNTd: likewise.
+        cut: the queries, and what else has as many columns, each with the dimension of those.
+    """
+    apply: Callable[..., Tensor] = _InParts.apply
+    return apply(part_of, parts, [dim for _, dim in cut], keys_BNTd, values_BNTd, *(one for one, _ in cut))
+
+
+class _InParts(torch.autograd.Function):
+    """Parts one after the other, forward and backward.
+
+    Nothing of a part is kept, and the gradients of keys and values are added up in place: left to autograd, those of a
+    stretch wait until all parts are done, which takes memory that grows with the square of the text.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        part_of: Callable[..., Tensor],
+        parts: Sequence[Part],
+        dims: Sequence[int],
+        keys_BNTd: Tensor,
+        values_BNTd: Tensor,
+        *cut: Tensor,
+    ) -> Tensor:
+        ctx.part_of, ctx.parts, ctx.dims = part_of, parts, dims
+        kind = keys_BNTd.device.type
+        ctx.autocast = {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+        }
+        ctx.save_for_backward(keys_BNTd, values_BNTd, *cut)
+        found = [
+            part_of(
+                _columns(cut[0], dims[0], part), *_seen(keys_BNTd, values_BNTd, part), part, *_others(cut, dims, part)
+            )
+            # The last part first: it sees most, and the memory of its scores serves all others.
+            for part in reversed(parts)
+        ]
+        return torch.cat(found[::-1], dim=dims[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (keys_BNTd, values_BNTd, *cut), dims = ctx.saved_tensors, ctx.dims
+        text = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (keys_BNTd, values_BNTd)
+        ]
+        gradients = [torch.empty_like(x) for x in cut]
+        for part in reversed(ctx.parts):
+            pieces = [*_seen(keys_BNTd, values_BNTd, part)]
+            pieces += [_columns(x, dim, part) for x, dim in zip(cut, dims, strict=True)]
+            keys, values, queries, *own = (piece.detach().requires_grad_() for piece in pieces)
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                made = ctx.part_of(queries, keys, values, part, *own)
+            found = torch.autograd.grad(made, (keys, values, queries, *own), _columns(upstream, dims[0], part))
+            for whole, gradient in zip(text, found[:2], strict=True):
+                whole[:, :, part.seen] += gradient
+            for whole, dim, gradient in zip(gradients, dims, found[2:], strict=True):
+                _columns(whole, dim, part).copy_(gradient)
+        own_text = (whole.to(x.dtype) for whole, x in zip(text, (keys_BNTd, values_BNTd), strict=True))
+        return None, None, None, *own_text, *gradients
+
+
+def _columns(x: Tensor, dim: int, part: Part) -> Tensor:
+    return x.narrow(dim, part.queries.start, part.queries.stop - part.queries.start)
+
+
+def _seen(keys_BNTd: Tensor, values_BNTd: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    return keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]
+
+
+def _others(cut: Sequence[Tensor], dims: Sequence[int], part: Part) -> list[Tensor]:
+    return [_columns(x, dim, part) for x, dim in zip(cut[1:], dims[1:], strict=True)]
