@@ -174,8 +174,14 @@ class BlockHead(DraftHead):
         """
         layer = self.stack[0]
         heads = looking(self.config.hidden_size, self.config.head_dim)
-        if self.config.init != "linear" or 2 * heads > self.config.num_key_value_heads:
+        if self.config.init != "linear":
             return
+        if 2 * heads > self.config.num_key_value_heads:
+            raise UserError(
+                f"heads.init=linear needs {2 * heads} key heads or more, and heads.num_key_value_heads is "
+                f"{self.config.num_key_value_heads}.",
+                "Leave out heads.num_key_value_heads and heads.num_attention_heads, or set heads.init=target.",
+            )
         enough = _ROWS * (self.config.num_attention_heads * self.config.head_dim + self.config.hidden_size)
         lessons, rows = list[_Lesson](), 0
         for batch in batches:

@@ -225,6 +225,7 @@ def grow(
                 grown = [pair for pair in grown if row.shape_nodes[pair[0]] in shape.inner]
             row.level = grown
             if not shape and len(row.tokens) > request.max_nodes:
+                assert not sampled and not wanted, "a drawn node is never pushed out"
                 row.keep_best(request.max_nodes)
         # The next table needs the tokens, or takes the place of this one.
         if depth_logits is None or depth + 1 == first + table.width:

@@ -31,17 +31,19 @@ def spare_token(tokenizer: Any, vocab_size: int) -> int | None:
     if (following := 1 + max(known.values(), default=-1)) < vocab_size:
         return following
     mask: int | None = getattr(tokenizer, "mask_token_id", None)
-    if mask is not None:
+    if mask is not None and mask < vocab_size:
         return mask
     roles = {getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "unk", "sep", "cls")}
     pad: int | None = getattr(tokenizer, "pad_token_id", None)
     template = getattr(tokenizer, "chat_template", None)
     rendered = template if isinstance(template, str) else " ".join((template or {}).values())
-    added: dict[int, str] = {token_id: str(token) for token_id, token in sorted(tokenizer.added_tokens_decoder.items())}
+    decoder = sorted(tokenizer.added_tokens_decoder.items())
+    added: dict[int, str] = {token_id: str(token) for token_id, token in decoder}
+    special: dict[int, bool] = {token_id: getattr(token, "special", True) for token_id, token in decoder}
     free = {
         token_id: text
         for token_id, text in added.items()
-        if token_id not in roles | {pad} and text not in rendered and token_id < vocab_size
+        if special[token_id] and token_id not in roles | {pad} and text not in rendered and token_id < vocab_size
     }
     if named := [token_id for token_id, text in free.items() if _RESERVED.search(text)]:
         return named[0]

@@ -81,6 +81,9 @@ def _ids(config: Mapping[str, Any], engine: str, layers: int | None) -> Said:
         yield f"target_layer_ids is {given!r}.", f"Write a list of numbers into {CONFIG}."
         return
     for name, others in (("aux_hidden_state_layer_ids", ids), ("eagle_aux_hidden_state_layer_ids", counted)):
+        if others is not None and not _numbers(others):
+            yield f"{name} is {others!r}.", f"Write a list of numbers into {CONFIG}, or leave it out."
+            return
         if given and others and list(others) != [one + 1 for one in given]:
             yield (
                 f"The layer ids disagree: {list(given)} in target_layer_ids and {list(others)} in {name}, which should "
