@@ -97,7 +97,14 @@ class Calibration:
         >>> one = Calibration(((-2.0, 0.0),), ((0.0, 0.8),), (1.0,))
         >>> one.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5).accepted
         ((0.0, 0.125, 0.65),)
+
+        Raises:
+            ValueError: when the two trust the heads' own confidence differently: their knots are of different numbers.
         """
+        if self.trust != other.trust:
+            raise ValueError(
+                f"calibrations of scores that trust confidence by {self.trust} and {other.trust} do not mix"
+            )
         curves = [between(depth, self, other, share) for depth in range(min(len(self.log_probs), len(other.log_probs)))]
         reached = tuple((1 - share) * a + share * b for a, b in zip(self.reached, other.reached, strict=False))
         sampled = left = None
@@ -107,7 +114,6 @@ class Calibration:
         if self.left or other.left:
             left = (self.left or self).towards(other.left or other, share)
         log_probs, accepted = (tuple(part[index] for part in curves) for index in (0, 1))
-        assert self.trust == other.trust, "fitted together"
         return Calibration(log_probs, accepted, reached, sampled, left, self.trust)
 
     def scores(

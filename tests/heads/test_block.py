@@ -171,3 +171,16 @@ def test_the_mask_token_is_one_that_no_text_has() -> None:
     assert spare(rows + 2, "<|some|>", "<|other|>", mask_token="<|some|>") == rows
     assert spare(rows, pad_token=tokenizer.eos_token, unk_token="<|endoftext|>") is None
     assert Target(tiny_model("llama", vocab_size=rows)).spare_token is None
+
+
+def test_a_mask_token_without_an_embedding_is_passed_over_and_refused() -> None:
+    """Slots that read zeros would all be the same; rows that rounding up added may be zeros."""
+    tokenizer = tiny_tokenizer()
+    rows = len(tokenizer)
+    target = Target(tiny_model("llama", vocab_size=rows + 8), tokenizer)
+    with torch.no_grad():
+        target.embedding_weight[rows] = 0
+    assert target.spare_token == 0, "padding, which ends nothing"
+    heads = DFlashHead(cast(Any, make_config({"family": "dflash", "mask_token_id": rows}, target)))
+    with pytest.raises(UserError, match=f"Token {rows}, heads.mask_token_id, has no embedding"):
+        heads.bind(target)

@@ -112,3 +112,18 @@ def test_what_is_solved_for_is_nearer_to_the_states_to_come(
             unsolved += float((1 - torch.cosine_similarity(*centred, dim=-1)).sum())
     assert missed < 0.8 * unsolved
     assert normed(heads.norm, torch.ones(1, 64)).isfinite().all()
+
+
+def test_heads_beside_those_that_look_are_the_targets(target: Target) -> None:
+    """As many key heads as the target has, each with the first of the queries that share it there."""
+    config = make_config({"family": "dflash", **LINEAR}, target)
+    heads = cast(BlockHead, family("dflash")(config))
+    heads.warm_start(target)
+    layer, size = target.layers[-1].self_attn, heads.config.head_dim
+    kv_heads = target.kv_shapes[-1][0][0]
+    first = layer.q_proj.weight.view(kv_heads, -1, size, 64)[:, 0].flatten(0, 1)
+    looking = heads.config.num_attention_heads - kv_heads
+    assert heads.config.num_key_value_heads == heads.config.num_attention_heads
+    queries, keys, values = heads.stack[0].qkv.weight.chunk(3)
+    for own, given in ((queries, first), (keys, layer.k_proj.weight), (values, layer.v_proj.weight)):
+        assert torch.equal(own[looking * size :], given)

@@ -38,11 +38,9 @@ from headstart.target import FINAL, FrozenModel
 
 _ORIGINS = 1024
 """Blocks that run at a time where nothing is kept for gradients."""
-_ROWS = 2
+_ROWS = 8
 """Origins for each number that an output map reads, from which it is solved."""
-_EVERY = 2
-"""Of these origins, every so many-th has its blocks run: each gives as many rows as it drafts."""
-_WEIGHT = 0.8
+_WEIGHT = 0.5
 """Each further step of a draft counts so much less."""
 _STEPS = (1.0, 0.5, 0.25)
 """How much of the states to come the features that heads pass on are chosen by."""
@@ -72,12 +70,25 @@ class _Lesson:
     batch: HeadBatch
     origin_M: Tensor
 
-    def wanted(self, heads: BlockHead, step: int, origin_M: Tensor | None = None) -> Tensor:
+    def wanted(self, heads: BlockHead, step: int) -> Tensor:
         """The state before the norm from which the target predicts what a step drafts, [M, E]."""
-        origin_M = self.origin_M if origin_M is None else origin_M
         final_XE = self.batch.states[FINAL].flatten(0, 1)
         scale_E = torch.where(heads.norm.weight.abs() < 1e-3, 1.0, heads.norm.weight)
-        return final_XE[origin_M + step + 1].float() / scale_E
+        return final_XE[self.origin_M + step + 1].float() / scale_E
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the predictions of all steps of a batch read, beside the slots' states.
+
+    Attributes:
+        lm_head_DH: of `BlockHead.joined_lm_head`.
+        following_XR: what every token of the batch says about the one after it, of `BlockHead.follow`. Looked up
+            once: each look-up has a gradient as large as its table.
+    """
+
+    lm_head_DH: Tensor
+    following_XR: Tensor | None
 
 
 class BlockHead(DraftHead):
@@ -107,10 +118,12 @@ class BlockHead(DraftHead):
         """The first slot that drafts: 1 where the root's own is left out."""
 
     @abstractmethod
-    def prediction(
-        self, hidden_ME: Tensor, lm_head_DH: Tensor, batch: HeadBatch, origin_M: Tensor, step: int
-    ) -> StepPrediction:
-        """Of one draft step, from what its slots say, and the LM head of `joined_lm_head`."""
+    def prediction(self, hidden_ME: Tensor, said: Said, origin_M: Tensor, step: int) -> StepPrediction:
+        """Of one draft step, from what its slots say."""
+
+    def follow(self, tokens: Tensor, like: Tensor) -> Tensor | None:
+        """What tokens say about the one after them, [..., R], beside a slot's state; None where a family reads none."""
+        return None
 
     def joined_lm_head(self) -> Tensor:
         """The LM head of all steps in training: the target's, and what a family reads beside a slot's state."""
@@ -143,6 +156,13 @@ class BlockHead(DraftHead):
         if max(self.config.aux_layers) >= target.num_layers:
             raise self.config.refused_layers()
         self._embedding_VE = target.embedding_weight.detach()
+        mask = self.config.mask_token_id
+        if not self._embedding_VE[mask].any():
+            raise UserError(
+                f"Token {mask}, heads.mask_token_id, has no embedding in the target but zeros: all slots of a block "
+                "would read nothing, and draft the same.",
+                "Name another token that no text has.",
+            )
         self.lm_head_DE = self.frozen_lm_head(target, self.fc.weight)
 
     @torch.no_grad()
@@ -176,9 +196,9 @@ class BlockHead(DraftHead):
         heads = looking(self.config.hidden_size, self.config.head_dim)
         if self.config.init != "linear":
             return
-        if 2 * heads > self.config.num_key_value_heads:
+        if sum(heads) > self.config.num_key_value_heads:
             raise UserError(
-                f"heads.init=linear needs {2 * heads} key heads or more, and heads.num_key_value_heads is "
+                f"heads.init=linear needs {sum(heads)} key heads or more, and heads.num_key_value_heads is "
                 f"{self.config.num_key_value_heads}.",
                 "Leave out heads.num_key_value_heads and heads.num_attention_heads, or set heads.init=target.",
             )
@@ -196,16 +216,21 @@ class BlockHead(DraftHead):
         self._look(layer, heads, lessons)
         self._solve(lessons)
 
-    def _look(self, layer: BlockLayer, heads: int, lessons: Sequence[_Lesson]) -> None:
+    def _look(self, layer: BlockLayer, heads: tuple[int, int], lessons: Sequence[_Lesson]) -> None:
         """Set what heads look at, and what they pass on."""
         config, size = self.config, self.config.hidden_size
+        fast_d = fast_pairs(layer)
+        angles_R = self._angles()[: int(fast_d.sum()) // 2]
+        seen = (pattern(angles_R, newest(config.block_size)), pattern(angles_R, root(config.block_size)))
+        if min(one.margin for one in seen) <= 0:  # heads of few pairs cannot tell all distances apart
+            return
         features, sample = Ridge(), list[Tensor]()
         asked = list[Tensor]()
         for one in lessons:
             context_XE = self.read_states(one.batch.states).flatten(0, 1)
             root_ME = self._asked(layer, one.batch.tokens_BT.flatten()[one.origin_M + 1], context_XE)
             wanted_ME = sum(weight * one.wanted(self, step) for step, weight in enumerate(_STEPS[: self.draft_steps]))
-            features.add(torch.cat([context_XE[one.origin_M], root_ME], -1), cast(Tensor, wanted_ME))
+            features.add(torch.cat([context_XE[one.origin_M], root_ME], -1), cast(Tensor, wanted_ME) * self.norm.weight)
             sample.append(context_XE)
             asked.append(root_ME)
         context_XE = torch.cat(sample)
@@ -214,50 +239,45 @@ class BlockHead(DraftHead):
         mask = torch.tensor([config.mask_token_id])
         blocks = (self._asked(layer, every, context_XE), torch.cat(asked), self._asked(layer, mask, context_XE))
         number_E = telling(context_XE, *blocks)
-        fast_d = fast_pairs(layer)
         size_of_head = config.head_dim
-        count = heads * size_of_head
+        taken = sum(heads)
         own = layer.qkv.weight.view(-1, size_of_head, size)
         queries = config.num_attention_heads
         groups = queries // config.num_key_value_heads
         for norm, rows in (
-            (layer.q_norm, own[2 * heads * groups : queries]),
-            (layer.k_norm, own[queries + 2 * heads : queries + config.num_key_value_heads]),
+            (layer.q_norm, own[taken * groups : queries]),
+            (layer.k_norm, own[queries + taken : queries + config.num_key_value_heads]),
         ):
             if len(rows):
                 read = context_XE[:_KINDS] @ rows[:, ~fast_d].flatten(0, 1).T
                 share = float((~fast_d).float().mean())
                 norm.weight[~fast_d] = float(read.square().mean().sqrt()) * share**0.5
-        angles_R = self._angles()[: int(fast_d.sum()) // 2]
-        seen = (pattern(angles_R, newest(config.block_size)), pattern(angles_R, root(config.block_size)))
-        if min(one.margin for one in seen) > 0:  # heads of few pairs cannot tell all distances apart
-            look(layer, heads, seen, number_E)
+        look(layer, heads, seen, number_E)
         first = (queries + config.num_key_value_heads) * size_of_head
         for kind, part in enumerate((slice(0, size), slice(size, 2 * size))):
+            count = heads[kind] * size_of_head
             found_CE = features.features(part, min(count, size))
-            layer.qkv.weight[first + kind * count : first + kind * count + len(found_CE)] = found_CE.to(
-                layer.qkv.weight
-            )
+            layer.qkv.weight[first : first + len(found_CE)] = found_CE.to(layer.qkv.weight)
+            first += count
 
     def _solve(self, lessons: Sequence[_Lesson]) -> None:
         """Solve for the output maps, one after the other."""
         runs = []
         for one in lessons:
-            drawn_M = one.origin_M[::_EVERY]
             like = self.read_states(one.batch.states)
-            runs.append((one, drawn_M, _Blocks(self, one.batch, drawn_M, like), like))
+            runs.append((one, _Blocks(self, one.batch, one.origin_M, like), like))
         for number, layer in enumerate(self.stack):
             ridge, width = Ridge(), layer.o.in_features
             positions = [positions_of(one.batch.tokens_BT, one.batch.starts_BT) for one, *_ in runs]
             found = []
-            for (one, drawn_M, run, like), at in zip(runs, positions, strict=True):
+            for (one, run, like), at in zip(runs, positions, strict=True):
                 rotary = self._rotary.at(at, like.dtype, at.shape[1])
                 mixed_BXF = by_token(run.mix(layer, *layer.context(like, rotary)))
                 found.append(mixed_BXF)
                 read_MSF, stream_MSE = run.drafted(mixed_BXF), run.drafted(run.stream_BXE)
                 for step in range(self.draft_steps):
-                    wanted_ME = one.wanted(self, step, drawn_M) - stream_MSE[:, step]
-                    beside_MI = self.beside(one.batch, drawn_M, step)
+                    wanted_ME = one.wanted(self, step) - stream_MSE[:, step]
+                    beside_MI = self.beside(one.batch, one.origin_M, step)
                     if number:
                         wanted_ME = wanted_ME - self.beside_guess(beside_MI)
                     parts = [read_MSF[:, step], *([] if number or beside_MI is None else [beside_MI])]
@@ -268,16 +288,16 @@ class BlockHead(DraftHead):
                 assert ridge.gram_FF is not None
                 self.take_beside(map_EF[:, width:], ridge.gram_FF[width:, width:] / ridge.rows)
             ridge = Ridge()
-            for (one, drawn_M, run, _), mixed_BXF in zip(runs, found, strict=True):
+            for (one, run, _), mixed_BXF in zip(runs, found, strict=True):
                 run.stream_BXE = run.stream_BXE + layer.o(mixed_BXF)
                 inner_MSF, stream_MSE = run.drafted(layer.inside(run.stream_BXE)), run.drafted(run.stream_BXE)
                 for step in range(self.draft_steps):
-                    guess_ME = stream_MSE[:, step] + self.beside_guess(self.beside(one.batch, drawn_M, step))
-                    ridge.add(inner_MSF[:, step], one.wanted(self, step, drawn_M) - guess_ME, _WEIGHT**step)
+                    guess_ME = stream_MSE[:, step] + self.beside_guess(self.beside(one.batch, one.origin_M, step))
+                    ridge.add(inner_MSF[:, step], one.wanted(self, step) - guess_ME, _WEIGHT**step)
             layer.down.weight.copy_(ridge.solve())
-            for _, _, run, _ in runs:
+            for _, run, _ in runs:
                 run.stream_BXE = run.stream_BXE + layer.down(layer.inside(run.stream_BXE))
-        sizes = torch.cat([run.drafted(run.stream_BXE).flatten(0, 1).square().mean(-1).sqrt() for _, _, run, _ in runs])
+        sizes = torch.cat([run.drafted(run.stream_BXE).flatten(0, 1).square().mean(-1).sqrt() for _, run, _ in runs])
         self.settle_beside(float(sizes.mean()))
 
     def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor | None:
@@ -325,11 +345,12 @@ class BlockHead(DraftHead):
         origin_M = origins(batch, 0)
         if not len(origin_M):
             return
-        hidden_MSE, lm_head_DH = self.blocks(batch, origin_M), self.joined_lm_head()
+        hidden_MSE = self.blocks(batch, origin_M)
+        said = Said(self.joined_lm_head(), self.follow(batch.tokens_BT.flatten(), hidden_MSE))
         for step in range(self.draft_steps):
             step_M = origins(batch, step)
             rows_M = torch.searchsorted(origin_M, step_M)
-            yield self.prediction(hidden_MSE[rows_M, step], lm_head_DH, batch, step_M, step)
+            yield self.prediction(hidden_MSE[rows_M, step], said, step_M, step)
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
         """What the LM head reads of the block of every origin, [M, S, E].

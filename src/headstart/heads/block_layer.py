@@ -18,6 +18,9 @@ from headstart.heads.layer import DraftLayer, LayerConfig, linear_of, norm_scale
 from headstart.recipe import FromTarget
 from headstart.target import FrozenModel
 
+_NEWEST, _ROOT = 2 / 3, 1 / 3
+"""Of a state, how much is passed on by the attention heads that look at the newest one, and at the root."""
+
 
 class BlockConfig(LayerConfig):
     """Settings of heads that draft a block in one pass."""
@@ -44,9 +47,8 @@ class BlockConfig(LayerConfig):
         last = target.num_layers - 1
         found["aux_layers"] = tuple(sorted({min(2, last), max(1, target.num_layers // 2), last}))
         if settings.get("init") == "linear":
-            groups = max(1, found["num_attention_heads"] // found["num_key_value_heads"])
-            heads = found["num_key_value_heads"] + 2 * looking(target.hidden_size, found["head_dim"])
-            found |= {"num_attention_heads": groups * heads, "num_key_value_heads": heads}
+            heads = found["num_key_value_heads"] + sum(looking(target.hidden_size, found["head_dim"]))
+            found |= {"num_attention_heads": heads, "num_key_value_heads": heads}
         if "mask_token_id" in settings:
             return found
         if target.spare_token is None:
@@ -80,9 +82,9 @@ class BlockConfig(LayerConfig):
         )
 
 
-def looking(size: int, width: int) -> int:
-    """Key heads that look at the newest state, and as many at the root: what they pass on is a third of a state."""
-    return max(1, round(size / (3 * width)))
+def looking(size: int, width: int) -> tuple[int, int]:
+    """Key heads that look at the newest state, and those that look at the root."""
+    return max(1, round(_NEWEST * size / width)), max(1, round(_ROOT * size / width))
 
 
 class BlockLayer(DraftLayer):
@@ -131,6 +133,9 @@ class BlockLayer(DraftLayer):
         weights = [one.weight for one in given if one is not None]
         if config.head_dim != target.kv_shapes[number][0][1] or len(weights) < 3:
             return
+        groups = config.num_attention_heads // config.num_key_value_heads  # of each of the target's, as many as fit
+        grouped = weights[0].view(len(weights[1]) // config.head_dim, -1, config.head_dim, weights[0].shape[1])
+        weights[0] = grouped[:, :groups].flatten(0, 2)
         if any(len(one) >= len(rows) for one, rows in zip(weights, every, strict=True)):
             return
         for one, rows in zip(weights, every, strict=True):

@@ -31,7 +31,7 @@ _FAR = 2048
 """Distances at which the context is looked at."""
 _MARGIN = 6.0
 """How far the score of where a head looks stands above any other."""
-_RIDGE = 1e-3
+_RIDGE = 0.03
 """Of the solved maps, as a share of the mean squared size of each number that they read."""
 _SOFT = (1.0, 0.1, 0.03)
 """Of the query heads that share a key head, in turn: how much of their size is the pattern. Soft ones see the rest of
@@ -137,13 +137,13 @@ def fast_pairs(layer: BlockLayer) -> Tensor:
 
 
 @torch.no_grad()
-def look(layer: BlockLayer, heads: int, seen: tuple[Pattern, Pattern], number_E: Tensor) -> None:
+def look(layer: BlockLayer, heads: tuple[int, int], seen: tuple[Pattern, Pattern], number_E: Tensor) -> None:
     """Set the queries and keys of a layer's first key heads so that they look at the context's newest token, and those
     of as many after them so that they look at the root; the others keep what the slow pairs hold.
 
     Args:
         layer: whose `qkv` and head norms are written.
-        heads: key heads of each kind.
+        heads: key heads of the two kinds.
         seen: patterns of the two kinds, with margins above 0.
         number_E: gives 1 for the context and -1 for a block.
     """
@@ -153,12 +153,12 @@ def look(layer: BlockLayer, heads: int, seen: tuple[Pattern, Pattern], number_E:
     count = int(fast_d.sum()) // 2
     weight_HdE = layer.qkv.weight.view(-1, width, layer.qkv.in_features)
     keys = config.num_attention_heads
-    taken = 2 * heads
+    taken = sum(heads)
     weight_HdE[groups * taken : keys, fast_d] = 0
     weight_HdE[keys + taken : keys + config.num_key_value_heads, fast_d] = 0
     spare = int((~fast_d).nonzero()[-1])
     for head in range(taken):
-        kind = head // heads
+        kind = 0 if head < heads[0] else 1
         sign = 1.0 if kind == 0 else -1.0
         key_d = torch.zeros(width)
         key_d[:count] = 1.0

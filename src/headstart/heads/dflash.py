@@ -30,8 +30,8 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from headstart.heads.base import HeadBatch, HeadConfig, OneForwardHead, StepPrediction, register
-from headstart.heads.block import BlockHead, BlockState
+from headstart.heads.base import HeadConfig, OneForwardHead, StepPrediction, register
+from headstart.heads.block import BlockHead, BlockState, Said
 from headstart.heads.block_layer import BlockConfig
 from headstart.heads.block_published import block_settings, fill_block, publish_block
 from headstart.heads.int8_weights import linear
@@ -58,11 +58,9 @@ class DFlashHead(BlockHead, OneForwardHead):
     def first_slot(self) -> int:
         return 1
 
-    def prediction(
-        self, hidden_ME: Tensor, lm_head_DH: Tensor, batch: HeadBatch, origin_M: Tensor, step: int
-    ) -> StepPrediction:
+    def prediction(self, hidden_ME: Tensor, said: Said, origin_M: Tensor, step: int) -> StepPrediction:
         own = (None, self.lm_bias_D, self.finish)
-        return StepPrediction(hidden_ME, lm_head_DH, origin_M + step + 1, origin_M, *own)
+        return StepPrediction(hidden_ME, said.lm_head_DH, origin_M + step + 1, origin_M, *own)
 
     def depth_logits(self, state: BlockState, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:

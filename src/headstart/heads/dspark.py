@@ -20,8 +20,9 @@ tree then costs one small product for each of its nodes. In training the token b
 ([2.0, 8.0], 0, 2)
 >>> _ = heads.markov_embedding_VR.data.copy_(torch.arange(9.0)[:, None])
 >>> batch = HeadBatch(torch.arange(5)[None], torch.ones(1, 5).bool(), {})
+>>> said = Said(heads.joined_lm_head(), heads.follow(batch.tokens_BT.flatten(), torch.zeros(1)))
 >>> for step in range(2):  # the token that is corrected for, the last number of what the LM head reads; the one drafted
-...     made = heads.prediction(torch.zeros(1, 4), heads.joined_lm_head(), batch, torch.tensor([1]), step)
+...     made = heads.prediction(torch.zeros(1, 4), said, torch.tensor([1]), step)
 ...     made.hidden_MH[:, -1].tolist(), (made.source_M + 1).tolist()
 ([2.0], [3])
 ([3.0], [4])
@@ -43,7 +44,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
-from headstart.heads.block import BlockHead, BlockState
+from headstart.heads.block import BlockHead, BlockState, Said
 from headstart.heads.block_layer import BlockConfig
 from headstart.heads.block_published import block_settings, fill_block, publish_block
 from headstart.heads.int8_weights import linear
@@ -93,7 +94,6 @@ class DSparkHead(BlockHead):
         return 0
 
     def follow(self, tokens: Tensor, like: Tensor) -> Tensor | None:
-        """What tokens say about the one after them, [..., R]; None without a Markov head."""
         if self.markov_embedding_VR is None:
             return None
         return F.embedding(tokens, self.markov_embedding_VR).to(like)
@@ -144,13 +144,10 @@ class DSparkHead(BlockHead):
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def prediction(
-        self, hidden_ME: Tensor, lm_head_DH: Tensor, batch: HeadBatch, origin_M: Tensor, step: int
-    ) -> StepPrediction:
-        before_M = batch.tokens_BT.flatten()[origin_M + step + 1]
-        following_MR = self.follow(before_M, hidden_ME)
+    def prediction(self, hidden_ME: Tensor, said: Said, origin_M: Tensor, step: int) -> StepPrediction:
+        following_MR = None if said.following_XR is None else said.following_XR[origin_M + step + 1]
         own = (None, self.lm_bias_D, self.finish)
-        made = StepPrediction(hidden_ME, lm_head_DH, origin_M + step + 1, origin_M, *own)
+        made = StepPrediction(hidden_ME, said.lm_head_DH, origin_M + step + 1, origin_M, *own)
         if self.confidence_head is not None:  # which learns what drafts are worth, and does not change them
             seen_MR = None if following_MR is None else following_MR.detach()
             made = replace(made, confidence_M=self.trust(hidden_ME.detach(), seen_MR))

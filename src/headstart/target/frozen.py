@@ -132,7 +132,11 @@ class FrozenModel:
     @cached_property
     def spare_token(self) -> int | None:
         """A token that no text uses, see `headstart.target.spare_token`; None where none is known."""
-        return spare_token(self.tokenizer, self.vocab_size)
+        return spare_token(self.tokenizer, self.vocab_size, self._blank)
+
+    def _blank(self, token_id: int) -> bool:
+        """Whether a token's embedding says nothing."""
+        return token_id < len(self.embedding_weight) and not bool(self.embedding_weight[token_id].any())
 
     def identity(self) -> Identity:
         """Name and fingerprint."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _RESERVED = re.compile(r"reserved|unused|extra_id|placeholder|<\|?mask|dummy|<pad\d", re.IGNORECASE)
 """How tokenizers call tokens that are kept for later."""
 
 
-def spare_token(tokenizer: Any, vocab_size: int) -> int | None:
+def spare_token(tokenizer: Any, vocab_size: int, blank: Callable[[int], bool] = lambda token_id: False) -> int | None:
     """The id of the first of these that there is:
 
     1. the first row after those of the tokenizer, where the embeddings were rounded up;
@@ -21,18 +22,22 @@ def spare_token(tokenizer: Any, vocab_size: int) -> int | None:
     Args:
         tokenizer: of the model; None where there is none.
         vocab_size: rows of the embeddings.
+        blank: whether a row says nothing (zeros, as rounding up may leave them), so that the next one is taken.
 
     Returns:
         None where every token has a meaning, or none is known.
     """
     if tokenizer is None:
         return None
+    return next((one for one in _candidates(tokenizer, vocab_size) if one < vocab_size and not blank(one)), None)
+
+
+def _candidates(tokenizer: Any, vocab_size: int) -> Iterator[int]:
     known: dict[str, int] = tokenizer.get_vocab()
-    if (following := 1 + max(known.values(), default=-1)) < vocab_size:
-        return following
+    yield 1 + max(known.values(), default=-1)
     mask: int | None = getattr(tokenizer, "mask_token_id", None)
-    if mask is not None and mask < vocab_size:
-        return mask
+    if mask is not None:
+        yield mask
     roles = {getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "unk", "sep", "cls")}
     pad: int | None = getattr(tokenizer, "pad_token_id", None)
     template = getattr(tokenizer, "chat_template", None)
@@ -45,8 +50,7 @@ def spare_token(tokenizer: Any, vocab_size: int) -> int | None:
         for token_id, text in added.items()
         if special[token_id] and token_id not in roles | {pad} and text not in rendered and token_id < vocab_size
     }
-    if named := [token_id for token_id, text in free.items() if _RESERVED.search(text)]:
-        return named[0]
-    if free:
-        return max(free)
-    return pad if pad is not None and pad not in roles and pad < vocab_size else None
+    yield from (token_id for token_id, text in free.items() if _RESERVED.search(text))
+    yield from sorted(free, reverse=True)
+    if pad is not None and pad not in roles:
+        yield pad
