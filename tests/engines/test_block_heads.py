@@ -114,7 +114,10 @@ def test_what_a_reader_must_get_right_shows(name: str, made: Made, target: Targe
 def test_a_reduced_vocabulary_is_left_out(case: str, made: Made, target: Target, tmp_path: Path) -> None:
     """Engines draft through the target's LM head, from all tokens; here the heads keep to theirs."""
     heads, folder = made(case)
-    export_for(folder, tmp_path / "out", "vllm", dtype="float32")
+    done = export_for(folder, tmp_path / "out", "vllm", dtype="float32")
+    missing = target.vocab_size - len(heads.draft_to_target_D)
+    told = [f"and {missing} of them were outside of the draft vocabulary" in said for said in done.remarks]
+    assert any(told) == (case == "dspark-reduced"), "what the Markov head does not correct"
     theirs_KV = read(tmp_path / "out", target)[:, heads.draft_to_target_D]
     assert off(ours(heads, target), theirs_KV) < 1e-5
 

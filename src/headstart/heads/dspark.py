@@ -48,13 +48,12 @@ from headstart.heads.block import BlockHead, BlockState, Said
 from headstart.heads.block_layer import BlockConfig
 from headstart.heads.block_published import block_settings, fill_block, publish_block
 from headstart.heads.int8_weights import linear
-from headstart.heads.published import Layout, Published
+from headstart.heads.published import MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
 from headstart.heads.residual import embed
 from headstart.target import Target
 
-_EMBEDDING, _LM_HEAD = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
 _CONFIDENCE = "confidence_head.proj"
-"""Published names."""
+"""Its published name."""
 _BLOCK = 8192
 """Embeddings that are read at a time."""
 
@@ -188,7 +187,7 @@ class DSparkHead(BlockHead):
         if self.markov_embedding_VR is not None and self.markov_lm_head_DR is not None:
             every_VR = torch.zeros_like(self.markov_embedding_VR)  # what is not drafted here is not corrected
             every_VR[self.draft_to_target_D] = self.markov_lm_head_DR
-            beside = {_EMBEDDING: self.markov_embedding_VR, _LM_HEAD: every_VR}
+            beside = {MARKOV_EMBEDDING: self.markov_embedding_VR, MARKOV_LM_HEAD: every_VR}
         if self.confidence_head is not None:
             beside |= {f"{_CONFIDENCE}.{name}": one for name, one in self.confidence_head.named_parameters()}
         own = {"markov_rank": config.markov_rank, "confidence": config.confidence}
@@ -201,8 +200,8 @@ class DSparkHead(BlockHead):
         tensors = published.tensors
         with torch.no_grad():
             if heads.markov_embedding_VR is not None and heads.markov_lm_head_DR is not None:
-                heads.markov_embedding_VR.copy_(tensors[_EMBEDDING])
-                heads.markov_lm_head_DR.copy_(tensors[_LM_HEAD])
+                heads.markov_embedding_VR.copy_(tensors[MARKOV_EMBEDDING])
+                heads.markov_lm_head_DR.copy_(tensors[MARKOV_LM_HEAD])
             if heads.confidence_head is not None:
                 for name, one in heads.confidence_head.named_parameters():
                     one.copy_(tensors[f"{_CONFIDENCE}.{name}"])

@@ -43,6 +43,9 @@ class Layout(StrEnum):
     DSPARK = "dspark"
 
 
+MARKOV_EMBEDDING, MARKOV_LM_HEAD = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
+"""Of DSpark: what a token says about the one after it, and the LM head of that."""
+
 BLOCKS = frozenset({Layout.DFLASH, Layout.DSPARK})
 """Those that draft a block in one pass, through the target's own LM head."""
 
@@ -177,7 +180,7 @@ def _block_tensors(published: Published) -> dict[str, tuple[int, ...]]:
         wanted[f"layers.{number}.input_layernorm.weight"] = (size,)
         wanted |= {f"layers.{number}.self_attn.{name}_norm.weight": (layer.head_dim,) for name in "qk"}
     if rank:
-        wanted |= {f"markov_head.markov_w{number}.weight": (published.vocab_size, rank) for number in (1, 2)}
+        wanted |= dict.fromkeys((MARKOV_EMBEDDING, MARKOV_LM_HEAD), (published.vocab_size, rank))
     if published.confidence:
         wanted |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
     return wanted

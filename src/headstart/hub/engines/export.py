@@ -13,7 +13,7 @@ from headstart.errors import UserError, nearest
 from headstart.files import write_atomic
 from headstart.heads import DraftHead, families
 from headstart.heads.io import WEIGHTS, build_heads, heads_folder
-from headstart.heads.published import EMBEDDINGS, Published, digest
+from headstart.heads.published import EMBEDDINGS, MARKOV_LM_HEAD, Published, digest
 from headstart.hub.engines.base import Finding, Format, TargetFacts
 from headstart.hub.engines.card import ENGINE_FILES, is_engine_folder, write_engine_card
 from headstart.hub.engines.facts import facts_of_heads
@@ -114,6 +114,7 @@ def export_for(
     published, facts = publish(heads, target)
     measured = read_engine_tunings(heads_folder(heads))
     remarks = [said for one in asked for said in (*one.check_heads(published, facts), *_not_paying(one, measured))]
+    remarks += _uncorrected(published)
     embeddings_VE = _embeddings(target, facts) if any(one.holds_embeddings(published) for one in asked) else None
 
     def write(partial: Path) -> None:
@@ -130,6 +131,17 @@ def export_for(
 
     write_atomic(out, write)
     return Exported(out, tuple(one.name for one in asked), published, facts, tuned_drafts(measured), tuple(remarks))
+
+
+def _uncorrected(published: Published) -> Iterator[str]:
+    """Tokens that heads with a draft vocabulary never drafted: engines draft them, and nothing corrects them there."""
+    table_VR = published.tensors.get(MARKOV_LM_HEAD)
+    if table_VR is not None and (missing := int((~table_VR.any(-1)).sum())):
+        yield (
+            f"Engines draft from all {published.vocab_size} tokens, and {missing} of them were outside of the draft "
+            "vocabulary in training: these are drafted without the Markov head's correction. To train it for all of "
+            "them, leave out heads.draft_vocab_size."
+        )
 
 
 def _not_paying(one: Format, measured: Mapping[str, EngineTuning]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.heads.published import BLOCKS, Layout, Published
+from headstart.heads.published import BLOCKS, MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
 from headstart.hub.engines.gguf_file import (
     AGAIN,
     D2T,
@@ -30,8 +30,8 @@ _WHOLE = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
-    "markov_head.markov_w1.weight": _MARKOV,
-    "markov_head.markov_w2.weight": "markov_w2.weight",
+    MARKOV_EMBEDDING: _MARKOV,
+    MARKOV_LM_HEAD: "markov_w2.weight",
     "confidence_head.proj.weight": _CONFIDENCE,
     "confidence_head.proj.bias": "conf_proj.bias",
 }
