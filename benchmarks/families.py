@@ -108,7 +108,7 @@ def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             **{key: of[key] for key in ("parameters", "steps", "seconds", "validation_tau", "draft_ms")},
             "megaflop_per_draft": of["flops_per_draft"] / 1e6,
             **{
-                f"{file}, temperature {temperature}": {
+                f"{file}_{'greedy' if float(temperature) == 0 else f't{temperature}'}": {
                     "chain_tau": rows[f"{name} chain"]["tau"],
                     "acceptance_by_position": rows[f"{name} chain"]["acceptance_by_position"],
                     "tree_tau": rows[f"{name} tree"]["tau"],

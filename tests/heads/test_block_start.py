@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.heads import HeadBatch, family, make_config
 from headstart.heads.block import BlockHead
-from headstart.heads.block_start import Pattern, newest, pattern, root
+from headstart.heads.block_pattern import Pattern, newest, pattern, root
 from headstart.heads.layer import normed
 from headstart.target import FINAL, Target
 from tests.tiny import tiny_model

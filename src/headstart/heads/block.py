@@ -18,7 +18,7 @@ D draft vocabulary, V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,25 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, supervised_origins
-from headstart.heads.block_layer import BlockConfig, BlockLayer, looking
-from headstart.heads.block_start import Ridge, fast_pairs, look, newest, pattern, root, telling
+from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
+from headstart.heads.block_layer import BlockConfig, BlockLayer
 from headstart.heads.int8_weights import Linear
-from headstart.heads.layer import LayerCache, Rotary, by_token, cached_attention, norm_scale, normed
+from headstart.heads.layer import LayerCache, Rotary, cached_attention, norm_scale, normed
 from headstart.heads.text_attention import Sight, attend_blocks, by_row, positions_of
 from headstart.proposal import Committed
-from headstart.target import FINAL, FrozenModel
+from headstart.target import FrozenModel
 
 _ORIGINS = 1024
 """Blocks that run at a time where nothing is kept for gradients."""
-_ROWS = 8
-"""Origins for each number that an output map reads, from which it is solved."""
-_WEIGHT = 0.5
-"""Each further step of a draft counts so much less."""
-_STEPS = (1.0, 0.5, 0.25)
-"""How much of the states to come the features that heads pass on are chosen by."""
-_KINDS = 8192
-"""Embeddings of the vocabulary that are looked at."""
 
 
 @dataclass
@@ -61,20 +52,6 @@ class BlockState:
     cache: LayerCache
     hidden_BSE: Tensor
     logits_BSD: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Lesson:
-    """Conversations to solve from, and the origins whose drafts all lie in an answer."""
-
-    batch: HeadBatch
-    origin_M: Tensor
-
-    def wanted(self, heads: BlockHead, step: int) -> Tensor:
-        """The state before the norm from which the target predicts what a step drafts, [M, E]."""
-        final_XE = self.batch.states[FINAL].flatten(0, 1)
-        scale_E = torch.where(heads.norm.weight.abs() < 1e-3, 1.0, heads.norm.weight)
-        return final_XE[self.origin_M + step + 1].float() / scale_E
 
 
 @dataclass(frozen=True)
@@ -185,147 +162,6 @@ class BlockHead(DraftHead):
         self.hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", None), self.norm.weight))
         self.norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), self.norm.weight))
 
-    @torch.no_grad()
-    def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Let some attention heads look at the newest state and at the root, and solve for all output maps.
-
-        See `block_start`. What the layers add together is the best guess of the state, before the norm, from which the
-        target itself predicts what a slot drafts.
-        """
-        layer = self.stack[0]
-        heads = looking(self.config.hidden_size, self.config.head_dim)
-        if self.config.init != "linear":
-            return
-        if sum(heads) > self.config.num_key_value_heads:
-            raise UserError(
-                f"heads.init=linear needs {sum(heads)} key heads or more, and heads.num_key_value_heads is "
-                f"{self.config.num_key_value_heads}.",
-                "Leave out heads.num_key_value_heads and heads.num_attention_heads, or set heads.init=target.",
-            )
-        enough = _ROWS * (self.config.num_attention_heads * self.config.head_dim + self.config.hidden_size)
-        lessons, rows = list[_Lesson](), 0
-        for batch in batches:
-            origin_M = supervised_origins(batch.supervised_BT, self.draft_steps - 1)
-            if len(origin_M):
-                lessons.append(_Lesson(batch, origin_M))
-                rows += len(origin_M)
-            if rows >= enough:
-                break
-        if rows < self.config.hidden_size:  # too few to solve anything
-            return
-        self._look(layer, heads, lessons)
-        self._solve(lessons)
-
-    def _look(self, layer: BlockLayer, heads: tuple[int, int], lessons: Sequence[_Lesson]) -> None:
-        """Set what heads look at, and what they pass on."""
-        config, size = self.config, self.config.hidden_size
-        fast_d = fast_pairs(layer)
-        angles_R = self._angles()[: int(fast_d.sum()) // 2]
-        seen = (pattern(angles_R, newest(config.block_size)), pattern(angles_R, root(config.block_size)))
-        if min(one.margin for one in seen) <= 0:  # heads of few pairs cannot tell all distances apart
-            return
-        features, sample = Ridge(), list[Tensor]()
-        asked = list[Tensor]()
-        for one in lessons:
-            context_XE = self.read_states(one.batch.states).flatten(0, 1)
-            root_ME = self._asked(layer, one.batch.tokens_BT.flatten()[one.origin_M + 1], context_XE)
-            wanted_ME = sum(weight * one.wanted(self, step) for step, weight in enumerate(_STEPS[: self.draft_steps]))
-            features.add(torch.cat([context_XE[one.origin_M], root_ME], -1), cast(Tensor, wanted_ME) * self.norm.weight)
-            sample.append(context_XE)
-            asked.append(root_ME)
-        context_XE = torch.cat(sample)
-        assert self._embedding_VE is not None
-        every = torch.arange(0, len(self._embedding_VE), max(1, len(self._embedding_VE) // _KINDS))
-        mask = torch.tensor([config.mask_token_id])
-        blocks = (self._asked(layer, every, context_XE), torch.cat(asked), self._asked(layer, mask, context_XE))
-        number_E = telling(context_XE, *blocks)
-        size_of_head = config.head_dim
-        taken = sum(heads)
-        own = layer.qkv.weight.view(-1, size_of_head, size)
-        queries = config.num_attention_heads
-        groups = queries // config.num_key_value_heads
-        for norm, rows in (
-            (layer.q_norm, own[taken * groups : queries]),
-            (layer.k_norm, own[queries + taken : queries + config.num_key_value_heads]),
-        ):
-            if len(rows):
-                read = context_XE[:_KINDS] @ rows[:, ~fast_d].flatten(0, 1).T
-                share = float((~fast_d).float().mean())
-                norm.weight[~fast_d] = float(read.square().mean().sqrt()) * share**0.5
-        look(layer, heads, seen, number_E)
-        first = (queries + config.num_key_value_heads) * size_of_head
-        for kind, part in enumerate((slice(0, size), slice(size, 2 * size))):
-            count = heads[kind] * size_of_head
-            found_CE = features.features(part, min(count, size))
-            layer.qkv.weight[first : first + len(found_CE)] = found_CE.to(layer.qkv.weight)
-            first += count
-
-    def _solve(self, lessons: Sequence[_Lesson]) -> None:
-        """Solve for the output maps, one after the other."""
-        runs = []
-        for one in lessons:
-            like = self.read_states(one.batch.states)
-            runs.append((one, _Blocks(self, one.batch, one.origin_M, like), like))
-        for number, layer in enumerate(self.stack):
-            ridge, width = Ridge(), layer.o.in_features
-            positions = [positions_of(one.batch.tokens_BT, one.batch.starts_BT) for one, *_ in runs]
-            found = []
-            for (one, run, like), at in zip(runs, positions, strict=True):
-                rotary = self._rotary.at(at, like.dtype, at.shape[1])
-                mixed_BXF = by_token(run.mix(layer, *layer.context(like, rotary)))
-                found.append(mixed_BXF)
-                read_MSF, stream_MSE = run.drafted(mixed_BXF), run.drafted(run.stream_BXE)
-                for step in range(self.draft_steps):
-                    wanted_ME = one.wanted(self, step) - stream_MSE[:, step]
-                    beside_MI = self.beside(one.batch, one.origin_M, step)
-                    if number:
-                        wanted_ME = wanted_ME - self.beside_guess(beside_MI)
-                    parts = [read_MSF[:, step], *([] if number or beside_MI is None else [beside_MI])]
-                    ridge.add(torch.cat(parts, -1), wanted_ME, _WEIGHT**step)
-            map_EF = ridge.solve()
-            layer.o.weight.copy_(map_EF[:, :width])
-            if number == 0 and map_EF.shape[1] > width:
-                assert ridge.gram_FF is not None
-                self.take_beside(map_EF[:, width:], ridge.gram_FF[width:, width:] / ridge.rows)
-            ridge = Ridge()
-            for (one, run, _), mixed_BXF in zip(runs, found, strict=True):
-                run.stream_BXE = run.stream_BXE + layer.o(mixed_BXF)
-                inner_MSF, stream_MSE = run.drafted(layer.inside(run.stream_BXE)), run.drafted(run.stream_BXE)
-                for step in range(self.draft_steps):
-                    guess_ME = stream_MSE[:, step] + self.beside_guess(self.beside(one.batch, one.origin_M, step))
-                    ridge.add(inner_MSF[:, step], one.wanted(self, step) - guess_ME, _WEIGHT**step)
-            layer.down.weight.copy_(ridge.solve())
-            for _, run, _ in runs:
-                run.stream_BXE = run.stream_BXE + layer.down(layer.inside(run.stream_BXE))
-        sizes = torch.cat([run.drafted(run.stream_BXE).flatten(0, 1).square().mean(-1).sqrt() for _, run, _ in runs])
-        self.settle_beside(float(sizes.mean()))
-
-    def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor | None:
-        """What a family reads beside a slot, [M, I], as far as it enters linearly; None where there is nothing."""
-        return None
-
-    def beside_guess(self, beside_MI: Tensor | None) -> Tensor | float:
-        """What `take_beside` made of that adds to the guess of a state."""
-        return 0.0
-
-    def take_beside(self, map_EI: Tensor, products_II: Tensor) -> None:
-        """Start with this map of what is read beside the slots, whose mean products are given."""
-
-    def settle_beside(self, size: float) -> None:
-        """The streams have this size before the norm, on average."""
-
-    def _asked(self, layer: BlockLayer, tokens: Tensor, like: Tensor) -> Tensor:
-        """Normed embeddings as the first layer reads them."""
-        assert self._embedding_VE is not None and layer.input_norm is not None
-        return normed(layer.input_norm, F.embedding(tokens, self._embedding_VE).to(like))
-
-    def _angles(self) -> Tensor:
-        """By how much each pair of a head turns over one position, [R]."""
-        cos, sin = self._rotary.at(torch.arange(2)[None], torch.float32, 2)
-        half = self.config.head_dim // 2
-        angles_R: Tensor = torch.atan2(sin[0, 1, :half], cos[0, 1, :half])
-        return angles_R
-
     def read_states(self, states: Mapping[int, Tensor]) -> Tensor:
         """The context [..., E]."""
         seen = torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
@@ -369,7 +205,7 @@ class BlockHead(DraftHead):
     def _blocks(
         self, batch: HeadBatch, origin_M: Tensor, text: Sequence[tuple[Tensor, Tensor]], like: Tensor
     ) -> Tensor:
-        run = _Blocks(self, batch, origin_M, like)
+        run = Blocks(self, batch, origin_M, like)
         for layer, (keys, values) in zip(self.stack, text, strict=True):
             run.stream_BXE = self.light(layer.write, run.stream_BXE, run.mix(layer, keys, values))
         return normed(self.norm, run.drafted(run.stream_BXE))
@@ -429,7 +265,7 @@ class BlockHead(DraftHead):
         return torch.tensor(cache.lengths, device=device)[:, None] + torch.arange(width, device=device)
 
 
-class _Blocks:
+class Blocks:
     """The blocks of some origins of a batch, on their way through the layers.
 
     Attributes:

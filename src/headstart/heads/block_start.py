@@ -17,18 +17,23 @@ pairs, K slots, F what a map reads, I what is read at an origin, C features, d h
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads.block_layer import BlockLayer
+from headstart.errors import UserError
+from headstart.heads.base import HeadBatch, supervised_origins
+from headstart.heads.block import BlockHead, Blocks
+from headstart.heads.block_layer import BlockLayer, looking
+from headstart.heads.block_pattern import Pattern, newest, pattern, root
+from headstart.heads.layer import by_token, normed
+from headstart.heads.text_attention import positions_of
+from headstart.target import FINAL
 
-_PHASES = 8
-_ROUNDS, _RATE = 1500, 0.1
-"""Of the search for a pattern, see `pattern`."""
-_FAR = 2048
-"""Distances at which the context is looked at."""
 _MARGIN = 6.0
 """How far the score of where a head looks stands above any other."""
 _RIDGE = 0.03
@@ -36,98 +41,173 @@ _RIDGE = 0.03
 _SOFT = (1.0, 0.1, 0.03)
 """Of the query heads that share a key head, in turn: how much of their size is the pattern. Soft ones see the rest of
 the text, each slot another share of it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Pattern:
-    """What a query's pairs are set to.
-
-    Attributes:
-        real_R: the first components of the pairs.
-        imaginary_R: the second ones.
-        margin: how far the least favoured of the wanted scores stands above the rest, for keys of size 1 in each pair.
-    """
-
-    real_R: Tensor
-    imaginary_R: Tensor
-    margin: float
+_ROWS = 8
+"""Origins for each number that an output map reads, from which it is solved."""
+_WEIGHT = 0.5
+"""Each further step of a draft counts so much less."""
+_STEPS = (1.0, 0.5, 0.25)
+"""How much of the states to come the features that heads pass on are chosen by."""
+_KINDS = 8192
+"""Embeddings of the vocabulary that are looked at."""
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where a head is to look from each slot.
+class _Lesson:
+    """Conversations to solve from, and the origins whose drafts all lie in an answer."""
 
-    Attributes:
-        wanted_K: distance of the place.
-        signs_KP: of the scores of the places at all distances, from 1 - K to `_FAR`: those of the block and of the
-            context have keys of opposite signs. 0 where there is no place, and at the place that is wanted.
-    """
+    batch: HeadBatch
+    origin_M: Tensor
 
-    wanted_K: Tensor
-    signs_KP: Tensor
-
-
-def newest(block: int) -> Places:
-    """Of a head that looks at the newest token of the context.
-
-    >>> places = newest(2)
-    >>> places.wanted_K.tolist(), places.signs_KP[:, :6].int().tolist()  # distances -1 to 4
-    ([1, 2], [[-1, -1, 0, 1, 1, 1], [0, -1, -1, 0, 1, 1]])
-    """
-    return _places(block, torch.arange(block) + 1, 1.0)
+    def wanted(self, heads: SolvedBlockHead, step: int) -> Tensor:
+        """The state before the norm from which the target predicts what a step drafts, [M, E]."""
+        final_XE = self.batch.states[FINAL].flatten(0, 1)
+        scale_E = torch.where(heads.norm.weight.abs() < 1e-3, 1.0, heads.norm.weight)
+        return final_XE[self.origin_M + step + 1].float() / scale_E
 
 
-def root(block: int) -> Places:
-    """The same of a head that looks at the first slot.
+class SolvedBlockHead(BlockHead):
+    """Block drafters whose start can be solved for (`heads.init=linear`)."""
 
-    >>> places = root(2)
-    >>> places.wanted_K.tolist(), places.signs_KP[:, :6].int().tolist()
-    ([0, 1], [[1, 0, -1, -1, -1, -1], [0, 1, 0, -1, -1, -1]])
-    """
-    return _places(block, torch.arange(block), -1.0)
+    @torch.no_grad()
+    def fit(self, batches: Iterable[HeadBatch]) -> None:
+        """Let some attention heads look at the newest state and at the root, and solve for all output maps.
 
+        See `block_start`. What the layers add together is the best guess of the state, before the norm, from which the
+        target itself predicts what a slot drafts.
+        """
+        layer = self.stack[0]
+        heads = looking(self.config.hidden_size, self.config.head_dim)
+        if self.config.init != "linear":
+            return
+        if sum(heads) > self.config.num_key_value_heads:
+            raise UserError(
+                f"heads.init=linear needs {sum(heads)} key heads or more, and heads.num_key_value_heads is "
+                f"{self.config.num_key_value_heads}.",
+                "Leave out heads.num_key_value_heads and heads.num_attention_heads, or set heads.init=target.",
+            )
+        enough = _ROWS * (self.config.num_attention_heads * self.config.head_dim + self.config.hidden_size)
+        lessons, rows = list[_Lesson](), 0
+        for batch in batches:
+            origin_M = supervised_origins(batch.supervised_BT, self.draft_steps - 1)
+            if len(origin_M):
+                lessons.append(_Lesson(batch, origin_M))
+                rows += len(origin_M)
+            if rows >= enough:
+                break
+        if rows < self.config.hidden_size:  # too few to solve anything
+            return
+        self._look(layer, heads, lessons)
+        self._solve(lessons)
 
-def _places(block: int, wanted_K: Tensor, context: float) -> Places:
-    slots_K1, distances_P = torch.arange(block)[:, None], torch.arange(1 - block, _FAR + 1)
-    signs_KP = torch.where(distances_P > slots_K1, context, -context)
-    signs_KP = signs_KP.masked_fill(distances_P < slots_K1 - block + 1, 0.0)
-    return Places(wanted_K, signs_KP.masked_fill(distances_P == wanted_K[:, None], 0.0))
+    def _look(self, layer: BlockLayer, heads: tuple[int, int], lessons: Sequence[_Lesson]) -> None:
+        """Set what heads look at, and what they pass on."""
+        config, size = self.config, self.config.hidden_size
+        fast_d = fast_pairs(layer)
+        angles_R = self._angles()[: int(fast_d.sum()) // 2]
+        seen = (pattern(angles_R, newest(config.block_size)), pattern(angles_R, root(config.block_size)))
+        if min(one.margin for one in seen) <= 0:  # heads of few pairs cannot tell all distances apart
+            return
+        features, sample = Ridge(), list[Tensor]()
+        asked = list[Tensor]()
+        for one in lessons:
+            context_XE = self.read_states(one.batch.states).flatten(0, 1)
+            root_ME = self._asked(layer, one.batch.tokens_BT.flatten()[one.origin_M + 1], context_XE)
+            wanted_ME = sum(weight * one.wanted(self, step) for step, weight in enumerate(_STEPS[: self.draft_steps]))
+            features.add(torch.cat([context_XE[one.origin_M], root_ME], -1), cast(Tensor, wanted_ME) * self.norm.weight)
+            sample.append(context_XE)
+            asked.append(root_ME)
+        context_XE = torch.cat(sample)
+        assert self._embedding_VE is not None
+        every = torch.arange(0, len(self._embedding_VE), max(1, len(self._embedding_VE) // _KINDS))
+        mask = torch.tensor([config.mask_token_id])
+        blocks = (self._asked(layer, every, context_XE), torch.cat(asked), self._asked(layer, mask, context_XE))
+        number_E = telling(context_XE, *blocks)
+        size_of_head = config.head_dim
+        taken = sum(heads)
+        own = layer.qkv.weight.view(-1, size_of_head, size)
+        queries = config.num_attention_heads
+        groups = queries // config.num_key_value_heads
+        for norm, rows in (
+            (layer.q_norm, own[taken * groups : queries]),
+            (layer.k_norm, own[queries + taken : queries + config.num_key_value_heads]),
+        ):
+            if len(rows):
+                read = context_XE[:_KINDS] @ rows[:, ~fast_d].flatten(0, 1).T
+                share = float((~fast_d).float().mean())
+                norm.weight[~fast_d] = float(read.square().mean().sqrt()) * share**0.5
+        look(layer, heads, seen, number_E)
+        first = (queries + config.num_key_value_heads) * size_of_head
+        for kind, part in enumerate((slice(0, size), slice(size, 2 * size))):
+            count = heads[kind] * size_of_head
+            found_CE = features.features(part, min(count, size))
+            layer.qkv.weight[first : first + len(found_CE)] = found_CE.to(layer.qkv.weight)
+            first += count
 
+    def _solve(self, lessons: Sequence[_Lesson]) -> None:
+        """Solve for the output maps, one after the other."""
+        runs = []
+        for one in lessons:
+            like = self.read_states(one.batch.states)
+            runs.append((one, Blocks(self, one.batch, one.origin_M, like), like))
+        for number, layer in enumerate(self.stack):
+            ridge, width = Ridge(), layer.o.in_features
+            positions = [positions_of(one.batch.tokens_BT, one.batch.starts_BT) for one, *_ in runs]
+            found = []
+            for (one, run, like), at in zip(runs, positions, strict=True):
+                rotary = self._rotary.at(at, like.dtype, at.shape[1])
+                mixed_BXF = by_token(run.mix(layer, *layer.context(like, rotary)))
+                found.append(mixed_BXF)
+                read_MSF, stream_MSE = run.drafted(mixed_BXF), run.drafted(run.stream_BXE)
+                for step in range(self.draft_steps):
+                    wanted_ME = one.wanted(self, step) - stream_MSE[:, step]
+                    beside_MI = self.beside(one.batch, one.origin_M, step)
+                    if number:
+                        wanted_ME = wanted_ME - self.beside_guess(beside_MI)
+                    parts = [read_MSF[:, step], *([] if number or beside_MI is None else [beside_MI])]
+                    ridge.add(torch.cat(parts, -1), wanted_ME, _WEIGHT**step)
+            map_EF = ridge.solve()
+            layer.o.weight.copy_(map_EF[:, :width])
+            if number == 0 and map_EF.shape[1] > width:
+                assert ridge.gram_FF is not None
+                self.take_beside(map_EF[:, width:], ridge.gram_FF[width:, width:] / ridge.rows)
+            ridge = Ridge()
+            for (one, run, _), mixed_BXF in zip(runs, found, strict=True):
+                run.stream_BXE = run.stream_BXE + layer.o(mixed_BXF)
+                inner_MSF, stream_MSE = run.drafted(layer.inside(run.stream_BXE)), run.drafted(run.stream_BXE)
+                for step in range(self.draft_steps):
+                    guess_ME = stream_MSE[:, step] + self.beside_guess(self.beside(one.batch, one.origin_M, step))
+                    ridge.add(inner_MSF[:, step], one.wanted(self, step) - guess_ME, _WEIGHT**step)
+            layer.down.weight.copy_(ridge.solve())
+            for _, run, _ in runs:
+                run.stream_BXE = run.stream_BXE + layer.down(layer.inside(run.stream_BXE))
+        sizes = torch.cat([run.drafted(run.stream_BXE).flatten(0, 1).square().mean(-1).sqrt() for _, run, _ in runs])
+        self.settle_beside(float(sizes.mean()))
 
-def pattern(angles_R: Tensor, places: Places) -> Pattern:
-    """The query whose wanted scores stand above all others by most, for its size.
+    def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor | None:
+        """What a family reads beside a slot, [M, I], as far as it enters linearly; None where there is nothing."""
+        return None
 
-    A matrix game of places against pairs at phases, played by multiplicative weights; the mean of the later rounds is
-    near the best.
+    def beside_guess(self, beside_MI: Tensor | None) -> Tensor | float:
+        """What `take_beside` made of that adds to the guess of a state."""
+        return 0.0
 
-    Args:
-        angles_R: by how much each pair turns over a distance of 1.
-        places: where to look.
-    """
-    block, count = places.signs_KP.shape
-    phases = torch.arange(_PHASES) * (2 * torch.pi / _PHASES)
-    angle_A = angles_R.repeat_interleave(_PHASES)
-    distances_P1 = torch.arange(1 - block, _FAR + 1)[:, None]
-    table_PA = (distances_P1 * angle_A - phases.repeat(len(angles_R))).cos()
-    wanted_K = places.wanted_K + block - 1
+    def take_beside(self, map_EI: Tensor, products_II: Tensor) -> None:
+        """Start with this map of what is read beside the slots, whose mean products are given."""
 
-    def above(shares_A: Tensor) -> Tensor:
-        scores_P = table_PA @ shares_A
-        found_KP = scores_P[wanted_K, None] - places.signs_KP * scores_P
-        return found_KP.masked_fill(places.signs_KP == 0, torch.inf)
+    def settle_beside(self, size: float) -> None:
+        """The streams have this size before the norm, on average."""
 
-    logs_A, mean_A = torch.zeros(len(angle_A)), torch.zeros(len(angle_A))
-    for played in range(_ROUNDS):
-        shares_A = logs_A.softmax(0)
-        if played >= _ROUNDS // 2:
-            mean_A += shares_A
-        slot, place = divmod(int(above(shares_A).argmin()), count)
-        logs_A += _RATE * (table_PA[wanted_K[slot]] - places.signs_KP[slot, place] * table_PA[place])
-    mean_A /= mean_A.sum()
-    weights_RP = mean_A.view(-1, _PHASES)
-    real_R, imaginary_R = weights_RP @ phases.cos(), -(weights_RP @ phases.sin())
-    size = float((real_R.square() + imaginary_R.square()).sum().sqrt())
-    return Pattern(real_R / size, imaginary_R / size, float(above(mean_A).min()) / size)
+    def _asked(self, layer: BlockLayer, tokens: Tensor, like: Tensor) -> Tensor:
+        """Normed embeddings as the first layer reads them."""
+        assert self._embedding_VE is not None and layer.input_norm is not None
+        return normed(layer.input_norm, F.embedding(tokens, self._embedding_VE).to(like))
+
+    def _angles(self) -> Tensor:
+        """By how much each pair of a head turns over one position, [R]."""
+        cos, sin = self._rotary.at(torch.arange(2)[None], torch.float32, 2)
+        half = self.config.head_dim // 2
+        angles_R: Tensor = torch.atan2(sin[0, 1, :half], cos[0, 1, :half])
+        return angles_R
 
 
 def fast_pairs(layer: BlockLayer) -> Tensor:

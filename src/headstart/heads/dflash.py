@@ -31,9 +31,10 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from headstart.heads.base import HeadConfig, OneForwardHead, StepPrediction, register
-from headstart.heads.block import BlockHead, BlockState, Said
+from headstart.heads.block import BlockState, Said
 from headstart.heads.block_layer import BlockConfig
 from headstart.heads.block_published import block_settings, fill_block, publish_block
+from headstart.heads.block_start import SolvedBlockHead
 from headstart.heads.int8_weights import linear
 from headstart.heads.published import Layout, Published
 from headstart.target import Target
@@ -46,7 +47,7 @@ class DFlashConfig(BlockConfig):
 
 
 @register
-class DFlashHead(BlockHead, OneForwardHead):
+class DFlashHead(SolvedBlockHead, OneForwardHead):
     """The block's slots through the target's LM head."""
 
     family: ClassVar[str] = "dflash"

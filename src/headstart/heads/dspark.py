@@ -44,9 +44,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
-from headstart.heads.block import BlockHead, BlockState, Said
+from headstart.heads.block import BlockState, Said
 from headstart.heads.block_layer import BlockConfig
 from headstart.heads.block_published import block_settings, fill_block, publish_block
+from headstart.heads.block_start import SolvedBlockHead
 from headstart.heads.int8_weights import linear
 from headstart.heads.published import MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
 from headstart.heads.residual import embed
@@ -71,7 +72,7 @@ class DSparkConfig(BlockConfig):
 
 
 @register
-class DSparkHead(BlockHead):
+class DSparkHead(SolvedBlockHead):
     """The block's slots through the target's LM head, plus what the token before each draft adds."""
 
     family: ClassVar[str] = "dspark"
