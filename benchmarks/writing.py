@@ -33,7 +33,7 @@ from headstart.data.conversations import prompt_tokens
 from headstart.data.prompts import Prompt
 from headstart.data.seed_prompts import TOPICS, seed_prompt_list
 from headstart.eval.measure import environment
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 from headstart.target import Target, load_target
 
 SOURCE = Path(__file__).resolve().parents[1]

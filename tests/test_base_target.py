@@ -22,7 +22,8 @@ from headstart.files import read_json
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES
-from headstart.recipe import DataSection, Recipe, parse_recipe
+from headstart.recipe import Recipe, parse_recipe
+from headstart.recipe_sections import DataSection
 from headstart.target import Target
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -32,7 +32,8 @@ from headstart.pipeline.lengths import (
 from headstart.pipeline.plan import Plan, make_plan, show_plan
 from headstart.pipeline.run import Run
 from headstart.pipeline.speeds import Speeds, measure
-from headstart.recipe import DataSection, Recipe, TrainSection, load_recipe, parse_recipe
+from headstart.recipe import Recipe, load_recipe, parse_recipe
+from headstart.recipe_sections import DataSection, TrainSection
 from headstart.target import FINAL, Target, TreeCache
 from headstart.target.outline import outline
 from headstart.train.optimizers import make_optimizers

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headstart.recipe import HeadSettings, Recipe, from_target, head_settings, section_fields
+from headstart.recipe import Recipe, head_settings, section_fields
+from headstart.recipe_sections import HeadSettings, from_target
 
 TARGETS_OWN = "the target's"
 """Value of a setting of heads that a recipe leaves to the target."""

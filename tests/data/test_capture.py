@@ -11,7 +11,7 @@ from headstart.data.generate import Splits, build_conversations
 from headstart.data.shards import Capture, build_store
 from headstart.data.store import StateStore
 from headstart.files import write_jsonl
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 from headstart.target import FINAL, Target
 
 AUX_LAYERS = (0, 2, FINAL)

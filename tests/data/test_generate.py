@@ -23,7 +23,7 @@ from headstart.data.seed_prompts import SEED_PROMPTS, seed_prompt_list
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 from headstart.target import Target, TargetOutput, TreeCache
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 

@@ -23,7 +23,7 @@ from headstart.data.part_writer import PART, PartWriter, help_writing
 from headstart.data.shards import Capture, build_store, compute_shard, owner_of
 from headstart.data.workers import Workers
 from headstart.files import write_jsonl
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 from headstart.target import FINAL, Target
 
 CPU = torch.device("cpu")

@@ -18,7 +18,8 @@ from headstart.errors import UserError
 from headstart.pipeline.data_stages import conversations
 from headstart.pipeline.run import Run, execute, left_to_do
 from headstart.pipeline.stages import check_inputs, stages_until
-from headstart.recipe import DataSection, PromptSource, load_recipe, parse_recipe
+from headstart.recipe import load_recipe, parse_recipe
+from headstart.recipe_sections import DataSection, PromptSource
 from headstart.target import Target
 
 

@@ -13,7 +13,7 @@ from headstart.data.generate import build_conversations, identity
 from headstart.data.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Excluded
 from headstart.data.prompts import load_prompts
 from headstart.errors import UserError
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 from headstart.target import Target
 
 LONG = " ".join(f"word{i}" for i in range(OVERLAP_WORDS + 10))

@@ -20,7 +20,8 @@ from headstart.data.sampling import sample_rows
 from headstart.data.server import Servers
 from headstart.data.workers import Stopped
 from headstart.errors import UserError
-from headstart.recipe import DataSection, load_recipe
+from headstart.recipe import load_recipe
+from headstart.recipe_sections import DataSection
 from headstart.target import Target
 
 ENDS = frozenset({2})

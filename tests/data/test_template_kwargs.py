@@ -16,7 +16,8 @@ from headstart.data.prompts import load_prompts
 from headstart.data.selfprompt import user_prefix
 from headstart.errors import UserError
 from headstart.pipeline.run import Run
-from headstart.recipe import DataSection, parse_recipe
+from headstart.recipe import parse_recipe
+from headstart.recipe_sections import DataSection
 from headstart.target import Target
 from tests.tiny import CHATML, tiny_tokenizer
 

@@ -15,7 +15,7 @@ from headstart.data.conversations import Conversation
 from headstart.data.prompts import Prompt
 from headstart.data.sampling import Turns
 from headstart.data.shards import Capture
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 from headstart.target import FINAL, Target, TargetOutput, TreeCache
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -13,7 +13,7 @@ import torch
 from headstart.data import generator
 from headstart.data.generate import build_conversations
 from headstart.data.workers import Stopped, Workers
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 from headstart.target import Target
 
 CPU = torch.device("cpu")

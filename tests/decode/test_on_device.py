@@ -18,7 +18,7 @@ from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.heads import DraftHead, HeadBatch
-from headstart.recipe import TrainSection
+from headstart.recipe_sections import TrainSection
 from headstart.target import Target, TreeShape
 from headstart.train.batches import noisy, predictions, subsampled
 from headstart.train.losses import LOSSES, Teacher, find_loss, weighted

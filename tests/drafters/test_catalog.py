@@ -14,7 +14,7 @@ from headstart.drafters.catalog import DEFAULT, DRAFTERS, describe, make_drafter
 from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.errors import UserError
-from headstart.recipe import EvalSection
+from headstart.recipe_sections import EvalSection
 from headstart.target import Target
 from tests.decode.drafters import ReplayDrafter
 

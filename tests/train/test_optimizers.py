@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headstart.heads import families, family, make_config
-from headstart.recipe import TrainSection
+from headstart.recipe_sections import TrainSection
 from headstart.target import Target
 from headstart.train.optimizers import Muon, make_optimizers, orthogonal
 

@@ -9,7 +9,7 @@ from headstart.data.conversations import Conversation, Unfit, added_tokens, enco
 from headstart.data.generator import Generator, InProcess
 from headstart.data.prompts import LeftOut, Prompt
 from headstart.data.sampling import CANDIDATES, RowStates, Turns
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 from headstart.target import Target
 
 if TYPE_CHECKING:

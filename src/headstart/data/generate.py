@@ -32,7 +32,7 @@ from headstart.data.shards import Capture
 from headstart.data.sources import find_origin
 from headstart.data.workers import Workers
 from headstart.errors import UserError
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 from headstart.target import Target
 from headstart.terminal import progress_bar
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headstart.data.sources import find_origin
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 
 T = TypeVar("T")
 

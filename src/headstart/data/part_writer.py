@@ -17,7 +17,7 @@ from headstart.data.sampling import Room
 from headstart.data.selfprompt import write_prompts
 from headstart.data.server import Servers
 from headstart.data.shards import Capture, owner_of
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 from headstart.target import Target
 
 SPLITS = ("heldout", "calibration", "train")

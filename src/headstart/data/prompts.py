@@ -13,7 +13,7 @@ from headstart.data.mixture import in_turns
 from headstart.data.overlap import Excluded, normalise
 from headstart.data.sources import Origin, find_origin, read_records
 from headstart.errors import UserError
-from headstart.recipe import DataSection, PromptSource
+from headstart.recipe_sections import DataSection, PromptSource
 
 SHAPES = (
     '{"turns": [text, ...]}',

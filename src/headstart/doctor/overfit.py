@@ -19,7 +19,8 @@ from headstart.doctor.findings import Finding, bad, check, good, unknown
 from headstart.doctor.subject import Absent, Subject
 from headstart.heads import DraftHead, family, make_config
 from headstart.heads.io import load_heads
-from headstart.recipe import TrainSection, parse_recipe
+from headstart.recipe import parse_recipe
+from headstart.recipe_sections import TrainSection
 from headstart.target import FINAL
 from headstart.train.loop import train
 from headstart.tuning.measure import measure_ranks

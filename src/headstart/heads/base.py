@@ -28,7 +28,8 @@ from headstart.heads.growing import grow
 from headstart.heads.int8_weights import drop_int8
 from headstart.heads.published import Layout, Published
 from headstart.proposal import Committed, Proposal, Request, Root
-from headstart.recipe import FromTarget, HeadSettings, parse_heads
+from headstart.recipe import parse_heads
+from headstart.recipe_sections import FromTarget, HeadSettings
 from headstart.renamed import tensors_now
 from headstart.target import FINAL, Finish, FrozenModel, Target, TreeShape
 

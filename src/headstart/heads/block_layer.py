@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.layer import DraftLayer, LayerConfig, linear_of, norm_scale, normed, rotate
-from headstart.recipe import FromTarget
+from headstart.recipe_sections import FromTarget
 from headstart.target import FrozenModel
 
 _NEWEST, _ROOT = 2 / 3, 1 / 3

@@ -21,7 +21,7 @@ from headstart.heads.induction import FAR, slow_pairs, solve
 from headstart.heads.int8_weights import Linear
 from headstart.heads.layer import DraftLayer, LayerConfig, norm_scale, normed
 from headstart.heads.recurrent import RecurrentHead
-from headstart.recipe import FromTarget
+from headstart.recipe_sections import FromTarget
 from headstart.target import FINAL, FrozenModel
 
 _FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
 from headstart.heads.int8_weights import Linear
-from headstart.recipe import FromTarget
+from headstart.recipe_sections import FromTarget
 from headstart.target import FrozenModel
 from headstart.target.lm_head import is_packed
 

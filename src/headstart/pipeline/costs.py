@@ -21,7 +21,8 @@ from headstart.gpus import Gpu
 from headstart.heads import DraftHead
 from headstart.pipeline.lengths import SAMPLE, Lengths, answer_tokens
 from headstart.pipeline.speeds import Speeds
-from headstart.recipe import Recipe, TrainSection
+from headstart.recipe import Recipe
+from headstart.recipe_sections import TrainSection
 from headstart.target import Target
 from headstart.target.outline import Outline
 from headstart.train.low_rank import learning_numbers

@@ -23,7 +23,7 @@ _TUNE_VERSION = 4
 
 
 def _train_settings(run: Run) -> dict[str, Any]:
-    from headstart.recipe import FREE_TO_CHANGE
+    from headstart.recipe_sections import FREE_TO_CHANGE
     from headstart.train.artifact import AMOUNT, weights_hash
 
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}

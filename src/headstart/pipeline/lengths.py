@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headstart.data.prompts import Prompt
-    from headstart.recipe import DataSection
+    from headstart.recipe_sections import DataSection
     from headstart.target import Target
     from headstart.target.outline import Outline
 

@@ -14,7 +14,7 @@ from headstart.pipeline.dependencies import before, conditions, content, flat, w
 from headstart.pipeline.head_stages import trained_heads
 from headstart.pipeline.layout import HEADS, QUESTIONS, REPORT, STATES, TRAIN, TUNE
 from headstart.pipeline.run import Outcome, Run, Stage
-from headstart.recipe import DataSection
+from headstart.recipe_sections import DataSection
 
 _REPORT_FILES = {"report.html", "report.md", "results.json"}
 _EXPORT_VERSION = 1

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from headstart.gpus import Gpu
 from headstart.heads import DraftHead, HeadBatch
 from headstart.pipeline.lengths import Lengths
-from headstart.recipe import TrainSection
+from headstart.recipe_sections import TrainSection
 from headstart.target import DraftTree, Target, TreeShape
 from headstart.target.memory import forget_most_resident, most_resident
 from headstart.target.outline import Outline

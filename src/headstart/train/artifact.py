@@ -17,7 +17,8 @@ from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json
 from headstart.heads import HeadConfig
 from headstart.heads.io import WEIGHTS, heads_folder
-from headstart.recipe import FREE_TO_CHANGE, Recipe
+from headstart.recipe import Recipe
+from headstart.recipe_sections import FREE_TO_CHANGE
 from headstart.train import checkpoint
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from headstart.artifacts import link_or_copy
 from headstart.errors import UserError
 from headstart.files import PARTIAL, read_json, write_atomic, write_json
 from headstart.old_records import settings_now
-from headstart.recipe import later_settings
+from headstart.recipe_sections import later_settings
 from headstart.train.processes import is_sharded
 
 MANIFEST = "checkpoint.json"

@@ -29,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from headstart.errors import UserError
 from headstart.files import write_atomic, write_json
 from headstart.heads import HeadBatch
-from headstart.recipe import Recipe, TrainSection
+from headstart.recipe import Recipe
+from headstart.recipe_sections import TrainSection
 from headstart.target import FINAL, Target
 from headstart.target.adapter import NOTE
 from headstart.target.identity import BUNDLED

@@ -29,7 +29,8 @@ from headstart.errors import UserError
 from headstart.files import need_disk, read_jsonl, write_json, write_jsonl
 from headstart.heads import HeadBatch
 from headstart.heads.io import save_heads
-from headstart.recipe import FREE_TO_CHANGE, Recipe
+from headstart.recipe import Recipe
+from headstart.recipe_sections import FREE_TO_CHANGE
 from headstart.target import FINAL, FrozenModel, Target, TeacherModel
 from headstart.terminal import format_seconds
 from headstart.train import checkpoint

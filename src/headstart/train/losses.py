@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from headstart.errors import UserError, nearest
 from headstart.heads import HeadBatch, StepPrediction
-from headstart.recipe import PositionWeight
+from headstart.recipe_sections import PositionWeight
 from headstart.target import FINAL, Finish, FrozenModel
 from headstart.train.position_weights import accept_until_failure, dpace, exponential, round_starts
 

@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch, StepPrediction
-from headstart.recipe import TrainSection
+from headstart.recipe_sections import TrainSection
 from headstart.train.processes import is_sharded
 from headstart.train.unrolled import Unrolled
 

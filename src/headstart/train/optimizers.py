@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads import DraftHead
-from headstart.recipe import TrainSection
+from headstart.recipe_sections import TrainSection
 from headstart.train.low_rank import LowRank
 
 _QUINTICS = (

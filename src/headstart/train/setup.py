@@ -13,7 +13,8 @@ from headstart.errors import UserError
 from headstart.heads import DraftHead, HeadBatch, HeadConfig, family, make_config
 from headstart.heads.base import supervised_origins
 from headstart.heads.io import load_heads
-from headstart.recipe import Recipe, TrainSection
+from headstart.recipe import Recipe
+from headstart.recipe_sections import TrainSection
 from headstart.target import FINAL, FrozenModel, Target, TeacherModel, load_target
 from headstart.target.loading import pick_device
 from headstart.target.teacher import load_teacher, teach, teacher_folder, teacher_of

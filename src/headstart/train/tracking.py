@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from headstart.errors import UserError
 from headstart.files import read_json, write_json
-from headstart.recipe import TrainSection
+from headstart.recipe_sections import TrainSection
 
 _PACKAGES = {"wandb": ("wandb",), "trackio": ("trackio",), "tensorboard": ("tensorboard", "tensorboardX")}
 """What each tracker needs, any one of them."""

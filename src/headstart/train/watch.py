@@ -11,7 +11,7 @@ import torch
 
 from headstart.gpus import gpu_of
 from headstart.heads import DraftHead
-from headstart.recipe import TrainSection
+from headstart.recipe_sections import TrainSection
 
 FACTOR = 2.0
 """A loss above this many times its running median is far above it."""
