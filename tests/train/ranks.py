@@ -34,7 +34,7 @@ from headstart.heads import families
 from headstart.heads.io import save_heads
 from headstart.recipe import Recipe, parse_recipe
 from headstart.target import FINAL, Target, load_target
-from headstart.train import loop, processes
+from headstart.train import loop, order, processes
 from headstart.train.__main__ import app
 from headstart.train.joint import Joint
 from headstart.train.processes import join_processes, leave_processes
@@ -128,7 +128,7 @@ def train_families_packed(
     packing: bool = True,
 ) -> None:
     """As `train_families`, in the batches of packing, whether they are packed or not."""
-    loop.epoch_batches = loop.packed_batches
+    loop.epoch_batches = order.epoch_batches = order.packed_batches
     train_families(target_folder, states, folder, gradient_accumulation_steps, how, packing=packing)
 
 

@@ -68,6 +68,12 @@ class TrainerState:
     onward: float = 0.0
     onward_lr: float = 0.0
 
+    def advance(self, learnt: int, per_epoch: int) -> None:
+        """One step on, of `per_epoch` in an epoch, which learnt from so many predictions."""
+        self.step, self.index, self.tokens = self.step + 1, self.index + 1, self.tokens + learnt
+        if self.index == per_epoch:
+            self.epoch, self.index = self.epoch + 1, 0
+
 
 def save(
     accelerator: Accelerator,

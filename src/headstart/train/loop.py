@@ -40,9 +40,7 @@ from headstart.train.batches import (
     anchored,
     collate,
     epoch_batches,
-    epoch_steps,
     noisy,
-    packed_batches,
     predictions,
     share,
     subsampled,
@@ -55,14 +53,14 @@ from headstart.train.ema import Ema
 from headstart.train.finite import not_finite
 from headstart.train.interrupt import Interrupt
 from headstart.train.joint import Drift, Joint
-from headstart.train.loader import pinned, read_ahead, sent
 from headstart.train.log import Log
 from headstart.train.losses import Teacher, find_loss, weighted
 from headstart.train.low_rank import LowRank
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
 from headstart.train.optimizers import make_optimizers
+from headstart.train.order import Order
 from headstart.train.processes import describe_processes, make_accelerator, on_device, together, whole_state
-from headstart.train.setup import build_heads, check_store, check_training, learning_rate
+from headstart.train.setup import build_heads, check_store, check_training, learning_rate_now
 from headstart.train.tracking import alert, finish_trackers, log_table, start_tracker
 from headstart.train.unrolled import Unrolled
 from headstart.train.watch import LossWatch, divergence, memory, peak_flops, training_flops
@@ -194,9 +192,9 @@ class _Run:
             accelerator.register_for_checkpointing(self.ema)
         self.teacher = Teacher(target, self.heads.draft_to_target_D)
         self.valid_store = valid_store
+        self.order = Order(train_store, self.section, self.rank, self.ranks)
         self.valid = self._validation_batches()
-        self.per_epoch = len(self._epoch(0))
-        self.total = min(self.section.steps or math.inf, self.section.epochs * self.per_epoch)
+        self.total = min(self.section.steps or math.inf, self.section.epochs * self.order.per_epoch)
         self.trainer_state = TrainerState()
         self.earlier = self.grad_norm = 0.0
         self.watch = LossWatch()
@@ -218,7 +216,7 @@ class _Run:
             f"{self.heads.draft_steps} draft steps, {self.learning.trainable_parameters / 1e6:.1f} M parameters to "
             f"train, {self.flops / 1e6:.1f} MFLOP a drafted token; the "
             f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
-            f"answers. {len(self.store)} conversations, {self.per_epoch} steps per epoch."
+            f"answers. {len(self.store)} conversations, {self.order.per_epoch} steps per epoch."
         )
         at = self.found[1].step if self.found else None  # before anything of an earlier session changes:
         start_tracker(self.accelerator, self.section, self.settings, self.name, at)
@@ -242,10 +240,10 @@ class _Run:
                 fraction = self._fraction(elapsed)
                 if asked or fraction >= 1:
                     break
-                lr = self.trainer_state.lr = self._lr(fraction)
+                lr = self.trainer_state.lr = learning_rate_now(self.section, fraction, self.trainer_state)
                 loss = self._step(group, batches, max(count, 1), lr, fraction)
                 learnt += count
-                self._advance(count)
+                self.trainer_state.advance(count, self.order.per_epoch)
                 step = self.trainer_state.step
                 losses.append(loss)
                 now = monotonic()
@@ -449,7 +447,7 @@ class _Run:
                 self.folder / "result.json",
                 {
                     "steps": result.steps,
-                    "epochs": self.trainer_state.epoch + self.trainer_state.index / self.per_epoch,
+                    "epochs": self.trainer_state.epoch + self.trainer_state.index / self.order.per_epoch,
                     "elapsed_seconds": round(self.trainer_state.elapsed, 1),
                     "trainable_parameters": self.learning.trainable_parameters,
                     "coverage": result.coverage,
@@ -470,49 +468,9 @@ class _Run:
     def ranks(self) -> int:
         return int(self.accelerator.num_processes)
 
-    def _epoch(self, epoch: int) -> list[list[Batch]]:
-        plan = packed_batches if self.section.packing else epoch_batches
-        batches = plan(self.store.lengths, self.section.batch_tokens, self.section.seed, epoch)
-        return epoch_steps(batches, self.ranks, self.section.gradient_accumulation_steps)
-
-    def _groups(self) -> Iterator[list[Batch]]:
-        """The batches of each step still to do, from where the run stands when the first is asked for."""
-        standing, plan_of, plan = self.trainer_state, -1, list[list[Batch]]()
-        step, epoch, index = standing.step, standing.epoch, standing.index
-        while step < self.total:
-            if plan_of != epoch:
-                plan_of, plan = epoch, self._epoch(epoch)
-            yield plan[index]
-            step, index = step + 1, index + 1
-            if index == self.per_epoch:
-                epoch, index = epoch + 1, 0
-
     def _batches(self) -> Generator[tuple[list[Batch], list[HeadBatch]]]:
-        """The same, each with the batches of this process as they are read."""
-        device = self.accelerator.device
-        ahead = self.section.prefetch if self.store.stored else 0  # the target computes where training does
-        on_host = ahead > 0 and device.type == "cuda"
-
-        def read(group: list[Batch]) -> list[HeadBatch]:
-            own = share(group, self.rank, self.ranks)
-            if not on_host:
-                return [self._collate(self.store, batch, self.section.packing) for batch in own]
-            host = torch.device("cpu")
-            return [pinned(self._collate(self.store, batch, self.section.packing, host)) for batch in own]
-
-        with closing(read_ahead(self._groups(), read, ahead)) as steps:
-            for group, batches in steps:
-                yield group, [sent(batch, device) for batch in batches] if on_host else batches
-
-    def _advance(self, count: int) -> None:
-        trainer_state = self.trainer_state
-        trainer_state.step, trainer_state.index, trainer_state.tokens = (
-            trainer_state.step + 1,
-            trainer_state.index + 1,
-            trainer_state.tokens + count,
-        )
-        if trainer_state.index == self.per_epoch:
-            trainer_state.epoch, trainer_state.index = trainer_state.epoch + 1, 0
+        """The steps still to do, each with the batches of this process."""
+        return self.order.batches(self.trainer_state, self.total, self._collate, self.accelerator.device)
 
     def _elapsed(self) -> float:
         return self.earlier + monotonic() - self.started
@@ -525,17 +483,6 @@ class _Run:
     def _starts_only(self, fraction: float) -> bool:
         """Whether the run learns only where drafting would start by now."""
         return fraction >= 1 - self.section.round_starts_fraction
-
-    def _lr(self, fraction: float) -> float:
-        """The learning rate; where a larger budget took over it warms up again, from where the smaller one ended."""
-        rate, trainer_state = learning_rate(self.section, fraction), self.trainer_state
-        span = self.section.warmup * (1 - trainer_state.onward)
-        if not trainer_state.onward or fraction >= trainer_state.onward + span:
-            return rate
-        return (
-            trainer_state.onward_lr
-            + (rate - trainer_state.onward_lr) * max(0.0, fraction - trainer_state.onward) / span
-        )
 
     @property
     def _budget(self) -> list[float | None]:
@@ -595,7 +542,7 @@ class _Run:
         return coverage(counts_V, self.heads.draft_to_target_D)
 
     def _collate(
-        self, store: States, batch: Batch, packed: bool = False, device: torch.device | None = None
+        self, store: States, batch: Batch, device: torch.device | None = None, packed: bool = False
     ) -> HeadBatch:
         return collate(store, batch, self.aux_layers, self.dtype, device or self.accelerator.device, packed)
 

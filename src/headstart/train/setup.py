@@ -19,6 +19,7 @@ from headstart.target import FINAL, FrozenModel, Target, TeacherModel, load_targ
 from headstart.target.loading import pick_device
 from headstart.target.teacher import load_teacher, teach, teacher_folder, teacher_of
 from headstart.train.batches import collate
+from headstart.train.checkpoint import TrainerState
 from headstart.train.joint import check_joint
 from headstart.train.losses import find_loss
 from headstart.train.low_rank import check_low_rank
@@ -49,6 +50,14 @@ def learning_rate(section: TrainSection, fraction: float) -> float:
     else:
         share_of_peak = 0.5 + 0.5 * math.cos(math.pi * (fraction - section.warmup) / (1 - section.warmup))
     return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share_of_peak)
+
+
+def learning_rate_now(section: TrainSection, fraction: float, standing: TrainerState) -> float:
+    """The learning rate; where a larger budget took over it warms up again, from where the smaller one ended."""
+    rate, span = learning_rate(section, fraction), section.warmup * (1 - standing.onward)
+    if not standing.onward or fraction >= standing.onward + span:
+        return rate
+    return standing.onward_lr + (rate - standing.onward_lr) * max(0.0, fraction - standing.onward) / span
 
 
 def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
