@@ -95,7 +95,7 @@ def test_families(path: Path, tiny_target_folder: Path, monkeypatch: pytest.Monk
     families.main([*asked, "2", *recipes, "--steps", "3"])
     written = written_by("families", path / "out")
     assert [row["family"] for row in written["rows"]] == list(RECIPES)
-    assert all(row["asked, temperature 1"]["over_plain"]["mean"] > 0 for row in written["rows"])
+    assert all(row["asked_t1"]["over_plain"]["mean"] > 0 for row in written["rows"])
     found = written["details"]
     for family, read in found["families"].items():
         assert family in RECIPES and read["steps"] == 3 and read["parameters"] > 0
