@@ -24,7 +24,7 @@ from headstart.heads.io import load_heads
 from headstart.lock import locked
 from headstart.recipe import load_recipe
 from headstart.target import Target, load_target
-from headstart.train import loop
+from headstart.train import loop, order
 from headstart.train.artifact import training
 from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions
 from headstart.train.joint import Joint
@@ -137,7 +137,8 @@ def train_alone(
     **settings: Any,
 ) -> None:
     """What two processes do, in this one."""
-    monkeypatch.setattr(loop, "epoch_batches", loop.epoch_batches)
+    for module in (loop, order):
+        monkeypatch.setattr(module, "epoch_batches", module.epoch_batches)
     monkeypatch.setattr(loop, "make_optimizers", loop.make_optimizers)  # put back afterwards what is replaced there
     monkeypatch.setattr(Joint, "optimizer", Joint.optimizer)
     monkeypatch.setattr(loop._Run, "go", loop._Run.go)

@@ -74,15 +74,15 @@ def test_a_killed_run_goes_on_to_the_same_weights(
 def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
     """Families with dropout draw from it in every step."""
     seen: list[torch.Tensor] = []
-    original = loop._Run._lr
+    original = loop.learning_rate_now
 
-    def lr(self: Any, fraction: float) -> float:
+    def lr(*args: Any) -> float:
         torch.rand(1)
         seen.append(torch.get_rng_state())
-        return original(self, fraction)
+        return original(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._Run, "_lr", lr)
+        patch.setattr(loop, "learning_rate_now", lr)
         run(tmp_path / "whole")
         complete, seen[:] = list(seen), []
         kill_after(9)

@@ -134,7 +134,7 @@ class BlockHead(DraftHead):
             raise self.config.refused_layers()
         self._embedding_VE = target.embedding_weight.detach()
         mask = self.config.mask_token_id
-        if not self._embedding_VE[mask].any():
+        if not self._embedding_VE.is_meta and not self._embedding_VE[mask].any():
             raise UserError(
                 f"Token {mask}, heads.mask_token_id, has no embedding in the target but zeros: all slots of a block "
                 "would read nothing, and draft the same.",

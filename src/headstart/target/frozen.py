@@ -135,8 +135,9 @@ class FrozenModel:
         return spare_token(self.tokenizer, self.vocab_size, self._blank)
 
     def _blank(self, token_id: int) -> bool:
-        """Whether a token's embedding says nothing."""
-        return token_id < len(self.embedding_weight) and not bool(self.embedding_weight[token_id].any())
+        """Whether a token's embedding is known to say nothing."""
+        rows = self.embedding_weight
+        return not rows.is_meta and token_id < len(rows) and not bool(rows[token_id].any())
 
     def identity(self) -> Identity:
         """Name and fingerprint."""
