@@ -134,11 +134,11 @@ class BlockHead(DraftHead):
             raise self.config.refused_layers()
         self._embedding_VE = target.embedding_weight.detach()
         mask = self.config.mask_token_id
-        if not self._embedding_VE[mask].any():
+        if target.blank(mask):
             raise UserError(
-                f"Token {mask}, heads.mask_token_id, has no embedding in the target but zeros: all slots of a block "
-                "would read nothing, and draft the same.",
-                "Name another token that no text has.",
+                f"Token {mask}, heads.mask_token_id, has an embedding in the target that is all zeros or not finite: "
+                "the slots of a block would read nothing.",
+                "Name another token that no text has: heads.mask_token_id=<id>.",
             )
         self.lm_head_DE = self.frozen_lm_head(target, self.fc.weight)
 
