@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, cast
 
@@ -173,14 +174,16 @@ def test_the_mask_token_is_one_that_no_text_has() -> None:
     assert Target(tiny_model("llama", vocab_size=rows)).spare_token is None
 
 
-def test_a_mask_token_without_an_embedding_is_passed_over_and_refused() -> None:
-    """Slots that read zeros would all be the same; rows that rounding up added may be zeros."""
+@pytest.mark.parametrize("filled", [0.0, math.nan, math.inf])
+def test_a_mask_token_without_an_embedding_is_passed_over_and_refused(filled: float) -> None:
+    """Slots that read zeros would all be the same; rows that rounding up added may be zeros, or never written."""
     tokenizer = tiny_tokenizer()
     rows = len(tokenizer)
     target = Target(tiny_model("llama", vocab_size=rows + 8), tokenizer)
     with torch.no_grad():
-        target.embedding_weight[rows] = 0
+        target.embedding_weight[rows] = filled
     assert target.spare_token == 0, "padding, which ends nothing"
     heads = DFlashHead(cast(Any, make_config({"family": "dflash", "mask_token_id": rows}, target)))
-    with pytest.raises(UserError, match=f"Token {rows}, heads.mask_token_id, has no embedding"):
+    with pytest.raises(UserError, match=f"Token {rows}, heads.mask_token_id, has .* zeros or not finite") as refused:
         heads.bind(target)
+    assert "heads.mask_token_id=<id>" in refused.value.remedy

@@ -146,6 +146,17 @@ def test_every_position_is_as_likely_an_anchor_as_any_other() -> None:
     assert counts_T[:40].sub(1000).abs().max() < 140 and not counts_T[40:].any()
 
 
+def test_anchors_are_drawn_from_positions_that_learn() -> None:
+    """Every second position has no step left by an earlier draw; as many anchors learn as were asked for."""
+    steps_BT = (torch.arange(50) % 2).expand(4, 50) * 3
+    batch = HeadBatch(
+        torch.zeros(4, 50).long(), torch.ones(4, 50, dtype=torch.bool), {}, subsampled_steps_BT=steps_BT.contiguous()
+    )
+    origin_M = origins(anchored(batch, 10, [1]), 0)
+    assert torch.equal(torch.bincount(origin_M // 50), torch.full((4,), 10)) and (origin_M % 2 == 1).all()
+    assert predictions(batch) == 4 * 24 and predictions(batch, 10) == 40
+
+
 def test_anchors_keep_what_was_drawn_before() -> None:
     batch = HeadBatch(torch.zeros(4, 50).long(), torch.ones(4, 50, dtype=torch.bool), {})
     subset = subsampled(batch, 0.5, [1])

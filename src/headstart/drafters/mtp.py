@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.cascade import Queue
+from headstart.heads.cascade import Queue, first_read, placed
 from headstart.heads.growing import grow
 from headstart.proposal import Committed, Proposal, Request, Root
 from headstart.target import Target, TreeCache
@@ -66,12 +66,7 @@ class _Session:
 
     def place(self, tokens_BP: Tensor) -> None:
         """Write tokens after each row's committed ones."""
-        columns_BP = torch.tensor(self.lengths, device=tokens_BP.device)[:, None]
-        columns_BP = columns_BP + torch.arange(tokens_BP.shape[1], device=tokens_BP.device)
-        short = max(self.lengths) + tokens_BP.shape[1] - self.tokens_BT.shape[1]
-        if short > 0:
-            self.tokens_BT = F.pad(self.tokens_BT, (0, max(short, self.tokens_BT.shape[1])))
-        self.tokens_BT[torch.arange(len(tokens_BP), device=tokens_BP.device)[:, None], columns_BP] = tokens_BP
+        self.tokens_BT = placed(self.tokens_BT, self.lengths, tokens_BP)
 
 
 class MtpDrafter:
@@ -121,12 +116,9 @@ class MtpDrafter:
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> _Session:
         states_BPE = states[self._shipped.state_layer]
-        width, lengths = max(map(len, prompts)), [len(prompt) for prompt in prompts]
-        padded = [[*prompt, *[0] * (width + 1 - len(prompt))] for prompt in prompts]
-        queues = [Queue(states_BPE, lengths)]
-        queues += [Queue(states_BPE[:, :0], [0] * len(prompts)) for _ in self.modules[1:]]
-        caches = [module.new_cache(len(prompts), width + _SPARE) for module in self.modules]
-        return _Session(caches, queues, torch.tensor(padded, device=states_BPE.device), lengths)
+        tokens_BT, queues = first_read(prompts, states_BPE, len(self.modules))
+        caches = [module.new_cache(len(prompts), tokens_BT.shape[1] - 1 + _SPARE) for module in self.modules]
+        return _Session(caches, queues, tokens_BT, [len(prompt) for prompt in prompts])
 
     def propose(self, session: _Session, root: Root, request: Request) -> Proposal:
         if min(session.lengths) < len(self.modules):  # a module in the middle would have nothing to read

@@ -30,7 +30,14 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
 from headstart.heads.block_layer import BlockConfig, BlockLayer
 from headstart.heads.int8_weights import Linear
-from headstart.heads.layer import LayerCache, Rotary, cached_attention, norm_scale, normed
+from headstart.heads.layer import (
+    LayerCache,
+    Rotary,
+    cached_attention,
+    normed,
+    refuse_start,
+    start_from_last_layers,
+)
 from headstart.heads.text_attention import Sight, attend_blocks, by_row, positions_of
 from headstart.proposal import Committed
 from headstart.target import FrozenModel
@@ -134,33 +141,22 @@ class BlockHead(DraftHead):
             raise self.config.refused_layers()
         self._embedding_VE = target.embedding_weight.detach()
         mask = self.config.mask_token_id
-        if not self._embedding_VE.is_meta and not self._embedding_VE[mask].any():
+        if target.blank(mask):
             raise UserError(
-                f"Token {mask}, heads.mask_token_id, has no embedding in the target but zeros: all slots of a block "
-                "would read nothing, and draft the same.",
-                "Name another token that no text has.",
+                f"Token {mask}, heads.mask_token_id, has an embedding in the target that is all zeros or not finite: "
+                "the slots of a block would read nothing.",
+                "Name another token that no text has: heads.mask_token_id=<id>.",
             )
         self.lm_head_DE = self.frozen_lm_head(target, self.fc.weight)
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
         """The target's last layers and final norm; the context is the deepest state that is read."""
-        if self.config.num_layers > target.num_layers:
-            raise UserError(
-                f"heads.num_layers is {self.config.num_layers} and the target has {target.num_layers} layers to start "
-                "from.",
-                "Lower heads.num_layers.",
-            )
+        refuse_start(self.config.num_layers, target)
         self.bind(target)
         if self.config.init == "random":
             return
-        self.fc.weight.zero_()
-        self.fc.weight[:, -self.config.hidden_size :] = torch.eye(self.config.hidden_size)
-        for number, layer in enumerate(self.stack):
-            layer.warm_start(target, number - len(self.layers))
-        last = target.layers[-len(self.layers)]
-        self.hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", None), self.norm.weight))
-        self.norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), self.norm.weight))
+        start_from_last_layers(target, self.stack, self.fc, self.hidden_norm, self.norm)
 
     def read_states(self, states: Mapping[int, Tensor]) -> Tensor:
         """The context [..., E]."""

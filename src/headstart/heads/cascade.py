@@ -107,6 +107,39 @@ class Queue:
         return rows_B1, torch.tensor(list(starts), device=device)[:, None] + torch.arange(width, device=device)
 
 
+def first_read(prompts: Sequence[Sequence[int]], states_BPE: Tensor, modules: int) -> tuple[Tensor, list[Queue]]:
+    """What modules begin with after the target has read the prompts.
+
+    Args:
+        prompts: of each row.
+        states_BPE: the target's states of them, padded on the right.
+        modules: how many there are.
+
+    Returns:
+        The prompts padded on the right, with room for each row's root, int64 [B, T]; and the queue of each module, of
+        which the first alone has something to read.
+    """
+    width, lengths = max(map(len, prompts)), [len(prompt) for prompt in prompts]
+    padded = [[*prompt, *[0] * (width + 1 - len(prompt))] for prompt in prompts]
+    later = [Queue(states_BPE[:, :0], [0] * len(prompts)) for _ in range(1, modules)]
+    return torch.tensor(padded, device=states_BPE.device), [Queue(states_BPE, lengths), *later]
+
+
+def placed(tokens_BT: Tensor, lengths: Sequence[int], tokens_BP: Tensor) -> Tensor:
+    """Tokens with others written after the first `lengths` of each row; in place where there is room for them.
+
+    >>> placed(torch.tensor([[5, 6, 0], [7, 0, 0]]), [2, 1], torch.tensor([[8], [9]])).tolist()
+    [[5, 6, 8], [7, 9, 0]]
+    """
+    device = tokens_BP.device
+    columns_BP = torch.tensor(lengths, device=device)[:, None] + torch.arange(tokens_BP.shape[1], device=device)
+    short = max(lengths) + tokens_BP.shape[1] - tokens_BT.shape[1]
+    if short > 0:
+        tokens_BT = F.pad(tokens_BT, (0, max(short, tokens_BT.shape[1])))
+    tokens_BT[torch.arange(len(tokens_BP), device=device)[:, None], columns_BP] = tokens_BP
+    return tokens_BT
+
+
 @dataclass
 class CascadeState:
     """Drafting of a batch.
@@ -139,12 +172,7 @@ class CascadeState:
 
     def place(self, tokens_BP: Tensor) -> None:
         """Write tokens after each row's committed ones."""
-        columns_BP = torch.tensor(self.lengths, device=tokens_BP.device)[:, None]
-        columns_BP = columns_BP + torch.arange(tokens_BP.shape[1], device=tokens_BP.device)
-        short = max(self.lengths) + tokens_BP.shape[1] - self.tokens_BT.shape[1]
-        if short > 0:
-            self.tokens_BT = F.pad(self.tokens_BT, (0, max(short, self.tokens_BT.shape[1])))
-        self.tokens_BT[torch.arange(len(tokens_BP), device=tokens_BP.device)[:, None], columns_BP] = tokens_BP
+        self.tokens_BT = placed(self.tokens_BT, self.lengths, tokens_BP)
 
     def commit(self, states_BPE: Tensor, tokens_BP: Tensor, counts: Sequence[int]) -> None:
         """Learn what was accepted: entries of the text that modules have read in this round stay, nodes go."""
@@ -211,15 +239,10 @@ class Cascade:
 
     def prefill(self, prompts: Sequence[Sequence[int]], states_BPE: Tensor) -> CascadeState:
         """See `DraftHead.prefill`."""
-        width, device = max(map(len, prompts)), states_BPE.device
-        cache = LayerCache(self.config, len(self.modules), len(prompts), width, states_BPE)
-        lengths = [len(prompt) for prompt in prompts]
-        padded = [[*prompt, *[0] * (width + 1 - len(prompt))] for prompt in prompts]
-        nothing_B0E = states_BPE[:, :0]
-        queues = [Queue(states_BPE, lengths)]
-        queues += [Queue(nothing_B0E, [0] * len(prompts)) for _ in self.modules[1:]]
+        tokens_BT, queues = first_read(prompts, states_BPE, len(self.modules))
+        cache = LayerCache(self.config, len(self.modules), len(prompts), tokens_BT.shape[1] - 1, states_BPE)
         read = [[0] * len(prompts) for _ in self.modules]
-        return CascadeState(cache, read, queues, torch.tensor(padded, device=device), lengths)
+        return CascadeState(cache, read, queues, tokens_BT, [len(prompt) for prompt in prompts])
 
     def level(self, state: CascadeState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """What the LM head reads at the nodes of one level, [B, W, E]; see `DraftHead.draft_step`."""

@@ -19,7 +19,7 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
 from headstart.heads.induction import FAR, slow_pairs, solve
 from headstart.heads.int8_weights import Linear
-from headstart.heads.layer import DraftLayer, LayerConfig, norm_scale, normed
+from headstart.heads.layer import DraftLayer, LayerConfig, normed, refuse_start, start_from_last_layers
 from headstart.heads.recurrent import RecurrentHead
 from headstart.recipe_sections import FromTarget
 from headstart.target import FINAL, FrozenModel
@@ -100,23 +100,12 @@ class FusedHead(RecurrentHead):
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
         """The target's last layer on the deepest aux hidden state, then its final norm and LM head."""
-        if self.config.num_layers > target.num_layers:
-            raise UserError(
-                f"heads.num_layers is {self.config.num_layers} and the target has {target.num_layers} layers to start "
-                "from.",
-                "Lower heads.num_layers.",
-            )
+        refuse_start(self.config.num_layers, target)
         self.bind(target)
         if self.config.init == "random":
             return
-        self.fc.weight.zero_()
-        self.fc.weight[:, -self.config.hidden_size :] = torch.eye(self.config.hidden_size)
-        for number, layer in enumerate(self.stack):
-            before = self.config.hidden_size if number == 0 else 0
-            layer.warm_start(target, number - len(self.layers), before)
-        last = target.layers[-len(self.layers)]
-        self.hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", None), self.norm.weight))
-        self.norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), self.norm.weight))
+        before = self.config.hidden_size  # the embedding comes first
+        start_from_last_layers(target, self.stack, self.fc, self.hidden_norm, self.norm, before)
         self.lm_head.weight.copy_(self.first_lm_head(target))
 
     def select_states(self, states: dict[int, Tensor]) -> Tensor:

@@ -435,6 +435,47 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
+def refuse_start(num_layers: int, target: FrozenModel) -> None:
+    """Refuse heads of more layers than the target has for them to start from.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    if num_layers > target.num_layers:
+        raise UserError(
+            f"heads.num_layers is {num_layers} and the target has {target.num_layers} layers to start from.",
+            "Lower heads.num_layers.",
+        )
+
+
+def start_from_last_layers(
+    target: FrozenModel,
+    stack: Sequence[DraftLayer],
+    fc: Linear,
+    hidden_norm: nn.RMSNorm,
+    norm: nn.RMSNorm,
+    before: int = 0,
+) -> None:
+    """Let layers start as the target's last ones, from the deepest of the states that are fused.
+
+    Args:
+        target: the frozen model.
+        stack: the layers, first to last.
+        fc: the fusion, [E, states * E].
+        hidden_norm: of what was fused; it becomes the input norm of the first of the target's layers.
+        norm: after the layers; it becomes the target's final one.
+        before: columns of the first layer's input before what was fused.
+    """
+    size = fc.out_features
+    fc.weight.zero_()
+    fc.weight[:, -size:] = torch.eye(size)
+    for number, layer in enumerate(stack):
+        layer.warm_start(target, number - len(stack), 0 if number else before)
+    last = target.layers[-len(stack)]
+    hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", None), norm.weight))
+    norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), norm.weight))
+
+
 def norm_scale(norm: nn.Module | None, like: Tensor) -> Tensor:
     """What an RMS norm multiplies with, whether it is stored as such or as a difference to 1; ones for other norms."""
     if not _is_rms(norm):

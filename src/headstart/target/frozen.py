@@ -5,6 +5,7 @@ Shape suffixes: V vocabulary, E hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -132,12 +133,14 @@ class FrozenModel:
     @cached_property
     def spare_token(self) -> int | None:
         """A token that no text uses, see `headstart.target.spare_token`; None where none is known."""
-        return spare_token(self.tokenizer, self.vocab_size, self._blank)
+        return spare_token(self.tokenizer, self.vocab_size, self.blank)
 
-    def _blank(self, token_id: int) -> bool:
-        """Whether a token's embedding is known to say nothing."""
-        rows = self.embedding_weight
-        return not rows.is_meta and token_id < len(rows) and not bool(rows[token_id].any())
+    def blank(self, token_id: int) -> bool:
+        """Whether heads can read nothing of a token: its embedding is zeros, or not finite."""
+        if self.embedding_weight.is_meta or token_id >= len(self.embedding_weight):  # there is nothing to look at
+            return False
+        size = float(self.embedding_weight[token_id].float().abs().sum())
+        return not 0 < size < math.inf
 
     def identity(self) -> Identity:
         """Name and fingerprint."""

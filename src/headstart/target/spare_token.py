@@ -22,7 +22,8 @@ def spare_token(tokenizer: Any, vocab_size: int, blank: Callable[[int], bool] = 
     Args:
         tokenizer: of the model; None where there is none.
         vocab_size: rows of the embeddings.
-        blank: whether a row says nothing (zeros, as rounding up may leave them), so that the next one is taken.
+        blank: whether a row says nothing (zeros or no numbers, as rounding up may leave them), so that the next one is
+            taken.
 
     Returns:
         None where every token has a meaning, or none is known.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from headstart.target.outline import Outline
 NOTE = "teacher.json"
 _BASE = "base.safetensors"
 _FORMAT = 1
+_SPARE = "spare_token"
+"""What the notes of earlier versions lack."""
 _AGAIN = "Write it again where the target is: headstart data build RECIPE computes nothing else anew."
 
 
@@ -52,7 +55,6 @@ class TeacherModel(FrozenModel):
         self._kept = [number for number in range(self.num_layers) if _layer_file(number) in note["files"]]
         self.layers = _Kept(self.layers, self._kept, note["name"])
         self.end_tokens = frozenset(note["end_tokens"])
-        self.spare_token = note.get("spare_token")  # earlier versions noted none
         self.settings = note["settings"]
         self.vocabulary = note["vocabulary"]
         self._note = note
@@ -60,6 +62,21 @@ class TeacherModel(FrozenModel):
     def starts(self, layers: int) -> bool:
         """Whether so many of the last layers are there, for heads that start from them."""
         return all(layer in self._kept for layer in range(max(0, self.num_layers - layers), self.num_layers))
+
+    @cached_property
+    def spare_token(self) -> int | None:
+        """As `FrozenModel` has it.
+
+        Raises:
+            UserError: a version of headstart that noted none wrote this.
+        """
+        if _SPARE not in self._note:
+            raise UserError(
+                f"The teacher of {self.name} is of an earlier headstart, which did not note a token that no text has.",
+                "Name one: heads.mask_token_id=<id>.",
+            )
+        found: int | None = self._note[_SPARE]
+        return found
 
     @property
     def name(self) -> str:
@@ -128,7 +145,7 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     for number in range(max(0, count - layers), count):
         wanted[_layer_file(number)] = _of_layer(target, number)
     missing = {file: tensors for file, tensors in wanted.items() if file not in known}
-    if not missing:
+    if note and not missing and _SPARE in note:
         return folder
     size = sum(tensor.numel() * tensor.itemsize for tensors in missing.values() for tensor in tensors.values())
     need_disk(states, size, "Keeping the teacher")
@@ -273,7 +290,7 @@ def _facts(target: Target, revision: str | None) -> dict[str, Any]:
         "vocabulary": target.vocabulary,
         "dtype": _name_of(target.dtype),
         "end_tokens": sorted(target.end_tokens),
-        "spare_token": target.spare_token,
+        _SPARE: target.spare_token,
         "kv_shapes": target.kv_shapes,
         "class": type(target.model).__name__,
         "transformers": transformers.__version__,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.heads import HeadBatch
-from headstart.heads.base import supervised_origins
+from headstart.heads.base import origins
 
 if TYPE_CHECKING:
     from headstart.data.online import States
@@ -197,6 +197,8 @@ def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch
 def anchored(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
     """The batch with drafts from `anchors` positions of each conversation at most, each as likely as any other.
 
+    Positions that learn nothing (`HeadBatch.subsampled_steps_BT` is 0 there) are not drawn in the place of others.
+
     Args:
         batch: of which drafts start wherever they can, or where an earlier draw lets them; it is left as it is.
         anchors: of a conversation.
@@ -219,18 +221,17 @@ def anchored(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
 
 
 def predictions(batch: HeadBatch, anchors: int | None = None) -> int:
-    """How many predictions the first draft step makes: positions whose next two tokens are both supervised, and of a
-    conversation no more than `anchors`."""
+    """How many predictions the first draft step makes: positions that it learns from (`origins`), and of a conversation
+    no more than `anchors`."""
     if anchors is None:
-        supervised_BT = batch.supervised_BT
-        return int((supervised_BT[:, 1:-1] & supervised_BT[:, 2:]).sum())
+        return len(origins(batch, 0))
     _, conversation_M = _origins_by_conversation(batch)
     return int(np.minimum(np.unique(conversation_M, return_counts=True)[1], anchors).sum())
 
 
 def _origins_by_conversation(batch: HeadBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Flat positions that the first draft step learns from, and a number of the conversation of each."""
-    origin_M = supervised_origins(batch.supervised_BT, 0).cpu().numpy()
+    origin_M = origins(batch, 0).cpu().numpy()
     width = batch.tokens_BT.shape[1]
     if batch.starts_BT is None:
         return origin_M, origin_M // width

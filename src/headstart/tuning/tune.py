@@ -148,7 +148,7 @@ class Tuning:
         The heads themselves are packed or unpacked, as was found faster.
 
         Raises:
-            UserError: dynamic trees for heads that were tuned before there were any.
+            UserError: dynamic trees for heads that were tuned before there were any, or a calibration that is damaged.
         """
         tree = tree or self.tree
         if tree == "dynamic" and not self.calibration:
@@ -158,11 +158,24 @@ class Tuning:
         (to_int8 if self.packed else drop_int8)(heads)
         if tree == "chain":
             return HeadDrafter(heads, TreeShape.chain(self.chain))
-        calibration = Calibration.from_knots(self.calibration) or Calibration()
+        calibration, sampled = self._calibrations()
         if not calibration.reached:  # tuned by an older version; the table of the best path is close
             calibration = replace(calibration, reached=tuple(sum(best[:3]) for best in self.acceptance))
-        sampled = Calibration.from_knots(self.calibration, "sampled_")
         return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
+
+    def _calibrations(self) -> tuple[Calibration, Calibration | None]:
+        """For greedy decoding, and for sampling where it was measured."""
+        try:
+            calibration = Calibration.from_knots(self.calibration) or Calibration()
+            sampled = Calibration.from_knots(self.calibration, "sampled_")
+            if sampled is not None:
+                calibration.towards(sampled, 0.5)  # as temperatures between the two ask for
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(
+                f"The heads' calibration is damaged ({type(error).__name__}: {error}).",
+                "Export or fetch the heads again, or tune them again: headstart tune.",
+            ) from None
+        return calibration, sampled
 
     @property
     def shape(self) -> TreeShape:
