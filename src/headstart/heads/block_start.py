@@ -11,8 +11,8 @@ slowly turning pairs of a head alone.
 What all heads find, and what the MLP makes of it, then goes through linear maps that are solved for: ridge regression
 on the target's final states.
 
-Shape suffixes: E hidden size, B rows, T tokens, M origins, S drafted slots, P distances, A atoms (a pair at a phase), R
-pairs, K slots, F what a map reads, I what is read at an origin, C features, d head size.
+Shape suffixes: E hidden size, B rows, T tokens, M origins, S drafted slots, X all slots of a row's blocks (or all
+tokens), R pairs of a head, F what a map reads, I what is read at an origin, C features, H heads, d head size.
 """
 
 from __future__ import annotations
@@ -219,11 +219,11 @@ def fast_pairs(layer: BlockLayer) -> Tensor:
 @torch.no_grad()
 def look(layer: BlockLayer, heads: tuple[int, int], seen: tuple[Pattern, Pattern], number_E: Tensor) -> None:
     """Set the queries and keys of a layer's first key heads so that they look at the context's newest token, and those
-    of as many after them so that they look at the root; the others keep what the slow pairs hold.
+    of the next ones so that they look at the root; the others keep what the slow pairs hold.
 
     Args:
         layer: whose `qkv` and head norms are written.
-        heads: key heads of the two kinds.
+        heads: how many key heads look at the newest token, and how many at the root.
         seen: patterns of the two kinds, with margins above 0.
         number_E: gives 1 for the context and -1 for a block.
     """

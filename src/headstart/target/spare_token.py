@@ -30,10 +30,10 @@ def spare_token(tokenizer: Any, vocab_size: int, blank: Callable[[int], bool] = 
     """
     if tokenizer is None:
         return None
-    return next((one for one in _candidates(tokenizer, vocab_size) if one < vocab_size and not blank(one)), None)
+    return next((one for one in _candidates(tokenizer) if one < vocab_size and not blank(one)), None)
 
 
-def _candidates(tokenizer: Any, vocab_size: int) -> Iterator[int]:
+def _candidates(tokenizer: Any) -> Iterator[int]:
     known: dict[str, int] = tokenizer.get_vocab()
     yield 1 + max(known.values(), default=-1)
     mask: int | None = getattr(tokenizer, "mask_token_id", None)
@@ -49,7 +49,7 @@ def _candidates(tokenizer: Any, vocab_size: int) -> Iterator[int]:
     free = {
         token_id: text
         for token_id, text in added.items()
-        if special[token_id] and token_id not in roles | {pad} and text not in rendered and token_id < vocab_size
+        if special[token_id] and token_id not in roles | {pad} and text not in rendered
     }
     yield from (token_id for token_id, text in free.items() if _RESERVED.search(text))
     yield from sorted(free, reverse=True)

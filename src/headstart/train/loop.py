@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -234,7 +234,8 @@ class _Run:
             if not self.records:
                 self._validate(display, None)
             started, learnt = monotonic(), 0
-            for group, batches in stack.enter_context(closing(self._batches())):
+            steps = self.order.batches(self.trainer_state, self.total, self._collate, self.accelerator.device)
+            for group, batches in stack.enter_context(closing(steps)):
                 learning = sum(predictions(batch, self.section.anchors) for batch in batches)
                 count, elapsed, asked = self._agree(learning, interrupt.asked)
                 fraction = self._fraction(elapsed)
@@ -467,10 +468,6 @@ class _Run:
     @property
     def ranks(self) -> int:
         return int(self.accelerator.num_processes)
-
-    def _batches(self) -> Generator[tuple[list[Batch], list[HeadBatch]]]:
-        """The steps still to do, each with the batches of this process."""
-        return self.order.batches(self.trainer_state, self.total, self._collate, self.accelerator.device)
 
     def _elapsed(self) -> float:
         return self.earlier + monotonic() - self.started
