@@ -33,7 +33,8 @@ def one(family: str, tokens: int, vocabulary: int, checkpointing: bool) -> dict[
     from headstart.heads import HeadBatch, make_config
     from headstart.target import FINAL, load_target
     from headstart.train.allocator import keep_freed_memory
-    from headstart.train.losses import Teacher, find_loss, weighted
+    from headstart.train.losses import find_loss
+    from headstart.train.summing import Teacher, weighted
     from headstart.train.unrolled import Unrolled
 
     keep_freed_memory()

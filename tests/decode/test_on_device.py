@@ -21,8 +21,9 @@ from headstart.heads import DraftHead, HeadBatch
 from headstart.recipe_sections import TrainSection
 from headstart.target import Target, TreeShape
 from headstart.train.batches import noisy, predictions, subsampled
-from headstart.train.losses import LOSSES, Teacher, find_loss, weighted
+from headstart.train.losses import LOSSES, find_loss
 from headstart.train.optimizers import make_optimizers
+from headstart.train.summing import Teacher, weighted
 from tests.heads.test_contract import CASES, batch_of, build, shake
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model

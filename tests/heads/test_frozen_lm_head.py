@@ -20,7 +20,8 @@ from transformers import (
 
 from headstart.heads import DraftHead, HeadBatch, family, make_config
 from headstart.target import FINAL, Target
-from headstart.train.losses import LOSSES, Teacher, logits_by_block, summed, summed_plain
+from headstart.train.losses import LOSSES
+from headstart.train.summing import Teacher, logits_by_block, summed, summed_plain
 
 BASE: dict[str, Any] = {
     "vocab_size": 71,

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.heads import DraftHead, HeadBatch, text_attention
 from headstart.target import FINAL, Target
-from headstart.train import losses
-from headstart.train.losses import Teacher, find_loss, weighted
+from headstart.train import summing
+from headstart.train.losses import find_loss
+from headstart.train.summing import Teacher, weighted
 from headstart.train.unrolled import Unrolled
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
@@ -46,9 +47,9 @@ def cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits so low that a short text counts as a long one."""
     monkeypatch.setattr(text_attention, "_IN_ONE", {"cpu": 0})
     monkeypatch.setattr(text_attention, "_QUERIES", 16)
-    monkeypatch.setattr(losses, "_TABLE", {"cpu": 0})
-    monkeypatch.setattr(losses, "_BLOCK", {"cpu": 0})
-    monkeypatch.setattr(losses, "_BLOCK_ROWS", 32)
+    monkeypatch.setattr(summing, "_TABLE", {"cpu": 0})
+    monkeypatch.setattr(summing, "_BLOCK", {"cpu": 0})
+    monkeypatch.setattr(summing, "_BLOCK_ROWS", 32)
 
 
 def assert_same_step(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> None:

@@ -30,8 +30,9 @@ from headstart.target import FINAL, Target, load_target
 from headstart.train import loop
 from headstart.train.batches import collate, predictions
 from headstart.train.loop import train
-from headstart.train.losses import LOSSES, Teacher, summed_plain, weighted
+from headstart.train.losses import LOSSES
 from headstart.train.setup import build_heads
+from headstart.train.summing import Teacher, summed_plain, weighted
 from headstart.train.unrolled import Unrolled
 from tests.tiny import tiny_model
 from tests.train.conftest import Train

@@ -18,19 +18,9 @@ from torch.utils._pytree import tree_leaves
 from headstart.errors import UserError
 from headstart.heads import HeadBatch, StepPrediction
 from headstart.target import FINAL, Finish, Target
-from headstart.train import losses
-from headstart.train.losses import (
-    LOSSES,
-    Teacher,
-    TeacherLogits,
-    agreement,
-    find_loss,
-    smooth_l1,
-    summed,
-    summed_plain,
-    topk_ce,
-    weighted,
-)
+from headstart.train import losses, summing
+from headstart.train.losses import LOSSES, find_loss, smooth_l1, topk_ce
+from headstart.train.summing import Teacher, TeacherLogits, agreement, summed, summed_plain, weighted
 
 P_TARGET = [0.7, 0.2, 0.1]
 Q_DRAFT = [0.5, 0.4, 0.1]
@@ -122,9 +112,9 @@ ROWS, DRAFTS, WIDTH = 23, 12, 6
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of at most 5 rows, read 2 rows at a time: neither divides the rows."""
-    monkeypatch.setattr(losses, "_BLOCK", {"cpu": 5 * DRAFTS})
-    monkeypatch.setattr(losses, "_BLOCK_ROWS", 1)
-    monkeypatch.setattr(losses, "_CHUNK", {"cpu": 2 * DRAFTS + 1})
+    monkeypatch.setattr(summing, "_BLOCK", {"cpu": 5 * DRAFTS})
+    monkeypatch.setattr(summing, "_BLOCK_ROWS", 1)
+    monkeypatch.setattr(summing, "_CHUNK", {"cpu": 2 * DRAFTS + 1})
 
 
 def _teacher_logits(rows: int, drafts: int = DRAFTS, size: int = 4) -> TeacherLogits:
@@ -251,7 +241,7 @@ def test_confidence_learns_the_mass_that_is_shared(settings: dict[str, Any]) -> 
     ]
     bare = [replace(step, confidence_M=None) for step in steps]
     total = weighted(steps, losses.soft_ce, teacher_logits, 0.8, **settings)
-    weights = losses._position_weights(
+    weights = summing._position_weights(
         bare, teacher_logits, 0.8, settings.get("position_weight", "exponential"), "round_starts_only" in settings
     )
     alphas = [agreement(step, teacher_logits)[0] for step in steps]

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from headstart.heads import HeadBatch, StepPrediction
 from headstart.target import FINAL, Target
-from headstart.train import losses
+from headstart.train import summing
 from headstart.train.display import Display
 from headstart.train.log import Log
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage, pick_vocabulary
@@ -36,8 +36,8 @@ def _step(logits_MD: torch.Tensor, source: list[int], origin: list[int]) -> Step
 
 @pytest.mark.parametrize("block", [1, 3, 512])
 def test_tau_lines_up_the_steps_of_one_draft(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_BLOCK", {"cpu": 0})
-    monkeypatch.setattr(losses, "_BLOCK_ROWS", block)
+    monkeypatch.setattr(summing, "_BLOCK", {"cpu": 0})
+    monkeypatch.setattr(summing, "_BLOCK_ROWS", block)
     chosen_X = torch.tensor([-1, 3, 4, 5, 6, -1])
     steps = [
         # from origins 0, 1, 2, 3: right, wrong (by one rank), right, right

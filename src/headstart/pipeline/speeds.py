@@ -25,9 +25,10 @@ from headstart.target.memory import forget_most_resident, most_resident
 from headstart.target.outline import Outline
 from headstart.train.allocator import keep_freed_memory
 from headstart.train.batches import subsampled
-from headstart.train.losses import Teacher, soft_ce, weighted
+from headstart.train.losses import soft_ce
 from headstart.train.metrics import Tally, chosen_tokens
 from headstart.train.optimizers import make_optimizers
+from headstart.train.summing import Teacher, weighted
 from headstart.train.watch import draft_passes, training_flops
 
 _MATRICES, _READING = 0.4, 0.6

@@ -54,13 +54,14 @@ from headstart.train.finite import not_finite
 from headstart.train.interrupt import Interrupt
 from headstart.train.joint import Drift, Joint
 from headstart.train.log import Log
-from headstart.train.losses import Teacher, find_loss, weighted
+from headstart.train.losses import find_loss
 from headstart.train.low_rank import LowRank
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
 from headstart.train.optimizers import make_optimizers
 from headstart.train.order import Order
 from headstart.train.processes import describe_processes, make_accelerator, on_device, together, whole_state
 from headstart.train.setup import build_heads, check_store, check_training, learning_rate_now
+from headstart.train.summing import Teacher, weighted
 from headstart.train.tracking import alert, finish_trackers, log_table, start_tracker
 from headstart.train.unrolled import Unrolled
 from headstart.train.watch import LossWatch, divergence, memory, peak_flops, training_flops

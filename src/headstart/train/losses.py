@@ -2,51 +2,26 @@
 
 A loss is a plain function (draft logits [M, D], target probabilities [M, D]) -> one number per prediction [M], in
 float32; any family trains with any of them. `alpha`, the mass the two distributions share, is the probability that a
-draft sampled from the head is accepted by lossless verification.
+draft sampled from the head is accepted by lossless verification. `train/summing.py` sums them over a batch.
 
-`summed` goes from what the LM head reads to the summed loss and its gradients in one pass over blocks of rows, so a
-table of logits of all predictions never exists. `summed_plain` is its reference: the loss applied to the whole table.
-
-Shape suffixes: B rows of a block, C rows of a chunk, X flat positions of a batch, S positions that precede a
-supervised token, M predictions of one step (or of several with one LM head), D draft vocabulary, E hidden size, H width
-of what an LM head reads, R most likely tokens.
+Shape suffixes: M predictions of one step, D draft vocabulary, E hidden size, R most likely tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headstart.errors import UserError, nearest
-from headstart.heads import HeadBatch, StepPrediction
-from headstart.recipe_sections import PositionWeight
-from headstart.target import FINAL, Finish, FrozenModel
-from headstart.train.position_weights import accept_until_failure, dpace, exponential, round_starts
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 _TINY = torch.finfo(torch.float32).tiny
 _TOP = 10
-_BLOCK = {"cpu": 1 << 24}
-"""Logits that exist at once, 32 MB of bfloat16 on a CPU."""
-_BLOCK_ELSEWHERE = 1 << 27
-_BLOCK_ROWS = 512
-"""Yet at least so many rows: the LM head is read and its gradient added to once for each block."""
-_CHUNK = {"cpu": 1 << 19}
-"""Numbers of a block that a loss reads at a time: on a CPU they fit the cache (2 MB of float32), elsewhere it only
-bounds memory."""
-_CHUNK_ELSEWHERE = 1 << 26
-_TABLE = {"cpu": 1 << 28}
-"""Teacher logits of a batch that are kept, 512 MB of bfloat16 on a CPU; those of more are computed where they are
-read."""
-_TABLE_ELSEWHERE = 1 << 30
 
 
 def soft_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
@@ -78,12 +53,12 @@ def js(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
 
 def tv(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     """Total variation, 1 - alpha: the probability that a sampled draft is rejected."""
-    return 1 - _alpha(draft_logits_MD, target_probs_MD)
+    return 1 - shared_mass(draft_logits_MD, target_probs_MD)
 
 
 def nla(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     """Negative log of alpha: like total variation, with a gradient that grows where the head is far off."""
-    return -_alpha(draft_logits_MD, target_probs_MD).clamp_min(_TINY).log()
+    return -shared_mass(draft_logits_MD, target_probs_MD).clamp_min(_TINY).log()
 
 
 def lk(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
@@ -91,7 +66,7 @@ def lk(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
 
     KL teaches while the head is weak, total variation takes over as alpha grows.
     """
-    alpha_M = _alpha(draft_logits_MD, target_probs_MD)
+    alpha_M = shared_mass(draft_logits_MD, target_probs_MD)
     entropy_M: Tensor = -torch.special.xlogy(target_probs_MD, target_probs_MD).sum(-1)
     forward_kl_M: Tensor = soft_ce(draft_logits_MD, target_probs_MD) - entropy_M
     weight_M: Tensor = torch.exp(-3 * alpha_M.detach())
@@ -126,7 +101,8 @@ def smooth_l1(feature_ME: Tensor, final_ME: Tensor) -> Tensor:
     return F.smooth_l1_loss(feature_ME.float(), final_ME.float(), reduction="none").mean(-1)
 
 
-def _alpha(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
+def shared_mass(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
+    """alpha of each prediction, [M]: what the two distributions share, from 0 to 1."""
     return torch.minimum(draft_logits_MD.softmax(-1), target_probs_MD).sum(-1)
 
 
@@ -152,382 +128,3 @@ def find_loss(name: str) -> Loss:
     if name not in LOSSES:
         raise UserError(f"Unknown loss {name!r}.", nearest(name, LOSSES))
     return LOSSES[name]
-
-
-class Teacher:
-    """The target's LM head, cut to the draft vocabulary.
-
-    Args:
-        target: the frozen model.
-        draft_to_target_D: int64, the target's token id of each draft token.
-    """
-
-    def __init__(self, target: FrozenModel, draft_to_target_D: Tensor) -> None:
-        self._target = target
-        complete = len(draft_to_target_D) == target.vocab_size
-        ids_D = draft_to_target_D.to(target.device)
-        weight, bias = target.lm_head_weight.detach(), target.lm_head_bias
-        self._weight_DE: Tensor = weight if complete else weight[ids_D]
-        self._bias_D: Tensor | None = bias if bias is None or complete else bias.detach()[ids_D]
-
-    @torch.no_grad()
-    def read(self, batch: HeadBatch) -> TeacherLogits:
-        """The target's logits at every position of a batch that a draft step can be asked about.
-
-        The logits are computed once here, since most positions are used by several steps, unless their table would be
-        too large.
-        """
-        before_BT = torch.zeros_like(batch.supervised_BT)
-        before_BT[:, :-1] = batch.supervised_BT[:, 1:]
-        positions_S = before_BT.flatten().nonzero()[:, 0]
-        row_X = torch.full((before_BT.numel(),), -1, device=before_BT.device)
-        row_X[positions_S] = torch.arange(len(positions_S), device=before_BT.device)
-        final_SE = batch.states[FINAL].flatten(0, 1)[positions_S].to(self._weight_DE.dtype)
-        if len(final_SE) * len(self._weight_DE) > _TABLE.get(final_SE.device.type, _TABLE_ELSEWHERE):
-            none_SD = final_SE.new_empty(0, len(self._weight_DE))
-            return LongTeacherLogits(none_SD, final_SE, row_X, self._logits)
-        return TeacherLogits(self._logits(final_SE), final_SE, row_X)
-
-    @torch.no_grad()
-    def _logits(self, final_SE: Tensor) -> Tensor:
-        with torch.autocast(final_SE.device.type, enabled=False):
-            return self._target.finish(F.linear(final_SE, self._weight_DE, self._bias_D))
-
-
-@dataclass
-class TeacherLogits:
-    """The target's logits over the draft vocabulary for one batch, and the states they come from.
-
-    Attributes:
-        logits_SD: in the target's dtype.
-        final_SE: the stored final states that gave them.
-        row_X: int64, the row of the two that belongs to a flat position, -1 where no supervised token follows.
-    """
-
-    logits_SD: Tensor
-    final_SE: Tensor
-    row_X: Tensor
-
-    def rows(self, source_M: Tensor) -> Tensor:
-        """Rows of the teacher logits for flat positions, all of which precede a supervised token."""
-        rows_M = self.row_X[source_M]
-        assert not (rows_M < 0).any(), "a step predicts supervised tokens only"
-        return rows_M
-
-    def of(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
-        """A table of logits, and where in it those of a block's rows are."""
-        return self.logits_SD, rows_B
-
-
-@dataclass
-class LongTeacherLogits(TeacherLogits):
-    """Those of a text too long for a table of all: `logits_SD` stays empty.
-
-    Attributes:
-        read: logits from final states.
-    """
-
-    read: Callable[[Tensor], Tensor]
-
-    def of(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
-        read_U, at_B = torch.unique(rows_B, return_inverse=True)
-        return self.read(self.final_SE[read_U]), at_B
-
-
-def weighted(
-    predictions: Iterable[StepPrediction],
-    loss: Loss,
-    teacher_logits: TeacherLogits,
-    step_weight: float,
-    position_weight: PositionWeight = "exponential",
-    feature_weight: float = 0.0,
-    round_starts_only: bool = False,
-) -> Tensor:
-    """Sum over all predictions of a batch of weight times loss: a float32 scalar, not yet normalised.
-
-    Args:
-        predictions: of each step in turn.
-        loss: between draft and target distributions.
-        teacher_logits: the target's side of the batch.
-        step_weight: step k weighs this to the power k (not with `dpace`).
-        position_weight: see `headstart.train.position_weights`; `subsampled` takes the batch as `subsampled` left it.
-            `dpace` and `accept_until_failure` cost one more product with the LM head, to see first how the drafts fare;
-            `accept_until_failure` then skips what weighs nothing.
-            A prediction's confidence learns alpha, by binary cross-entropy with the same weight.
-        feature_weight: of `smooth_l1` between drafted features and final states, with the same position weights.
-        round_starts_only: learn only from origins at which drafting would really start; they weigh as much as all
-            together.
-
-    Raises:
-        UserError: a feature loss for heads that draft no features.
-    """
-    steps = list(predictions)
-    weights = _position_weights(steps, teacher_logits, step_weight, position_weight, round_starts_only)
-    total = torch.zeros((), device=teacher_logits.final_SE.device)
-    for members in _by_lm_head(steps):
-        hidden_MH = torch.cat([steps[step].hidden_MH for step in members])
-        source_M = torch.cat([steps[step].source_M for step in members])
-        weight_M = torch.cat([weights[step] for step in members])
-        confidences = [steps[step].confidence_M for step in members]
-        confidence_M = torch.cat([one for one in confidences if one is not None] or [hidden_MH.new_zeros(0)])
-        if position_weight == "accept_until_failure" or round_starts_only:
-            kept_M = weight_M.nonzero()[:, 0]
-            hidden_MH, source_M, weight_M = hidden_MH[kept_M], source_M[kept_M], weight_M[kept_M]
-            confidence_M = confidence_M[kept_M] if len(confidence_M) else confidence_M
-        if isinstance(teacher_logits, LongTeacherLogits) and len(members) > 1:
-            # Steps that are compared with one distribution come together: it is computed once for all of them.
-            order_M = source_M.argsort(stable=True)
-            hidden_MH, source_M, weight_M = hidden_MH[order_M], source_M[order_M], weight_M[order_M]
-            confidence_M = confidence_M[order_M] if len(confidence_M) else confidence_M
-        first = steps[members[0]]
-        alpha_M = weight_M.new_zeros(len(weight_M)) if first.confidence_M is not None else None
-        own = (first.bias_D, first.finish, first.frozen_columns, alpha_M)
-        total = total + summed(loss, hidden_MH, first.lm_head_DH, teacher_logits, source_M, weight_M, *own)
-        if alpha_M is not None:
-            missed_M = F.binary_cross_entropy_with_logits(confidence_M.float(), alpha_M, reduction="none")
-            total = total + (weight_M * missed_M).sum()
-    if feature_weight:
-        for prediction, weight_M in zip(steps, weights, strict=True):
-            if prediction.feature_ME is None:
-                raise UserError("These heads draft no features to compare.", "Set train.feature_weight=0.")
-            final_ME = teacher_logits.final_SE[teacher_logits.rows(prediction.source_M)]
-            total = total + feature_weight * (weight_M * smooth_l1(prediction.feature_ME, final_ME)).sum()
-    return total
-
-
-def _by_lm_head(steps: Sequence[StepPrediction]) -> list[list[int]]:
-    """Steps that share an LM head, together: it is cast once for them, and its gradient is one table."""
-    members: dict[int, list[int]] = {}
-    for step, prediction in enumerate(steps):
-        members.setdefault(id(prediction.lm_head_DH), []).append(step)
-    return list(members.values())
-
-
-def _position_weights(
-    steps: Sequence[StepPrediction],
-    teacher_logits: TeacherLogits,
-    step_weight: float,
-    position_weight: PositionWeight,
-    round_starts_only: bool,
-) -> list[Tensor]:
-    origins = [prediction.origin_M for prediction in steps]
-    drawn = position_weight == "subsampled" and not round_starts_only  # the batch has been subsampled
-    weights = exponential(origins, 1.0 if drawn else step_weight)
-    if not steps or (position_weight in ("exponential", "subsampled") and not round_starts_only):
-        return weights
-    alphas, right = zip(*(agreement(prediction, teacher_logits) for prediction in steps), strict=True)
-    if position_weight == "dpace":
-        weights = dpace(origins, alphas)
-    elif position_weight == "accept_until_failure":
-        weights = accept_until_failure(origins, right, step_weight)
-    if round_starts_only:
-        started = round_starts(origins, right)
-        scale = len(origins[0]) / max(1, int(started[0].sum()))
-        weights = [scale * weight_M * started_M for weight_M, started_M in zip(weights, started, strict=True)]
-    return weights
-
-
-@torch.no_grad()
-def agreement(prediction: StepPrediction, teacher_logits: TeacherLogits) -> tuple[Tensor, Tensor]:
-    """How a step's drafts fare: alpha [M], and whether draft and target have the same most likely token, bool [M].
-
-    Both are over the draft vocabulary: a token that cannot be drafted counts as little here as in the loss.
-    """
-    rows_M = teacher_logits.rows(prediction.source_M)
-    alphas, right = [torch.zeros(0, device=rows_M.device)], [torch.zeros(0, dtype=torch.bool, device=rows_M.device)]
-    for block, logits_BD in logits_by_block(prediction):
-        table_SD, rows_B = teacher_logits.of(rows_M[block])
-        for chunk in _chunks(logits_BD):
-            draft_CD, target_CD = logits_BD[chunk].float(), table_SD[rows_B[chunk]].float()
-            alphas.append(_alpha(draft_CD, target_CD.softmax(-1)))
-            right.append(draft_CD.argmax(-1) == target_CD.argmax(-1))
-    return torch.cat(alphas), torch.cat(right)
-
-
-def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]]:
-    """A step's logits [B, D] a block of rows at a time, in autocast's dtype where that is on."""
-    hidden_MH, lm_head_DH = _operands(prediction.hidden_MH, prediction.lm_head_DH)
-    for block in _blocks(hidden_MH, lm_head_DH):
-        logits_BD = F.linear(hidden_MH[block], lm_head_DH, _like(prediction.bias_D, lm_head_DH))
-        yield block, logits_BD if prediction.finish is None else prediction.finish(logits_BD)
-
-
-def summed_plain(
-    loss: Loss,
-    hidden_MH: Tensor,
-    lm_head_DH: Tensor,
-    teacher_logits: TeacherLogits,
-    source_M: Tensor,
-    weight_M: Tensor,
-    bias_D: Tensor | None = None,
-    finish: Finish | None = None,
-) -> Tensor:
-    """`summed` by its definition, with all logits at once: what the pass over blocks is tested against."""
-    logits_MD = F.linear(hidden_MH, lm_head_DH, bias_D)
-    logits_MD = logits_MD if finish is None else finish(logits_MD)
-    kind = torch.promote_types(logits_MD.dtype, torch.float32)
-    table_SD, rows_M = teacher_logits.of(teacher_logits.rows(source_M))
-    target_probs_MD = table_SD[rows_M].softmax(-1, dtype=kind)
-    return (weight_M * loss(logits_MD.to(kind), target_probs_MD)).sum()
-
-
-def summed(
-    loss: Loss,
-    hidden_MH: Tensor,
-    lm_head_DH: Tensor,
-    teacher_logits: TeacherLogits,
-    source_M: Tensor,
-    weight_M: Tensor,
-    bias_D: Tensor | None = None,
-    finish: Finish | None = None,
-    frozen_columns: int = 0,
-    alpha_M: Tensor | None = None,
-) -> Tensor:
-    """Weighted sum of a loss over predictions that share an LM head: a float32 scalar.
-
-    Its gradient reaches `hidden_MH` and, where it is trained, `lm_head_DH`.
-
-    Args:
-        loss: between draft and target distributions.
-        hidden_MH: what the LM head reads.
-        lm_head_DH: the LM head over the draft vocabulary.
-        teacher_logits: the target's side of the batch.
-        source_M: int64, the flat position whose distribution each prediction is compared with.
-        weight_M: float32, how much each prediction counts; a constant.
-        bias_D: of the LM head, a constant.
-        finish: what makes logits of the LM head's output.
-        frozen_columns: of the LM head, how many of the first ones do not learn.
-        alpha_M: float32, is filled with the mass that each prediction shares with the target's distribution.
-    """
-    assert hidden_MH.shape[0] == source_M.shape[0] == weight_M.shape[0], "one source and weight for each prediction"
-    apply: Callable[..., Tensor] = _Summed.apply
-    own = (bias_D, finish, frozen_columns, alpha_M)
-    return apply(hidden_MH, lm_head_DH, loss, teacher_logits, source_M, weight_M, *own)
-
-
-class _Summed(torch.autograd.Function):
-    """Loss and gradients in one pass.
-
-    The logits of a block become their own gradient in place, which then goes through the LM head while it is at hand.
-    In mixed precision the products are in autocast's dtype, as a linear layer's would be; the LM head's gradient is
-    added up over blocks in float32.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_MH: Tensor,
-        lm_head_DH: Tensor,
-        loss: Loss,
-        teacher_logits: TeacherLogits,
-        source_M: Tensor,
-        weight_M: Tensor,
-        bias_D: Tensor | None,
-        finish: Finish | None,
-        frozen_columns: int,
-        alpha_M: Tensor | None,
-    ) -> Tensor:
-        read_MH, head_DH = _operands(hidden_MH, lm_head_DH)
-        kind = torch.promote_types(read_MH.dtype, torch.float32)
-        # float16 gradients overflow unless they are scaled, and what scales them comes with the backward pass.
-        kept = kind if read_MH.dtype == torch.float16 else read_MH.dtype
-        rows_M, bias_D = teacher_logits.rows(source_M), _like(bias_D, head_DH)
-        judged = loss if finish is None else _finished(loss, finish)
-        total = torch.zeros((), dtype=kind, device=hidden_MH.device)
-        hidden_kind = torch.promote_types(hidden_MH.dtype, kept)
-        hidden_gradient_MH = torch.empty_like(hidden_MH, dtype=hidden_kind) if ctx.needs_input_grad[0] else None
-        head_gradient_DH = torch.zeros_like(lm_head_DH, dtype=kind) if ctx.needs_input_grad[1] else None
-        learning = any(ctx.needs_input_grad)
-        with torch.autocast(hidden_MH.device.type, enabled=False):
-            for block in _blocks(read_MH, head_DH):
-                logits_BD = F.linear(read_MH[block], head_DH, bias_D).to(kept)
-                if alpha_M is not None:
-                    alpha_M[block] = _alphas(logits_BD, finish, teacher_logits, rows_M[block])
-                total += _differentiate(
-                    judged, logits_BD, teacher_logits, rows_M[block], weight_M[block], kind, learning
-                )
-                if hidden_gradient_MH is not None:
-                    hidden_gradient_MH[block] = logits_BD @ head_DH.to(kept)
-                if head_gradient_DH is not None:
-                    learns = slice(frozen_columns, None)
-                    head_gradient_DH[:, learns] += logits_BD.T @ read_MH[block, learns].to(kept)
-        ctx.save_for_backward(hidden_gradient_MH, head_gradient_DH)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: autograd refuses a second use by itself.
-        return *(None if saved is None else saved.mul_(upstream) for saved in ctx.saved_tensors), *[None] * 8
-
-
-def _differentiate(
-    loss: Loss,
-    logits_BD: Tensor,
-    teacher_logits: TeacherLogits,
-    rows_B: Tensor,
-    weight_B: Tensor,
-    kind: torch.dtype,
-    learning: bool,
-) -> Tensor:
-    """The weighted loss of a block; `learning` replaces its logits by their gradient."""
-    total = torch.zeros((), dtype=kind, device=logits_BD.device)
-    table_SD, rows_B = teacher_logits.of(rows_B)
-    with torch.set_grad_enabled(learning):
-        for chunk in _chunks(logits_BD):
-            logits_CD = logits_BD[chunk].detach().to(kind).requires_grad_(learning)
-            target_probs_CD = table_SD[rows_B[chunk]].softmax(-1, dtype=kind)
-            part = (weight_B[chunk] * loss(logits_CD, target_probs_CD)).sum()
-            total += part.detach()
-            if learning:
-                logits_BD[chunk] = torch.autograd.grad(part, logits_CD)[0]
-    return total
-
-
-def _alphas(logits_BD: Tensor, finish: Finish | None, teacher_logits: TeacherLogits, rows_B: Tensor) -> Tensor:
-    """The mass that each draft distribution of a block shares with the target's, [B]."""
-    table_SD, rows_B = teacher_logits.of(rows_B)
-    found = [torch.zeros(0, device=logits_BD.device)]
-    for chunk in _chunks(logits_BD):
-        logits_CD = logits_BD[chunk].float()
-        logits_CD = logits_CD if finish is None else finish(logits_CD)
-        found.append(_alpha(logits_CD, table_SD[rows_B[chunk]].softmax(-1, dtype=torch.float32)))
-    return torch.cat(found)
-
-
-def _finished(loss: Loss, finish: Finish) -> Loss:
-    """A loss of what an LM head gives, from one of logits."""
-    return lambda raw_MD, target_probs_MD: loss(finish(raw_MD), target_probs_MD)
-
-
-def _like(bias_D: Tensor | None, lm_head_DH: Tensor) -> Tensor | None:
-    return None if bias_D is None else bias_D.to(lm_head_DH.dtype)
-
-
-def _operands(hidden_MH: Tensor, lm_head_DH: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the dtype in which autocast would multiply them; as they are without autocast."""
-    device = hidden_MH.device.type
-    if not torch.is_autocast_enabled(device):
-        return hidden_MH, lm_head_DH
-    kind = torch.get_autocast_dtype(device)
-    return hidden_MH.to(kind), lm_head_DH.to(kind)
-
-
-def _blocks(hidden_MH: Tensor, lm_head_DH: Tensor) -> list[slice]:
-    numbers = _BLOCK.get(hidden_MH.device.type, _BLOCK_ELSEWHERE)
-    return _slices(hidden_MH.shape[0], max(_BLOCK_ROWS, numbers // lm_head_DH.shape[0]))
-
-
-def _chunks(logits_BD: Tensor) -> list[slice]:
-    numbers = _CHUNK.get(logits_BD.device.type, _CHUNK_ELSEWHERE)
-    return _slices(logits_BD.shape[0], max(1, numbers // logits_BD.shape[1]))
-
-
-def _slices(rows: int, maximum: int) -> list[slice]:
-    """Parts of nearly one height, `maximum` rows at most.
-
-    >>> _slices(5, 2), _slices(0, 2)
-    ([slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)], [])
-    """
-    height = -(-rows // max(1, -(-rows // maximum)))
-    return [slice(start, min(rows, start + height)) for start in range(0, rows, max(1, height))]

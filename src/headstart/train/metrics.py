@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.heads import HeadBatch, StepPrediction
 from headstart.target import FINAL, FrozenModel
-from headstart.train.losses import logits_by_block
+from headstart.train.summing import logits_by_block
 
 TOPS = (1, 4, 8)
 """Ranks counted: the target's choice is among the head's best 1, 4, 8."""
