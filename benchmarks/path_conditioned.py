@@ -9,6 +9,10 @@ after its own path. Both kinds of trees are calibrated on the same texts, each w
 last arm with a calibration that knows depth alone. All arms answer each question in turns. Accepted tokens do not
 depend on the clock.
 
+Sampled texts differ from arm to arm, and so does luck. With --every-position all arms read the same sampled texts, of
+the target alone, and draft a round at each of their positions; what a round counts is how many tokens it emits on
+average, given its drafts.
+
 Works with heads of any family. Where depths are drafted in one forward, both trees hold the same drafts.
 
 Shape suffixes: B rows, W nodes of a level, D draft vocabulary, V vocabulary, K steps, T tokens.
@@ -17,8 +21,8 @@ Shape suffixes: B rows, W nodes of a level, D draft vocabulary, V vocabulary, K 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -34,14 +38,18 @@ import headstart
 from headstart.calibration import Calibration
 from headstart.data.conversations import read_conversations
 from headstart.data.questions import read_questions
+from headstart.decode.drafting import Drafter
 from headstart.decode.options import DecodeOptions
+from headstart.decode.rules import RULES
+from headstart.decode.verify import Accepted, Row, Rule, Streams
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.measure import environment
-from headstart.eval.methods import Method, Ours
+from headstart.eval.methods import Method, Ours, Run
 from headstart.eval.summary import Unit, ratio_interval, steps
 from headstart.heads import DraftHead
 from headstart.heads.growing import grow
 from headstart.proposal import Committed, Proposal, Request, Root
+from headstart.rng import draw
 from headstart.target import FINAL, Target, TreeShape
 from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.measure import (
@@ -56,6 +64,8 @@ from headstart.tuning.measure import (
 MAX_RANK = 10
 """Drafts of a depth that are told apart when trees are calibrated."""
 CHAIN, INDEPENDENT, ONE_CURVE, PATHS = "chain", "independent depths", "own paths, one curve", "own paths"
+EXPECTED = "expected"
+"""The rule that emits one token a round, and says what the default one would emit."""
 ARMS = (CHAIN, INDEPENDENT, ONE_CURVE, PATHS)
 
 
@@ -69,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--limit", type=int, default=16, help="questions at most")
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--every-position", action="store_true", help="sampling: a round at each, on the same texts")
     parser.add_argument("--target", help="instead of the one that the heads name")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path, default=Path("out/path_conditioned"))
@@ -90,9 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     rows: list[dict[str, Any]] = []
     for temperature in options.temperatures:
-        methods = methods_of(target, heads, fitted, nodes, temperature)
-        folder = options.out / f"temperature-{temperature:g}"
-        units = alternate(target, methods, questions, folder, settings, options.max_new_tokens)
+        every_position = options.every_position and temperature > 0
+        methods = methods_of(target, heads, fitted, nodes, temperature, every_position)
+        folder = options.out / f"temperature-{temperature:g}{'-every-position' * every_position}"
+        own = {**settings, "every_position": every_position}
+        units = alternate(target, methods, questions, folder, own, options.max_new_tokens)
         rows += rows_of(units, nodes, temperature)
         what = "Tokens a round of chains and trees that verify equally many nodes, all arms taking turns."
         record(options.out / "path_conditioned.json", what, rows, environment(target), __file__, arguments, settings)
@@ -197,8 +210,68 @@ def measure_along(target: Target, heads: DraftHead, texts: Sequence[Supervised])
     return Drafts(*(torch.stack(parts) for parts in zip(*found, strict=True)))
 
 
+class EveryPosition:
+    """A round at every position of a text that the target draws alone, the same text with every drafter.
+
+    A round emits, for the record, what it would on average: the sum over its nodes of how likely each is accepted by
+    the rule that sampling follows by default, given the drafts.
+
+    Args:
+        target: the frozen model.
+        drafter: what drafts.
+        temperature: of sampling.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, temperature: float) -> None:
+        self._expected: list[float] = []
+        default = RULES["greedy_draft"]
+        RULES[EXPECTED] = Rule(EXPECTED, self._one_token, default.children)
+        options = DecodeOptions(temperature=temperature, draft="on", verifier=EXPECTED)
+        self._rule, self._ours = RULES[EXPECTED], Ours(target, drafter, options)
+
+    def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
+        """As any method; one prompt at a time."""
+        assert len(prompts) == 1, "rounds are told apart by their order"
+        self._expected.clear()
+        RULES[EXPECTED] = self._rule
+        found = self._ours.run(prompts, max_new_tokens, seed)
+        means = cast(list[int], self._expected)  # not whole numbers, and nothing below needs them to be
+        rounds = [replace(one, emitted=mean) for one, mean in zip(found.rounds[0], means, strict=True)]
+        return replace(found, rounds=[rounds])
+
+    def _one_token(self, row: Row, streams: Streams) -> Accepted:
+        self._expected.append(expected_tokens(row))
+        return Accepted([0], [draw(row.p_target(0), streams.residual)])
+
+
+def expected_tokens(row: Row) -> float:
+    """Tokens that `greedy_draft` emits in a round on average, given the drafts."""
+    accepted = [1.0, *[0.0] * (len(row.tokens) - 1)]
+    for node, children in enumerate(row.children):
+        if not children:
+            continue
+        rejected, p_target_V = 1.0, row.p_target(node)
+        drawn = row.sampled[node].children[:1] if node in row.sampled else []
+        for child in drawn:
+            q_draft_V = row.q_draft(node) / row.q_draft(node).sum()
+            ratio = float(p_target_V[row.tokens[child]] / q_draft_V[row.tokens[child]])
+            accepted[child] = accepted[node] * min(1.0, ratio)
+            rejected = max(0.0, 1.0 - ratio)
+            p_target_V = (p_target_V - q_draft_V).clamp(min=0)
+            p_target_V = p_target_V / p_target_V.sum()
+        for child in children:
+            if child not in drawn and rejected > 0:
+                accepted[child] = accepted[node] * rejected * float(p_target_V[row.tokens[child]])
+    return sum(accepted)
+
+
 def methods_of(
-    target: Target, heads: DraftHead, fitted: Mapping[str, Fitted], nodes: Sequence[int], temperature: float
+    target: Target,
+    heads: DraftHead,
+    fitted: Mapping[str, Fitted],
+    nodes: Sequence[int],
+    temperature: float,
+    every_position: bool = False,
 ) -> dict[str, Method]:
     """Each arm with each number of nodes. Without costs, trees take all the nodes they may."""
     shape, along = TreeShape.chain(heads.draft_steps), cast(DraftHead, AlongBestPath(heads))
@@ -207,7 +280,11 @@ def methods_of(
         for arm, own in fitted.items()
     }
     methods: dict[str, Method] = {}
-    ours = partial(Ours, target, options=DecodeOptions(temperature=temperature, draft="on"))
+    ours: Callable[[Drafter], Method] = partial(
+        Ours, target, options=DecodeOptions(temperature=temperature, draft="on")
+    )
+    if every_position:
+        ours = partial(EveryPosition, target, temperature=temperature)
     for count in nodes:
         chain = HeadDrafter(heads, TreeShape.chain(min(count - 1, heads.draft_steps)))
         methods[named(CHAIN, count)] = ours(chain)

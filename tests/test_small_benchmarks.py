@@ -15,7 +15,10 @@ import torch
 from safetensors.numpy import save_file
 
 from headstart.data.conversations import Conversation, write_conversations
+from headstart.decode.rules import greedy_draft
+from headstart.decode.verify import Row, streams
 from headstart.files import read_json, write_json
+from headstart.proposal import SampledChildren
 from headstart.target import load_target
 from headstart.tuning.measure import Text, measure_drafts
 from tests.hub.helpers import export, make_heads
@@ -157,6 +160,28 @@ def test_path_conditioned(
         assert most - 1 < row["nodes_per_round"] <= most, "drafts without a chance are left out"
         base = {benchmark.CHAIN: "over_chain", benchmark.INDEPENDENT: "over_independent"}.get(row["drafts"])
         assert base is None or row[base]["mean"] == 1
+
+    benchmark.main(
+        [*arguments[:-2], "--max-new-tokens", "9", "--nodes", "4", "--every-position", "--temperatures", "1"]
+    )
+    found = read_json(out / "path_conditioned.json")["rows"]
+    assert all(1 <= row["tau"] <= family["num_heads"] + 1 and row["drafter_error"] is None for row in found)
+    for number in range(2):
+        runs = read_json(out / "temperature-1-every-position" / "runs" / f"{number:04d}.json")["runs"].values()
+        assert len(runs) == len(benchmark.ARMS)
+        assert all(run["tokens"] == next(iter(runs))["tokens"] for run in runs), "all arms read the same text"
+        assert all(len(run["rounds"][0]) == len(run["tokens"][0]) - 1 for run in runs), "a round emits one token"
+
+
+def test_expected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: the drawn child is accepted half of the time; else, of what is left, the guess has all."""
+    benchmark = script("path_conditioned", monkeypatch)
+    p_target_V, q_draft_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.0, 0.6, 0.4])
+    drawn = {0: SampledChildren([2], q_draft_V, torch.arange(3))}
+    row = Row([1, 0, 2, 1], [-1, 0, 0, 1], drawn, torch.zeros(4, 3), lambda *_: p_target_V)
+    assert benchmark.expected_tokens(row) == pytest.approx(1 + 0.5 + 0.5 + 0.5 * 0.3)
+    outcomes = [len(greedy_draft(row, streams(seed)[0]).tokens) for seed in range(2000)]
+    assert sum(outcomes) / 2000 == pytest.approx(2.15, abs=0.08), "four standard errors of the rule itself"
 
 
 def test_drafts_along_the_best_path(tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
