@@ -34,7 +34,9 @@ class Calibration:
             the last of these is drawn.
         sampled: the same for a child that is drawn from what the drafts above its rank leave, read at the
             log-probability of the draft that has this rank; None takes such a child to be that draft. Exact for one
-            sampled child; of several under one node, those after the first are accepted more seldom.
+            sampled child; of several under one node, those after the first are accepted more seldom. This is of a child
+            that is drawn from everything; its own `sampled`, where there is one, is of those that are drawn below
+            other drafts, and are accepted more seldom at the same log-probability.
         trust: how much the logarithm of what heads say of a node's children (`DraftHead.confidence`) counts beside the
             log-probability of each: the knots are of their weighted sum. 0 for heads that say nothing.
         left: the same after a path that has left the best one: that holds a token which is not its node's best draft.
@@ -138,6 +140,21 @@ class Calibration:
         if depth >= len(self.log_probs) or not self.log_probs[depth]:
             return np.exp(log_probs.astype(np.float64))
         return np.interp(log_probs, self.log_probs[depth], self.accepted[depth])
+
+    def drawn(self, depth: int, log_probs_XR: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Probability of acceptance of a child that is drawn in place of each draft [..., R], the best draft first.
+
+        >>> below = Calibration(((-2.0, 0.0),), ((0.0, 0.2),))
+        >>> one = Calibration(sampled=Calibration(((-2.0, 0.0),), ((0.0, 0.8),), sampled=below))
+        >>> one.drawn(0, np.array([-1.0, -1.0], dtype=np.float32)).tolist()
+        [0.4, 0.1]
+        """
+        if self.sampled is None:
+            return self.probs(depth, log_probs_XR)
+        found = self.sampled.probs(depth, log_probs_XR)
+        if self.sampled.sampled is not None:
+            found[..., 1:] = self.sampled.sampled.probs(depth, log_probs_XR[..., 1:])
+        return found
 
 
 def between(depth: int, one: Calibration, other: Calibration, share: float) -> Curve:

@@ -35,13 +35,15 @@ def test_a_sampled_child_has_a_probability_of_its_own() -> None:
     )
     found = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely, sampled_OKR)
     assert found.reached == (pytest.approx(0.4 + 0.15 + 0.2),), "two top-k children and a sampled one"
-    assert found.sampled is not None
     asked = np.log(claimed[:3]).astype(np.float32)
-    assert found.sampled.probs(0, asked).tolist() == pytest.approx(sampled.tolist(), abs=0.01)
+    assert found.drawn(0, asked).tolist() == pytest.approx(sampled.tolist(), abs=0.01)
+    below = found.drawn(0, asked[[1, 1]]).tolist()
+    assert below == pytest.approx([0.6, 0.3], abs=0.01), "drawn below another draft, a child is accepted more seldom"
+    again = Calibration.from_knots(found.knots("sampled_"), "sampled_")
+    assert again == found
     halfway = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely).towards(found, 0.5)
-    assert halfway.sampled is not None
     expected = (own[:3] + sampled) / 2
-    assert halfway.sampled.probs(0, asked).tolist() == pytest.approx(expected.tolist(), abs=0.01)
+    assert halfway.drawn(0, asked).tolist() == pytest.approx(expected.tolist(), abs=0.01)
 
 
 def test_calibration_corrects_overconfidence() -> None:

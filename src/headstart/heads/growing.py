@@ -293,7 +293,7 @@ class _Table:
         log_probs = self.log_probs[:, part]
         scores = calibration.scores(log_probs, None if self.confidence is None else self.confidence[:, part])
         probs = calibration.probs(depth, scores).tolist()
-        draws = calibration.sampled.probs(depth, scores).tolist() if calibration.sampled else probs
+        draws = calibration.drawn(depth, scores).tolist()
         own = np.exp(log_probs).tolist()
         columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), probs, draws, own)
         return [

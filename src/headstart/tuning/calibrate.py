@@ -145,6 +145,7 @@ class _Tables:
         reached: list[float] = []
         curves: list[Curve] = []
         drawn: list[Curve] = []
+        drawn_below: list[Curve] = []
         for depth, counts_O in enumerate(counts_OK.T):
             log_probs_OR = self.log_probs_OKR[counts_O, depth]
             right_OR = self.right(depth)[counts_O]
@@ -152,11 +153,13 @@ class _Tables:
             best_OR = right_OR[:, :_TRIED]
             if self.sampled_OKR is not None:
                 sampled_OR = self.sampled_OKR[counts_O, depth]
-                drawn.append(_isotonic(log_probs_OR[:, : sampled_OR.shape[1]].ravel(), sampled_OR.ravel()))
+                among_OR = log_probs_OR[:, : sampled_OR.shape[1]]
+                drawn.append(_isotonic(among_OR[:, 0], sampled_OR[:, 0]))
+                drawn_below.append(_isotonic(among_OR[:, 1:].ravel(), sampled_OR[:, 1:].ravel()))
                 last = min(_TRIED, sampled_OR.shape[1]) - 1
                 best_OR = np.concatenate([right_OR[:, :last], sampled_OR[:, last, None]], axis=1)
             reached.append(float(best_OR.sum(1).mean()) if len(right_OR) else 0.0)
-        sampled = _of_curves(drawn) if drawn else None
+        sampled = replace(_of_curves(drawn), sampled=_of_curves(drawn_below)) if drawn else None
         return replace(_of_curves(curves), reached=tuple(reached), sampled=sampled)
 
 
