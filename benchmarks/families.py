@@ -78,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             spent_on = f"{options.steps} steps" if options.steps else f"{options.minutes:g} minutes"
             what = f"Each family on the same {data.train.tokens} training tokens for {spent_on}, with its own recipe."
             lengths = {key: results[key] for key in ("chain", "max_new_tokens")}
-            file, machine = options.out / "families.json", environment(target)
-            record(file, what, rows_of(results), machine, __file__, arguments, lengths, results)
+            out, machine = options.out / "families.json", environment(target)
+            record(out, what, rows_of(results), machine, __file__, arguments, lengths, results)
             write_text(options.out / "families.md", report(results))
     print(report(results))
 

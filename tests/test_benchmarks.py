@@ -110,7 +110,8 @@ def test_families(path: Path, tiny_target_folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys.modules["arms"], "train", None)  # whoever trains again fails
     families.main([*asked, "3", *recipes, "--steps", "3"])
     assert (path / "out" / "asked-0" / "runs" / "0000.json").read_text() == kept
-    assert (path / "out" / "asked-0" / "runs" / "0002.json").is_file()
+    for temperature in ("0", "1"):  # each file of questions at each temperature has a folder of its own
+        assert (path / "out" / f"asked-{temperature}" / "runs" / "0002.json").is_file()
     with pytest.raises(UserError, match="made from other settings"):
         families.main([*asked, "3", *recipes, "--steps", "4"])
 

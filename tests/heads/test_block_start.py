@@ -13,6 +13,7 @@ from headstart.heads.block import BlockHead
 from headstart.heads.block_pattern import Pattern, newest, pattern, root
 from headstart.heads.layer import normed
 from headstart.target import FINAL, Target
+from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model
 
 BLOCK = 4
@@ -127,3 +128,15 @@ def test_heads_beside_those_that_look_are_the_targets(target: Target) -> None:
     queries, keys, values = heads.stack[0].qkv.weight.chunk(3)
     for own, given in ((queries, first), (keys, layer.k_proj.weight), (values, layer.v_proj.weight)):
         assert torch.equal(own[looking * size :], given)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_blocks_of_a_target_on_a_device_start_as_those_of_one_beside_them(
+    name: str, target: Target, lessons: list[HeadBatch]
+) -> None:
+    """Heads are started on the CPU, wherever the target is; these are large enough for patterns."""
+    expected = started(name, target, lessons, head_dim=32).state_dict()
+    with StandIn():
+        found = started(name, Target(tiny_model("llama", vocab_size=61).to(CUDA)), lessons, head_dim=32).state_dict()
+        for key, tensor in found.items():
+            torch.testing.assert_close(tensor.cpu(), expected[key], msg=key)

@@ -200,7 +200,7 @@ class SolvedBlockHead(BlockHead):
     def _asked(self, layer: BlockLayer, tokens: Tensor, like: Tensor) -> Tensor:
         """Normed embeddings as the first layer reads them."""
         assert self._embedding_VE is not None and layer.input_norm is not None
-        return normed(layer.input_norm, F.embedding(tokens, self._embedding_VE).to(like))
+        return normed(layer.input_norm, F.embedding(tokens.to(self._embedding_VE.device), self._embedding_VE).to(like))
 
     def _angles(self) -> Tensor:
         """By how much each pair of a head turns over one position, [R]."""
