@@ -35,8 +35,8 @@ class Calibration:
         sampled: the same for a child that is drawn from what the drafts above its rank leave, read at the
             log-probability of the draft that has this rank; None takes such a child to be that draft. Exact for one
             sampled child; of several under one node, those after the first are accepted more seldom. This is of a child
-            that is drawn from everything; its own `sampled`, where there is one, is of those that are drawn below
-            other drafts, and are accepted more seldom at the same log-probability.
+            that is drawn from everything. Its own `sampled`, where there is one, is of children that are drawn from
+            what other drafts leave, and is read at the logarithm of how much they leave.
         trust: how much the logarithm of what heads say of a node's children (`DraftHead.confidence`) counts beside the
             log-probability of each: the knots are of their weighted sum. 0 for heads that say nothing.
         left: the same after a path that has left the best one: that holds a token which is not its node's best draft.
@@ -141,20 +141,35 @@ class Calibration:
             return np.exp(log_probs.astype(np.float64))
         return np.interp(log_probs, self.log_probs[depth], self.accepted[depth])
 
-    def drawn(self, depth: int, log_probs_XR: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Probability of acceptance of a child that is drawn in place of each draft [..., R], the best draft first.
+    def drawn(
+        self, depth: int, log_probs_XR: NDArray[np.float32], confidence_X: NDArray[np.float32] | None = None
+    ) -> NDArray[np.float64]:
+        """Probability of acceptance of a child that is drawn in place of each draft of a node, the best draft first.
 
-        >>> below = Calibration(((-2.0, 0.0),), ((0.0, 0.2),))
+        >>> below = Calibration(((-2.0, 0.0),), ((0.0, 0.5),))
         >>> one = Calibration(sampled=Calibration(((-2.0, 0.0),), ((0.0, 0.8),), sampled=below))
-        >>> one.drawn(0, np.array([-1.0, -1.0], dtype=np.float32)).tolist()
-        [0.4, 0.1]
+        >>> one.drawn(0, np.log(np.array([np.exp(-1), 0.1], dtype=np.float32))).round(3).tolist()
+        [0.4, 0.385]
         """
+        scores_XR = self.scores(log_probs_XR, confidence_X)
         if self.sampled is None:
-            return self.probs(depth, log_probs_XR)
-        found = self.sampled.probs(depth, log_probs_XR)
+            return self.probs(depth, scores_XR)
+        found = self.sampled.probs(depth, scores_XR)
         if self.sampled.sampled is not None:
-            found[..., 1:] = self.sampled.sampled.probs(depth, log_probs_XR[..., 1:])
+            rest_XR = self.scores(rest(log_probs_XR), confidence_X)
+            found[..., 1:] = self.sampled.sampled.probs(depth, rest_XR[..., 1:])
         return found
+
+
+def rest(log_probs_XR: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Logarithm of what the drafts before each of a node's leave of its distribution, the best draft first.
+
+    >>> np.exp(rest(np.log(np.array([0.5, 0.25, 0.125], dtype=np.float32)))).tolist()
+    [1.0, 0.5, 0.25]
+    """
+    before_XR = np.cumsum(np.exp(log_probs_XR), axis=-1) - np.exp(log_probs_XR)
+    left_XR: NDArray[np.float32] = np.log(np.maximum(1.0 - before_XR, _LEAST)).astype(np.float32)
+    return left_XR
 
 
 def between(depth: int, one: Calibration, other: Calibration, share: float) -> Curve:

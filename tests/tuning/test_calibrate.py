@@ -37,8 +37,8 @@ def test_a_sampled_child_has_a_probability_of_its_own() -> None:
     assert found.reached == (pytest.approx(0.4 + 0.15 + 0.2),), "two top-k children and a sampled one"
     asked = np.log(claimed[:3]).astype(np.float32)
     assert found.drawn(0, asked).tolist() == pytest.approx(sampled.tolist(), abs=0.01)
-    below = found.drawn(0, asked[[1, 1]]).tolist()
-    assert below == pytest.approx([0.6, 0.3], abs=0.01), "drawn below another draft, a child is accepted more seldom"
+    unlikely = found.drawn(0, np.log(np.array([0.5, 0.01, 0.01], dtype=np.float32))).tolist()
+    assert unlikely == pytest.approx([0.6, 0.3, 0.295], abs=0.01), "what counts is how much the drafts before leave"
     again = Calibration.from_knots(found.knots("sampled_"), "sampled_")
     assert again == found
     halfway = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely).towards(found, 0.5)

@@ -291,9 +291,9 @@ class _Table:
         """By row and node, the candidates from the best on; of one column alone where it serves a whole level."""
         part = slice(None) if column is None else slice(column, column + 1)
         log_probs = self.log_probs[:, part]
-        scores = calibration.scores(log_probs, None if self.confidence is None else self.confidence[:, part])
-        probs = calibration.probs(depth, scores).tolist()
-        draws = calibration.drawn(depth, scores).tolist()
+        said = None if self.confidence is None else self.confidence[:, part]
+        probs = calibration.probs(depth, calibration.scores(log_probs, said)).tolist()
+        draws = calibration.drawn(depth, log_probs, said).tolist()
         own = np.exp(log_probs).tolist()
         columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), probs, draws, own)
         return [

@@ -150,9 +150,11 @@ def _misfit(cls: type[DraftHead], settings: dict[str, Any], error: ValidationErr
         )
     first = error.errors()[0]
     setting = ".".join(str(part) for part in first["loc"])
+    fields = cls.Config.model_fields
+    remedy = f"Correct it in {CONFIG}." if setting in fields else nearest(setting, fields)
     return UserError(
         f"{cls.family} heads in {folder}: setting {setting!r}: {first['msg'].lower()}.",
-        f"{nearest(setting, cls.Config.model_fields)} If a newer headstart wrote them: pip install --upgrade headstart",
+        f"{remedy} If a newer headstart wrote them: pip install --upgrade headstart",
     )
 
 

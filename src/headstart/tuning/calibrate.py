@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.calibration import Calibration, Curve, between
+from headstart.calibration import Calibration, Curve, between, rest
 from headstart.decode.budget import Costs, node_threshold
 
 _BINS = 40
@@ -63,7 +63,7 @@ def fit_calibration(
         by_path: whether paths that have left the best one get curves of their own; None decides by what they bring.
         trust: see `Calibration.trust`; None decides by what the confidence brings.
     """
-    tables = _Tables(ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR)
+    tables = _Tables(ranks_OK, log_probs_OKR, rest(log_probs_OKR), likely_OKR, sampled_OKR)
     trusts = (0.0,) if confidence_OK is None else _TRUSTS if trust is None else (trust,)
     choices = [(one, own) for one in trusts for own in ((False, True) if by_path is None else (by_path,))]
     if len(choices) > 1:
@@ -80,16 +80,18 @@ def fit_calibration(
 
 @dataclass(frozen=True)
 class _Tables:
-    """See `fit_calibration`."""
+    """See `fit_calibration`; what `rest` says of the drafts stands beside them."""
 
     ranks_OK: NDArray[np.int64]
     log_probs_OKR: NDArray[np.float32]
+    rest_OKR: NDArray[np.float32]
     likely_OKR: NDArray[np.float32] | None
     sampled_OKR: NDArray[np.float32] | None
 
     def trusting(self, trust: float, confidence_OK: NDArray[np.float32] | None) -> _Tables:
         """With `Calibration.scores` in place of log-probabilities."""
-        return replace(self, log_probs_OKR=Calibration(trust=trust).scores(self.log_probs_OKR, confidence_OK))
+        scores = partial(Calibration(trust=trust).scores, confidence_X=confidence_OK)
+        return replace(self, log_probs_OKR=scores(self.log_probs_OKR), rest_OKR=scores(self.rest_OKR))
 
     def judged(self, by_path: bool) -> tuple[float, float]:
         """How much each half surprises the curves of the other half."""
@@ -100,7 +102,7 @@ class _Tables:
     def of(self, origins: slice) -> _Tables:
         """Those of some origins."""
         optional = (None if part is None else part[origins] for part in (self.likely_OKR, self.sampled_OKR))
-        return _Tables(self.ranks_OK[origins], self.log_probs_OKR[origins], *optional)
+        return _Tables(self.ranks_OK[origins], self.log_probs_OKR[origins], self.rest_OKR[origins], *optional)
 
     @cached_property
     def paths(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -150,16 +152,16 @@ class _Tables:
             log_probs_OR = self.log_probs_OKR[counts_O, depth]
             right_OR = self.right(depth)[counts_O]
             curves.append(_isotonic(log_probs_OR.ravel(), right_OR.ravel()))
-            best_OR = right_OR[:, :_TRIED]
+            best_OR = drawn_OR = right_OR[:, :_TRIED]  # as if the most likely token were drawn
             if self.sampled_OKR is not None:
-                sampled_OR = self.sampled_OKR[counts_O, depth]
-                among_OR = log_probs_OR[:, : sampled_OR.shape[1]]
-                drawn.append(_isotonic(among_OR[:, 0], sampled_OR[:, 0]))
-                drawn_below.append(_isotonic(among_OR[:, 1:].ravel(), sampled_OR[:, 1:].ravel()))
-                last = min(_TRIED, sampled_OR.shape[1]) - 1
-                best_OR = np.concatenate([right_OR[:, :last], sampled_OR[:, last, None]], axis=1)
+                drawn_OR = self.sampled_OKR[counts_O, depth]
+                last = min(_TRIED, drawn_OR.shape[1]) - 1
+                best_OR = np.concatenate([right_OR[:, :last], drawn_OR[:, last, None]], axis=1)
+            rest_OR = self.rest_OKR[counts_O, depth, : drawn_OR.shape[1]]
+            drawn.append(_isotonic(log_probs_OR[:, 0], drawn_OR[:, 0]))
+            drawn_below.append(_isotonic(rest_OR[:, 1:].ravel(), drawn_OR[:, 1:].ravel()))
             reached.append(float(best_OR.sum(1).mean()) if len(right_OR) else 0.0)
-        sampled = replace(_of_curves(drawn), sampled=_of_curves(drawn_below)) if drawn else None
+        sampled = replace(_of_curves(drawn), sampled=_of_curves(drawn_below))
         return replace(_of_curves(curves), reached=tuple(reached), sampled=sampled)
 
 
