@@ -195,3 +195,24 @@ def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
     for part in ("paths_BP", "counts_B", "root_B"):
         assert torch.equal(getattr(found, part), getattr(expected, part)), part
     assert max(len(row.path) for row in found.rows) > 1 or seed, "some drafts are accepted"
+
+
+class LongestChains(ReplayDrafter):
+    """Proposes as many nodes as it is asked for, one after the other."""
+
+    def propose(self, session: Any, root: Root, request: Request) -> Proposal:
+        nodes = request.max_nodes
+        return Proposal([[token] + [1] * (nodes - 1) for token in root.tokens], [[*range(-1, nodes - 1)]])
+
+
+def test_what_is_drafted_ahead_of_a_limit_is_verified() -> None:
+    """Phi-3's rotary frequencies change at 24 tokens here. A tree that was drawn at random must not be left out for how
+    deep it became, so drafters are asked for what fits."""
+    target = Target(tiny_model("phi3_long", vocab_size=61))
+    text = [[*range(3, 19)]]
+    options = DecodeOptions(max_new_tokens=14, ignore_end=True, draft="on")
+    plain = Engine(target).generate(text, options)[0].tokens
+    found = Engine(target, LongestChains([plain], 61, 1.0)).generate(text, options)[0]
+    nodes = [one.nodes for one in found.rounds]
+    assert found.tokens == plain and found.drafter_error is None
+    assert nodes[:8] == [8, 7, 6, 5, 4, 3, 2, 1] and set(nodes[8:]) == {9}

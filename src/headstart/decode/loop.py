@@ -128,11 +128,14 @@ class Engine:
                 for part in (cache, verifier, session, controller):
                     part.reorder(kept)
             start = perf_counter()
-            drafts = controller.drafts and max_nodes > 1 and session.drafter.max_nodes > 1
+            # Asked for, not cut off later: how deep a tree grows may depend on what was drawn for it.
+            deepest = target.deepest(cache)
+            room = max_nodes if deepest is None else min(max_nodes, deepest + 1)
+            drafts = controller.drafts and room > 1 and session.drafter.max_nodes > 1
             tree = ProposedTree.roots(root)
             if drafts:
                 request = Request(
-                    controller.room(max_nodes),
+                    controller.room(room),
                     controller.threshold,
                     controller.level_threshold,
                     verifier.chains_only or target.chains_only,
@@ -142,8 +145,7 @@ class Engine:
                     options.temperature,
                 )
                 proposal = controller.prune(session.propose(root, request))
-                deepest = target.deepest(cache)
-                if proposal.size > 1 and (deepest is None or proposal.depth <= deepest):
+                if proposal.size > 1:
                     tree = proposal.on(target.device)
             drafted = perf_counter()
             out = target.forward_tree(cache, tree, session.drafter.aux_layers)

@@ -120,7 +120,7 @@ def _variants(
     """(whether it is so, what headstart does not have, what to do)."""
     anchor = samples_from_anchor(config, layout)
     kinds, causal = config.get("layer_types") or [], setting(config, "causal")
-    sliding = "sliding_attention" in kinds or bool(setting(config, "use_swa"))
+    sliding = (isinstance(kinds, list) and "sliding_attention" in kinds) or bool(setting(config, "use_swa"))
     markov = setting(config, "markov_head_type") or "vanilla"
     theta = isinstance(config.get("rope_parameters"), Mapping) and "rope_theta" in config["rope_parameters"]
     return [
@@ -152,6 +152,11 @@ def _variants(
             "The checkpoint's slots draft the place after their own (sample_from_anchor: true); DFlash's draft their "
             "own, here and in engines.",
             _ANOTHER,
+        ),
+        (
+            not isinstance(kinds, list),
+            f"layer_types is {kinds!r}, and a list with a kind for each layer is expected.",
+            f"Correct layer_types in {CONFIG}, or fetch it again.",
         ),
         (sliding, "The checkpoint has sliding layers, and block drafters of headstart have full attention.", _ANOTHER),
         (

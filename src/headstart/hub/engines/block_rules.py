@@ -162,6 +162,9 @@ def _block(config: Mapping[str, Any], checkpoint: Checkpoint, layout: Layout, en
 def _attention(config: Mapping[str, Any], checkpoint: Checkpoint, engine: str) -> Said:
     kinds, layers = config.get("layer_types") or [], config.get("num_hidden_layers")
     causal = setting(config, "causal") if config.get("is_causal") is None else config.get("is_causal")
+    if not isinstance(kinds, list):
+        yield f"layer_types is {kinds!r}.", f"Write a list with a kind for each layer into {CONFIG}."
+        return
     sliding = [kind for kind in kinds if kind == "sliding_attention"]
     if kinds and isinstance(layers, int) and len(kinds) != layers:
         yield f"layer_types has {len(kinds)} entries for {layers} layers.", f"Correct it in {CONFIG}."

@@ -130,6 +130,20 @@ def whole(value: Any, name: str, minimum: int = 1, maximum: int = 1 << 24) -> in
     return value
 
 
+def small(value: Any, name: str) -> float:
+    """A number of a config that is added to what a norm divides by.
+
+    Raises:
+        UserError: it is none, or not between 0 and 1.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+        raise UserError(
+            f"The checkpoint's {name} is {value!r}, and a number from 0 to below 1 is expected.",
+            f"Correct {name} in its {CONFIG}, or fetch it again.",
+        )
+    return float(value)
+
+
 def _files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those of its index, or all."""
     indices = sorted(folder.glob(_INDEX))

@@ -14,7 +14,7 @@ from headstart.errors import UserError
 from headstart.heads.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
 from headstart.hub.engines.base import NOTE, TargetFacts, Written
 from headstart.hub.engines.block_reading import block_layout, block_settings
-from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, absolute_ids, whole
+from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, absolute_ids, small, whole
 
 _STEPS = 5
 """Drafts in a row, where a checkpoint does not say how many it was trained for."""
@@ -134,7 +134,7 @@ def layer_of(config: Mapping[str, Any]) -> LayerSizes:
         num_key_value_heads=whole(config.get("num_key_value_heads", heads), "num_key_value_heads", maximum=1 << 12),
         head_dim=whole(head_dim, "head_dim", maximum=1 << 14),
         hidden_act=str(config.get("hidden_act", "silu")),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=small(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
         rope_parameters=rope_of(config),
         max_position_embeddings=whole(config.get("max_position_embeddings", 2048), "max_position_embeddings"),
     )
