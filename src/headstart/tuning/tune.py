@@ -55,7 +55,8 @@ class Tuning:
         tree: what decodes fastest by prediction: "dynamic" trees, or the "static" one.
         chain: length of the best chain.
         calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, `sampled_` for temperature 1,
-            `sampled_drawn_` for sampled children; each with `left_` where paths that have left the best one differ.
+            `sampled_drawn_` for sampled children and `sampled_drawn_drawn_` for those below guesses; each with
+            `left_` where paths that have left the best one differ.
         settings: target, dtype, device, threads, context, positions measured on given and on sampled answers, and
             `conditions` that the costs hold for, see `Conditions`.
     """
