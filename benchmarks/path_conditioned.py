@@ -24,6 +24,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +41,7 @@ from headstart.data.conversations import read_conversations
 from headstart.data.questions import read_questions
 from headstart.decode.drafting import Drafter
 from headstart.decode.options import DecodeOptions
-from headstart.decode.rules import RULES
+from headstart.decode.rules import RULES, drawn_children, ratio, residual
 from headstart.decode.verify import Accepted, Row, Rule, Streams
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.measure import environment
@@ -224,10 +225,8 @@ class EveryPosition:
 
     def __init__(self, target: Target, drafter: Drafter, temperature: float) -> None:
         self._expected: list[float] = []
-        default = RULES["greedy_draft"]
-        RULES[EXPECTED] = Rule(EXPECTED, self._one_token, default.children)
-        options = DecodeOptions(temperature=temperature, draft="on", verifier=EXPECTED)
-        self._rule, self._ours = RULES[EXPECTED], Ours(target, drafter, options)
+        self._rule = Rule(EXPECTED, self._one_token, RULES["greedy_draft"].children)
+        self._ours = Ours(target, drafter, DecodeOptions(temperature=temperature, draft="on", verifier=EXPECTED))
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
         """As any method; one prompt at a time."""
@@ -251,17 +250,13 @@ def expected_tokens(row: Row) -> float:
         if not children:
             continue
         rejected, p_target_V = 1.0, row.p_target(node)
-        drawn = row.sampled[node].children[:1] if node in row.sampled else []
-        for child in drawn:
-            q_draft_V = row.q_draft(node) / row.q_draft(node).sum()
-            ratio = float(p_target_V[row.tokens[child]] / q_draft_V[row.tokens[child]])
-            accepted[child] = accepted[node] * min(1.0, ratio)
-            rejected = max(0.0, 1.0 - ratio)
-            p_target_V = (p_target_V - q_draft_V).clamp(min=0)
-            p_target_V = p_target_V / p_target_V.sum()
-        for child in children:
-            if child not in drawn and rejected > 0:
-                accepted[child] = accepted[node] * rejected * float(p_target_V[row.tokens[child]])
+        drawn = list(islice(drawn_children(row, node), 1))
+        for child, q_draft_V in drawn:
+            kept = min(1.0, ratio(p_target_V, q_draft_V, row.tokens[child]))
+            accepted[child], rejected = accepted[node] * kept, 1.0 - kept
+            p_target_V, _ = residual(p_target_V, q_draft_V)
+        for child in set(children) - {child for child, _ in drawn}:
+            accepted[child] = accepted[node] * rejected * float(p_target_V[row.tokens[child]])
     return sum(accepted)
 
 

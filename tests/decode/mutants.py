@@ -35,7 +35,7 @@ class Mutant:
     same_noise: tuple[str, str] | None = None
 
 
-_residual, _draws = rules._residual, rules._draws
+_residual, _draws = rules.residual, rules.drawn_children
 
 
 def _keeps_p(p_target_V: Tensor, q_draft_V: Tensor, reach: float = 1.0) -> tuple[Tensor, float]:
@@ -92,12 +92,12 @@ class BestPathGrower(Grower):
 _SHARED = ("greedy_draft", "traversal")
 
 MUTANTS = {
-    "residual is p": Mutant(("greedy_draft", "traversal"), patches={"_residual": _keeps_p}),
-    "residual of a chain is p": Mutant(("traversal",), shape="chain of 3", patches={"_residual": _keeps_p}),
+    "residual is p": Mutant(("greedy_draft", "traversal"), patches={"residual": _keeps_p}),
+    "residual of a chain is p": Mutant(("traversal",), shape="chain of 3", patches={"residual": _keeps_p}),
     "bonus token from the raw softmax": Mutant(("top_k", "greedy_draft", "traversal"), row_type=RawBonusRow),
     "drawn children pruned by identity": Mutant(("greedy_draft", "traversal"), grower=PruningGrower),
-    "siblings out of draw order": Mutant(("greedy_draft", "traversal"), patches={"_draws": _by_probability}),
-    "q not renormalised": Mutant(("traversal",), shape="bushy", patches={"_draws": _with_replacement}),
+    "siblings out of draw order": Mutant(("greedy_draft", "traversal"), patches={"drawn_children": _by_probability}),
+    "q not renormalised": Mutant(("traversal",), shape="bushy", patches={"drawn_children": _with_replacement}),
     "q holds the top-k tokens": Mutant(("greedy_draft",), kind="top and drawn", grower=UnmaskedGrower),
     "siblings' children along the best path": Mutant(_SHARED, shape="bushy", grower=BestPathGrower),
     "kept by reach alone": Mutant(("traversal",), shape="chain of 3", patches={"_keep": lambda _, reach: reach}),

@@ -164,7 +164,7 @@ def test_a_rejection_by_rounding_stays_within_the_target(rule: str) -> None:
     """q a little above p everywhere leaves no residual; p then decides, so impossible tokens stay impossible."""
     p_target_V = torch.tensor([0.5, 0.5, 0.0, 0.0])
     sampled = {0: SampledChildren([1], p_target_V * 1.0000001 + 0.0)}
-    with patch.object(rules, "uniform", lambda stream: 1.0 - 2**-53), patch.object(rules, "_ratio", lambda *_: 0.5):
+    with patch.object(rules, "uniform", lambda stream: 1.0 - 2**-53), patch.object(rules, "ratio", lambda *_: 0.5):
         accepted = one_round(rule, [p_target_V.tolist()] * 2, [0, 1], sampled)
     assert accepted.path == [0]
     assert accepted.tokens[0] in (0, 1)

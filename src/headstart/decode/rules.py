@@ -51,10 +51,10 @@ def greedy_draft(row: Row, streams: Streams) -> Accepted:
 
     def next_token(node: int) -> int:
         p_target_V = row.p_target(node)
-        for child, q_draft_V in islice(_draws(row, node), 1):
-            if uniform(streams.accept) < _ratio(p_target_V, q_draft_V, row.tokens[child]):
+        for child, q_draft_V in islice(drawn_children(row, node), 1):
+            if uniform(streams.accept) < ratio(p_target_V, q_draft_V, row.tokens[child]):
                 return row.tokens[child]
-            p_target_V, _ = _residual(p_target_V, q_draft_V)
+            p_target_V, _ = residual(p_target_V, q_draft_V)
         return draw(p_target_V, streams.residual)
 
     return _walk(row, next_token)
@@ -82,10 +82,10 @@ def traversal(row: Row, streams: Streams) -> Accepted:
         for child, q_draft_V in _tries(row, node):
             if reach == 0:
                 return None
-            below = reach * _ratio(p_target_V, q_draft_V, row.tokens[child])
+            below = reach * ratio(p_target_V, q_draft_V, row.tokens[child])
             if below > 0 and (found := visit([*path, child], min(1.0, below))):
                 return found
-            p_target_V, mass = _residual(p_target_V, q_draft_V, reach)
+            p_target_V, mass = residual(p_target_V, q_draft_V, reach)
             reach = _keep(mass, reach)
         if uniform(streams.accept) < reach:
             return _accepted(row, path, draw(p_target_V, streams.residual))
@@ -134,7 +134,7 @@ def next_by_greedy_draft(visited: Visited) -> Tensor:
     )
     kept_M = is_sampled_M & (visited.accept_M * q_sampled_M < p_sampled_M)
     residual_MV = visited.p_target_MV.sub_(visited.q_draft_MV).clamp_(min=0.0)
-    # Without a rest p equals q, and the draft was rejected by a rounding error: p decides, see `_residual`.
+    # Without a rest p equals q, and the draft was rejected by a rounding error: p decides, see `residual`.
     rest_M, mass_M = draw_at(residual_MV, visited.residual_M)
     next_M = torch.where(is_sampled_M & (mass_M > 0), rest_M, next_M)
     return torch.where(kept_M, visited.sampled_M, next_M)
@@ -166,7 +166,7 @@ def _accepted(row: Row, path: list[int], token: int) -> Accepted:
     return Accepted(path, [*(row.tokens[node] for node in path[1:]), token])
 
 
-def _draws(row: Row, node: int) -> Iterator[tuple[int, Tensor]]:
+def drawn_children(row: Row, node: int) -> Iterator[tuple[int, Tensor]]:
     """A node's sampled children in the order of their draws, each with the distribution [V] that it was drawn from."""
     if node not in row.sampled:
         return
@@ -179,7 +179,7 @@ def _draws(row: Row, node: int) -> Iterator[tuple[int, Tensor]]:
 def _tries(row: Row, node: int) -> Iterator[tuple[int, Tensor]]:
     """The sampled children, then the top-k ones, each as if drawn from a distribution that holds its token alone."""
     sampled = row.sampled[node].children if node in row.sampled else []
-    yield from _draws(row, node)
+    yield from drawn_children(row, node)
     for child in row.children[node]:
         if child not in sampled:
             q_draft_V = torch.zeros_like(row.p_target(node))
@@ -187,12 +187,12 @@ def _tries(row: Row, node: int) -> Iterator[tuple[int, Tensor]]:
             yield child, q_draft_V
 
 
-def _ratio(p_target_V: Tensor, q_draft_V: Tensor, token: int) -> float:
+def ratio(p_target_V: Tensor, q_draft_V: Tensor, token: int) -> float:
     """p / q of a token; a q that was rounded to 0 counts as the smallest number, so that p = 0 is never accepted."""
     return float(p_target_V[token]) / max(float(q_draft_V[token]), sys.float_info.min)
 
 
-def _residual(p_target_V: Tensor, q_draft_V: Tensor, reach: float = 1.0) -> tuple[Tensor, float]:
+def residual(p_target_V: Tensor, q_draft_V: Tensor, reach: float = 1.0) -> tuple[Tensor, float]:
     """norm((reach p - q)+), and the mass that it was scaled from.
 
     Where nothing is left p is returned. With a reach of 1 that means p = q, so the draft was rejected by a rounding

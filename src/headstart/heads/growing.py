@@ -205,7 +205,8 @@ def grow(
             table = _Table.read(depth_logits(state, root.tokens_B, depths), ranks, heads.draft_to_target_D)
         drafted += 1
         only = depth - first if depth_logits else 0 if table.width == 1 else None
-        drafts = [table.drafts(depth, only, calibration.after(left)) for left in (False, True)[: 1 + sides]]
+        curves = [calibration.after(left) for left in (False, True)[: 1 + sides]]
+        drafts = [table.drafts(depth, only, one, request.children is not Children.TOP_K) for one in curves]
         below = list(accumulate((calibration.best_child(lower) for lower in range(depth + 1, levels)), mul))
         for number, row in enumerate(rows):
             columns = range(len(row.level)) if only is None else [only] * len(row.level)
@@ -287,13 +288,14 @@ class _Table:
         """W: nodes of a level, or levels."""
         return int(self.log_probs.shape[1])
 
-    def drafts(self, depth: int, column: int | None, calibration: Calibration) -> list[list[list[Draft]]]:
-        """By row and node, the candidates from the best on; of one column alone where it serves a whole level."""
+    def drafts(self, depth: int, column: int | None, calibration: Calibration, drawn: bool) -> list[list[list[Draft]]]:
+        """By row and node, the candidates from the best on; of one column alone where it serves a whole level. Where
+        no child is `drawn`, candidates do not say how likely such a child would be."""
         part = slice(None) if column is None else slice(column, column + 1)
         log_probs = self.log_probs[:, part]
         said = None if self.confidence is None else self.confidence[:, part]
         probs = calibration.probs(depth, calibration.scores(log_probs, said)).tolist()
-        draws = calibration.drawn(depth, log_probs, said).tolist()
+        draws = calibration.drawn(depth, log_probs, said).tolist() if drawn else probs
         own = np.exp(log_probs).tolist()
         columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), probs, draws, own)
         return [
