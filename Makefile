@@ -9,8 +9,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Tests run tiny models, which one thread serves best: two processes of one thread each, a file of tests at a time.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
-CORE := target heads decode drafters tuning
-BESIDE := proposal rng calibration
+CORE := target heads decode drafters tuning tree
+
 SOURCES := pyproject.toml constraints.txt Makefile
 
 .PHONY: quickstart test coverage check format clean
@@ -23,7 +23,7 @@ test: $(VENV)/.dev
 	$(PYTEST)
 
 coverage: $(VENV)/.dev
-	$(PYTEST) $(CORE:%=tests/%) tests/hub/test_format.py tests/engines $(patsubst %,--cov=headstart.%,$(CORE) $(BESIDE)) \
+	$(PYTEST) $(CORE:%=tests/%) tests/hub/test_format.py tests/engines $(patsubst %,--cov=headstart.%,$(CORE)) \
 	  --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 check: $(VENV)/.dev

@@ -19,25 +19,27 @@ from rich.console import Console
 
 import headstart
 from headstart.api import Decoder
-from headstart.data.conversations import Conversation, prompt_tokens, read_conversations
-from headstart.data.questions import Question
-from headstart.data.shards import build_store
-from headstart.data.store import StateStore
+from headstart.data.conversations.conversations import Conversation, prompt_tokens, read_conversations
+from headstart.data.prompts.questions import Question
+from headstart.data.states.shards import build_store
+from headstart.data.states.store import StateStore
 from headstart.decode.loop import Round
 from headstart.errors import UserError
-from headstart.eval import plain_answers
+from headstart.eval.audit import plain_answers
+from headstart.eval.labels import PLAIN
 from headstart.eval.methods import Method, Run
 from headstart.eval.summary import Prompt, Unit, acceptance_by_position, all_steps, mean_round_ms, rate, speedup
 from headstart.eval.summary import tokens_per_round as mean_tokens
-from headstart.files import read_json, write_json
-from headstart.heads import DraftHead, family, make_config
+from headstart.heads.base import DraftHead, family, make_config
 from headstart.heads.io import load_heads
-from headstart.hub import export_heads
-from headstart.labels import PLAIN
+from headstart.hub.format import export_heads
 from headstart.pipeline.layout import CONVERSATIONS, STATES
-from headstart.recipe import Recipe, load_recipe
-from headstart.target import FINAL, Target, TreeShape
+from headstart.recipes.recipe import Recipe, load_recipe
+from headstart.support.files import read_json, write_json
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.train.loop import train
+from headstart.tree.tree import TreeShape
 from headstart.tuning.measure import Text, measure_ranks
 from headstart.tuning.tune import replay, tune
 

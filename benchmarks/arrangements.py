@@ -18,11 +18,12 @@ from arms import answered, arm, budget, chain_tau, facts, options_of, trained, t
 from record import record
 from tables import shares, table
 
-from headstart.data.conversations import Conversation
-from headstart.data.questions import read_questions
+from headstart.data.conversations.conversations import Conversation
+from headstart.data.prompts.questions import read_questions
 from headstart.eval.measure import environment
-from headstart.files import read_jsonl, write_text
-from headstart.target import Target, load_target
+from headstart.support.files import read_jsonl, write_text
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 from headstart.tuning.measure import Text
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from record import record
 
 import headstart
-from headstart.data.conversations import prompt_tokens
-from headstart.data.questions import read_questions
+from headstart.data.conversations.conversations import prompt_tokens
+from headstart.data.prompts.questions import read_questions
 from headstart.decode.drafting import Drafter
 from headstart.drafters.heads import HeadDrafter
-from headstart.eval import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
+from headstart.eval.audit import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
 from headstart.eval.measure import environment
-from headstart.target import TreeShape
+from headstart.tree.tree import TreeShape
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -26,19 +26,21 @@ from arms import Arm, alternate, arm, budget, facts, once, options_of, row_of, t
 from record import record
 from tables import shares, table, times
 
-from headstart.data.conversations import read_conversations
-from headstart.data.questions import read_questions
-from headstart.data.store import StateStore
+from headstart.data.conversations.conversations import read_conversations
+from headstart.data.prompts.questions import read_questions
+from headstart.data.states.store import StateStore
 from headstart.decode.loop import Round
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
+from headstart.eval.labels import PLAIN
 from headstart.eval.measure import environment
 from headstart.eval.methods import Method, Ours, Run
-from headstart.files import read_json, write_json, write_jsonl, write_text
-from headstart.labels import PLAIN
 from headstart.pipeline.layout import CONVERSATIONS
-from headstart.target import Target, TreeShape, load_target
+from headstart.support.files import read_json, write_json, write_jsonl, write_text
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 from headstart.train.metrics import pick_vocabulary
+from headstart.tree.tree import TreeShape
 
 SETTINGS: dict[str, list[str]] = {"defaults": [], "tuned": ["--lr", "1e-3", "--warmup", "0.03"]}
 """How theirs is trained: as it comes, and with the learning rate that so few steps ask for."""

@@ -29,8 +29,9 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.heads import family, make_config
-from headstart.target import Target, TreeShape
+from headstart.heads.base import family, make_config
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
 from tests.standin import CUDA, Round, StandIn, rounds_of
 from tests.tiny import tiny_model
 

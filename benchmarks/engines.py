@@ -27,13 +27,16 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.measure import environment
-from headstart.files import read_json, write_text
-from headstart.heads import DraftHead
-from headstart.hub.engines import export_for
+from headstart.heads.base import DraftHead
+from headstart.hub.engines.export import export_for
+from headstart.hub.engines.tune_engine import measure_drafts
 from headstart.hub.format import CALIBRATION
 from headstart.pipeline.in_engine import served_with
-from headstart.serving import ENGINES, Server, measure_drafts
-from headstart.target import Target, TreeShape
+from headstart.servers.engines import ENGINES
+from headstart.servers.process import Server
+from headstart.support.files import read_json, write_text
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
 from headstart.tuning.measure import Text
 
 

@@ -21,14 +21,16 @@ from record import record
 from tables import shares, table, times
 
 from headstart.api import Decoder
-from headstart.data.questions import read_questions
+from headstart.data.prompts.questions import read_questions
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
+from headstart.eval.labels import LOOKUP, PLAIN, STOCK
 from headstart.eval.measure import environment
 from headstart.eval.methods import Method, Ours, Transformers
-from headstart.files import write_text
-from headstart.labels import LOOKUP, PLAIN, STOCK
-from headstart.target import Target, TreeShape, load_target
+from headstart.support.files import write_text
+from headstart.target.loading import load_target
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
 
 FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "transition", "mtp", "dflash", "dspark")
 """Packaged recipes, one for each family."""

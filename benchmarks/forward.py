@@ -23,7 +23,10 @@ from tables import table
 from torch import Tensor
 
 from headstart.eval.measure import environment
-from headstart.target import DraftTree, Target, TreeCache, TreeShape, load_target
+from headstart.target.cache import TreeCache
+from headstart.target.loading import load_target
+from headstart.target.model import Target
+from headstart.tree.tree import DraftTree, TreeShape
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 

@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from headstart.eval.measure import environment
-from headstart.target import load_target
+from headstart.target.loading import load_target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' tiny target
 from tests.tiny import save_tiny_target
@@ -137,7 +137,7 @@ def start(folder: Path, recipe: Path, command: Sequence[str]) -> subprocess.Pope
     """One command of headstart in a folder of runs of its own, on one thread, so that sums have one order."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [str(recipe) if word == "RECIPE" else word for word in command]
-    code = "import torch; torch.set_num_threads(1); from headstart.cli import main; main()"
+    code = "import torch; torch.set_num_threads(1); from headstart.cli.app import main; main()"
     with (folder / "log").open("ab") as log:
         return subprocess.Popen([sys.executable, "-c", code, *words], cwd=folder, stdout=log, stderr=log)
 

@@ -29,7 +29,7 @@ from record import record
 from safetensors import safe_open
 
 from headstart.eval.measure import environment
-from headstart.target import load_target
+from headstart.target.loading import load_target
 
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("data", "build", "RECIPE"),
@@ -38,7 +38,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
 PROCESSES = 2
 _CODE = """
 import torch; torch.set_num_threads(1)
-import headstart.data.store as store; store.build_store.__kwdefaults__["shard_bytes"] = 60_000
+import headstart.data.states.store as store; store.build_store.__kwdefaults__["shard_bytes"] = 60_000
 from headstart.cli import main; main()
 """
 """Small shards, so that there are many."""

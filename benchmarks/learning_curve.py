@@ -22,11 +22,11 @@ from record import record
 from tables import table
 from torch import Tensor
 
-from headstart.data.questions import read_questions
-from headstart.data.store import StateStore
+from headstart.data.prompts.questions import read_questions
+from headstart.data.states.store import StateStore
 from headstart.eval.measure import environment
-from headstart.files import read_jsonl, write_atomic, write_text
-from headstart.target import load_target
+from headstart.support.files import read_jsonl, write_atomic, write_text
+from headstart.target.loading import load_target
 
 
 class Part(StateStore):

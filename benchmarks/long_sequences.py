@@ -29,9 +29,10 @@ def one(family: str, tokens: int, vocabulary: int, checkpointing: bool) -> dict[
     """Learn from one conversation in this process."""
     import torch
 
-    from headstart import heads as kinds
-    from headstart.heads import HeadBatch, make_config
-    from headstart.target import FINAL, load_target
+    from headstart.heads import base as kinds
+    from headstart.heads.base import HeadBatch, make_config
+    from headstart.target.fitting import FINAL
+    from headstart.target.loading import load_target
     from headstart.train.allocator import keep_freed_memory
     from headstart.train.losses import find_loss
     from headstart.train.summing import Teacher, weighted

@@ -18,8 +18,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from headstart.data.conversations import read_conversations
-from headstart.files import write_jsonl
+from headstart.data.conversations.conversations import read_conversations
+from headstart.support.files import write_jsonl
 
 LANGUAGES = {
     "french": ["Explique comment fonctionne un moteur à vapeur.", "Écris une lettre pour inviter un ami à dîner."],

@@ -36,15 +36,16 @@ from tables import table
 
 import headstart
 from headstart.api import Decoder
-from headstart.data.conversations import prompt_tokens
-from headstart.data.questions import read_questions
+from headstart.data.conversations.conversations import prompt_tokens
+from headstart.data.prompts.questions import read_questions
 from headstart.decode.costs import Conditions
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT
 from headstart.eval.measure import environment
-from headstart.heads import DraftHead
-from headstart.target import Target, load_target
+from headstart.heads.base import DraftHead
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 
 BAR = 0.97
 PROMPTS = (

@@ -36,9 +36,8 @@ from tables import table, times
 from torch import Tensor
 
 import headstart
-from headstart.calibration import Calibration
-from headstart.data.conversations import read_conversations
-from headstart.data.questions import read_questions
+from headstart.data.conversations.conversations import read_conversations
+from headstart.data.prompts.questions import read_questions
 from headstart.decode.drafting import Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.decode.rules import RULES, drawn_children, ratio, residual
@@ -47,11 +46,14 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.eval.measure import environment
 from headstart.eval.methods import Method, Ours, Run
 from headstart.eval.summary import Unit, ratio_interval, steps
-from headstart.heads import DraftHead
-from headstart.heads.growing import grow
-from headstart.proposal import Committed, Proposal, Request, Root
-from headstart.rng import draw
-from headstart.target import FINAL, Target, TreeShape
+from headstart.heads.base import DraftHead
+from headstart.support.rng import draw
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
+from headstart.tree.calibration import Calibration
+from headstart.tree.growing import grow
+from headstart.tree.proposal import Committed, Proposal, Request, Root
+from headstart.tree.tree import TreeShape
 from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.measure import (
     Drafts,

@@ -28,8 +28,8 @@ from typing import Any
 import psutil
 from record import here, record
 
-from headstart.data.seed_prompts import TOPICS, seed_prompt_list
-from headstart.files import read_json, write_jsonl
+from headstart.data.prompts.seed_prompts import TOPICS, seed_prompt_list
+from headstart.support.files import read_json, write_jsonl
 
 SMALL = (
     *("data.minutes=null", "data.conversations=24", "data.heldout=4", "data.validation=6", "data.max_new_tokens=64"),

@@ -17,12 +17,12 @@ from arms import MAX_RANK, answered, arm, budget, chain_tau, facts, options_of, 
 from record import record
 from rich.console import Console
 
-from headstart.data.generate import build_conversations
-from headstart.data.questions import read_questions
+from headstart.data.conversations.write import build_conversations
+from headstart.data.prompts.questions import read_questions
 from headstart.eval.measure import environment
-from headstart.files import read_jsonl
 from headstart.pipeline.layout import CONVERSATIONS
-from headstart.target import load_target
+from headstart.support.files import read_jsonl
+from headstart.target.loading import load_target
 from headstart.tuning.measure import measure_ranks
 from headstart.tuning.tune import path_values
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from headstart.decode.costs import core_count, cpu_model
-from headstart.files import read_json, write_json
-from headstart.labels import LABELS, PLAIN
-from headstart.provenance import git_state
+from headstart.eval.labels import LABELS, PLAIN
+from headstart.support.files import read_json, write_json
+from headstart.support.provenance import git_state
 
 OF_A_REPORT = (
     *("name", "tokens_per_second", "speedup_vs_plain", "speedup_vs_transformers", "speedup_vs_prompt_lookup"),

@@ -27,8 +27,8 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.eval.bits import count_bits
 from headstart.eval.measure import environment
-from headstart.files import write_json
-from headstart.target import Exact
+from headstart.support.files import write_json
+from headstart.target.model import Exact
 
 PLAIN = "plain"
 METHODS = ("heads", "heads+ngram", "ngram", "lookahead", "early-exit")

@@ -23,8 +23,8 @@ from record import here, record
 from headstart.decode.rules import RULES
 from headstart.decode.sampling import Sampling
 from headstart.decode.verify import RuleVerifier, streams
-from headstart.proposal import Proposal, ProposedTree, SampledChildren
-from headstart.target import TreeShape
+from headstart.tree.proposal import Proposal, ProposedTree, SampledChildren
+from headstart.tree.tree import TreeShape
 
 SHAPES = {"no drafts": TreeShape.chain(0), "tree of 8": TreeShape.from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])}
 SPREAD = 4.5

@@ -15,10 +15,10 @@ from pathlib import Path
 from rich.console import Console
 from tables import table
 
-from headstart.files import format_bytes
 from headstart.pipeline.plan import Plan, make_plan
 from headstart.pipeline.run import Run
-from headstart.recipe import load_recipe
+from headstart.recipes.recipe import load_recipe
+from headstart.support.files import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "scaling.md"

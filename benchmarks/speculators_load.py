@@ -24,12 +24,14 @@ from tables import table
 from torch import Tensor
 
 from headstart.eval.measure import environment
-from headstart.files import write_text
-from headstart.heads import DraftHead
+from headstart.heads.base import DraftHead
+from headstart.heads.exchange.published import BLOCKS
 from headstart.heads.io import load_heads
-from headstart.heads.published import BLOCKS
-from headstart.hub.engines import export_for, import_heads
-from headstart.target import Target, load_target
+from headstart.hub.engines.export import export_for
+from headstart.hub.engines.importing import import_heads
+from headstart.support.files import write_text
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 
 OF_THE_TARGET = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
 """Tensors that the library takes from the verifier; of block drafters the LM head too."""

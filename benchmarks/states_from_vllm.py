@@ -23,18 +23,20 @@ from arms import TrainingData, arm, aux_layers_of, budget, facts, options_of, tr
 from record import record
 from tables import table
 
-from headstart.data.conversations import Conversation, read_conversations
-from headstart.data.extraction import Import, serve_arguments
-from headstart.data.generate import build_conversations
-from headstart.data.shards import build_store
-from headstart.data.states_server import take_from_servers
-from headstart.data.store import StateStore
+from headstart.data.conversations.conversations import Conversation, read_conversations
+from headstart.data.conversations.write import build_conversations
+from headstart.data.states.extraction import Import, serve_arguments
+from headstart.data.states.from_server import take_from_servers
+from headstart.data.states.shards import build_store
+from headstart.data.states.store import StateStore
 from headstart.eval.measure import environment
-from headstart.files import write_text
 from headstart.pipeline.layout import CONVERSATIONS
-from headstart.serving import ENGINES, Server
-from headstart.target import FINAL, Target, load_target
-from headstart.target.loading import loadable_folder
+from headstart.servers.engines import ENGINES
+from headstart.servers.process import Server
+from headstart.support.files import write_text
+from headstart.target.fitting import FINAL
+from headstart.target.loading import load_target, loadable_folder
+from headstart.target.model import Target
 
 CPU_CONNECTOR = Path(__file__).resolve().parent / "vllm_cpu"
 SPLITS = ("train", "calibration")

@@ -18,13 +18,15 @@ from record import record
 from states_from_vllm import PLENTY, share
 from tables import table
 
-from headstart.data.conversations import Conversation, read_conversations
-from headstart.data.shards import Capture, build_store
-from headstart.data.store import StateStore
+from headstart.data.conversations.conversations import Conversation, read_conversations
+from headstart.data.states.shards import Capture, build_store
+from headstart.data.states.store import StateStore
 from headstart.eval.measure import environment
-from headstart.files import format_bytes, write_text
 from headstart.pipeline.layout import CONVERSATIONS
-from headstart.target import FINAL, Target, load_target
+from headstart.support.files import format_bytes, write_text
+from headstart.target.fitting import FINAL
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 
 KINDS = ("auto", "int8", "fp8")
 _OF_A_SHARD = 64

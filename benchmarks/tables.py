@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headstart.labels import LABELS
+from headstart.eval.labels import LABELS
 
 Row = Mapping[str, Any]
 

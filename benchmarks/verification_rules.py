@@ -22,8 +22,8 @@ from torch import Tensor
 
 from headstart.decode.rules import RULES
 from headstart.decode.verify import Row, streams
-from headstart.proposal import Children, SampledChildren
-from headstart.target import TreeShape
+from headstart.tree.proposal import Children, SampledChildren
+from headstart.tree.tree import TreeShape
 
 VOCAB = 1000
 SPREAD = 4.5

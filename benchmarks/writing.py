@@ -28,13 +28,14 @@ import torch
 from record import record
 from tables import table
 
-from headstart.data.answers import answer_prompts
-from headstart.data.conversations import prompt_tokens
-from headstart.data.prompts import Prompt
-from headstart.data.seed_prompts import TOPICS, seed_prompt_list
+from headstart.data.conversations.answers import answer_prompts
+from headstart.data.conversations.conversations import prompt_tokens
+from headstart.data.prompts.prompts import Prompt
+from headstart.data.prompts.seed_prompts import TOPICS, seed_prompt_list
 from headstart.eval.measure import environment
-from headstart.recipe_sections import DataSection
-from headstart.target import Target, load_target
+from headstart.recipes.sections import DataSection
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 
 SOURCE = Path(__file__).resolve().parents[1]
 ARMS = ("ours", "transformers")

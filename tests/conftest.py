@@ -19,7 +19,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from headstart.target import Target
+    from headstart.target.model import Target
     from tests.hub.client import Client
     from tests.hub.fake_hub import FakeHub
 
@@ -87,7 +87,7 @@ def _drafters_may_fail(request: pytest.FixtureRequest, _guard: Any, monkeypatch:
 @pytest.fixture(scope="session")
 def tiny_target() -> Target:
     """A random float32 Llama of 3 layers with a byte-level tokenizer and a ChatML template."""
-    from headstart.target import Target
+    from headstart.target.model import Target
     from tests.tiny import tiny_model, tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
@@ -108,7 +108,7 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def real_target() -> Target:
     """The packaged SmolLM2-135M in bfloat16, for tests marked `real`."""
-    from headstart.target import load_target
+    from headstart.target.loading import load_target
 
     return load_target("smollm2-135m", dtype="bfloat16")
 

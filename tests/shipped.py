@@ -25,7 +25,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from headstart.target import Target
+from headstart.target.model import Target
 
 WEIGHTS = "model.safetensors"
 SIZE = 64

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from headstart.target import Target
+from headstart.target.model import Target
 
 CUDA = torch.device("cuda", 0)
 

@@ -18,9 +18,11 @@ from headstart.api import Decoder
 from headstart.decode.loop import Engine, Generation, Round
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.hub import export_heads
+from headstart.hub.format import export_heads
 from headstart.streaming import IncrementalDetokenizer
-from headstart.target import Target, TreeShape, load_target
+from headstart.target.loading import load_target
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
 from tests.hub.helpers import TUNING, export, make_heads
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations import prompt_tokens, read_conversations
-from headstart.data.generate import build_conversations, identity
-from headstart.data.prompts import CHAT, load_prompts
-from headstart.data.questions import Question, read_questions
+from headstart.data.conversations.conversations import prompt_tokens, read_conversations
+from headstart.data.conversations.write import build_conversations, identity
+from headstart.data.prompts.prompts import CHAT, load_prompts
+from headstart.data.prompts.questions import Question, read_questions
 from headstart.errors import UserError
-from headstart.eval import EvalOptions
-from headstart.eval.measure import evaluate
-from headstart.files import read_json
+from headstart.eval.measure import EvalOptions, evaluate
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES
-from headstart.recipe import Recipe, parse_recipe
-from headstart.recipe_sections import DataSection
-from headstart.target import Target
+from headstart.recipes.recipe import Recipe, parse_recipe
+from headstart.recipes.sections import DataSection
+from headstart.support.files import read_json
+from headstart.target.model import Target
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SIZES = {"conversations": 8, "heldout": 4, "validation": 4, "max_new_tokens": 12, "batch_size": 4, "prefix_tokens": 16}

@@ -16,12 +16,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from headstart.data.conversations import Conversation, write_conversations
-from headstart.data.questions import read_questions
+from headstart.data.conversations.conversations import Conversation, write_conversations
+from headstart.data.prompts.questions import read_questions
 from headstart.errors import UserError
 from headstart.pipeline.layout import CONVERSATIONS
-from headstart.recipe import load_recipe
-from headstart.target import Target, load_target
+from headstart.recipes.recipe import load_recipe
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 from tests.hub.helpers import export
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -159,7 +160,7 @@ def test_arrangements(path: Path, tiny_target_folder: Path, monkeypatch: pytest.
 
 
 def test_prompt_breadth(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.data.selfprompt.acceptable", lambda text, special: True)
+    monkeypatch.setattr("headstart.data.prompts.selfprompt.acceptable", lambda text, special: True)
     # A random model seldom writes the token that ends a turn.
     monkeypatch.setattr(Target, "end_tokens", frozenset(range(0, 300, 9)))
     arguments = [str(path / "asked.jsonl"), "--recipe", str(path / "eagle3.yaml"), "--steps", "2", "--limit", "2"]

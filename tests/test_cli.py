@@ -14,9 +14,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from headstart.cli import app
+from headstart.cli.app import app
 from headstart.heads.io import write_weights
-from headstart.target import Target
+from headstart.target.model import Target
 from tests.hub.helpers import make_heads
 from tests.test_pipeline import recipe_text, tiny_recipe
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -90,7 +90,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 def test_help_loads_no_room() -> None:
     code = (
-        "import sys\nfrom headstart.cli import app\n"
+        "import sys\nfrom headstart.cli.app import app\n"
         "try: app(['--help'])\nexcept SystemExit: pass\n"
         "print([name for name in ('torch', 'transformers', 'pydantic', 'numpy') if name in sys.modules])"
     )
@@ -381,7 +381,7 @@ def test_too_little_disk_is_refused(recipe: Path, tmp_path: Path, monkeypatch: p
     asked = ("run", recipe, "data.conversations=1000000000000", "data.cache_gigabytes=1e9", "--run-dir", tmp_path / "r")
     assert "are free" in refused(*asked)
 
-    monkeypatch.setattr("headstart.data.generate.write_conversations", full)
+    monkeypatch.setattr("headstart.data.conversations.write.write_conversations", full)
     line = refused("data", recipe, "--run-dir", tmp_path / "run")
     assert "disk is full" in line
     monkeypatch.undo()
@@ -395,7 +395,7 @@ def test_a_disk_that_fills_up_while_heads_are_exported(
         patched.setattr(shutil, "copyfile", full)  # copytree gathers what fails into an error without a number
         line = refused("export", finished, "--out", tmp_path / "out" / "heads")
     assert "The disk is full" in line and "Free some space" in line
-    monkeypatch.setattr("headstart.files.os.fsync", full)
+    monkeypatch.setattr("headstart.support.files.os.fsync", full)
     assert "The disk is full" in refused("export", finished, "--out", tmp_path / "out" / "heads")
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
@@ -430,8 +430,8 @@ def test_what_cannot_be_written_is_found_out_before_the_work(
     def work(*_: object, **__: object) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("headstart.cli_heads.load_decoder", work)
-    monkeypatch.setattr("headstart.doctor.find_subject", work)
+    monkeypatch.setattr("headstart.cli.heads.load_decoder", work)
+    monkeypatch.setattr("headstart.doctor.subject.find_subject", work)
     heads, nowhere = finished / "heads", Path("/proc/x")
     asked = {
         "eval": ("eval", heads, "--questions", questions, "--out", nowhere),
@@ -489,7 +489,7 @@ def test_ctrl_c_says_how_to_go_on(recipe: Path, tmp_path: Path, monkeypatch: pyt
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headstart.data.generate.write_conversations", interrupted)
+    monkeypatch.setattr("headstart.data.conversations.write.write_conversations", interrupted)
     monkeypatch.setattr(sys, "argv", ["headstart", "run", "tiny.yaml"])
     result = call("run", recipe, "--run-dir", tmp_path / "run")
     assert result.exit_code == 130

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from headstart import cli_heads
+from headstart.cli import heads as cli_heads
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.heads.medusa import MedusaHead
 from headstart.streaming import decode_text
-from headstart.target import Target, load_target
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 from tests.decode.drafters import broken_trees
 from tests.hub.helpers import export
 from tests.shipped import ship

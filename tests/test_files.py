@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headstart.errors import UserError
-from headstart.files import check_writable, write_atomic, write_json
+from headstart.support.files import check_writable, write_atomic, write_json
 
 
 def folder_of(*names: str) -> Callable[[Path], None]:
@@ -53,7 +53,7 @@ def test_a_full_disk_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("headstart.files.os.fsync", full)
+    monkeypatch.setattr("headstart.support.files.os.fsync", full)
     for path in (tmp_path / "x.json", tmp_path / "deep" / "er" / "x.json"):
         with pytest.raises(OSError, match="No space"):
             write_json(path, 1)

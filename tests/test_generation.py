@@ -25,12 +25,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 import headstart
-import headstart.generation.lend as lend
+import headstart.hf_generate.heads_by_model as lend
 from headstart.errors import UserError
-from headstart.generation.request import LogitsChain, Prompts
-from headstart.hub import check_folder
-from headstart.proposal import Committed, Proposal, Request, Root
-from headstart.target import Target
+from headstart.hf_generate.request import LogitsChain, Prompts
+from headstart.hub.format import check_folder
+from headstart.target.model import Target
+from headstart.tree.proposal import Committed, Proposal, Request, Root
 from tests.hub.helpers import export
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -412,7 +412,7 @@ def test_a_folder_needs_trust_and_a_running_generate(model: Any, folder: str) ->
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(torch.tensor([LONG]), custom_generate=folder, trust_remote_code=False)
     with pytest.raises(UserError, match=r"outside a call of model\.generate"):
-        headstart.generation.generate(model, torch.tensor([LONG]))
+        headstart.hf_generate.call.generate(model, torch.tensor([LONG]))
 
 
 def test_a_folder_written_before_is_still_whole(tmp_path: Path, tiny_target: Target, model: Any) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.conversations import read_conversations
-from headstart.data.store import StateStore
-from headstart.target import load_target
+from headstart.data.conversations.conversations import read_conversations
+from headstart.data.states.store import StateStore
+from headstart.target.loading import load_target
 from tests.data.test_extraction import write
 from tests.test_cli import works
 from tests.test_pipeline import recipe_text, tiny_recipe

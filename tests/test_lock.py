@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headstart.errors import UserError
-from headstart.lock import locked
+from headstart.support.lock import locked
 
 
 def refusing(number: int) -> Callable[..., None]:

@@ -10,15 +10,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headstart import cli_heads
-from headstart.cli_options import with_options
+from headstart.cli import heads as cli_heads
+from headstart.cli.options import with_options
 from headstart.decode.options import DecodeOptions
 from headstart.decode.rules import RULES
 from headstart.decode.sampling import Sampling
 from headstart.drafters.catalog import DRAFTERS
-from headstart.eval import EvalOptions
-from headstart.generation import CustomGenerate
-from headstart.generation.request import _WARPERS
+from headstart.eval.measure import EvalOptions
+from headstart.hf_generate.call import CustomGenerate
+from headstart.hf_generate.request import _WARPERS
 from headstart.options import DraftingOptions, GenerateKeywords, GenerateOptions, LoopOptions, SamplingOptions, meaning
 
 

@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import headstart.target
-from headstart.data.store import StateStore, estimate_bytes
+from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
-from headstart.lock import locked
 from headstart.pipeline.inventory import free, run_states, unreferenced
 from headstart.pipeline.plan import make_plan, show_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
-from headstart.recipe import Recipe, parse_heads, parse_recipe, recipe_text
-from headstart.target import FINAL
+from headstart.recipes.recipe import Recipe, parse_heads, parse_recipe, recipe_text
+from headstart.support.lock import locked
+from headstart.target.fitting import FINAL
 from headstart.target.teacher import teacher_problem
 from headstart.train import loop
 from tests.test_stages import said
@@ -118,7 +118,7 @@ def test_a_plan_knows_the_bytes_that_a_run_leaves(whole: tuple[Recipe, Path], tm
 
 def test_a_second_run_loads_no_model(whole: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = whole
-    monkeypatch.setattr("headstart.target.load_target", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("headstart.target.loading.load_target", lambda *_, **__: pytest.fail("the model was loaded"))
     assert not execute(quiet(folder, recipe), STAGES)
 
 
@@ -136,8 +136,8 @@ def once(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
 PLACES = (
     ("target", "headstart.pipeline.data_stages.target_identity", 1),
-    ("conversations", "headstart.data.generate.write_conversations", 2),
-    ("states", "headstart.data.shards._manifest", 1),
+    ("conversations", "headstart.data.conversations.write.write_conversations", 2),
+    ("states", "headstart.data.states.shards._manifest", 1),
     ("train", "headstart.train.checkpoint.save", 1),
     ("tune", "headstart.tuning.tune.measure_verify", 0),
     ("export", "headstart.hub.format.write_card", 0),
@@ -250,8 +250,10 @@ def test_heads_that_are_there_are_found_without_a_record(
     recipe, folder = copied
     shutil.rmtree(folder / "stages")
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("headstart.data.part_writer.answer_prompts", lambda *_: pytest.fail("written again"))
-    monkeypatch.setattr("headstart.data.shards._write_shard", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(
+        "headstart.data.conversations.part_writer.answer_prompts", lambda *_: pytest.fail("written again")
+    )
+    monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
     monkeypatch.setattr("headstart.tuning.tune.tune", lambda *_: pytest.fail("tuned again"))
     execute(quiet(folder, recipe), STAGES)
 
@@ -272,8 +274,10 @@ def test_what_changes_nothing_costs_nothing(
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("headstart.data.part_writer.answer_prompts", lambda *_: pytest.fail("written again"))
-    monkeypatch.setattr("headstart.data.shards._write_shard", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(
+        "headstart.data.conversations.part_writer.answer_prompts", lambda *_: pytest.fail("written again")
+    )
+    monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
     execute(quiet(folder, changed(recipe, **change)), STAGES)
     assert files_under(folder.parent / "artifacts").keys() == before.keys() and kept(before)
 
@@ -292,7 +296,7 @@ def test_longer_training_goes_on_and_the_shorter_one_is_kept(
     assert kept(before)
     # Back to the shorter one: everything is still there, its report and its heads too.
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("headstart.eval.evaluate_decoder", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("headstart.eval.measure.evaluate_decoder", lambda *_: pytest.fail("measured again"))
     execute(quiet(folder, recipe), STAGES)
     assert (folder / "train").resolve() == first
     rows = [json.loads(row)["step"] for row in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
@@ -317,8 +321,10 @@ def test_more_conversations_are_added_to_those_that_are_there(copied: tuple[Reci
 def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
-    monkeypatch.setattr("headstart.data.part_writer.answer_prompts", lambda *_: pytest.fail("written again"))
-    monkeypatch.setattr("headstart.data.shards._write_shard", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(
+        "headstart.data.conversations.part_writer.answer_prompts", lambda *_: pytest.fail("written again")
+    )
+    monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
     heads = parse_heads({"family": "hydra", "num_heads": 2})
     other = recipe.model_copy(update={"name": "other", "heads": heads})
     execute(quiet(folder.parent / "other", other), STAGES)
@@ -453,9 +459,9 @@ def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch
     before = load_file(folder / "train" / "last" / "heads.safetensors")
     (teacher,) = (folder.parent / "artifacts").glob("states/*/teacher-*")
     loaded: list[str] = []
-    load = headstart.target.load_target
+    load = headstart.target.loading.load_target
     monkeypatch.setattr(
-        "headstart.target.load_target", lambda *words, **more: loaded.append(words[0]) or load(*words, **more)
+        "headstart.target.loading.load_target", lambda *words, **more: loaded.append(words[0]) or load(*words, **more)
     )
     for damaged in (False, True):
         shutil.rmtree((folder / "train").resolve())
@@ -472,7 +478,9 @@ def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch
 def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     stored = (folder / "train").resolve()
-    monkeypatch.setattr("headstart.data.part_writer.answer_prompts", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr(
+        "headstart.data.conversations.part_writer.answer_prompts", lambda *_: pytest.fail("written again")
+    )
     online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
     run = Run(online, folder, Console(file=io.StringIO(), width=200))
     execute(run, stages_until("export"))

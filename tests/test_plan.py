@@ -12,13 +12,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart.data.conversations import Conversation
-from headstart.data.generate import build_conversations
-from headstart.data.parts import Part
-from headstart.data.prompts import Prompt
-from headstart.data.sampling import sample_rows
+from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.parts import Part
+from headstart.data.conversations.sampling import sample_rows
+from headstart.data.conversations.write import build_conversations
+from headstart.data.prompts.prompts import Prompt
 from headstart.errors import UserError
-from headstart.heads import families, family, make_config
+from headstart.heads.base import families, family, make_config
 from headstart.pipeline import plan as planning
 from headstart.pipeline.costs import COSTS, Place, Planned, optimizer_bytes
 from headstart.pipeline.lengths import (
@@ -32,9 +32,11 @@ from headstart.pipeline.lengths import (
 from headstart.pipeline.plan import Plan, make_plan, show_plan
 from headstart.pipeline.run import Run
 from headstart.pipeline.speeds import Speeds, measure
-from headstart.recipe import Recipe, load_recipe, parse_recipe
-from headstart.recipe_sections import DataSection, TrainSection
-from headstart.target import FINAL, Target, TreeCache
+from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
+from headstart.recipes.sections import DataSection, TrainSection
+from headstart.target.cache import TreeCache
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.target.outline import outline
 from headstart.train.optimizers import make_optimizers
 
@@ -99,7 +101,8 @@ class TestLengths:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         answer = [*tiny_target.tokenizer.encode("Fine day"), tiny_target.tokenizer.eos_token_id]
         monkeypatch.setattr(
-            "headstart.data.generator.sample_rows", lambda _target, rows, **_options: [list(answer) for _ in rows]
+            "headstart.data.conversations.generator.sample_rows",
+            lambda _target, rows, **_options: [list(answer) for _ in rows],
         )
         sizes = {"conversations": 22, "heldout": 1, "validation": 1, "max_new_tokens": 10, "batch_size": 24}
         data = DataSection.model_validate({"prompts": str(path), **sizes})
@@ -180,7 +183,7 @@ class TestMemory:
             rows = sample_rows(*arguments, **{**options, "ends": frozenset()})
             return [[*row[:-1], end] for row in rows]
 
-        monkeypatch.setattr("headstart.data.generator.sample_rows", longest)
+        monkeypatch.setattr("headstart.data.conversations.generator.sample_rows", longest)
         build_conversations(run.target, settings.data, tmp_path / "data")
         assert 0.6 * planned < 1.875 * max(made) <= planned, "the rest are logits and hidden states"
 

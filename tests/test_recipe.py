@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from headstart.errors import UserError
-from headstart.heads import make_config
-from headstart.recipe import Recipe, head_settings, load_recipe, packaged_recipes, parse_recipe, recipe_text
-from headstart.recipe_docs import settings_of
-from headstart.renamed import KEYS
-from headstart.target import Target
+from headstart.heads.base import make_config
+from headstart.recipes.docs import settings_of
+from headstart.recipes.recipe import Recipe, head_settings, load_recipe, packaged_recipes, parse_recipe, recipe_text
+from headstart.support.renamed import KEYS
+from headstart.target.model import Target
 from tests.tiny import tiny_model
 
 
@@ -140,8 +140,8 @@ def test_what_follows_from_the_target_is_left_to_it_until_a_recipe_sets_it() -> 
 def test_old_names_are_answered_with_the_new_ones(
     keys: dict[str, str], values: dict[str, dict[str, str]], override: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.renamed.KEYS", keys)
-    monkeypatch.setattr("headstart.renamed.VALUES", values)
+    monkeypatch.setattr("headstart.support.renamed.KEYS", keys)
+    monkeypatch.setattr("headstart.support.renamed.VALUES", values)
     with pytest.raises(UserError, match=said):
         load_recipe("medusa", [override])
 
@@ -173,9 +173,9 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
 def test_reading_recipes_loads_no_model_library() -> None:
     """`headstart recipes` answers at once; the families are asked when settings are checked."""
     code = (
-        "import sys; from headstart.recipe import read_values; read_values('eagle3', ['heads.family=hydra']);"
+        "import sys; from headstart.recipes.recipe import read_values; read_values('eagle3', ['heads.family=hydra']);"
         "print(*sys.modules)"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "headstart.recipe" in loaded
+    assert "headstart.recipes.recipe" in loaded
     assert not {"torch", "transformers"} & set(loaded)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headstart.heads import families
-from headstart.recipe import Recipe, head_settings, load_recipe
-from headstart.recipe_docs import TARGETS_OWN, markdown, settings_of, show_settings
+from headstart.heads.base import families
+from headstart.recipes.docs import TARGETS_OWN, markdown, settings_of, show_settings
+from headstart.recipes.recipe import Recipe, head_settings, load_recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 

@@ -11,13 +11,14 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.data.prompts import Prompt
-from headstart.heads import HeadBatch, families, family, make_config
+from headstart.data.prompts.prompts import Prompt
+from headstart.heads.base import HeadBatch, families, family, make_config
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run
 from headstart.pipeline.stages import STAGES
-from headstart.recipe import load_recipe, packaged_recipes
-from headstart.target import FINAL, Target
+from headstart.recipes.recipe import load_recipe, packaged_recipes
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 
 RECIPES = tuple(packaged_recipes())
 SHAPES = {

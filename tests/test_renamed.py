@@ -12,15 +12,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart import old_records, renamed
-from headstart.artifacts import artifact, held, relatives
 from headstart.errors import UserError
-from headstart.files import read_json, write_json
-from headstart.heads import families, family, make_config
+from headstart.heads.base import families, family, make_config
 from headstart.heads.io import CONFIG, load_heads, save_heads
 from headstart.pipeline.run import Record, Run, Stage, left_to_do
-from headstart.recipe import Recipe, load_recipe, parse_heads
-from headstart.target import FINAL, Target
+from headstart.recipes.recipe import Recipe, load_recipe, parse_heads
+from headstart.support import old_records, renamed
+from headstart.support.artifacts import artifact, held, relatives
+from headstart.support.files import read_json, write_json
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.train import checkpoint
 from tests.tiny import tiny_model
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from headstart.data.conversations import Conversation, write_conversations
+from headstart.data.conversations.conversations import Conversation, write_conversations
 from headstart.decode.rules import greedy_draft
 from headstart.decode.verify import Row, streams
-from headstart.files import read_json, write_json
-from headstart.proposal import SampledChildren
-from headstart.target import load_target
+from headstart.support.files import read_json, write_json
+from headstart.target.loading import load_target
+from headstart.tree.proposal import SampledChildren
 from headstart.tuning.measure import Text, measure_drafts
 from tests.hub.helpers import export, make_heads
 from tests.test_benchmarks import script

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart import provenance as provenance_module
-from headstart.artifacts import artifact, held, refer
 from headstart.errors import UserError
-from headstart.lock import locked
 from headstart.pipeline.run import Outcome, Run, Stage, execute, left_to_do
-from headstart.provenance import provenance
-from headstart.recipe import load_recipe, parse_recipe, recipe_text
+from headstart.recipes.recipe import load_recipe, parse_recipe, recipe_text
+from headstart.support import provenance as provenance_module
+from headstart.support.artifacts import artifact, held, refer
+from headstart.support.lock import locked
+from headstart.support.provenance import provenance
 
 
 class Factory:
@@ -230,7 +230,7 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, factory: Factory) -> N
 
 
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
-    code = "from headstart.lock import locked; from pathlib import Path; import os, signal\n"
+    code = "from headstart.support.lock import locked; from pathlib import Path; import os, signal\n"
     code += f"with locked(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert (tmp_path / "lock").read_text().strip().isdigit()

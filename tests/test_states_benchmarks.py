@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.conversations import read_conversations
-from headstart.data.shards import build_store
+from headstart.data.conversations.conversations import read_conversations
+from headstart.data.states.shards import build_store
 from headstart.pipeline.layout import CONVERSATIONS
-from headstart.target import FINAL, load_target
+from headstart.target.fitting import FINAL
+from headstart.target.loading import load_target
 from tests.test_benchmarks import common, path, script, written_by
 
 __all__ = ["path"]  # a fixture

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.shards import build_store
-from headstart.data.store import StateStore
+from headstart.data.states.shards import build_store
+from headstart.data.states.store import StateStore
 from headstart.pipeline.inventory import free, over_budget, unreferenced
-from headstart.target import FINAL, Target
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.data.test_store import conversations
 from tests.test_cli import works
 

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from headstart import terminal
-from headstart.terminal import progress_bar, tracked
+from headstart.support import terminal
+from headstart.support.terminal import progress_bar, tracked
 
 
 def console(terminal: bool) -> Console:

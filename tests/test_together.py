@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 
-from headstart.data.store import StateStore
-from headstart.lock import locked
+from headstart.data.states.store import StateStore
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.pipeline.together import execute_together
-from headstart.recipe import recipe_text
+from headstart.recipes.recipe import recipe_text
+from headstart.support.lock import locked
 from tests.test_pipeline import quiet, tiny_recipe
 from tests.test_stages import said
 

@@ -13,14 +13,14 @@ import pytest
 from rich.console import Console
 
 from headstart.errors import UserError
-from headstart.files import format_bytes
 from headstart.pipeline.formats import check_formats
 from headstart.pipeline.inventory import free, run_states, show_runs, unreferenced
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
-from headstart.recipe import Recipe, parse_recipe, recipe_text
-from headstart.target import Target
+from headstart.recipes.recipe import Recipe, parse_recipe, recipe_text
+from headstart.support.files import format_bytes
+from headstart.target.model import Target
 from headstart.train import loop
 from headstart.train.__main__ import app
 from tests.test_cli import refused

@@ -16,7 +16,7 @@ _HOMES = {
     "Decoder": "headstart.api",
     "export": "headstart.api",
     "import_heads": "headstart.api",
-    "custom_generate": "headstart.generation",
+    "custom_generate": "headstart.hf_generate.call",
 }
 
 

@@ -6,14 +6,17 @@ from pathlib import Path
 
 from headstart.decoder import Decoder as Decoder
 from headstart.errors import UserError
-from headstart.hub import adapter_spec, check_folder, locate, read_heads, target_spec
-from headstart.hub import engines as _engines
-from headstart.hub import quantization as known_quantization
-from headstart.hub.engines import Exported as Exported
+from headstart.hub.engines import importing
+from headstart.hub.engines.export import Exported as Exported
+from headstart.hub.engines.export import export_for
+from headstart.hub.format import adapter_spec, check_folder, read_heads, target_spec
+from headstart.hub.format import quantization as known_quantization
+from headstart.hub.pull import locate
 from headstart.options import GenerateOptions as GenerateOptions
 from headstart.streaming import Answer as Answer
 from headstart.streaming import Stream as Stream
-from headstart.target import Exact, Target, load_target
+from headstart.target.loading import load_target
+from headstart.target.model import Exact, Target
 
 
 def load(
@@ -93,7 +96,7 @@ def export(
     Raises:
         UserError: no such heads or format, heads that no engine of the format can serve, or a folder in use.
     """
-    return _engines.export_for(locate(heads), Path(out), format, target, dtype)
+    return export_for(locate(heads), Path(out), format, target, dtype)
 
 
 def import_heads(
@@ -116,7 +119,7 @@ def import_heads(
             target.
     """
     known = target if isinstance(target, Target) else load_target(target, dtype)
-    _engines.import_heads(source, known, Path(out), revision)
+    importing.import_heads(source, known, Path(out), revision)
     return Path(out)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Unpack, get_args
 
-from headstart.data.conversations import Message, prompt_tokens
+from headstart.data.conversations.conversations import Message, prompt_tokens
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Generation, check
@@ -16,10 +16,11 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT, DRAFTERS, make_drafter, parts_of
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, nearest
-from headstart.heads import DraftHead
+from headstart.heads.base import DraftHead
 from headstart.options import GenerateKeywords, GenerateOptions, Tree
 from headstart.streaming import Answer, IncrementalDetokenizer, Stream, decode_text
-from headstart.target import Target, TreeShape
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
 from headstart.tuning.here import tuned_here
 from headstart.tuning.tune import Tuning
 

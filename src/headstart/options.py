@@ -1,7 +1,7 @@
 """What can be asked of decoding, defined once: for Python, the command line, eval, recipes and transformers.
 
 Each option is a field with its type, its default and its meaning; what takes options takes one of these classes, and
-the command line makes its own from the same fields (`headstart.cli_options`). Names and order of application of the
+the command line makes its own from the same fields (`headstart.cli.options`). Names and order of application of the
 sampling options are those of transformers.
 """
 

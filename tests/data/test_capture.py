@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from headstart.data.generate import Splits, build_conversations
-from headstart.data.shards import Capture, build_store
-from headstart.data.store import StateStore
-from headstart.files import write_jsonl
-from headstart.recipe_sections import DataSection
-from headstart.target import FINAL, Target
+from headstart.data.conversations.write import Splits, build_conversations
+from headstart.data.states.shards import Capture, build_store
+from headstart.data.states.store import StateStore
+from headstart.recipes.sections import DataSection
+from headstart.support.files import write_jsonl
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 
 AUX_LAYERS = (0, 2, FINAL)
 CLOSE = 1e-4
@@ -90,7 +91,7 @@ def test_the_words_are_the_same_with_and_without(tiny_target: Target, tmp_path: 
 def test_states_that_memory_does_not_hold_are_computed_later(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.data.sampling._STATES_SHARE", 0.0)
+    monkeypatch.setattr("headstart.data.conversations.sampling._STATES_SHARE", 0.0)
     splits = written(tiny_target, tmp_path, settings(tmp_path))
     assert not list((tmp_path / "shards").iterdir())
     assert len(store(tiny_target, tmp_path, splits)[1]) == 14

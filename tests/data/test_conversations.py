@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headstart.data.conversations import (
+from headstart.data.conversations.conversations import (
     Conversation,
     encode,
     prompt_tokens,
@@ -17,7 +17,7 @@ from headstart.data.conversations import (
     write_conversations,
 )
 from headstart.errors import UserError
-from headstart.target import Target
+from headstart.target.model import Target
 from tests.tiny import CHATML, tiny_tokenizer
 
 INST = (

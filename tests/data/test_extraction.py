@@ -16,14 +16,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headstart.data import states_server
-from headstart.data.conversations import Conversation, encode
-from headstart.data.extraction import Import, engine_layers, final_norm, serve_command
-from headstart.data.shards import build_store
-from headstart.data.states_server import take_from_servers
-from headstart.data.store import StateStore
+from headstart.data.conversations.conversations import Conversation, encode
+from headstart.data.states import from_server as states_server
+from headstart.data.states.extraction import Import, engine_layers, final_norm, serve_command
+from headstart.data.states.from_server import take_from_servers
+from headstart.data.states.shards import build_store
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.target import FINAL, Target
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.tiny import KINDS, tiny_model
 
 AUX_LAYERS = (2, 1, FINAL)

@@ -15,16 +15,19 @@ import torch
 from rich.console import Console
 from tokenizers import decoders
 
-from headstart.data import generate, generator, part_writer, selfprompt
-from headstart.data.conversations import encode
-from headstart.data.generate import build_conversations
-from headstart.data.sampling import CACHE_PEAK, Room, _pick, sample_rows
-from headstart.data.seed_prompts import SEED_PROMPTS, seed_prompt_list
+from headstart.data.conversations import generator, part_writer
+from headstart.data.conversations import write as generate
+from headstart.data.conversations.conversations import encode
+from headstart.data.conversations.sampling import CACHE_PEAK, Room, _pick, sample_rows
+from headstart.data.conversations.write import build_conversations
+from headstart.data.prompts import selfprompt
+from headstart.data.prompts.seed_prompts import SEED_PROMPTS, seed_prompt_list
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
-from headstart.recipe_sections import DataSection
-from headstart.target import Target, TargetOutput, TreeCache
+from headstart.recipes.sections import DataSection
+from headstart.target.cache import TreeCache
+from headstart.target.model import Target, TargetOutput
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
 DROPS_THINKING = (
@@ -415,7 +418,7 @@ def test_a_batch_larger_than_free_memory_is_not_even_tried(
 
     monkeypatch.setattr(Target, "new_cache", noted)
     free = 100 * tiny_target.kv_bytes_per_token
-    monkeypatch.setattr("headstart.data.sampling.free_bytes", lambda _device: free)
+    monkeypatch.setattr("headstart.data.conversations.sampling.free_bytes", lambda _device: free)
     assert sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED) == expected
     assert max(tried) * CACHE_PEAK <= 100 / 2, "two workers write at once on a CPU"
 

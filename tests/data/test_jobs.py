@@ -16,15 +16,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from headstart.data import part_writer, shards
-from headstart.data.generate import Splits, build_conversations
-from headstart.data.jobs import JOB, Board, Helper, Job, share
-from headstart.data.part_writer import PART, PartWriter, help_writing
-from headstart.data.shards import Capture, build_store, compute_shard, owner_of
-from headstart.data.workers import Workers
-from headstart.files import write_jsonl
-from headstart.recipe_sections import DataSection
-from headstart.target import FINAL, Target
+from headstart.data.conversations import part_writer
+from headstart.data.conversations.jobs import JOB, Board, Helper, Job, share
+from headstart.data.conversations.part_writer import PART, PartWriter, help_writing
+from headstart.data.conversations.workers import Workers
+from headstart.data.conversations.write import Splits, build_conversations
+from headstart.data.states import shards
+from headstart.data.states.shards import Capture, build_store, compute_shard, owner_of
+from headstart.recipes.sections import DataSection
+from headstart.support.files import write_jsonl
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 
 CPU = torch.device("cpu")
 LONG = 60
@@ -91,7 +93,7 @@ def helping(
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.data.jobs.LOOK", 0.01)
+    monkeypatch.setattr("headstart.data.conversations.jobs.LOOK", 0.01)
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def test_a_job_belongs_to_one_until_it_is_done(board: Board) -> None:
 def test_the_job_of_a_killed_process_is_free(board: Board) -> None:
     board.post("a", {"number": 1})
     code = (
-        "import sys, pathlib, threading\nfrom headstart.lock import locked\n"
+        "import sys, pathlib, threading\nfrom headstart.support.lock import locked\n"
         f"with locked(pathlib.Path({str(board.folder / 'a')!r})):\n"
         "    print('held', flush=True)\n    threading.Event().wait()\n"
     )

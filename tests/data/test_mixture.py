@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.generate import build_conversations, identity
-from headstart.data.mixture import begun_at, in_turns, pinned
-from headstart.data.prompts import Prompts, load_prompts
-from headstart.data.sources import Origin
+from headstart.data.conversations.write import build_conversations, identity
+from headstart.data.prompts.mixture import begun_at, in_turns, pinned
+from headstart.data.prompts.prompts import Prompts, load_prompts
+from headstart.data.prompts.sources import Origin
 from headstart.errors import UserError
 from headstart.pipeline.data_stages import conversations
 from headstart.pipeline.run import Run, execute, left_to_do
 from headstart.pipeline.stages import check_inputs, stages_until
-from headstart.recipe import load_recipe, parse_recipe
-from headstart.recipe_sections import DataSection, PromptSource
-from headstart.target import Target
+from headstart.recipes.recipe import load_recipe, parse_recipe
+from headstart.recipes.sections import DataSection, PromptSource
+from headstart.target.model import Target
 
 
 def write(path: Path, *texts: str) -> str:
@@ -156,7 +156,7 @@ def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: l
 def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
     newest = "1" * 40
     monkeypatch.setattr(
-        "headstart.data.mixture.find_origin", lambda source, revision: Origin(source, commit=revision or newest)
+        "headstart.data.prompts.mixture.find_origin", lambda source, revision: Origin(source, commit=revision or newest)
     )
     data = DataSection(prompts=(PromptSource(source="x/a"), PromptSource(source="x/b", revision="2" * 40)))
     settings = data.model_dump(mode="json")

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from headstart.data import part_writer, selfprompt
-from headstart.data.generate import build_conversations, identity
-from headstart.data.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Excluded
-from headstart.data.prompts import load_prompts
+from headstart.data.conversations import part_writer
+from headstart.data.conversations.write import build_conversations, identity
+from headstart.data.prompts import selfprompt
+from headstart.data.prompts.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Excluded
+from headstart.data.prompts.prompts import load_prompts
 from headstart.errors import UserError
-from headstart.recipe_sections import DataSection
-from headstart.target import Target
+from headstart.recipes.sections import DataSection
+from headstart.target.model import Target
 
 LONG = " ".join(f"word{i}" for i in range(OVERLAP_WORDS + 10))
 CHINESE = "".join(chr(0x4E00 + i) for i in range(OVERLAP_WORDS))

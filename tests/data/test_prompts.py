@@ -12,9 +12,9 @@ import datasets
 import huggingface_hub
 import pytest
 
-from headstart.data.prompts import PLAIN, Prompt, deduplicate, load_prompts
-from headstart.data.questions import Question, read_questions
-from headstart.data.sources import Origin, find_origin
+from headstart.data.prompts.prompts import PLAIN, Prompt, deduplicate, load_prompts
+from headstart.data.prompts.questions import Question, read_questions
+from headstart.data.prompts.sources import Origin, find_origin
 from headstart.errors import UserError
 from tests.tiny import CHATML, tiny_tokenizer
 

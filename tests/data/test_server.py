@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 
-from headstart.data import generate, server
-from headstart.data.generate import build_conversations, identity
-from headstart.data.sampling import sample_rows
-from headstart.data.server import Servers
-from headstart.data.workers import Stopped
+from headstart.data.conversations import from_server as server
+from headstart.data.conversations import write as generate
+from headstart.data.conversations.from_server import Servers
+from headstart.data.conversations.sampling import sample_rows
+from headstart.data.conversations.workers import Stopped
+from headstart.data.conversations.write import build_conversations, identity
 from headstart.errors import UserError
-from headstart.recipe import load_recipe
-from headstart.recipe_sections import DataSection
-from headstart.target import Target
+from headstart.recipes.recipe import load_recipe
+from headstart.recipes.sections import DataSection
+from headstart.target.model import Target
 
 ENDS = frozenset({2})
 Answer = Callable[[list[int], int], list[int]]
@@ -459,8 +460,10 @@ class TestConversations:
     def test_self_prompts_are_written_there_too(
         self, tiny_target: Target, serve: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("headstart.data.selfprompt.acceptable", lambda _text, _special: True)
-        monkeypatch.setattr("headstart.data.generator.sample_rows", lambda *_, **__: pytest.fail("in process"))
+        monkeypatch.setattr("headstart.data.prompts.selfprompt.acceptable", lambda _text, _special: True)
+        monkeypatch.setattr(
+            "headstart.data.conversations.generator.sample_rows", lambda *_, **__: pytest.fail("in process")
+        )
         end = min(tiny_target.end_tokens)
         fake = serve(lambda prompt, _most: [*prompt[-4:], 40 + sum(prompt) % 50, end])
         sizes = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 8}

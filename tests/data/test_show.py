@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from headstart.data.conversations import Conversation, encode
-from headstart.data.show import show_conversation
+from headstart.data.conversations.conversations import Conversation, encode
+from headstart.data.conversations.show import show_conversation
 from tests.tiny import tiny_tokenizer
 
 

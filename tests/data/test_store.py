@@ -13,11 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import headstart.files
-from headstart.data.conversations import Conversation, encode
-from headstart.data.shards import build_store, shard_size
-from headstart.data.store import StateStore, estimate_bytes
+from headstart.data.conversations.conversations import Conversation, encode
+from headstart.data.states.shards import build_store, shard_size
+from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
-from headstart.target import FINAL, Target
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.tiny import tiny_model
 
 AUX_LAYERS = (1, FINAL)
@@ -131,7 +132,7 @@ class TestResume:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(headstart.files.os, "replace", die)
+            patch.setattr(headstart.support.files.os, "replace", die)
             with pytest.raises(KeyboardInterrupt):
                 build(tmp_path / "store", tiny_target, given)
         assert [file.suffix for file in (tmp_path / "store").iterdir()] == [".partial"]
@@ -152,7 +153,7 @@ class TestResume:
             written.append(path)
 
         with monkeypatch.context() as patched:
-            patched.setattr("headstart.data.shards.save_file", full)
+            patched.setattr("headstart.data.states.shards.save_file", full)
             with pytest.raises(OSError, match="No space left"):
                 build(tmp_path, tiny_target, given)
         assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"], "the shard before it, and nothing half"
@@ -437,7 +438,7 @@ class TestBudget:
         class Full:
             free = 1000
 
-        monkeypatch.setattr(headstart.files.shutil, "disk_usage", lambda _place: Full)
+        monkeypatch.setattr(headstart.support.files.shutil, "disk_usage", lambda _place: Full)
         with pytest.raises(UserError, match=r"Keeping hidden states needs .* and 1.0 kB are free"):
             build(tmp_path / "store", tiny_target, conversations(tiny_target))
         assert not (tmp_path / "store").exists()

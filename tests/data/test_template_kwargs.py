@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations import Conversation, encode, prompt_tokens, with_template_kwargs
-from headstart.data.generate import build_conversations, identity
-from headstart.data.prompts import load_prompts
-from headstart.data.selfprompt import user_prefix
+from headstart.data.conversations.conversations import Conversation, encode, prompt_tokens, with_template_kwargs
+from headstart.data.conversations.write import build_conversations, identity
+from headstart.data.prompts.prompts import load_prompts
+from headstart.data.prompts.selfprompt import user_prefix
 from headstart.errors import UserError
 from headstart.pipeline.run import Run
-from headstart.recipe import parse_recipe
-from headstart.recipe_sections import DataSection
-from headstart.target import Target
+from headstart.recipes.recipe import parse_recipe
+from headstart.recipes.sections import DataSection
+from headstart.target.model import Target
 from tests.tiny import CHATML, tiny_tokenizer
 
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %}{{ 'quiet ' }}{% endif %}" + CHATML
@@ -63,7 +63,7 @@ def test_they_reach_the_template_wherever_it_is_rendered(switched: Target, tmp_p
 
 def test_a_runs_target_has_them(switched: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the report and the plan render as the data do."""
-    monkeypatch.setattr("headstart.target.load_target", lambda *_, **__: switched)
+    monkeypatch.setattr("headstart.target.loading.load_target", lambda *_, **__: switched)
     values = {"name": "a", "data": {"chat_template_kwargs": QUIET}, "heads": {"family": "medusa"}}
     target = Run(parse_recipe(values), tmp_path, Console(quiet=True)).target
     assert user_prefix(target.tokenizer).startswith("quiet")

@@ -10,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headstart.data.answers import answer_prompts
-from headstart.data.conversations import Conversation
-from headstart.data.prompts import Prompt
-from headstart.data.sampling import Turns
-from headstart.data.shards import Capture
-from headstart.recipe_sections import DataSection
-from headstart.target import FINAL, Target, TargetOutput, TreeCache
+from headstart.data.conversations.answers import answer_prompts
+from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.sampling import Turns
+from headstart.data.prompts.prompts import Prompt
+from headstart.data.states.shards import Capture
+from headstart.recipes.sections import DataSection
+from headstart.target.cache import TreeCache
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target, TargetOutput
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CLOSE = 1e-4
@@ -102,7 +104,7 @@ def test_what_memory_does_not_hold_is_read_again(
     kept = answers(tiny_target)
     once = sum(read)
     read.clear()
-    monkeypatch.setattr("headstart.data.sampling._TURN_SHARE", 0.0)
+    monkeypatch.setattr("headstart.data.conversations.sampling._TURN_SHARE", 0.0)
     assert [item.tokens for item in answers(tiny_target)] == [item.tokens for item in kept]
     assert sum(read) > once + 100
     read.clear()

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data import generator
-from headstart.data.generate import build_conversations
-from headstart.data.workers import Stopped, Workers
-from headstart.recipe_sections import DataSection
-from headstart.target import Target
+from headstart.data.conversations import generator
+from headstart.data.conversations.workers import Stopped, Workers
+from headstart.data.conversations.write import build_conversations
+from headstart.recipes.sections import DataSection
+from headstart.target.model import Target
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def test_two_workers_write_what_one_writes(
         seed=1,
         sampled_fraction=0.5,
     )
-    monkeypatch.setattr("headstart.data.selfprompt.acceptable", lambda text, special: True)
+    monkeypatch.setattr("headstart.data.prompts.selfprompt.acceptable", lambda text, special: True)
     # A random model seldom writes the one token that ends a turn.
     monkeypatch.setattr(Target, "end_tokens", frozenset(range(0, tiny_target.vocab_size, 5)))
     writers: list[str] = []
@@ -55,7 +55,7 @@ def test_two_workers_write_what_one_writes(
     assert len(both.train) == 10
     assert {"worker_0", "worker_1"} <= set(writers)
     writers.clear()
-    monkeypatch.setattr("headstart.data.workers._MAX", 1)
+    monkeypatch.setattr("headstart.data.conversations.workers._MAX", 1)
     torch.set_num_threads(1)
     assert build_conversations(tiny_target, section, tmp_path / "one") == both
     assert set(writers) == {threading.main_thread().name}

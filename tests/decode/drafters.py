@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.proposal import Committed, Proposal, Request, Root
+from headstart.tree.proposal import Committed, Proposal, Request, Root
 
 
 @dataclass

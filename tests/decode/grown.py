@@ -1,4 +1,4 @@
-"""Trees that `headstart.heads.growing` grows itself, from drafts that follow their paths, for the proofs.
+"""Trees that `headstart.tree.growing` grows itself, from drafts that follow their paths, for the proofs.
 
 The drafter is that of `tests.decode.tables`: q(token | last two tokens), so siblings have different children. What
 `grow` does is its own code; only its draws are made by `pick`, so that they can be enumerated.
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.calibration import Calibration
-from headstart.heads import growing
-from headstart.heads.growing import grow
-from headstart.proposal import Children, Proposal, Request, Root
+from headstart.tree import growing
+from headstart.tree.calibration import Calibration
+from headstart.tree.growing import grow
+from headstart.tree.proposal import Children, Proposal, Request, Root
 from tests.decode.tables import ROOT, VOCAB, Draft, Pick, logits_table, q_table
 
 STEPS = 3

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from headstart.decode import rules
 from headstart.decode.verify import Accepted, Row, Streams, streams
-from headstart.rng import draw
+from headstart.support.rng import draw
 from tests.decode.tables import VOCAB, Grower, Pick, context, depth, exact_joint
 
 Accept = Callable[[Row, Streams], Accepted]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from headstart.decode.budget import Controller
 from headstart.decode.costs import Costs
 from headstart.decode.learned import Experience, size_of
-from headstart.proposal import Proposal
+from headstart.tree.proposal import Proposal
 
 LEVELS = 5
 BF16 = Costs((1, 2, 4, 8, 16, 32, 64), (23.7, 24.2, 24.8, 27.1, 32.0, 43.0, 65.0), 6.0, 1.0, LEVELS, 0.05)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.decode.verify import Row
-from headstart.proposal import Children, SampledChildren
+from headstart.tree.proposal import Children, SampledChildren
 
 VOCAB = 5
 ROOT = 0

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from headstart.decode.budget import Controller, Costs
-from headstart.proposal import Proposal
-from headstart.target import TreeShape
+from headstart.tree.proposal import Proposal
+from headstart.tree.tree import TreeShape
 
 FLAT = Costs((1, 64), (10.0, 10.0))
 STEEP = Costs((1, 64), (10.0, 640.0))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headstart.decode.costs import Conditions, core_count, cpu_model
-from headstart.target import Target
+from headstart.target.model import Target
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headstart.decode.rules import RULES
 from headstart.drafters.combine import _parts, merge
-from headstart.heads import growing
-from headstart.proposal import Children, Proposal, Request
+from headstart.tree import growing
+from headstart.tree.proposal import Children, Proposal, Request
 from tests.decode.grown import GrownTrees, PathTables, drafted, paths_of
 from tests.decode.proofs import outcomes, prove_exactly
 from tests.decode.tables import ROOT, Pick, _guess

@@ -15,9 +15,10 @@ from headstart.decode.stopping import Stopper
 from headstart.decode.verify import Accepted, GreedyVerifier, Outcome
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.heads import family, make_config
-from headstart.proposal import ProposedTree
-from headstart.target import Target, TreeShape
+from headstart.heads.base import family, make_config
+from headstart.target.model import Target
+from headstart.tree.proposal import ProposedTree
+from headstart.tree.tree import TreeShape
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, LONG, tiny_model
 

@@ -17,13 +17,14 @@ from headstart.drafters.catalog import make_drafter
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.heads import DraftHead, HeadBatch
-from headstart.recipe_sections import TrainSection
-from headstart.target import Target, TreeShape
+from headstart.heads.base import DraftHead, HeadBatch
+from headstart.recipes.sections import TrainSection
+from headstart.target.model import Target
 from headstart.train.batches import noisy, predictions, subsampled
 from headstart.train.losses import LOSSES, find_loss
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
+from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import CASES, batch_of, build, shake
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model

@@ -13,8 +13,8 @@ import torch
 from headstart.decode import rules
 from headstart.decode.rules import RULES
 from headstart.decode.verify import Accepted, Row, Streams, streams
-from headstart.proposal import Children, SampledChildren
-from headstart.rng import draw
+from headstart.support.rng import draw
+from headstart.tree.proposal import Children, SampledChildren
 from tests.decode.mutants import MUTANTS
 from tests.decode.proofs import (
     chi_square_p,

@@ -21,8 +21,8 @@ from headstart.decode.sampling import Sampling
 from headstart.decode.verify import streams
 from headstart.errors import UserError
 from headstart.options import Processor
-from headstart.rng import draw
-from headstart.target import Target
+from headstart.support.rng import draw
+from headstart.target.model import Target
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import tiny_model
 

@@ -19,9 +19,10 @@ from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import Outcome, walk, walk_on_device
 from headstart.errors import UserError
-from headstart.proposal import Committed, Proposal, Request, Root
-from headstart.target import DraftTree, Target
 from headstart.target.memory import free_bytes
+from headstart.target.model import Target
+from headstart.tree.proposal import Committed, Proposal, Request, Root
+from headstart.tree.tree import DraftTree
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import tiny_model
 

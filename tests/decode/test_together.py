@@ -20,9 +20,9 @@ from headstart.decode.rules import RULES
 from headstart.decode.sampling import Sampling
 from headstart.decode.verify import Accepted, Outcome, Row, RuleVerifier, Streams, Visited, streams
 from headstart.drafters.ngram import NgramDrafter
-from headstart.proposal import Proposal, ProposedTree
-from headstart.rng import Numbers, draw_at
-from headstart.target import Target
+from headstart.support.rng import Numbers, draw_at
+from headstart.target.model import Target
+from headstart.tree.proposal import Proposal, ProposedTree
 from tests.decode.drafters import ReplayDrafter
 from tests.decode.proofs import chi_square_p
 from tests.decode.tables import KINDS, SHAPES, VOCAB, Draft, Grower, exact_joint, p_table

@@ -10,7 +10,8 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.target import Target, TreeShape
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import build
 from tests.standin import CUDA, StandIn, rounds_of
 from tests.tiny import tiny_model

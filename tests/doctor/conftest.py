@@ -13,15 +13,18 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from headstart.data.checksums import KEY, checksums
-from headstart.data.conversations import Conversation, read_conversations, write_conversations
-from headstart.data.shards import build_store
-from headstart.data.store import MANIFEST, StateStore
-from headstart.doctor import Finding, Subject, examine, find_subject
+import headstart.doctor.all_checks  # noqa: F401
+from headstart.data.conversations.conversations import Conversation, read_conversations, write_conversations
+from headstart.data.states.checksums import KEY, checksums
+from headstart.data.states.shards import build_store
+from headstart.data.states.store import MANIFEST, StateStore
+from headstart.doctor.findings import Finding, examine
+from headstart.doctor.subject import Subject, find_subject
 from headstart.pipeline.layout import CONVERSATIONS, STATES
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
-from headstart.target import FINAL, Target
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.test_pipeline import tiny_recipe
 
 SPLITS = ("train", "calibration")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.store import StateStore
-from headstart.doctor import CHECKS, Finding, Subject, check, examine, find_subject, good
+from headstart.data.states.store import StateStore
+from headstart.doctor.findings import CHECKS, Finding, check, examine, good
+from headstart.doctor.subject import Subject, find_subject
 from headstart.errors import UserError
-from headstart.recipe import parse_recipe, recipe_text
-from headstart.target import Target
+from headstart.recipes.recipe import parse_recipe, recipe_text
+from headstart.target.model import Target
 from tests.hub.helpers import export
 from tests.test_cli import call, refused, works
 

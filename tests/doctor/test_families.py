@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from headstart.doctor import Finding, Subject, examine
+from headstart.doctor.findings import Finding, examine
 from headstart.doctor.overfit import overfit
-from headstart.heads import DraftHead
-from headstart.recipe import parse_recipe
-from headstart.target import Target
+from headstart.doctor.subject import Subject
+from headstart.heads.base import DraftHead
+from headstart.recipes.recipe import parse_recipe
+from headstart.target.model import Target
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 

@@ -12,11 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headstart.data.conversations import Conversation
-from headstart.doctor import Subject, examine, find_subject
-from headstart.heads import DraftHead, base
+from headstart.data.conversations.conversations import Conversation
+from headstart.doctor.findings import examine
+from headstart.doctor.subject import Subject, find_subject
+from headstart.heads import base
+from headstart.heads.base import DraftHead
 from headstart.heads.medusa import MedusaHead, MedusaState
-from headstart.target import FINAL, Target
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.doctor.conftest import problems, read_again, rewrite, rewrite_states
 from tests.tiny import CHATML, SPECIAL, tiny_model, tiny_tokenizer
 
@@ -104,8 +107,8 @@ def test_another_template(run: Path, tiny_target: Target, tokenizer: Any, words:
 
 def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None:
     """The second answer's place is known, too; the template's newline after the first is not learned."""
-    from headstart.data.answers import _Running
-    from headstart.data.prompts import Prompt
+    from headstart.data.conversations.answers import _Running
+    from headstart.data.prompts.prompts import Prompt
 
     tokenizer = tiny_target.tokenizer
 
@@ -176,7 +179,7 @@ def test_answers_of_somebody_else(run: Path, tiny_target: Target) -> None:
 
 
 def test_answers_that_were_given(run: Path, tiny_target: Target) -> None:
-    from headstart.data.conversations import encode
+    from headstart.data.conversations.conversations import encode
 
     def give(item: Conversation) -> Conversation:
         messages = [item.messages[0], {"role": "assistant", "content": f"the user of {item.id} is in a system to on"}]
@@ -193,7 +196,7 @@ def test_answers_that_were_given(run: Path, tiny_target: Target) -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_answers_that_were_drawn(run: Path, tiny_target: Target, own: bool) -> None:
     """Draws of the target are told from draws of another model by their surprise alone."""
-    from headstart.data.sampling import sample_rows
+    from headstart.data.conversations.sampling import sample_rows
 
     model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
     model.lm_head.weight.data *= 12  # a random model is undecided about everything

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from headstart import cli_heads
+from headstart.cli import heads as cli_heads
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT, DRAFTERS, describe, make_drafter
 from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.errors import UserError
-from headstart.recipe_sections import EvalSection
-from headstart.target import Target
+from headstart.recipes.sections import EvalSection
+from headstart.target.model import Target
 from tests.decode.drafters import ReplayDrafter
 
 HEADS = ReplayDrafter([], 61, 0.0)

@@ -16,8 +16,9 @@ from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.proposal import Children, Committed, Proposal, Request, Root, SampledChildren
-from headstart.target import Target, TreeShape
+from headstart.target.model import Target
+from headstart.tree.proposal import Children, Committed, Proposal, Request, Root, SampledChildren
+from headstart.tree.tree import TreeShape
 from tests.decode.drafters import ReplayDrafter
 from tests.drafters.test_draft_model import OPTIONS, plain, texts, tiny
 from tests.heads.test_contract import build

@@ -13,8 +13,9 @@ from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Sampling
 from headstart.drafters.draft_model import DraftModelDrafter, check_tokenizers, early_exit
 from headstart.errors import UserError
-from headstart.proposal import Children, Committed, Proposal, Request, Root
-from headstart.target import FINAL, Target
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
+from headstart.tree.proposal import Children, Committed, Proposal, Request, Root
 from tests.tiny import KINDS, tiny_model, tiny_tokenizer
 
 OPTIONS = DecodeOptions(max_new_tokens=40, ignore_end=True)

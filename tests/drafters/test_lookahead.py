@@ -13,8 +13,8 @@ from headstart.decode.drafting import Learner
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.lookahead import LookaheadDrafter
-from headstart.proposal import Committed, Request, Root
-from headstart.target import Target
+from headstart.target.model import Target
+from headstart.tree.proposal import Committed, Request, Root
 from tests.tiny import tiny_model
 
 

@@ -18,8 +18,8 @@ from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.mtp import MtpDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
-from headstart.proposal import Committed, Request, Root
-from headstart.target import FINAL
+from headstart.target.fitting import FINAL
+from headstart.tree.proposal import Committed, Request, Root
 from tests.shipped import KINDS, WEIGHTS, ShippedTarget, reload, ship
 
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6, 21, 44, 17]

@@ -11,8 +11,8 @@ import torch
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.ngram import PRIORS, Index, NgramDrafter
-from headstart.proposal import Committed, Proposal, Request, Root
-from headstart.target import Target
+from headstart.target.model import Target
+from headstart.tree.proposal import Committed, Proposal, Request, Root
 from tests.tiny import tiny_model
 
 LONGEST = PRIORS[-1][0]

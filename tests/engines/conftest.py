@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.heads import DraftHead, family, make_config
-from headstart.hub import export_heads
+from headstart.heads.base import DraftHead, family, make_config
 from headstart.hub.engines.importing import untuned
-from headstart.target import Target
+from headstart.hub.format import export_heads
+from headstart.target.model import Target
 from tests.tiny import tiny_model, tiny_tokenizer
 
 FUSED = {"family": "eagle3", "draft_steps": 3, "aux_layers": (3, 5, 7)}

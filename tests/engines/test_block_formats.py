@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.published import LayerSizes, Layout, Published, digest
-from headstart.hub.engines import FORMATS, TargetFacts, check_export
-from headstart.hub.engines.base import drafts_to_try
+from headstart.heads.exchange.published import LayerSizes, Layout, Published, digest
+from headstart.hub.engines.base import TargetFacts, drafts_to_try
+from headstart.hub.engines.export import FORMATS, check_export
 from headstart.hub.engines.huggingface import rounded
-from headstart.target import Target
+from headstart.target.model import Target
 from tests.engines import block_readers as readers
 from tests.engines.test_faults import rewrite
 from tests.test_cli import works

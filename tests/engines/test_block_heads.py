@@ -14,11 +14,11 @@ from torch import Tensor
 
 import headstart
 from headstart.errors import UserError
-from headstart.heads import DraftHead
-from headstart.hub.engines import check_export, export_for, import_heads
+from headstart.heads.base import DraftHead
+from headstart.hub.engines.export import check_export, export_for
 from headstart.hub.engines.facts import facts_of_target
-from headstart.hub.engines.importing import read_checked
-from headstart.target import Target
+from headstart.hub.engines.importing import import_heads, read_checked
+from headstart.target.model import Target
 from tests.engines import block_readers as readers
 from tests.engines.conftest import CASES
 

@@ -12,11 +12,11 @@ import pytest
 
 import headstart
 from headstart.errors import UserError
-from headstart.heads import DraftHead
-from headstart.hub import export_heads
-from headstart.hub.engines import export_for
+from headstart.heads.base import DraftHead
+from headstart.hub.engines.export import export_for
 from headstart.hub.engines.importing import untuned
-from headstart.target import Target
+from headstart.hub.format import export_heads
+from headstart.target.model import Target
 from tests.engines.conftest import CASES, heads_for
 from tests.test_cli import call, refused, works
 from tests.tiny import tiny_model, tiny_tokenizer

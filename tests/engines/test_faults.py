@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.heads import DraftHead
-from headstart.hub.engines import check_export, export_for
+from headstart.heads.base import DraftHead
 from headstart.hub.engines import gguf_file as gguf_format
-from headstart.target import Target
+from headstart.hub.engines.export import check_export, export_for
+from headstart.target.model import Target
 from tests.engines.test_formats import CHAIN, off, ours, read
 
 Made = Callable[[str], tuple[DraftHead, Path]]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads import DraftHead
-from headstart.hub.engines import FORMATS, check_export, export_for
-from headstart.target import Target
+from headstart.heads.base import DraftHead
+from headstart.hub.engines.export import FORMATS, check_export, export_for
+from headstart.target.model import Target
 from tests.engines import readers
 
 Made = Callable[[str], tuple[DraftHead, Path]]

@@ -15,10 +15,12 @@ from torch import Tensor
 
 import headstart
 from headstart.errors import UserError
-from headstart.heads import DraftHead
+from headstart.heads.base import DraftHead
 from headstart.heads.io import load_heads
-from headstart.hub.engines import export_for, import_heads
-from headstart.target import FINAL, Target
+from headstart.hub.engines.export import export_for
+from headstart.hub.engines.importing import import_heads
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.engines.test_formats import CHAIN, HELD, off, ours, read
 
 Made = Callable[[str], tuple[DraftHead, Path]]

@@ -13,18 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.conversations import Conversation, write_conversations
+from headstart.data.conversations.conversations import Conversation, write_conversations
 from headstart.errors import UserError
-from headstart.files import read_json
-from headstart.heads import DraftHead
-from headstart.hub.engines import export_for
+from headstart.heads.base import DraftHead
+from headstart.hub.engines.export import export_for
+from headstart.hub.engines.tune_engine import measure_drafts
 from headstart.hub.measured import FILE, EngineTuning, read_engine_tunings, write_engine_tuning
 from headstart.options import EngineOptions
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
-from headstart.serving import ENGINES, Server, measure_drafts
-from headstart.serving.base import Counters, read_counters
-from headstart.target import Target
+from headstart.servers.engines import ENGINES
+from headstart.servers.process import Counters, Server, read_counters
+from headstart.support.files import read_json
+from headstart.target.model import Target
 from tests.test_benchmarks import script
 from tests.test_cli import refused, works
 
@@ -155,7 +156,8 @@ def test_a_command_that_is_ended_takes_its_engines_with_it(tmp_path: Path) -> No
     script.write_text(
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from headstart.serving import ENGINES, Server\n"
+        "from headstart.servers.engines import ENGINES\n"
+        "from headstart.servers.process import Server\n"
         f"log, command = Path({str(tmp_path / 'log')!r}), {command('vllm')!r}\n"
         "with Server(ENGINES['vllm'], 'target', (), log, command=command) as one:\n"
         "    print(one._process.pid, flush=True)\n"

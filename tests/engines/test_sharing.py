@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.errors import UserError
-from headstart.heads import DraftHead
-from headstart.hub import push
-from headstart.hub.engines import check_export, export_for, formats_of
-from headstart.target import Target
+from headstart.heads.base import DraftHead
+from headstart.hub.engines.export import check_export, export_for, formats_of
+from headstart.hub.push import push
+from headstart.target.model import Target
 from tests.hub.client import Client
 from tests.hub.fake_hub import FakeHub
 from tests.test_cli import refused, works

@@ -12,10 +12,11 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import Accepted, GreedyVerifier, Outcome, argmax
 from headstart.drafters.heads import HeadDrafter
-from headstart.eval import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
-from headstart.heads import DraftHead, family, make_config
-from headstart.proposal import ProposedTree
-from headstart.target import Target, TreeShape
+from headstart.eval.audit import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
+from headstart.heads.base import DraftHead, family, make_config
+from headstart.target.model import Target
+from headstart.tree.proposal import ProposedTree
+from headstart.tree.tree import TreeShape
 from tests.tiny import tiny_model
 
 NEW = 16

@@ -19,9 +19,10 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit_run import _ROWS, RANDOM, WRONG, AuditOptions, _as_if_alone, run_audit
 from headstart.eval.verdict import sentence, show_audit, write_audit
-from headstart.proposal import Proposal
-from headstart.rng import draw
-from headstart.target import Target, TreeShape
+from headstart.support.rng import draw
+from headstart.target.model import Target
+from headstart.tree.proposal import Proposal
+from headstart.tree.tree import TreeShape
 from tests.decode.drafters import broken_trees
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model

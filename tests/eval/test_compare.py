@@ -10,19 +10,20 @@ import pytest
 import torch
 
 from headstart.api import Decoder
-from headstart.data.questions import Question
+from headstart.data.prompts.questions import Question
 from headstart.decode.drafting import NoDrafter
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Sampling
 from headstart.errors import UserError
-from headstart.eval import EvalOptions, evaluate, evaluate_decoder
 from headstart.eval.compare import ALL, wanted
 from headstart.eval.divergence import Judge
+from headstart.eval.labels import METHODS
+from headstart.eval.measure import EvalOptions, evaluate, evaluate_decoder
 from headstart.eval.methods import Ours, Transformers
-from headstart.labels import METHODS
-from headstart.proposal import Proposal, Request, Root
-from headstart.target import Target, TreeShape
+from headstart.target.model import Target
+from headstart.tree.proposal import Proposal, Request, Root
+from headstart.tree.tree import TreeShape
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -10,7 +10,7 @@ import torch
 
 from headstart.decode.sampling import Sampling
 from headstart.eval.distribution import Exact, chi_square_p, compare, enumerate_texts, expected_variation
-from headstart.target import Target
+from headstart.target.model import Target
 from tests.tiny import tiny_model
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -12,7 +12,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.eval import divergence
 from headstart.eval.divergence import EXACT_MARGIN, Judge, difference, gap_error
 from headstart.eval.exact import in_float32
-from headstart.target import Target
+from headstart.target.model import Target
 from tests.tiny import KINDS, tiny_model
 
 PROMPTS = [[5, 9, 7], [30, 2, 2, 8]]

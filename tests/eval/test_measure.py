@@ -9,17 +9,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart.data.questions import Question
+from headstart.data.prompts.questions import Question
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.eval import EvalOptions, evaluate
-from headstart.eval.measure import _methods
+from headstart.eval.labels import METHODS
+from headstart.eval.measure import EvalOptions, _methods, evaluate
 from headstart.eval.methods import _TokenTimes
-from headstart.heads import family, make_config
-from headstart.labels import METHODS
-from headstart.target import Target, TreeShape
+from headstart.heads.base import family, make_config
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SPEEDUPS = ("speedup_vs_plain", "speedup_vs_transformers", "speedup_vs_prompt_lookup")

@@ -13,8 +13,9 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval import target_wrappers
 from headstart.eval.target_wrappers import RememberingTarget, WatchedTarget
-from headstart.heads import family, make_config
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.heads.base import family, make_config
+from headstart.target.model import Target
+from headstart.tree.tree import DraftTree, TreeShape
 from tests.tiny import tiny_model
 
 SHAPE = TreeShape.from_paths([(0, 0), (1,)])

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads import make_config, text_attention
-from headstart.heads.block import BlockHead
+from headstart.heads.base import make_config
 from headstart.heads.dflash import DFlashHead
-from headstart.heads.text_attention import Sight, attend_blocks
-from headstart.target import Target
+from headstart.heads.parts import text_attention
+from headstart.heads.parts.block import BlockHead
+from headstart.heads.parts.text_attention import Sight, attend_blocks
+from headstart.target.model import Target
 from tests.heads.test_contract import batch_of, build, shake
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -116,7 +117,7 @@ def test_blocks_without_gradients_run_a_few_at_a_time(target: Target, monkeypatc
     heads = shake(build("dflash", target))
     batch = batch_of(target, heads, [list(range(1, 30)), list(range(20, 32))], prompt=3)
     wanted = [step.hidden_MH for step in heads.unroll(batch)]
-    monkeypatch.setattr("headstart.heads.block._ORIGINS", 5)
+    monkeypatch.setattr("headstart.heads.parts.block._ORIGINS", 5)
     with torch.no_grad():
         for step, hidden_MH in zip(heads.unroll(batch), wanted, strict=True):
             torch.testing.assert_close(step.hidden_MH, hidden_MH)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads import HeadBatch, family, make_config
-from headstart.heads.block import BlockHead
-from headstart.heads.block_pattern import Pattern, newest, pattern, root
-from headstart.heads.layer import normed
-from headstart.target import FINAL, Target
+from headstart.heads.base import HeadBatch, family, make_config
+from headstart.heads.parts.block import BlockHead
+from headstart.heads.parts.block_pattern import Pattern, newest, pattern, root
+from headstart.heads.parts.layer import normed
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model
 

@@ -14,12 +14,12 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.heads import DraftHead, HeadBatch, families, family, make_config
-from headstart.heads.base import register
-from headstart.proposal import Committed, Request, Root
-from headstart.target import Target, TreeShape
+from headstart.heads.base import DraftHead, HeadBatch, families, family, make_config, register
 from headstart.target.frozen import FrozenModel
+from headstart.target.model import Target
 from headstart.target.teacher import load_teacher, save_teacher
+from headstart.tree.proposal import Committed, Request, Root
+from headstart.tree.tree import TreeShape
 from tests.tiny import tiny_model
 
 CASES: dict[str, dict[str, Any]] = {

@@ -11,9 +11,10 @@ import torch
 import transformers as tf
 
 from headstart.errors import UserError
-from headstart.heads import DraftHead, HeadBatch, family, make_config
-from headstart.heads.layer import DraftLayer, LayerConfig, Rotary, cached_attention, chain_attention
-from headstart.target import FINAL, Target
+from headstart.heads.base import DraftHead, HeadBatch, family, make_config
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, cached_attention, chain_attention
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.tiny import KINDS, tiny_model
 
 FAMILIES: dict[str, dict[str, Any]] = {

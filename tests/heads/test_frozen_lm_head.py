@@ -18,8 +18,9 @@ from transformers import (
     PhiForCausalLM,
 )
 
-from headstart.heads import DraftHead, HeadBatch, family, make_config
-from headstart.target import FINAL, Target
+from headstart.heads.base import DraftHead, HeadBatch, family, make_config
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.train.losses import LOSSES
 from headstart.train.summing import Teacher, logits_by_block, summed, summed_plain
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.calibration import Calibration
 from headstart.decode.sampling import Sampling
 from headstart.drafters.heads import HeadDrafter
-from headstart.heads import DraftHead, HeadConfig
-from headstart.heads.growing import draws, grow
-from headstart.proposal import Children, Proposal, Request, Root
-from headstart.target import TreeShape
+from headstart.heads.base import DraftHead, HeadConfig
+from headstart.tree.calibration import Calibration
+from headstart.tree.growing import draws, grow
+from headstart.tree.proposal import Children, Proposal, Request, Root
+from headstart.tree.tree import TreeShape
 from tests.standin import CUDA, StandIn
 
 VOCAB = 12

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.heads import HeadBatch, make_config
+from headstart.heads.base import HeadBatch, make_config
 from headstart.heads.hydra import HydraConfig, HydraHead
-from headstart.target import FINAL, Target
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.heads.test_contract import batch_of, shake
 from tests.tiny import tiny_model
 

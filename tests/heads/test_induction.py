@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads import HeadBatch, family, make_config
-from headstart.heads.induction import slow_pairs, solve
-from headstart.heads.layer import DraftLayer, LayerConfig, Rotary
-from headstart.heads.text_attention import causal_attention
-from headstart.target import FINAL, Target
+from headstart.heads.base import HeadBatch, family, make_config
+from headstart.heads.parts.induction import slow_pairs, solve
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
+from headstart.heads.parts.text_attention import causal_attention
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.tiny import tiny_model
 
 SIZE, WIDTH, HEADS, KV_HEADS, TOKENS = 64, 32, 4, 2, 300

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from headstart.errors import UserError
-from headstart.heads import HeadBatch
-from headstart.heads.base import supervised_origins
+from headstart.heads.base import HeadBatch, supervised_origins
 from headstart.heads.medusa import MedusaConfig, MedusaHead
-from headstart.heads.residual import head_hidden
-from headstart.target import FINAL, Target
+from headstart.heads.parts.residual import head_hidden
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.tiny import tiny_model
 
 

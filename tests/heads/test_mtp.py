@@ -9,10 +9,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from headstart.errors import UserError
-from headstart.heads import family, make_config
-from headstart.heads.exchange import publish_layer
+from headstart.heads.base import family, make_config
+from headstart.heads.exchange.base import publish_layer
 from headstart.heads.mtp import MtpHead
-from headstart.target import FINAL, Target
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.heads.test_contract import CASES, batch_of, build, shake
 from tests.tiny import tiny_model
 

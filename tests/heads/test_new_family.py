@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import headstart.heads
-from headstart.heads import base, families
-from headstart.target import Target
+from headstart.heads import base
+from headstart.heads.base import families
+from headstart.target.model import Target
 from tests.heads import test_contract, test_trees
 from tests.tiny import tiny_model
 

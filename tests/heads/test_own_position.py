@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads import DraftHead, HeadBatch, family, make_config
+from headstart.heads.base import DraftHead, HeadBatch, family, make_config
 from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
-from headstart.heads.fused import FusedHead
-from headstart.heads.layer import DraftLayer, LayerConfig, Rotary
-from headstart.heads.own_position import hold, look_at_itself, number_of_all, pair_shares, shares
+from headstart.heads.parts.fused import FusedHead
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
+from headstart.heads.parts.own_position import hold, look_at_itself, number_of_all, pair_shares, shares
 from headstart.heads.transition import TransitionHead
-from headstart.target import FINAL, Target
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from tests.tiny import tiny_model
 
 SIZE, TOKENS = 64, 3000

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads import text_attention
-from headstart.heads.layer import chain_attention
-from headstart.heads.text_attention import Part, Sight, attend, attend_part, attend_part_fused, causal_attention
+from headstart.heads.parts import text_attention
+from headstart.heads.parts.layer import chain_attention
+from headstart.heads.parts.text_attention import Part, Sight, attend, attend_part, attend_part_fused, causal_attention
 
 ROWS, KV_HEADS, GROUPS, WIDTH, LENGTH = 2, 2, 3, 8, 50
 SINGLE = {"rtol": 1e-5, "atol": 1e-5}

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headstart.heads import DraftHead, family, layer
-from headstart.proposal import Committed
-from headstart.target import Target
+from headstart.heads.base import DraftHead, family
+from headstart.heads.parts import layer
+from headstart.target.model import Target
+from headstart.tree.proposal import Committed
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 

@@ -17,8 +17,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, origins, register
-from headstart.proposal import Committed
-from headstart.target import FINAL, Target
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
+from headstart.tree.proposal import Committed
 
 
 class ToyConfig(HeadConfig):

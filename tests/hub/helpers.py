@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from headstart.heads import DraftHead, family, make_config
-from headstart.hub import export_heads
-from headstart.target import Target
+from headstart.heads.base import DraftHead, family, make_config
+from headstart.hub.format import export_heads
+from headstart.target.model import Target
 
 TUNING: dict[str, Any] = {
     "paths": ((0,), (1,), (0, 0)),

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 
 import headstart
 from headstart.errors import UserError
-from headstart.hub import fetch, push
-from headstart.hub.engines import import_heads
-from headstart.target import load_target
+from headstart.hub.engines.importing import import_heads
+from headstart.hub.pull import fetch
+from headstart.hub.push import push
+from headstart.target.loading import load_target
 
 
 def do_push(folder: str, repo_id: str, **options: Any) -> dict[str, Any]:

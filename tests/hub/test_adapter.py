@@ -14,9 +14,11 @@ import torch
 
 import headstart
 from headstart.errors import UserError
-from headstart.hub import adapter_spec, check_folder, push
 from headstart.hub.engines.facts import facts_of_heads
-from headstart.target import Target, load_target
+from headstart.hub.format import adapter_spec, check_folder
+from headstart.hub.push import push
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 from tests.hub.helpers import export
 from tests.tiny import save_tiny_adapter
 

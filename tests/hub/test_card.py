@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from headstart.hub import export_heads, write_card
-from headstart.hub.card import metadata
-from headstart.target import Target
+from headstart.hub.card import metadata, write_card
+from headstart.hub.format import export_heads
+from headstart.target.model import Target
 from tests.hub.helpers import RESULTS, TUNING, export, make_heads
 
 FACTS: dict[str, Any] = {

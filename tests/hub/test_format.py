@@ -12,8 +12,8 @@ import torch
 
 from headstart.errors import UserError
 from headstart.heads.io import load_heads, save_heads
-from headstart.hub import check_folder, export_heads, read_heads, target_spec
-from headstart.target import Target
+from headstart.hub.format import check_folder, export_heads, read_heads, target_spec
+from headstart.target.model import Target
 from headstart.tuning.tune import Tuning
 from tests.hub.helpers import TUNING, export, make_heads
 from tests.tiny import packed_model, tiny_model, tiny_tokenizer

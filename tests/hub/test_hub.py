@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import headstart
-from headstart.hub import export_heads, push
-from headstart.target import Target
+from headstart.hub.format import export_heads
+from headstart.hub.push import push
+from headstart.target.model import Target
 from tests.hub.client import Client
 from tests.hub.fake_hub import READ_TOKEN, FakeHub, Repo
 from tests.hub.helpers import TUNING, export, make_heads

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
-from headstart.target import FINAL, DraftTree, Target
 from headstart.target.attention import TreeMask, _reference, causal_attention
-from headstart.target.model import Exact
+from headstart.target.fitting import FINAL
+from headstart.target.model import Exact, Target
 from headstart.target.rows import ALONE, SameBits, agreeing, same_bits
+from headstart.tree.tree import DraftTree
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, PackedLinear, packed_model, tiny_model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-from headstart.data.sampling import sample_rows
+from headstart.data.conversations.sampling import sample_rows
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter
@@ -18,9 +18,12 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
-from headstart.heads import family, make_config
-from headstart.target import FINAL, DraftTree, Target, TreeShape, fitting, model
+from headstart.heads.base import family, make_config
+from headstart.target import fitting, model
 from headstart.target.chains import ChainCache
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
+from headstart.tree.tree import DraftTree, TreeShape
 from headstart.tuning.tune import tune
 from tests.shipped import QWEN3_NEXT
 from tests.tiny import tiny_model

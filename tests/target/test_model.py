@@ -11,10 +11,12 @@ import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from headstart.errors import UserError
-from headstart.target import FINAL, DraftTree, Target, TreeShape, load_target
 from headstart.target.attention import TreeMask, _reference
 from headstart.target.cache import LayerKeys, TreeCache
-from headstart.target.loading import pick_device, pick_dtype
+from headstart.target.fitting import FINAL
+from headstart.target.loading import load_target, pick_device, pick_dtype
+from headstart.target.model import Target
+from headstart.tree.tree import DraftTree, TreeShape
 from tests.tiny import KINDS, PackedLinear, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8]]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from headstart.decode.costs import Conditions
-from headstart.target import DraftTree, Target, TreeShape
 from headstart.target import prepacked as module
 from headstart.target.fitting import _Matrix
+from headstart.target.model import Target
 from headstart.target.prepacked import MAX_ROWS, Prepacked, can_prepack
+from headstart.tree.tree import DraftTree, TreeShape
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(

@@ -14,8 +14,10 @@ from torch import nn
 import headstart
 from headstart.decode.costs import Conditions
 from headstart.errors import UserError
-from headstart.hub import quantization
-from headstart.target import FINAL, Target, load_target
+from headstart.hub.format import quantization
+from headstart.target.fitting import FINAL
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 from headstart.target.quantized import check_quantization, quantize
 from tests.hub.helpers import export
 from tests.tiny import PackedLinear, packed_model, save_tiny_adapter, tiny_model, tiny_tokenizer

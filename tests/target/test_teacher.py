@@ -12,10 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.errors import UserError
-from headstart.heads import family, make_config
-from headstart.target import Target, TeacherModel
+from headstart.heads.base import family, make_config
 from headstart.target.frozen import FrozenModel
-from headstart.target.teacher import load_teacher, save_teacher, teacher_folder, teacher_of, teacher_problem
+from headstart.target.model import Target
+from headstart.target.teacher import (
+    TeacherModel,
+    load_teacher,
+    save_teacher,
+    teacher_folder,
+    teacher_of,
+    teacher_problem,
+)
 from tests.tiny import KINDS, packed_model, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")

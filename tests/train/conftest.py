@@ -12,11 +12,12 @@ import torch
 import yaml
 from rich.console import Console
 
-from headstart.data.conversations import Conversation
-from headstart.data.shards import build_store
-from headstart.data.store import StateStore
-from headstart.recipe import Recipe, parse_recipe
-from headstart.target import FINAL, Target
+from headstart.data.conversations.conversations import Conversation
+from headstart.data.states.shards import build_store
+from headstart.data.states.store import StateStore
+from headstart.recipes.recipe import Recipe, parse_recipe
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.train.loop import TrainResult, train
 
 

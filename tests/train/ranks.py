@@ -27,13 +27,15 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from headstart.data.online import OnlineStates, States
-from headstart.data.store import StateStore
+from headstart.data.states.online import OnlineStates, States
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.heads import families
+from headstart.heads.base import families
 from headstart.heads.io import save_heads
-from headstart.recipe import Recipe, parse_recipe
-from headstart.target import FINAL, Target, load_target
+from headstart.recipes.recipe import Recipe, parse_recipe
+from headstart.target.fitting import FINAL
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 from headstart.train import loop, order, processes
 from headstart.train.__main__ import app
 from headstart.train.joint import Joint

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from headstart.data.online import States
-from headstart.data.store import Sample
+from headstart.data.states.online import States
+from headstart.data.states.store import Sample
 
 
 class _Wrapped:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from headstart.heads import HeadBatch
-from headstart.heads.base import origins
-from headstart.target import FINAL
+from headstart.heads.base import HeadBatch, origins
+from headstart.target.fitting import FINAL
 from headstart.train.batches import (
     anchored,
     collate,

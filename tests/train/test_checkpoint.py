@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from headstart.errors import UserError
-from headstart.files import write_text
+from headstart.support.files import write_text
 from headstart.train import checkpoint
 from headstart.train.checkpoint import TrainerState
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headstart.errors import UserError
-from headstart.recipe import parse_recipe
+from headstart.recipes.recipe import parse_recipe
 from headstart.train import loop
 from headstart.train.ema import Ema
 from tests.train.conftest import Train

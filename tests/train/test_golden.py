@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headstart.files import read_jsonl
-from headstart.heads import families
+from headstart.heads.base import families
+from headstart.support.files import read_jsonl
 from tests.train.conftest import Train
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"

@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headstart.data.store import StateStore
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.heads import HeadBatch
+from headstart.heads.base import HeadBatch
 from headstart.heads.io import load_heads
-from headstart.recipe import Recipe, parse_recipe
-from headstart.target import FINAL, Target, load_target
+from headstart.recipes.recipe import Recipe, parse_recipe
+from headstart.target.fitting import FINAL
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 from headstart.train import loop
 from headstart.train.artifact import training
 from headstart.train.batches import collate
@@ -173,7 +175,7 @@ def test_a_killed_run_goes_on_to_the_same_heads_and_adapter(
 def test_records_of_heads_alone_are_as_they_were(
     recipe: Callable[..., Recipe], train_store: StateStore, tiny_target: Target, tmp_path: Path
 ) -> None:
-    from headstart.heads import make_config
+    from headstart.heads.base import make_config
 
     def of(chosen: Recipe) -> Any:
         config = make_config(chosen.heads, tiny_target)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads import HeadBatch
+from headstart.heads.base import HeadBatch
 from headstart.train import loop
 from headstart.train.batches import collate
 from headstart.train.loader import read_ahead, sent

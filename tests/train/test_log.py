@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.store import StateStore
+from headstart.data.states.store import StateStore
 from headstart.decode.loop import Engine
 from headstart.errors import UserError
 from headstart.heads.io import load_heads
-from headstart.recipe import Recipe
-from headstart.target import Target
+from headstart.recipes.recipe import Recipe
+from headstart.target.model import Target
 from headstart.train import decoded, loop
 from headstart.train.decoded import decode, validation_prompts
 from headstart.train.display import Display

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads import DraftHead, HeadBatch, text_attention
-from headstart.target import FINAL, Target
+from headstart.heads.base import DraftHead, HeadBatch
+from headstart.heads.parts import text_attention
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.train import summing
 from headstart.train.losses import find_loss
 from headstart.train.summing import Teacher, weighted

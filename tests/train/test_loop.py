@@ -20,13 +20,15 @@ from accelerate import Accelerator
 from rich.console import Console
 from safetensors.torch import load_file
 
-from headstart.data.store import StateStore
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.heads import DraftHead, families
+from headstart.heads.base import DraftHead, families
 from headstart.heads.io import load_heads
-from headstart.heads.residual import head_hidden
-from headstart.recipe import Recipe
-from headstart.target import FINAL, Target, load_target
+from headstart.heads.parts.residual import head_hidden
+from headstart.recipes.recipe import Recipe
+from headstart.target.fitting import FINAL
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 from headstart.train import loop
 from headstart.train.batches import collate, predictions
 from headstart.train.loop import train

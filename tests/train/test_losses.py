@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headstart.errors import UserError
-from headstart.heads import HeadBatch, StepPrediction
-from headstart.target import FINAL, Finish, Target
+from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.target.fitting import FINAL
+from headstart.target.lm_head import Finish
+from headstart.target.model import Target
 from headstart.train import losses, summing
 from headstart.train.losses import LOSSES, find_loss, smooth_l1, topk_ce
 from headstart.train.summing import Teacher, TeacherLogits, agreement, summed, summed_plain, weighted

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data.store import StateStore
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.heads import DraftHead, families
+from headstart.heads.base import DraftHead, families
 from headstart.heads.io import load_heads, save_heads
-from headstart.recipe import Recipe
-from headstart.target import FINAL, Target
+from headstart.recipes.recipe import Recipe
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.train import loop
 from headstart.train.batches import collate
 from headstart.train.low_rank import LowRank, learning_numbers, matrices

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 import yaml
 
-from headstart.artifacts import referred
-from headstart.data.store import StateStore
+from headstart.data.states.store import StateStore
 from headstart.heads.io import load_heads
-from headstart.lock import locked
-from headstart.recipe import load_recipe
-from headstart.target import load_target
+from headstart.recipes.recipe import load_recipe
+from headstart.support.artifacts import referred
+from headstart.support.lock import locked
+from headstart.target.loading import load_target
 from headstart.train.loop import train
 from tests.train.conftest import clean_environment
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart.heads import HeadBatch, StepPrediction
-from headstart.target import FINAL, Target
+from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.train import summing
 from headstart.train.display import Display
 from headstart.train.log import Log

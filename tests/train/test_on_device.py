@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from headstart.data.store import StateStore
-from headstart.files import read_jsonl
-from headstart.recipe import Recipe
-from headstart.target import Target
+from headstart.data.states.store import StateStore
+from headstart.recipes.recipe import Recipe
+from headstart.support.files import read_jsonl
+from headstart.target.model import Target
 from headstart.train.loop import train
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data.conversations import write_conversations
-from headstart.data.online import OnlineStates
-from headstart.data.store import StateStore
+from headstart.data.conversations.conversations import write_conversations
+from headstart.data.states.online import OnlineStates
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.heads import make_config
-from headstart.recipe import Recipe, load_recipe, parse_recipe
-from headstart.target import FINAL, Target
+from headstart.heads.base import make_config
+from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.train import loop
 from headstart.train.artifact import training
 from headstart.train.loop import train

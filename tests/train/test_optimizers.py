@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from headstart.heads import families, family, make_config
-from headstart.recipe_sections import TrainSection
-from headstart.target import Target
+from headstart.heads.base import families, family, make_config
+from headstart.recipes.sections import TrainSection
+from headstart.target.model import Target
 from headstart.train.optimizers import Muon, make_optimizers, orthogonal
 
 AUX_LAYERS: dict[str, Any] = {"eagle3": {"aux_layers": [1, 2, 3]}}

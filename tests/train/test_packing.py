@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data.store import StateStore
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.heads import DraftHead, HeadBatch
-from headstart.heads.base import origins
-from headstart.recipe import parse_recipe
-from headstart.target import FINAL, Target
+from headstart.heads.base import DraftHead, HeadBatch, origins
+from headstart.recipes.recipe import parse_recipe
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.train import loop
 from headstart.train.batches import collate, packed_batches, predictions, states_by_conversation
 from tests.heads.test_contract import CASES, build, shake

@@ -13,8 +13,8 @@ import torch
 from accelerate import DistributedType
 
 from headstart.errors import UserError
-from headstart.recipe import Recipe
-from headstart.target import Target
+from headstart.recipes.recipe import Recipe
+from headstart.target.model import Target
 from headstart.train import processes
 
 

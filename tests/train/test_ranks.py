@@ -17,13 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headstart.data.conversations import write_conversations
-from headstart.data.store import StateStore
-from headstart.heads import HeadBatch, families, make_config
+from headstart.data.conversations.conversations import write_conversations
+from headstart.data.states.store import StateStore
+from headstart.heads.base import HeadBatch, families, make_config
 from headstart.heads.io import load_heads
-from headstart.lock import locked
-from headstart.recipe import load_recipe
-from headstart.target import Target, load_target
+from headstart.recipes.recipe import load_recipe
+from headstart.support.lock import locked
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 from headstart.train import loop, order
 from headstart.train.artifact import training
 from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions

@@ -11,14 +11,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart.data.shards import build_store
-from headstart.data.store import StateStore
+from headstart.data.states.shards import build_store
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.heads import DraftHead
+from headstart.heads.base import DraftHead
 from headstart.heads.io import load_heads, save_heads
 from headstart.heads.medusa import MedusaConfig, MedusaHead
-from headstart.recipe import Recipe, load_recipe, packaged_recipes
-from headstart.target import FINAL, Target
+from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.train.loop import train
 from headstart.train.setup import build_heads, check_training, take_over
 from tests.train.conftest import conversations

@@ -12,12 +12,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart.data.shards import build_store
-from headstart.data.store import StateStore
+from headstart.data.states.shards import build_store
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.recipe import Recipe, recipe_text
-from headstart.target import FINAL, Target, TeacherModel, load_target
-from headstart.target.teacher import load_teacher, save_teacher
+from headstart.recipes.recipe import Recipe, recipe_text
+from headstart.target.fitting import FINAL
+from headstart.target.loading import load_target
+from headstart.target.model import Target
+from headstart.target.teacher import TeacherModel, load_teacher, save_teacher
 from headstart.train.loop import train
 from headstart.train.setup import open_target
 from tests.tiny import tiny_model

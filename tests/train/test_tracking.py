@@ -21,7 +21,7 @@ from torch.utils import tensorboard
 from wandb.proto.wandb_internal_pb2 import Record
 
 from headstart.errors import UserError
-from headstart.recipe import Recipe
+from headstart.recipes.recipe import Recipe
 from headstart.train import decoded, loop
 from headstart.train.decoded import EXAMPLE
 from headstart.train.setup import check_training

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headstart.calibration import Calibration
 from headstart.decode.budget import Costs
+from headstart.tree.calibration import Calibration
 from headstart.tuning.calibrate import fit_calibration, replay_dynamic
 
 

@@ -13,15 +13,18 @@ import pytest
 import torch
 
 import headstart.tuning.tune as tune_module
-from headstart.calibration import Calibration
 from headstart.decode.budget import Costs
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.heads import family, int8_weights, make_config
+from headstart.heads.base import family, make_config
 from headstart.heads.medusa import head_hidden
-from headstart.target import FINAL, Target, TreeShape
+from headstart.heads.parts import int8_weights
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
+from headstart.tree.calibration import Calibration
+from headstart.tree.tree import TreeShape
 from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.measure import measure_drafts, measure_ranks, measure_sampling, sampled_answers
 from headstart.tuning.tune import Tuning, choose, path_values, tune

@@ -1,1 +1,0 @@
-"""Draft, verify, commit: the decode loop, its verification rules and its budget."""

@@ -26,7 +26,7 @@ from typing import Protocol
 from headstart.decode.costs import Costs as Costs
 from headstart.decode.learned import Experience, Rounds, size_of
 from headstart.options import Draft
-from headstart.proposal import Proposal
+from headstart.tree.proposal import Proposal
 
 _PATIENCE = 1.0
 """Tokens that drafting may fall behind plain decoding before it was judged over so many rounds; more once it won."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headstart.target import Target
+from headstart.target.model import Target
 
 _LEVEL_NODES = 4
 """Nodes of a row that a level of a draft usually reads; only ratios between batches follow from it."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
+from headstart.tree.proposal import Committed, Proposal, ProposedTree, Request, Root
 
 
 class Drafter(Protocol):

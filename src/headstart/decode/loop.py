@@ -23,9 +23,9 @@ from headstart.decode.session import Session
 from headstart.decode.stopping import Stopper
 from headstart.decode.verify import GreedyVerifier, RuleVerifier, Verifier, streams
 from headstart.errors import UserError, nearest
-from headstart.proposal import ProposedTree, Request, Root
-from headstart.renamed import rule_hint
-from headstart.target import Target
+from headstart.support.renamed import rule_hint
+from headstart.target.model import Target
+from headstart.tree.proposal import ProposedTree, Request, Root
 
 
 @dataclass

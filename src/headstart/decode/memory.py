@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headstart.errors import UserError
-from headstart.files import format_bytes
-from headstart.target import Target
+from headstart.support.files import format_bytes
 from headstart.target.memory import free_bytes
+from headstart.target.model import Target
 
 _SHARE = 0.9
 """Of the free memory that may be taken; the activations of MLPs need the rest."""

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from headstart.decode.verify import Accepted, Row, Rule, Streams, Visited, uniform
-from headstart.proposal import Children
-from headstart.rng import draw, draw_at
+from headstart.support.rng import draw, draw_at
+from headstart.tree.proposal import Children
 
 
 def top_k(row: Row, streams: Streams) -> Accepted:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from headstart.decode.drafting import Drafter, Learner, NoDrafter
 from headstart.decode.verify import Outcome, argmax
-from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
 from headstart.target.model import TargetOutput
+from headstart.tree.proposal import Committed, Proposal, ProposedTree, Request, Root
 
 
 class Session:

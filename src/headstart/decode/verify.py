@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from headstart.decode.sampling import Sampling
-from headstart.proposal import Children, ProposedTree, Root, SampledChildren
-from headstart.rng import Numbers, draw_at, in_parts
+from headstart.support.rng import Numbers, draw_at, in_parts
+from headstart.tree.proposal import Children, ProposedTree, Root, SampledChildren
 
 
 @dataclass

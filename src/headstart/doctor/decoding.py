@@ -12,18 +12,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headstart.data.conversations import Conversation
+from headstart.data.conversations.conversations import Conversation
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.doctor.findings import Finding, bad, check, good, unknown
 from headstart.doctor.subject import Absent, Subject
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.files import read_jsonl
-from headstart.heads import DraftHead, HeadBatch
+from headstart.heads.base import DraftHead, HeadBatch
 from headstart.pipeline.layout import TRAIN
-from headstart.proposal import Committed
-from headstart.target import Target, TreeShape
+from headstart.support.files import read_jsonl
+from headstart.target.model import Target
+from headstart.tree.proposal import Committed
+from headstart.tree.tree import TreeShape
 from headstart.tuning.measure import Text, measure_ranks
 from headstart.tuning.tune import replay
 

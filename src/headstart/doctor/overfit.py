@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headstart.data.conversations import Conversation
-from headstart.data.shards import build_store
+from headstart.data.conversations.conversations import Conversation
+from headstart.data.states.shards import build_store
 from headstart.doctor.decoding import decode_chain
 from headstart.doctor.findings import Finding, bad, check, good, unknown
 from headstart.doctor.subject import Absent, Subject
-from headstart.heads import DraftHead, family, make_config
+from headstart.heads.base import DraftHead, family, make_config
 from headstart.heads.io import load_heads
-from headstart.recipe import parse_recipe
-from headstart.recipe_sections import TrainSection
-from headstart.target import FINAL
+from headstart.recipes.recipe import parse_recipe
+from headstart.recipes.sections import TrainSection
+from headstart.target.fitting import FINAL
 from headstart.train.loop import train
 from headstart.tuning.measure import measure_ranks
 

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.data.conversations import Conversation, added_tokens, alike, encode, has_template, prompt_tokens, render
+from headstart.data.conversations.conversations import (
+    Conversation,
+    added_tokens,
+    alike,
+    encode,
+    has_template,
+    prompt_tokens,
+    render,
+)
 from headstart.doctor.findings import Finding, bad, check, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject, spread
 from headstart.errors import UserError

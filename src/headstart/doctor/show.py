@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headstart.doctor.findings import Finding
-from headstart.files import write_json
+from headstart.support.files import write_json
 
 _MARKS = {True: Text("✓", "green"), False: Text("✗", "bold red"), None: Text("–", "dim")}
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.data.conversations import Conversation
-from headstart.data.encoding import AUTO
-from headstart.data.identify import called, every_layer, identify
-from headstart.data.store import StateStore
+from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.encoding import AUTO
+from headstart.data.states.identify import called, every_layer, identify
+from headstart.data.states.store import StateStore
 from headstart.doctor.findings import Finding, bad, check, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject, spread
-from headstart.target import FINAL, Target
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 
 _READ = 128
 """Tokens of a conversation that are read again: a causal model's first states do not depend on the rest."""

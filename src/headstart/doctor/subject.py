@@ -12,20 +12,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headstart.data.checksums import damaged
-from headstart.data.conversations import Conversation, prompt_tokens, read_conversations, with_template_kwargs
-from headstart.data.questions import Question, read_questions
-from headstart.data.store import StateStore
+from headstart.data.conversations.conversations import (
+    Conversation,
+    prompt_tokens,
+    read_conversations,
+    with_template_kwargs,
+)
+from headstart.data.prompts.questions import Question, read_questions
+from headstart.data.states.checksums import damaged
+from headstart.data.states.store import StateStore
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
-from headstart.files import read_json
-from headstart.heads import DraftHead
+from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, load_heads
-from headstart.hub import adapter_spec, locate, read_heads, target_spec
+from headstart.hub.format import adapter_spec, read_heads, target_spec
+from headstart.hub.pull import locate
 from headstart.pipeline.layout import ADAPTER, CONVERSATIONS, HEADS, STATES, TARGET, TRAIN
-from headstart.recipe import Recipe, load_recipe, packaged_recipes
-from headstart.target import Target, load_target
+from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
+from headstart.support.files import read_json
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 
 SPLITS = ("train", "calibration")
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.data.conversations import Conversation
+from headstart.data.conversations.conversations import Conversation
 from headstart.doctor.findings import Finding, bad, check, good
 from headstart.doctor.subject import Absent, Subject, spread
-from headstart.files import read_json
-from headstart.heads import DraftHead, family
+from headstart.heads.base import DraftHead, family
 from headstart.pipeline.layout import TRAIN
-from headstart.target import FINAL
+from headstart.support.files import read_json
+from headstart.target.fitting import FINAL
 from headstart.train.metrics import coverage, pick_vocabulary
 
 _COVERED = 0.85

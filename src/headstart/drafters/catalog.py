@@ -13,8 +13,8 @@ from headstart.drafters.mtp import MtpDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError, nearest
 from headstart.options import DraftingOptions
-from headstart.target import Target, load_target
-from headstart.target.loading import DTYPES
+from headstart.target.loading import DTYPES, load_target
+from headstart.target.model import Target
 
 DRAFTERS = {
     "none": "plain decoding",

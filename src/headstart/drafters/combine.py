@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from headstart.decode.drafting import Drafter, Learner
-from headstart.proposal import Children, Committed, Proposal, ProposedTree, Request, Root, SampledChildren
+from headstart.tree.proposal import Children, Committed, Proposal, ProposedTree, Request, Root, SampledChildren
 
 
 @dataclass

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.proposal import Children, Committed, Proposal, Request, Root, SampledChildren
-from headstart.rng import draw
-from headstart.target import DraftTree, Target, TreeCache, TreeShape
+from headstart.support.rng import draw
+from headstart.target.cache import TreeCache
+from headstart.target.model import Target
+from headstart.tree.proposal import Children, Committed, Proposal, Request, Root, SampledChildren
+from headstart.tree.tree import DraftTree, TreeShape
 
 _SPARE = 512  # tokens of text that the draft's cache takes before it grows
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.calibration import Calibration
-from headstart.heads import DraftHead
+from headstart.heads.base import DraftHead
 from headstart.options import Tree
-from headstart.proposal import Committed, Proposal, Request, Root
-from headstart.target import TreeShape
+from headstart.tree.calibration import Calibration
+from headstart.tree.proposal import Committed, Proposal, Request, Root
+from headstart.tree.tree import TreeShape
 
 
 class HeadDrafter:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
+from headstart.tree.proposal import Committed, Proposal, ProposedTree, Request, Root
 
 
 class Trie:

@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.cascade import Queue, first_read, placed
-from headstart.heads.growing import grow
-from headstart.proposal import Committed, Proposal, Request, Root
-from headstart.target import Target, TreeCache
+from headstart.heads.parts.cascade import Queue, first_read, placed
+from headstart.target.cache import TreeCache
+from headstart.target.model import Target
 from headstart.target.shipped import Shipped, ShippedModule, read_shipped
+from headstart.tree.growing import grow
+from headstart.tree.proposal import Committed, Proposal, Request, Root
 
 DRAFT_STEPS = 3
 """Steps of a single module where nobody says how many: it was trained for the first, and each further one is fed a

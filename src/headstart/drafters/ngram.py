@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headstart.proposal import Committed, Proposal, Request, Root
+from headstart.tree.proposal import Committed, Proposal, Request, Root
 
 PRIORS = ((1, 0.2), (2, 0.53), (3, 0.62), (4, 0.7), (5, 0.77), (6, 0.79), (8, 0.84), (12, 0.9), (16, 0.92), (24, 0.98))
 """(match length from which it holds, share of right continuations), before a text has shown its own.

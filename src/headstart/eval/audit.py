@@ -21,9 +21,10 @@ from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.eval.divergence import Difference, difference
-from headstart.heads import DraftHead
-from headstart.proposal import Committed, Proposal, Request, Root
-from headstart.target import Target, TreeShape
+from headstart.heads.base import DraftHead
+from headstart.target.model import Target
+from headstart.tree.proposal import Committed, Proposal, Request, Root
+from headstart.tree.tree import TreeShape
 
 
 @dataclass

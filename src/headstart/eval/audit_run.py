@@ -34,9 +34,10 @@ from headstart.eval.distribution import MIN_EXPECTED, Exact, Text, compare, enum
 from headstart.eval.divergence import Judge
 from headstart.eval.measure import environment
 from headstart.eval.target_wrappers import RememberingTarget
-from headstart.heads import DraftHead
-from headstart.target import Target, TreeShape
-from headstart.terminal import Bar, progress_bar
+from headstart.heads.base import DraftHead
+from headstart.support.terminal import Bar, progress_bar
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
 
 SCHEMA_VERSION = 1
 """Of audit.json."""

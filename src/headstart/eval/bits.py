@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.target import DraftTree, Target
+from headstart.target.model import Target
+from headstart.tree.tree import DraftTree
 
 DEPTH = 4
 """Tokens of a text that a tree holds, root included; each but the root stands after two wrong siblings."""

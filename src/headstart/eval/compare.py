@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.eval.divergence import Judgement
+from headstart.eval.labels import HEADS, LOOKUP, PLAIN, STOCK
 from headstart.eval.summary import (
     Unit,
     acceptance_by_position,
@@ -19,7 +20,6 @@ from headstart.eval.summary import (
     speedup,
     tokens_per_round,
 )
-from headstart.labels import HEADS, LOOKUP, PLAIN, STOCK
 from headstart.options import Tree
 
 OTHER = "other: "

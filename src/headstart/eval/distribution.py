@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from headstart.decode.sampling import Sampling
-from headstart.target import Target
+from headstart.target.model import Target
 
 MIN_EXPECTED = 5.0
 """Cells expected fewer times than this are pooled into one: the chi-square approximation wants no rarer ones."""

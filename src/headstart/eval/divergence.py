@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headstart.decode.sampling import Sampling
 from headstart.eval.exact import in_float32
-from headstart.target import Target
+from headstart.target.model import Target
 
 EXACT_MARGIN = 1e-3
 """Margin in float32, where results of different shapes agree to about 1e-5."""

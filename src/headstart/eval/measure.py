@@ -21,8 +21,8 @@ import transformers
 from rich.console import Console
 
 import headstart
-from headstart.data.conversations import check_template, has_template, prompt_tokens
-from headstart.data.questions import Question
+from headstart.data.conversations.conversations import check_template, has_template, prompt_tokens
+from headstart.data.prompts.questions import Question
 from headstart.decode.budget import Costs
 from headstart.decode.costs import core_count, cpu_model
 from headstart.decode.drafting import Drafter
@@ -33,12 +33,13 @@ from headstart.errors import UserError
 from headstart.eval.bits import count_bits
 from headstart.eval.compare import OTHER, Drafters, compare_rows, named, wanted
 from headstart.eval.divergence import Judge, Judgement, as_entry
+from headstart.eval.labels import HEADS, LOOKUP, PLAIN, STOCK
 from headstart.eval.methods import ASSISTANT, Method, Ours, Transformers
 from headstart.eval.summary import RESAMPLES, Prompt, Unit, categories, per_prompt, summarise
-from headstart.labels import HEADS, LOOKUP, PLAIN, STOCK
 from headstart.options import DraftingOptions
-from headstart.target import Target, load_target
-from headstart.terminal import progress_bar
+from headstart.support.terminal import progress_bar
+from headstart.target.loading import load_target
+from headstart.target.model import Target
 
 SCHEMA_VERSION = 1
 """Of results.json; raised when a key changes its meaning or goes."""

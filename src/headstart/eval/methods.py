@@ -26,7 +26,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Sampling
 from headstart.errors import UserError
 from headstart.eval.target_wrappers import WatchedTarget
-from headstart.target import Target
+from headstart.target.model import Target
 
 ASSISTANT = "transformers_assistant:"
 """Before the name of a model that drafts in transformers' own assisted generation."""

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headstart.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN
+from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN
 
 PARTS = {"draft": "#0b6e4f", "verify": "#5b8def", "host": "#c98a2b"}
 _STYLE = {

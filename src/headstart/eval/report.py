@@ -11,9 +11,9 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
+from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN, STOCK
 from headstart.eval.plots import plots
-from headstart.files import write_json, write_text
-from headstart.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN, STOCK
+from headstart.support.files import write_json, write_text
 
 LOSSY = "LOSSY: this verifier accepts drafts that the target would not have chosen. The words are not the target's own."
 DEFINITIONS = {

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.decode.loop import Round
+from headstart.eval.labels import HEADS, LOOKUP, METHODS, PLAIN, STOCK
 from headstart.eval.methods import Run
-from headstart.labels import HEADS, LOOKUP, METHODS, PLAIN, STOCK
 
 RESAMPLES = 10_000
 """Bootstrap resamples for each interval."""

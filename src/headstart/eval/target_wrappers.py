@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.target import DraftTree, Target, TargetOutput
 from headstart.target.cache import TreeCache
-from headstart.target.tree import depths_of
+from headstart.target.model import Target, TargetOutput
+from headstart.tree.tree import DraftTree, depths_of
 
 MAX_TEXTS = 4000
 """Texts that `RememberingTarget` keeps."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.eval.report import cell
-from headstart.files import write_json, write_text
+from headstart.support.files import write_json, write_text
 
 
 def write_audit(results: Mapping[str, Any], out: Path) -> None:

@@ -24,14 +24,18 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
-from headstart.heads.growing import grow
-from headstart.heads.int8_weights import drop_int8
-from headstart.heads.published import Layout, Published
-from headstart.proposal import Committed, Proposal, Request, Root
-from headstart.recipe import parse_heads
-from headstart.recipe_sections import FromTarget, HeadSettings
-from headstart.renamed import tensors_now
-from headstart.target import FINAL, Finish, FrozenModel, Target, TreeShape
+from headstart.heads.exchange.published import Layout, Published
+from headstart.heads.parts.int8_weights import drop_int8
+from headstart.recipes.recipe import parse_heads
+from headstart.recipes.sections import FromTarget, HeadSettings
+from headstart.support.renamed import tensors_now
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.target.lm_head import Finish
+from headstart.target.model import Target
+from headstart.tree.growing import grow
+from headstart.tree.proposal import Committed, Proposal, Request, Root
+from headstart.tree.tree import TreeShape
 
 R = TypeVar("R")
 

@@ -31,13 +31,13 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from headstart.heads.base import HeadConfig, OneForwardHead, StepPrediction, register
-from headstart.heads.block import BlockState, Said
-from headstart.heads.block_layer import BlockConfig
-from headstart.heads.block_published import block_settings, fill_block, publish_block
-from headstart.heads.block_start import SolvedBlockHead
-from headstart.heads.int8_weights import linear
-from headstart.heads.published import Layout, Published
-from headstart.target import Target
+from headstart.heads.exchange.block import block_settings, fill_block, publish_block
+from headstart.heads.exchange.published import Layout, Published
+from headstart.heads.parts.block import BlockState, Said
+from headstart.heads.parts.block_layer import BlockConfig
+from headstart.heads.parts.block_start import SolvedBlockHead
+from headstart.heads.parts.int8_weights import linear
+from headstart.target.model import Target
 
 
 class DFlashConfig(BlockConfig):

@@ -44,14 +44,14 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
-from headstart.heads.block import BlockState, Said
-from headstart.heads.block_layer import BlockConfig
-from headstart.heads.block_published import block_settings, fill_block, publish_block
-from headstart.heads.block_start import SolvedBlockHead
-from headstart.heads.int8_weights import linear
-from headstart.heads.published import MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
-from headstart.heads.residual import embed
-from headstart.target import Target
+from headstart.heads.exchange.block import block_settings, fill_block, publish_block
+from headstart.heads.exchange.published import MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
+from headstart.heads.parts.block import BlockState, Said
+from headstart.heads.parts.block_layer import BlockConfig
+from headstart.heads.parts.block_start import SolvedBlockHead
+from headstart.heads.parts.int8_weights import linear
+from headstart.heads.parts.residual import embed
+from headstart.target.model import Target
 
 _CONFIDENCE = "confidence_head.proj"
 """Its published name."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, register, supervised_origins
-from headstart.heads.exchange import (
+from headstart.heads.exchange.base import (
     detached,
     layer_settings,
     layer_sizes,
@@ -28,12 +28,14 @@ from headstart.heads.exchange import (
     same_embeddings,
     take_layer,
 )
-from headstart.heads.int8_weights import Linear
-from headstart.heads.layer import DraftLayer, LayerConfig
-from headstart.heads.published import Layout, Published
-from headstart.heads.recurrent import RecurrentHead
-from headstart.heads.residual import LinearStart
-from headstart.target import FINAL, FrozenModel, Target
+from headstart.heads.exchange.published import Layout, Published
+from headstart.heads.parts.int8_weights import Linear
+from headstart.heads.parts.layer import DraftLayer, LayerConfig
+from headstart.heads.parts.recurrent import RecurrentHead
+from headstart.heads.parts.residual import LinearStart
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.target.model import Target
 
 
 class EagleConfig(LayerConfig):

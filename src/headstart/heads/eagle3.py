@@ -26,15 +26,17 @@ from pydantic import Field
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads import own_position
 from headstart.heads.base import HeadBatch, register, supervised_origins
-from headstart.heads.fused import FusedConfig, FusedHead
-from headstart.heads.fused_published import fill_fused, fused_settings, publish_fused
-from headstart.heads.layer import LayerConfig, by_token, normed
-from headstart.heads.published import Layout, Published
-from headstart.heads.residual import LinearStart
-from headstart.heads.text_attention import causal_attention
-from headstart.target import FINAL, FrozenModel, Target
+from headstart.heads.exchange.fused import fill_fused, fused_settings, publish_fused
+from headstart.heads.exchange.published import Layout, Published
+from headstart.heads.parts import own_position
+from headstart.heads.parts.fused import FusedConfig, FusedHead
+from headstart.heads.parts.layer import LayerConfig, by_token, normed
+from headstart.heads.parts.residual import LinearStart
+from headstart.heads.parts.text_attention import causal_attention
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.target.model import Target
 
 _BLOCK = 8192
 """Embeddings that are normed at a time."""

@@ -36,12 +36,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, register, supervised_origins
-from headstart.heads.int8_weights import linear
-from headstart.heads.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention
-from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
-from headstart.heads.text_attention import causal_attention, positions_of
-from headstart.proposal import Committed
-from headstart.target import FINAL, FrozenModel
+from headstart.heads.parts.int8_weights import linear
+from headstart.heads.parts.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention
+from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last_states
+from headstart.heads.parts.text_attention import causal_attention, positions_of
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.tree.proposal import Committed
 
 
 class HydraConfig(LayerConfig):

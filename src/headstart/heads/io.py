@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.errors import UserError, nearest
-from headstart.files import read_json, write_atomic, write_json
 from headstart.heads.base import DraftHead, families, family
-from headstart.renamed import section_now, tensors_now
-from headstart.target import FrozenModel
+from headstart.support.files import read_json, write_atomic, write_json
+from headstart.support.renamed import section_now, tensors_now
+from headstart.target.frozen import FrozenModel
 
 CONFIG = "config.json"
 WEIGHTS = "heads.safetensors"

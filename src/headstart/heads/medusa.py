@@ -34,12 +34,14 @@ from headstart.heads.base import (
     register,
     supervised_origins,
 )
-from headstart.heads.exchange import detached
-from headstart.heads.int8_weights import linear, unstack
-from headstart.heads.published import Layout, Published
-from headstart.heads.residual import LinearStart, embed, head_hidden, last_states
-from headstart.proposal import Committed
-from headstart.target import FINAL, FrozenModel, Target
+from headstart.heads.exchange.base import detached
+from headstart.heads.exchange.published import Layout, Published
+from headstart.heads.parts.int8_weights import linear, unstack
+from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last_states
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.target.model import Target
+from headstart.tree.proposal import Committed
 
 
 class MedusaConfig(HeadConfig):

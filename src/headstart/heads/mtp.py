@@ -25,14 +25,15 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, StepPrediction, register, supervised_origins
-from headstart.heads.cascade import Cascade, CascadeState, MtpModule
-from headstart.heads.int8_weights import linear
-from headstart.heads.layer import LayerConfig, norm_scale
-from headstart.heads.published import Published
-from headstart.heads.recurrent import RecurrentHead, RecurrentState
-from headstart.heads.residual import LinearStart
-from headstart.proposal import Committed
-from headstart.target import FINAL, FrozenModel
+from headstart.heads.exchange.published import Published
+from headstart.heads.parts.cascade import Cascade, CascadeState, MtpModule
+from headstart.heads.parts.int8_weights import linear
+from headstart.heads.parts.layer import LayerConfig, norm_scale
+from headstart.heads.parts.recurrent import RecurrentHead, RecurrentState
+from headstart.heads.parts.residual import LinearStart
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.tree.proposal import Committed
 
 
 class MtpConfig(LayerConfig):

@@ -28,12 +28,13 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, register, supervised_origins
-from headstart.heads.fused import FusedConfig, FusedHead
-from headstart.heads.int8_weights import Linear
-from headstart.heads.layer import LayerConfig, by_token, normed
-from headstart.heads.residual import LinearStart
-from headstart.heads.text_attention import causal_attention
-from headstart.target import FINAL, FrozenModel
+from headstart.heads.parts.fused import FusedConfig, FusedHead
+from headstart.heads.parts.int8_weights import Linear
+from headstart.heads.parts.layer import LayerConfig, by_token, normed
+from headstart.heads.parts.residual import LinearStart
+from headstart.heads.parts.text_attention import causal_attention
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
 
 
 class TransitionConfig(FusedConfig):

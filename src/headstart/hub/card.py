@@ -11,11 +11,11 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headstart.errors import nearest
-from headstart.files import format_bytes, read_json, write_text
+from headstart.eval.labels import BASELINES, LABELS
 from headstart.hub.measured import engine_rows, read_engine_tunings, setting_of
-from headstart.labels import BASELINES, LABELS
-from headstart.target import TreeShape
+from headstart.support.files import format_bytes, read_json, write_text
 from headstart.target.loading import PACKAGED
+from headstart.tree.tree import TreeShape
 
 FACTS = ("measurements", "training", "license", "limits")
 LICENSES = {"smollm2-135m": "apache-2.0"}

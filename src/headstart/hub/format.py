@@ -24,17 +24,19 @@ from safetensors import SafetensorError, safe_open
 
 import headstart
 from headstart.errors import UserError
-from headstart.files import read_json, write_atomic, write_json
-from headstart.heads import DraftHead
+from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, WEIGHTS, build_heads, settings_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.measured import FILE as ENGINES
-from headstart.target import FrozenModel, Target, TreeShape
+from headstart.support.files import read_json, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
 from headstart.target.adapter import find_adapter
+from headstart.target.frozen import FrozenModel
 from headstart.target.identity import BUNDLED
 from headstart.target.loading import PACKAGED
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
 
 FORMAT = "headstart"
 FORMAT_VERSION = 1

@@ -1,6 +1,6 @@
 """What was measured of heads in serving engines, kept in a file beside them: for commands and cards.
 
-Nothing here starts an engine; see `headstart.serving`.
+Nothing here starts an engine; see `headstart.servers`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.files import read_json, write_json
+from headstart.support.files import read_json, write_json
 
 FILE = "engines.json"
 """In a folder of heads."""

@@ -10,7 +10,7 @@ from huggingface_hub import snapshot_download
 from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS, heads_folder
 from headstart.hub.format import CARD, CUSTOM_GENERATE
-from headstart.network import explained
+from headstart.support.hub_errors import explained
 from headstart.target.identity import BUNDLED
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -11,13 +11,13 @@ from typing import Any
 import huggingface_hub
 
 from headstart.errors import UserError
-from headstart.files import read_json
 from headstart.heads.io import CONFIG, WEIGHTS, heads_folder
-from headstart.hub.engines import check_export
 from headstart.hub.engines.card import ENGINE_FILES, is_engine_folder
+from headstart.hub.engines.export import check_export
 from headstart.hub.format import CARD, FILES, check_folder
 from headstart.hub.pull import HUB_ID
-from headstart.network import LOGIN, explained
+from headstart.support.files import read_json
+from headstart.support.hub_errors import LOGIN, explained
 from headstart.target.adapter import CONFIG as ADAPTER
 from headstart.target.identity import BUNDLED
 from headstart.target.loading import PACKAGED

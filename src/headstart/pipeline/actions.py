@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from headstart.errors import UserError
-from headstart.files import write_atomic
 from headstart.pipeline.layout import CONVERSATIONS, TARGET
+from headstart.support.files import write_atomic
 
 if TYPE_CHECKING:
     from headstart.api import Decoder
-    from headstart.data.questions import Question
-    from headstart.eval import EvalOptions
+    from headstart.data.prompts.questions import Question
+    from headstart.eval.measure import EvalOptions
     from headstart.tuning.tune import Tuning
 
 
@@ -38,9 +38,10 @@ def report(
         The content of results.json.
 
     Raises:
-        UserError: as `headstart.eval.evaluate`.
+        UserError: as `headstart.eval.measure.evaluate`.
     """
-    from headstart.eval import evaluate_decoder, write_report
+    from headstart.eval.measure import evaluate_decoder
+    from headstart.eval.report import write_report
 
     results = evaluate_decoder(decoder, questions, options, console)
     write_report(results, out)
@@ -59,9 +60,8 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
     Raises:
         UserError: heads that are not in a folder here, a folder with other files in it, or no conversations to tune on.
     """
-    from headstart.data.conversations import read_conversations
-    from headstart.hub import export_heads
-    from headstart.hub.format import read_config
+    from headstart.data.conversations.conversations import read_conversations
+    from headstart.hub.format import export_heads, read_config
     from headstart.tuning.tune import tune
 
     if not folder.is_dir():
@@ -117,7 +117,7 @@ def copy_heads(heads: Path, out: Path) -> None:
     Raises:
         UserError: no whole folder of heads there, or a folder in use.
     """
-    from headstart.hub import check_folder
+    from headstart.hub.format import check_folder
 
     check_folder(heads)
     if out.exists():
@@ -168,7 +168,7 @@ def tokenizer_for(file: Path, target: str | None) -> Any:
         UserError: neither is known.
     """
     if target is not None:
-        from headstart.target import load_target
+        from headstart.target.loading import load_target
 
         return load_target(target).tokenizer
     for folder in file.resolve().parents:

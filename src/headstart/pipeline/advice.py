@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headstart.files import format_bytes
 from headstart.pipeline.costs import Cost, Planned
+from headstart.support.files import format_bytes
 
 _SPARE = 0.92
 """Of a GPU's memory, what work should be planned for: the rest goes to CUDA itself and to what lies between blocks."""

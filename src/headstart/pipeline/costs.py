@@ -13,17 +13,17 @@ from pathlib import Path
 
 import torch
 
-from headstart.data.questions import read_questions
-from headstart.data.sampling import CACHE_PEAK
-from headstart.data.shards import shard_size
-from headstart.data.store import CACHE_BYTES, estimate_bytes
-from headstart.gpus import Gpu
-from headstart.heads import DraftHead
+from headstart.data.conversations.sampling import CACHE_PEAK
+from headstart.data.prompts.questions import read_questions
+from headstart.data.states.shards import shard_size
+from headstart.data.states.store import CACHE_BYTES, estimate_bytes
+from headstart.heads.base import DraftHead
 from headstart.pipeline.lengths import SAMPLE, Lengths, answer_tokens
 from headstart.pipeline.speeds import Speeds
-from headstart.recipe import Recipe
-from headstart.recipe_sections import TrainSection
-from headstart.target import Target
+from headstart.recipes.recipe import Recipe
+from headstart.recipes.sections import TrainSection
+from headstart.support.gpus import Gpu
+from headstart.target.model import Target
 from headstart.target.outline import Outline
 from headstart.train.low_rank import learning_numbers
 from headstart.train.optimizers import Muon, make_optimizers
@@ -33,7 +33,7 @@ MACHINE = 8
 NETWORK = 25e9
 """Bytes a second that a GPU sends to another machine: a network of 200 Gbit/s for each."""
 _WORKERS_GAIN = 1.3
-"""What two batches side by side bring on a CPU; see `headstart.data.workers`."""
+"""What two batches side by side bring on a CPU; see `headstart.data.conversations.workers`."""
 _PROMPT_STEPS, _PROMPT_ROW = 127, 52
 """Forwards in which a batch of self-prompts is written, and tokens of one on average, those left out included."""
 _ACCEPTED = 0.78
@@ -233,7 +233,7 @@ def _dense_parameters(layer: torch.nn.Module) -> int:
 
 
 def _amounts(planned: Planned) -> Amounts:
-    """Conversations as `headstart.data.generate` writes them: in parts, held-out and validation ones first."""
+    """Conversations as `headstart.data.conversations.write` writes them: in parts, held-out and validation ones first."""
     data, lengths = planned.recipe.data, planned.lengths
     count = float(data.conversations)
     if 0 < lengths.sample < SAMPLE:  # these are all there are

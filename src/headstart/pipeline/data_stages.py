@@ -6,18 +6,18 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.artifacts import Artifact, artifact, forget, held, read_note, referred
 from headstart.errors import UserError
-from headstart.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.pipeline.dependencies import before, content, flat
 from headstart.pipeline.formats import check_formats
 from headstart.pipeline.layout import CONVERSATIONS, QUESTIONS, STATES, TARGET
 from headstart.pipeline.run import Outcome, Run, Stage, target_identity
-from headstart.terminal import progress_bar
+from headstart.support.artifacts import Artifact, artifact, forget, held, read_note, referred
+from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
+from headstart.support.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from headstart.data.conversations import Conversation
-    from headstart.data.store import StateStore
+    from headstart.data.conversations.conversations import Conversation
+    from headstart.data.states.store import StateStore
 
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Files of the target's tokenizer, as the target's stage keeps them."""
@@ -54,7 +54,7 @@ def is_online(run: Run) -> bool:
 
 def _token_bytes(run: Run) -> int:
     """Bytes of hidden states of one token."""
-    from headstart.data.store import estimate_bytes
+    from headstart.data.states.store import estimate_bytes
 
     target = run.target
     return estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype, run.recipe.data.states_dtype)
@@ -86,7 +86,7 @@ def _target_settings(run: Run) -> dict[str, Any]:
 
 
 def _target(run: Run) -> Outcome:
-    from headstart.data.conversations import check_prompts
+    from headstart.data.conversations.conversations import check_prompts
 
     target = run.target
     check_prompts(target.tokenizer, run.recipe.data.prompts)
@@ -119,8 +119,8 @@ def aux_layers(run: Run) -> list[int]:
             return [int(layer) for layer in known["taps"]]
     import torch
 
-    from headstart.heads import family, make_config
-    from headstart.target import FINAL
+    from headstart.heads.base import family, make_config
+    from headstart.target.fitting import FINAL
 
     target = run.frozen()
     config = make_config(run.recipe.heads, target)
@@ -131,7 +131,7 @@ def aux_layers(run: Run) -> list[int]:
 
 
 def _conversation_settings(run: Run) -> dict[str, Any]:
-    from headstart.data.generate import OF_SERVERS
+    from headstart.data.conversations.write import OF_SERVERS
 
     data = run.recipe.data
     defaults = {name: field.get_default(call_default_factory=True) for name, field in type(data).model_fields.items()}
@@ -150,16 +150,16 @@ def _conversation_settings(run: Run) -> dict[str, Any]:
 
 def _prompts_content(source: str) -> str | None:
     """Hash of a file or folder of prompts on this machine; None for everything else."""
-    from headstart.data.sources import find_origin
+    from headstart.data.prompts.sources import find_origin
 
     return find_origin(source).content if Path(source.partition(":")[0]).expanduser().exists() else None
 
 
 def _conversations(run: Run) -> Outcome:
-    from headstart.data.generate import build_conversations, identity
-    from headstart.data.jobs import JOBS, Board
-    from headstart.data.mixture import begun_at, pinned
-    from headstart.data.shards import Capture
+    from headstart.data.conversations.jobs import JOBS, Board
+    from headstart.data.conversations.write import build_conversations, identity
+    from headstart.data.prompts.mixture import begun_at, pinned
+    from headstart.data.states.shards import Capture
 
     data, target = run.recipe.data, run.target
     slug = "self" if data.prompts == "self" else "-".join(Path(one.source).stem for one in data.sources[:3])
@@ -205,7 +205,7 @@ def conversation_files(run: Run) -> dict[str, Path]:
 
 def conversations(run: Run, split: str) -> list[Conversation]:
     """What the conversation stage wrote."""
-    from headstart.data.conversations import read_conversations
+    from headstart.data.conversations.conversations import read_conversations
 
     return read_conversations(run.folder / CONVERSATIONS / f"{split}.jsonl")
 
@@ -251,7 +251,7 @@ def kept_stores(run: Run) -> dict[str, StateStore]:
     Raises:
         UserError: it has not, or they are broken.
     """
-    from headstart.data.store import StateStore
+    from headstart.data.states.store import StateStore
 
     return {split: StateStore(run.folder / STATES / split) for split in _SPLITS}
 
@@ -262,9 +262,9 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     Those for calibration come first: the byte budget, which holds for both together, leaves out training text. What
     training needs of the target itself is kept beside them.
     """
-    from headstart.data.jobs import JOBS, Board
-    from headstart.data.shards import build_store
-    from headstart.heads import make_config
+    from headstart.data.conversations.jobs import JOBS, Board
+    from headstart.data.states.shards import build_store
+    from headstart.heads.base import make_config
     from headstart.target.teacher import save_teacher
 
     target, stores, shared = run.target, dict[str, "StateStore"](), states_artifact(run)

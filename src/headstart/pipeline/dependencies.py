@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.pipeline.run import Run
-from headstart.recipe_sections import Section
+from headstart.recipes.sections import Section
 
 
 def flat(prefix: str, section: Section, leave_out: set[str] | None = None) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""Hidden states of a run's conversations that vLLM computes; see `headstart.data.extraction`."""
+"""Hidden states of a run's conversations that vLLM computes; see `headstart.data.states.extraction`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headstart.artifacts import held
 from headstart.pipeline.data_stages import aux_layers, conversations, states_artifact
 from headstart.pipeline.run import Run
-from headstart.terminal import progress_bar
+from headstart.support.artifacts import held
+from headstart.support.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from headstart.data.extraction import Imported
+    from headstart.data.states.extraction import Imported
 
 FILES = "vllm-states"
 """Suggested folder of vLLM's files, in the folder of the run."""
@@ -19,7 +19,7 @@ FILES = "vllm-states"
 
 def serve_command(run: Run) -> str:
     """What starts a vLLM that writes the states that the run's heads need."""
-    from headstart.data.extraction import serve_command as of_target
+    from headstart.data.states.extraction import serve_command as of_target
     from headstart.target.loading import loadable_folder
 
     target = run.target  # first: it knows best what is wrong where there is none
@@ -37,10 +37,10 @@ def import_states(run: Run, source: str) -> Imported:
     Raises:
         UserError: nothing there, or nothing that can be taken over.
     """
-    from headstart.data.extraction import Import
-    from headstart.data.shards import fitting
-    from headstart.data.states_server import take_from_servers
-    from headstart.data.store import estimate_bytes
+    from headstart.data.states.extraction import Import
+    from headstart.data.states.from_server import take_from_servers
+    from headstart.data.states.shards import fitting
+    from headstart.data.states.store import estimate_bytes
 
     target, layers, wanted, states_dtype = run.target, aux_layers(run), [], run.recipe.data.states_dtype
     budget = int(run.recipe.data.cache_gigabytes * 1e9)

@@ -8,7 +8,7 @@ from headstart.errors import UserError
 from headstart.pipeline.run import Run
 
 if TYPE_CHECKING:
-    from headstart.target import FrozenModel
+    from headstart.target.frozen import FrozenModel
 
 
 def check_formats(run: Run, target: FrozenModel) -> list[str]:
@@ -27,8 +27,8 @@ def check_formats(run: Run, target: FrozenModel) -> list[str]:
     formats = run.recipe.export.formats
     if not formats:
         return []
-    from headstart.heads import family, make_config
-    from headstart.hub.engines import format_named
+    from headstart.heads.base import family, make_config
+    from headstart.hub.engines.export import format_named
     from headstart.hub.engines.facts import facts_of_target
 
     config = make_config(run.recipe.heads, target)

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headstart.artifacts import artifact, held, referred
-from headstart.files import read_json, write_json
 from headstart.pipeline.actions import describe_tuning
 from headstart.pipeline.data_stages import both_stores, conversation_files, conversations, is_online, kept_stores
 from headstart.pipeline.dependencies import before, conditions, content, flat, where
 from headstart.pipeline.formats import check_formats
 from headstart.pipeline.layout import CONVERSATIONS, STATES, TRAIN, TUNE
 from headstart.pipeline.run import Outcome, Run, Stage
+from headstart.support.artifacts import artifact, held, referred
+from headstart.support.files import read_json, write_json
 
 if TYPE_CHECKING:
-    from headstart.data.online import States
-    from headstart.heads import DraftHead
+    from headstart.data.states.online import States
+    from headstart.heads.base import DraftHead
 
 _TUNE_VERSION = 4
 """Raised when the same settings come to mean another tuning; that of training is in its room."""
 
 
 def _train_settings(run: Run) -> dict[str, Any]:
-    from headstart.recipe_sections import FREE_TO_CHANGE
+    from headstart.recipes.sections import FREE_TO_CHANGE
     from headstart.train.artifact import AMOUNT, weights_hash
 
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
@@ -33,8 +33,8 @@ def _train_settings(run: Run) -> dict[str, Any]:
 
 
 def _train(run: Run) -> Outcome:
-    from headstart.heads import make_config
-    from headstart.target import TeacherModel
+    from headstart.heads.base import make_config
+    from headstart.target.teacher import TeacherModel
     from headstart.train.artifact import RESULT, finished, go_on_from_shorter, training
     from headstart.train.loop import train
     from headstart.train.setup import online_states

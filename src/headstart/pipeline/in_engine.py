@@ -10,20 +10,22 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 from rich.console import Console
 
-from headstart.data.conversations import read_conversations
+from headstart.data.conversations.conversations import read_conversations
 from headstart.errors import UserError, nearest
 from headstart.eval.measure import machine
-from headstart.files import read_json
 from headstart.heads.io import heads_folder
 from headstart.hub.card import add_engine_figures
-from headstart.hub.engines import Exported, export_for
 from headstart.hub.engines.base import drafts_to_try
+from headstart.hub.engines.export import Exported, export_for
+from headstart.hub.engines.tune_engine import DRAFTS, tune_engine
 from headstart.hub.format import CALIBRATION
 from headstart.hub.measured import EngineTuning, write_engine_tuning
 from headstart.options import EngineOptions
 from headstart.pipeline.actions import calibration_file, refuse_other_files
-from headstart.serving import DRAFTS, ENGINES, Engine, Server, tune_engine
-from headstart.terminal import program
+from headstart.servers.engines import ENGINES
+from headstart.servers.process import Engine, Server
+from headstart.support.files import read_json
+from headstart.support.terminal import program
 
 
 def served_with(engine: Engine, exported: Exported, drafts: int) -> list[str]:

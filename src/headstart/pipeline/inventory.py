@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headstart.artifacts import FOLDER, NOTE, references, referred
 from headstart.errors import UserError
-from headstart.files import DAMAGED, PARTIAL, format_bytes, read_json
-from headstart.lock import Busy, locked
 from headstart.pipeline.layout import LAYOUT, REPORT, STATES, TRAIN
 from headstart.pipeline.stages import STAGES
-from headstart.recipe import read_values
+from headstart.recipes.recipe import read_values
+from headstart.support.artifacts import FOLDER, NOTE, references, referred
+from headstart.support.files import DAMAGED, PARTIAL, format_bytes, read_json
+from headstart.support.lock import Busy, locked
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headstart.data.prompts import Prompt
-    from headstart.recipe_sections import DataSection
-    from headstart.target import Target
+    from headstart.data.prompts.prompts import Prompt
+    from headstart.recipes.sections import DataSection
+    from headstart.target.model import Target
     from headstart.target.outline import Outline
 
 PROMPT_TOKENS = 66
@@ -98,7 +98,7 @@ def written_lengths(data: DataSection, target: Target | Outline, parts: Iterable
         target: whose context counts.
         parts: files of parts of training conversations.
     """
-    from headstart.data.parts import Part
+    from headstart.data.conversations.parts import Part
 
     found = [item for file in itertools.islice(parts, SAMPLE) for item in Part.read(file).conversations][:SAMPLE]
     if not found:
@@ -122,8 +122,8 @@ def usual_answer(data: DataSection, target: Target, prompts: Sequence[Prompt]) -
 
     None where answers are kept as they are given, or where there is nothing to answer.
     """
-    from headstart.data.conversations import Unfit, prompt_tokens
-    from headstart.data.generator import InProcess
+    from headstart.data.conversations.conversations import Unfit, prompt_tokens
+    from headstart.data.conversations.generator import InProcess
 
     rows: list[list[int]] = []
     for prompt in prompts[:: max(1, len(prompts) // ANSWERED)]:
@@ -194,7 +194,7 @@ def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
     Raises:
         UserError: prompts that cannot be read.
     """
-    from headstart.data.prompts import prompts_for
+    from headstart.data.prompts.prompts import prompts_for
 
     if data.prompts == "self":
         return []
@@ -202,8 +202,8 @@ def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
 
 
 def _row(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int, template: int, usual: float) -> Lengths:
-    """One conversation, as `headstart.data.generate` would write it."""
-    from headstart.data.conversations import Unfit, prompt_tokens
+    """One conversation, as `headstart.data.conversations.write` would write it."""
+    from headstart.data.conversations.conversations import Unfit, prompt_tokens
 
     room = longest - data.max_new_tokens
     try:
@@ -235,7 +235,7 @@ def _words(text: str, tokenizer: Any) -> int:
 
 def _tokens_of_a_turn(tokenizer: Any) -> int:
     """What the template adds to one more user turn and its answer."""
-    from headstart.data.conversations import Unfit, has_template, prompt_tokens
+    from headstart.data.conversations.conversations import Unfit, has_template, prompt_tokens
 
     if not has_template(tokenizer):
         return 0

@@ -17,14 +17,11 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from headstart.artifacts import referred
-from headstart.data.conversations import check_prompts
-from headstart.data.workers import Workers
+from headstart.data.conversations.conversations import check_prompts
+from headstart.data.conversations.workers import Workers
 from headstart.decode.costs import core_count
 from headstart.errors import UserError
-from headstart.files import format_bytes
-from headstart.gpus import Gpu, find_gpu
-from headstart.heads import DraftHead, family, make_config
+from headstart.heads.base import DraftHead, family, make_config
 from headstart.pipeline.advice import Change, advise, gpus_for, room
 from headstart.pipeline.costs import COSTS, Cost, Place, Planned, steps_of
 from headstart.pipeline.data_stages import aux_layers
@@ -40,10 +37,14 @@ from headstart.pipeline.lengths import (
 from headstart.pipeline.run import Run, left_to_do
 from headstart.pipeline.speeds import from_table, measure
 from headstart.pipeline.stages import STAGES
-from headstart.target import FINAL, Target
+from headstart.support.artifacts import referred
+from headstart.support.files import format_bytes
+from headstart.support.gpus import Gpu, find_gpu
+from headstart.support.terminal import format_seconds
+from headstart.target.fitting import FINAL
 from headstart.target.memory import free_bytes, most_resident
+from headstart.target.model import Target
 from headstart.target.outline import Outline, outline
-from headstart.terminal import format_seconds
 
 _SAME = ("data.prompts", "data.max_new_tokens", "data.max_prompt_tokens", "data.seed_prompts", "data.regenerate")
 """Settings that say how long conversations are: what was written under the same ones says it better."""

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headstart.artifacts import Artifact, artifact, give, held
-from headstart.files import read_json, write_atomic
 from headstart.pipeline.actions import keeping_engine_tunings, refuse_other_files, refuse_others, report
 from headstart.pipeline.dependencies import before, conditions, content, flat, where
 from headstart.pipeline.head_stages import trained_heads
 from headstart.pipeline.layout import HEADS, QUESTIONS, REPORT, STATES, TRAIN, TUNE
 from headstart.pipeline.run import Outcome, Run, Stage
-from headstart.recipe_sections import DataSection
+from headstart.recipes.sections import DataSection
+from headstart.support.artifacts import Artifact, artifact, give, held
+from headstart.support.files import read_json, write_atomic
 
 _REPORT_FILES = {"report.html", "report.md", "results.json"}
 _EXPORT_VERSION = 1
@@ -23,7 +23,7 @@ _EVAL_VERSION = 1
 
 
 def _export(run: Run) -> Outcome:
-    from headstart.hub import export_heads
+    from headstart.hub.format import export_heads
 
     made = _exported(run)
     with held(made, run.console) as folder:
@@ -62,7 +62,7 @@ def _sources(data: DataSection) -> str:
 
 def _training_facts(run: Run) -> dict[str, str]:
     """Rows of the model card about what the heads learned from."""
-    from headstart.data.store import StateStore
+    from headstart.data.states.store import StateStore
     from headstart.pipeline.data_stages import conversations, is_online
 
     result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
@@ -99,9 +99,9 @@ def _eval_settings(run: Run) -> dict[str, Any]:
 
 def _eval(run: Run) -> Outcome:
     from headstart.api import load
-    from headstart.data.questions import read_questions
-    from headstart.eval import EvalOptions
-    from headstart.hub import write_card
+    from headstart.data.prompts.questions import read_questions
+    from headstart.eval.measure import EvalOptions
+    from headstart.hub.card import write_card
     from headstart.train.tracking import link_report
 
     if (run.folder / REPORT).exists():

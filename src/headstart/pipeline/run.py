@@ -1,6 +1,6 @@
 """The stages of a run: skipped when done, continued when interrupted, extended when more is asked for.
 
-What a stage makes is an artifact (see `headstart.artifacts`), found again by what it is; its work completes what is
+What a stage makes is an artifact (see `headstart.support.artifacts`), found again by what it is; its work completes what is
 there and never removes anything. A stage is done when its record (`stages/<name>.json` in the run's folder) says so
 for the same fingerprint and its outputs are there. The fingerprint covers the stage's version, the recipe settings it
 depends on, and the identity of every stage before it: a changed setting that comes to the same artifact leaves the
@@ -22,18 +22,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from headstart.artifacts import Artifact, refer, references, referred
 from headstart.errors import UserError
-from headstart.files import read_json, write_json, write_text
-from headstart.lock import locked
-from headstart.old_records import settings_now
 from headstart.pipeline.layout import ADAPTER, HEADS, LAYOUT, TRAIN
-from headstart.provenance import note_provenance
-from headstart.recipe import Recipe, recipe_text
-from headstart.terminal import format_seconds
+from headstart.recipes.recipe import Recipe, recipe_text
+from headstart.support.artifacts import Artifact, refer, references, referred
+from headstart.support.files import read_json, write_json, write_text
+from headstart.support.lock import locked
+from headstart.support.old_records import settings_now
+from headstart.support.provenance import note_provenance
+from headstart.support.terminal import format_seconds
 
 if TYPE_CHECKING:
-    from headstart.target import FrozenModel, Target
+    from headstart.target.frozen import FrozenModel
+    from headstart.target.model import Target
 
 
 class NoTarget(UserError):
@@ -87,8 +88,8 @@ class Run:
         return self._load(str(self.folder / TRAIN / "best" / ADAPTER))
 
     def _load(self, adapter: str | None) -> Target:
-        from headstart.data.conversations import with_template_kwargs
-        from headstart.target import load_target
+        from headstart.data.conversations.conversations import with_template_kwargs
+        from headstart.target.loading import load_target
 
         section = self.recipe.target
         with self.console.status(f"loading {escape(section.spec)}"):

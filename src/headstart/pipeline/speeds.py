@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from headstart.gpus import Gpu
-from headstart.heads import DraftHead, HeadBatch
+from headstart.heads.base import DraftHead, HeadBatch
 from headstart.pipeline.lengths import Lengths
-from headstart.recipe_sections import TrainSection
-from headstart.target import DraftTree, Target, TreeShape
+from headstart.recipes.sections import TrainSection
+from headstart.support.gpus import Gpu
 from headstart.target.memory import forget_most_resident, most_resident
+from headstart.target.model import Target
 from headstart.target.outline import Outline
 from headstart.train.allocator import keep_freed_memory
 from headstart.train.batches import subsampled
@@ -30,6 +30,7 @@ from headstart.train.metrics import Tally, chosen_tokens
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
 from headstart.train.watch import draft_passes, training_flops
+from headstart.tree.tree import DraftTree, TreeShape
 
 _MATRICES, _READING = 0.4, 0.6
 """Of a GPU's arithmetic in long forwards and of its bandwidth in short ones, what transformers and engines reach."""

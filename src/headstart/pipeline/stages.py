@@ -14,7 +14,7 @@ from headstart.pipeline.data_stages import DATA_STAGES
 from headstart.pipeline.head_stages import HEAD_STAGES
 from headstart.pipeline.report_stages import REPORT_STAGES
 from headstart.pipeline.run import Stage
-from headstart.recipe import Recipe
+from headstart.recipes.recipe import Recipe
 
 STAGES = (*DATA_STAGES, *HEAD_STAGES, *REPORT_STAGES)
 """In order."""
@@ -33,7 +33,7 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
         UserError: settings of heads or training that cannot work, a file that is missing or malformed, a report without
             prompts to measure on, or with a drafter that is none.
     """
-    from headstart.data.questions import read_questions
+    from headstart.data.prompts.questions import read_questions
     from headstart.drafters.catalog import check_drafter
     from headstart.eval.compare import TREES, wanted
     from headstart.eval.methods import ASSISTANT

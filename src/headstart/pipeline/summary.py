@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.drafters.catalog import DEFAULT
-from headstart.labels import LABELS, METHODS, PLAIN
+from headstart.eval.labels import LABELS, METHODS, PLAIN
 
 
 def show_summary(results: Mapping[str, Any], title: str, console: Console) -> None:

@@ -1,7 +1,7 @@
 """Several processes write the data of one run: one works on its stages, the others help it.
 
 All give the same command, on a disk that all of them see. Whoever comes first holds the run and plans the work; the
-others take jobs of its artifacts (`headstart.data.jobs`). When the first one dies, the next one goes on in its place.
+others take jobs of its artifacts (`headstart.data.conversations.jobs`). When the first one dies, the next one goes on in its place.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import time
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from headstart.artifacts import referred
-from headstart.lock import Busy
 from headstart.pipeline.run import Run, Stage, execute, left_to_do
+from headstart.support.artifacts import referred
+from headstart.support.lock import Busy
 
 _STAGES = ("conversations", "states")
 """Those whose artifacts have jobs."""
@@ -56,9 +56,9 @@ class _Helper:
     """
 
     def __init__(self, run: Run) -> None:
-        from headstart.data.generator import InProcess
-        from headstart.data.jobs import Helper
-        from headstart.data.shards import owner_of
+        from headstart.data.conversations.generator import InProcess
+        from headstart.data.conversations.jobs import Helper
+        from headstart.data.states.shards import owner_of
 
         self._run, self._most = run, 2 if InProcess(run.target).shareable else 1
         owner = owner_of(run.target)
@@ -66,8 +66,8 @@ class _Helper:
 
     def help(self) -> int:
         """Do what there is to do; how many jobs that was."""
-        from headstart.data.jobs import JOBS, Board
-        from headstart.data.workers import Workers
+        from headstart.data.conversations.jobs import JOBS, Board
+        from headstart.data.conversations.workers import Workers
 
         folders = [referred(self._run.folder, stage) for stage in _STAGES]
         boards = [Board(folder / JOBS) for folder in folders if folder is not None]
@@ -78,8 +78,8 @@ class _Helper:
             return self._helper.help(boards, workers)
 
     def _do(self, what: dict[str, Any]) -> dict[str, Any]:
-        from headstart.data.part_writer import PART, help_writing
-        from headstart.data.shards import compute_shard
+        from headstart.data.conversations.part_writer import PART, help_writing
+        from headstart.data.states.shards import compute_shard
 
         shards = referred(self._run.folder, "states")
         if what["kind"] == PART:

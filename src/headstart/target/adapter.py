@@ -16,8 +16,8 @@ import torch
 from huggingface_hub import snapshot_download
 
 from headstart.errors import UserError
-from headstart.files import read_json
-from headstart.network import explained
+from headstart.support.files import read_json
+from headstart.support.hub_errors import explained
 from headstart.target.identity import Adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

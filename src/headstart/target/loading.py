@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from headstart.errors import UserError, nearest
-from headstart.files import need_disk, write_atomic
-from headstart.network import absent
+from headstart.support.files import need_disk, write_atomic
+from headstart.support.hub_errors import absent
 from headstart.target.adapter import apply_adapter, read_adapter
 from headstart.target.frozen import architecture, vocabulary_size
 from headstart.target.identity import Origin, fingerprint, sketch

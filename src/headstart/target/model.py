@@ -23,7 +23,7 @@ from headstart.target.chains import ChainCache, has_running_states
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, freeze, refuse_layers
 from headstart.target.identity import Origin
-from headstart.target.tree import DraftTree, TreeShape
+from headstart.tree.tree import DraftTree, TreeShape
 
 Exact = Literal["auto", "bits", "tokens"]
 """What a tree may change about the target's numbers, see `Target.exact`."""

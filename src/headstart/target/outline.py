@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headstart.errors import UserError
-from headstart.network import absent
+from headstart.support.hub_errors import absent
 from headstart.target.frozen import FrozenModel, refuse_layers
 from headstart.target.loading import DTYPES, loadable_folder
 from headstart.target.spare_token import spare_token

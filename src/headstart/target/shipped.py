@@ -36,7 +36,7 @@ from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL
 from headstart.target.loading import loadable_folder, silent
 from headstart.target.model import Target
-from headstart.target.tree import DraftTree
+from headstart.tree.tree import DraftTree
 
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Settings in which configs say how many modules there are."""

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.files import need_disk, read_json, write_atomic, write_json
+from headstart.support.files import need_disk, read_json, write_atomic, write_json
 from headstart.target.frozen import FrozenModel
 from headstart.target.identity import Identity, whole
 from headstart.target.model import Target

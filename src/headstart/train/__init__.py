@@ -1,1 +1,0 @@
-"""Recipes and the training loop; family names never appear here."""

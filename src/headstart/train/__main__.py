@@ -13,16 +13,16 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
 
-from headstart.artifacts import held, refer
-from headstart.data.online import States
-from headstart.data.store import StateStore
+from headstart.data.states.online import States
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.files import write_text
-from headstart.heads import make_config
-from headstart.lock import locked
-from headstart.provenance import note_provenance
-from headstart.recipe import load_recipe, recipe_text
-from headstart.target import FrozenModel
+from headstart.heads.base import make_config
+from headstart.recipes.recipe import load_recipe, recipe_text
+from headstart.support.artifacts import held, refer
+from headstart.support.files import write_text
+from headstart.support.lock import locked
+from headstart.support.provenance import note_provenance
+from headstart.target.frozen import FrozenModel
 from headstart.train.artifact import finished, go_on_from_shorter, training
 from headstart.train.loop import train
 from headstart.train.processes import (

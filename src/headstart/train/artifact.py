@@ -12,17 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.artifacts import Artifact, artifact, link_or_copy, relatives
 from headstart.errors import UserError
-from headstart.files import PARTIAL, read_json
-from headstart.heads import HeadConfig
+from headstart.heads.base import HeadConfig
 from headstart.heads.io import WEIGHTS, heads_folder
-from headstart.recipe import Recipe
-from headstart.recipe_sections import FREE_TO_CHANGE
+from headstart.recipes.recipe import Recipe
+from headstart.recipes.sections import FREE_TO_CHANGE
+from headstart.support.artifacts import Artifact, artifact, link_or_copy, relatives
+from headstart.support.files import PARTIAL, read_json
 from headstart.train import checkpoint
 
 if TYPE_CHECKING:
-    from headstart.data.online import States
+    from headstart.data.states.online import States
 
 RESULT = "result.json"
 """Written last: a training that has it is finished."""

@@ -20,11 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.heads import HeadBatch
-from headstart.heads.base import origins
+from headstart.heads.base import HeadBatch, origins
 
 if TYPE_CHECKING:
-    from headstart.data.online import States
+    from headstart.data.states.online import States
 
 Batch = list[int]
 """Indices of the conversations of one batch."""

@@ -21,11 +21,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from headstart.artifacts import link_or_copy
 from headstart.errors import UserError
-from headstart.files import PARTIAL, read_json, write_atomic, write_json
-from headstart.old_records import settings_now
-from headstart.recipe_sections import later_settings
+from headstart.recipes.sections import later_settings
+from headstart.support.artifacts import link_or_copy
+from headstart.support.files import PARTIAL, read_json, write_atomic, write_json
+from headstart.support.old_records import settings_now
 from headstart.train.processes import is_sharded
 
 MANIFEST = "checkpoint.json"

@@ -13,11 +13,12 @@ from torch import Tensor
 from headstart.decode.loop import Engine, Generation, Round
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
-from headstart.heads import DraftHead
-from headstart.target import Target, TreeShape
+from headstart.heads.base import DraftHead
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
 
 if TYPE_CHECKING:
-    from headstart.data.online import States
+    from headstart.data.states.online import States
 
 PROMPTS = 4
 NEW_TOKENS = 64

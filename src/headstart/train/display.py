@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from types import TracebackType
 
-from headstart.terminal import Bar, format_seconds, progress_bar
+from headstart.support.terminal import Bar, format_seconds, progress_bar
 from headstart.train.log import Log
 from headstart.train.metrics import Validation
 

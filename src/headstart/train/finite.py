@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from accelerate.utils import gather_object
 
 from headstart.errors import UserError
-from headstart.heads import HeadBatch
+from headstart.heads.base import HeadBatch
 from headstart.train.batches import Batch, states_by_conversation
 
 

@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headstart.errors import UserError
-from headstart.files import write_atomic, write_json
-from headstart.heads import HeadBatch
-from headstart.recipe import Recipe
-from headstart.recipe_sections import TrainSection
-from headstart.target import FINAL, Target
+from headstart.heads.base import HeadBatch
+from headstart.recipes.recipe import Recipe
+from headstart.recipes.sections import TrainSection
+from headstart.support.files import write_atomic, write_json
 from headstart.target.adapter import NOTE
+from headstart.target.fitting import FINAL
 from headstart.target.identity import BUNDLED
+from headstart.target.model import Target
 from headstart.train.processes import is_sharded
 
 _ROWS = 512

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from headstart.heads import HeadBatch
+from headstart.heads.base import HeadBatch
 
 Step = TypeVar("Step")
 

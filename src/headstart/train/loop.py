@@ -26,13 +26,16 @@ from rich.console import Console
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.files import need_disk, read_jsonl, write_json, write_jsonl
-from headstart.heads import HeadBatch
+from headstart.heads.base import HeadBatch
 from headstart.heads.io import save_heads
-from headstart.recipe import Recipe
-from headstart.recipe_sections import FREE_TO_CHANGE
-from headstart.target import FINAL, FrozenModel, Target, TeacherModel
-from headstart.terminal import format_seconds
+from headstart.recipes.recipe import Recipe
+from headstart.recipes.sections import FREE_TO_CHANGE
+from headstart.support.files import need_disk, read_jsonl, write_json, write_jsonl
+from headstart.support.terminal import format_seconds
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.target.model import Target
+from headstart.target.teacher import TeacherModel
 from headstart.train import checkpoint
 from headstart.train.allocator import keep_freed_memory
 from headstart.train.batches import (
@@ -67,7 +70,7 @@ from headstart.train.unrolled import Unrolled
 from headstart.train.watch import LossWatch, divergence, memory, peak_flops, training_flops
 
 if TYPE_CHECKING:
-    from headstart.data.online import States
+    from headstart.data.states.online import States
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from headstart.errors import UserError
-from headstart.heads import DraftHead, HeadBatch, StepPrediction
-from headstart.recipe_sections import TrainSection
+from headstart.heads.base import DraftHead, HeadBatch, StepPrediction
+from headstart.recipes.sections import TrainSection
 from headstart.train.processes import is_sharded
 from headstart.train.unrolled import Unrolled
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads import HeadBatch, StepPrediction
-from headstart.target import FINAL, FrozenModel
+from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
 from headstart.train.summing import logits_by_block
 
 TOPS = (1, 4, 8)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads import DraftHead
-from headstart.recipe_sections import TrainSection
+from headstart.heads.base import DraftHead
+from headstart.recipes.sections import TrainSection
 from headstart.train.low_rank import LowRank
 
 _QUINTICS = (

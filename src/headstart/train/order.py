@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headstart.heads import HeadBatch
-from headstart.recipe_sections import TrainSection
+from headstart.heads.base import HeadBatch
+from headstart.recipes.sections import TrainSection
 from headstart.train.batches import Batch, epoch_batches, epoch_steps, packed_batches, share
 from headstart.train.checkpoint import TrainerState
 from headstart.train.loader import pinned, read_ahead, sent
 
 if TYPE_CHECKING:
-    from headstart.data.online import States
+    from headstart.data.states.online import States
 
     Read = Callable[[States, Batch, torch.device, bool], HeadBatch]
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headstart.errors import UserError
-from headstart.recipe import Recipe
-from headstart.target import FrozenModel
+from headstart.recipes.recipe import Recipe
+from headstart.target.frozen import FrozenModel
 
 _SPEAKERS, _SAID, _HEARERS, _HEARD = (f"headstart/{key}" for key in ("speakers", "said", "hearers", "heard"))
 """Keys of the store that all processes read: who wants to speak, and who has heard."""

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from headstart.errors import UserError
-from headstart.heads import DraftHead, HeadBatch, HeadConfig, family, make_config
-from headstart.heads.base import supervised_origins
+from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, family, make_config, supervised_origins
 from headstart.heads.io import load_heads
-from headstart.recipe import Recipe
-from headstart.recipe_sections import TrainSection
-from headstart.target import FINAL, FrozenModel, Target, TeacherModel, load_target
-from headstart.target.loading import pick_device
-from headstart.target.teacher import load_teacher, teach, teacher_folder, teacher_of
+from headstart.recipes.recipe import Recipe
+from headstart.recipes.sections import TrainSection
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.target.loading import load_target, pick_device
+from headstart.target.model import Target
+from headstart.target.teacher import TeacherModel, load_teacher, teach, teacher_folder, teacher_of
 from headstart.train.batches import collate
 from headstart.train.checkpoint import TrainerState
 from headstart.train.joint import check_joint
@@ -27,8 +28,8 @@ from headstart.train.metrics import pick_vocabulary
 from headstart.train.tracking import check_tracker
 
 if TYPE_CHECKING:
-    from headstart.data.online import OnlineStates, States
-    from headstart.data.store import StateStore
+    from headstart.data.states.online import OnlineStates, States
+    from headstart.data.states.store import StateStore
 
 
 _FIRST_LOOK = 200_000
@@ -192,8 +193,8 @@ def online_states(recipe: Recipe, target: Target, files: Mapping[str, Path]) -> 
     Raises:
         UserError: conversations that cannot be read, by this program or by the target.
     """
-    from headstart.data.conversations import read_conversations
-    from headstart.data.online import OnlineStates
+    from headstart.data.conversations.conversations import read_conversations
+    from headstart.data.states.online import OnlineStates
 
     config = make_config(recipe.heads, target)
     with torch.device("meta"):

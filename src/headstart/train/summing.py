@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headstart.errors import UserError
-from headstart.heads import HeadBatch, StepPrediction
-from headstart.recipe_sections import PositionWeight
-from headstart.target import FINAL, Finish, FrozenModel
+from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.recipes.sections import PositionWeight
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.target.lm_head import Finish
 from headstart.train.losses import Loss, shared_mass, smooth_l1
 from headstart.train.position_weights import accept_until_failure, dpace, exponential, round_starts
 

@@ -15,8 +15,8 @@ from typing import Any
 from accelerate import Accelerator
 
 from headstart.errors import UserError
-from headstart.files import read_json, write_json
-from headstart.recipe_sections import TrainSection
+from headstart.recipes.sections import TrainSection
+from headstart.support.files import read_json, write_json
 
 _PACKAGES = {"wandb": ("wandb",), "trackio": ("trackio",), "tensorboard": ("tensorboard", "tensorboardX")}
 """What each tracker needs, any one of them."""

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from headstart.heads import DraftHead, HeadBatch, StepPrediction
+from headstart.heads.base import DraftHead, HeadBatch, StepPrediction
 
 R = TypeVar("R")
 

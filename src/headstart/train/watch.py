@@ -9,9 +9,9 @@ from statistics import median
 import psutil
 import torch
 
-from headstart.gpus import gpu_of
-from headstart.heads import DraftHead
-from headstart.recipe_sections import TrainSection
+from headstart.heads.base import DraftHead
+from headstart.recipes.sections import TrainSection
+from headstart.support.gpus import gpu_of
 
 FACTOR = 2.0
 """A loss above this many times its running median is far above it."""

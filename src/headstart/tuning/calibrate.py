@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.calibration import Calibration, Curve, between, rest
 from headstart.decode.budget import Costs, node_threshold
+from headstart.tree.calibration import Calibration, Curve, between, rest
 
 _BINS = 40
 """Bins of equally many drafts that acceptance is counted in, at each depth."""

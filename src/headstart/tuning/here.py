@@ -18,10 +18,10 @@ import torch
 
 from headstart.decode.costs import Conditions, Measured
 from headstart.errors import UserError
-from headstart.files import read_json, write_json
-from headstart.heads import DraftHead
-from headstart.target import Target
-from headstart.terminal import format_seconds
+from headstart.heads.base import DraftHead
+from headstart.support.files import read_json, write_json
+from headstart.support.terminal import format_seconds
+from headstart.target.model import Target
 from headstart.tuning.stopwatch import measure_costs
 from headstart.tuning.tune import Tuning
 

@@ -21,9 +21,10 @@ from torch import Tensor
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
-from headstart.heads import DraftHead, HeadBatch
-from headstart.target import FINAL, Target
-from headstart.terminal import tracked
+from headstart.heads.base import DraftHead, HeadBatch
+from headstart.support.terminal import tracked
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 
 _TEXTS, _LONGEST = 24, 64
 """Prompts answered again at temperature 1, and tokens of these answers at most."""

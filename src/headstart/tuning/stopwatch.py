@@ -18,11 +18,11 @@ import torch
 from headstart.decode.costs import Costs, Measured
 from headstart.decode.verify import GreedyVerifier
 from headstart.drafters.heads import HeadDrafter
-from headstart.heads import DraftHead
-from headstart.heads.int8_weights import drop_int8, to_int8
-from headstart.proposal import Committed, Proposal, ProposedTree, Request, Root
-from headstart.target import Target, TreeShape
-from headstart.target.tree import RankPath
+from headstart.heads.base import DraftHead
+from headstart.heads.parts.int8_weights import drop_int8, to_int8
+from headstart.target.model import Target
+from headstart.tree.proposal import Committed, Proposal, ProposedTree, Request, Root
+from headstart.tree.tree import RankPath, TreeShape
 
 _CLEARLY = 0.9
 """Share of the milliseconds of a draft below which 8 bits are worth the little that they take from acceptance."""

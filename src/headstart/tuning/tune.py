@@ -21,15 +21,15 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headstart.calibration import Calibration
 from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.heads import DraftHead
-from headstart.heads.int8_weights import drop_int8, to_int8
+from headstart.heads.base import DraftHead
+from headstart.heads.parts.int8_weights import drop_int8, to_int8
 from headstart.options import Tree
-from headstart.target import Target, TreeShape
-from headstart.target.tree import RankPath
+from headstart.target.model import Target
+from headstart.tree.calibration import Calibration
+from headstart.tree.tree import RankPath, TreeShape
 from headstart.tuning.calibrate import fit_calibration, replay_dynamic
 from headstart.tuning.measure import Supervised, measure_drafts, measure_sampling, sampled_answers
 from headstart.tuning.stopwatch import draft_costs, measure_verify

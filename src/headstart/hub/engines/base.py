@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headstart.errors import UserError
-from headstart.heads.published import BLOCKS, Published
+from headstart.heads.exchange.published import BLOCKS, Published
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOTE = "headstart"
@@ -25,7 +25,7 @@ class TargetFacts:
     Attributes:
         spec: what `load_target` takes; empty where it is not known here.
         name: what people call it.
-        fingerprint: see `headstart.target.Identity`.
+        fingerprint: see `headstart.target.identity.Identity`.
         model_type: of transformers.
         num_layers: decoder layers.
         hidden_size: of the target.
@@ -70,7 +70,7 @@ class Written:
 
     Attributes:
         version: of headstart.
-        digest: of the heads that the file holds, in its own rounding, see `headstart.heads.published.digest`.
+        digest: of the heads that the file holds, in its own rounding, see `headstart.heads.exchange.published.digest`.
         target: name, fingerprint, `model_type` and `num_layers` of the target.
         steps: how far the heads were trained to draft.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.heads.published import Layout, Published
+from headstart.heads.exchange.published import Layout, Published
 from headstart.hub.engines.base import NOTE, TargetFacts
 from headstart.hub.engines.huggingface import llama_config, note, rounded
 

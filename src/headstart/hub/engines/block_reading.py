@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.heads.published import LayerSizes, Layout, Published
+from headstart.heads.exchange.published import LayerSizes, Layout, Published
 from headstart.hub.engines.base import TargetFacts
 from headstart.hub.engines.block_files import DFLASH, DSPARK, SPECULATORS
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, whole

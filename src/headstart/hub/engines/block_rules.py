@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from headstart.heads.published import EMBEDDINGS, LM_HEAD, Layout, Published
+from headstart.heads.exchange.published import EMBEDDINGS, LM_HEAD, Layout, Published
 from headstart.hub.engines.block_files import DFLASH, DSPARK
 from headstart.hub.engines.block_reading import samples_from_anchor, setting
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import yaml
 
-from headstart.files import write_text
-from headstart.heads.published import Published
+from headstart.heads.exchange.published import Published
 from headstart.hub.card import LICENSES, environment, is_hub_id
 from headstart.hub.engines.base import Format, TargetFacts
 from headstart.hub.engines.huggingface import files_of
 from headstart.hub.measured import EngineTuning, engine_rows, setting_of, tuned_drafts
+from headstart.support.files import write_text
 
 MARK = "<!-- written by headstart export -->"
 """By which a folder is known as one that may be written anew."""

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.files import read_json
+from headstart.support.files import read_json
 
 CONFIG = "config.json"
 _INDEX = "*.safetensors.index.json"

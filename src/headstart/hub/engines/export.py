@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from headstart.errors import UserError, nearest
-from headstart.files import write_atomic
-from headstart.heads import DraftHead, families
+from headstart.heads.base import DraftHead, families
+from headstart.heads.exchange.published import EMBEDDINGS, MARKOV_LM_HEAD, Published, digest
 from headstart.heads.io import WEIGHTS, build_heads, heads_folder
-from headstart.heads.published import EMBEDDINGS, MARKOV_LM_HEAD, Published, digest
 from headstart.hub.engines.base import Finding, Format, TargetFacts
 from headstart.hub.engines.card import ENGINE_FILES, is_engine_folder, write_engine_card
 from headstart.hub.engines.facts import facts_of_heads
@@ -25,8 +24,9 @@ from headstart.hub.engines.speculators import Speculators
 from headstart.hub.engines.vllm import Vllm
 from headstart.hub.format import check_folder, read_config
 from headstart.hub.measured import EngineTuning, read_engine_tunings, tuned_drafts
-from headstart.target import Target, load_target
-from headstart.target.loading import read_embeddings
+from headstart.support.files import write_atomic
+from headstart.target.loading import load_target, read_embeddings
+from headstart.target.model import Target
 
 HEADSTART = "headstart"
 """The name of our own format."""

@@ -8,7 +8,7 @@ from typing import Any
 from headstart.errors import UserError
 from headstart.hub.engines.base import TargetFacts
 from headstart.hub.format import adapter_spec, named, read_config
-from headstart.target import FrozenModel
+from headstart.target.frozen import FrozenModel
 from headstart.target.loading import gguf_file, load_config, loadable_folder
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

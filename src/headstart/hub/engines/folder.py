@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from pathlib import Path
 
-from headstart.heads.published import Published
+from headstart.heads.exchange.published import Published
 from headstart.hub.engines.base import Finding, Format, TargetFacts
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from headstart.hub.engines.reading import read_published

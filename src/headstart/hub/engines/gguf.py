@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.published import BLOCKS, Published
+from headstart.heads.exchange.published import BLOCKS, Published
 from headstart.hub.engines.base import NOTE, Finding, Format, TargetFacts, drafts_of, refuse_activation
 from headstart.hub.engines.gguf_blocks import Blocks
 from headstart.hub.engines.gguf_eagle3 import Eagle3

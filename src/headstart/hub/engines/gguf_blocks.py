@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.heads.published import BLOCKS, MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
+from headstart.heads.exchange.published import BLOCKS, MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
 from headstart.hub.engines.gguf_file import (
     AGAIN,
     D2T,

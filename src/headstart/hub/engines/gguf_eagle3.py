@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.heads.published import Layout, Published
+from headstart.heads.exchange.published import Layout, Published
 from headstart.hub.engines.gguf_file import (
     D2T,
     OTHER,

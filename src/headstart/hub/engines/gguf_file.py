@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.published import LayerSizes, Layout, Published
+from headstart.heads.exchange.published import LayerSizes, Layout, Published
 from headstart.hub.engines.base import NOTE, Written
 from headstart.hub.engines.gguf_library import library
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import headstart
 from headstart.errors import UserError
-from headstart.files import write_json
-from headstart.heads.published import LayerSizes, Layout, Published, digest
+from headstart.heads.exchange.published import LayerSizes, Layout, Published, digest
 from headstart.hub.engines.base import DTYPES, NOTE, TargetFacts
 from headstart.hub.engines.checkpoint import CONFIG, offsets
+from headstart.support.files import write_json
 
 WEIGHTS = "model.safetensors"
 _NAMES = {

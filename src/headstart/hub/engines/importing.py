@@ -9,15 +9,15 @@ from huggingface_hub import snapshot_download
 from pydantic import ValidationError
 
 from headstart.errors import UserError
-from headstart.heads import DraftHead
-from headstart.heads.published import Published
+from headstart.heads.base import DraftHead
+from headstart.heads.exchange.published import Published
 from headstart.hub.engines.export import format_of, heads_of
 from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.engines.huggingface import files_of
 from headstart.hub.format import export_heads
 from headstart.hub.pull import HUB_ID
-from headstart.network import explained
-from headstart.target import Target
+from headstart.support.hub_errors import explained
+from headstart.target.model import Target
 
 _WANTED = ["*.json", "*.safetensors"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
+from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
 from headstart.hub.engines.base import NOTE, TargetFacts, Written
 from headstart.hub.engines.block_reading import block_layout, block_settings
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, absolute_ids, small, whole

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.heads.published import BLOCKS, Layout, Published, digest
+from headstart.heads.exchange.published import BLOCKS, Layout, Published, digest
 from headstart.hub.engines.base import NOTE, Finding, TargetFacts, Written
 from headstart.hub.engines.block_rules import check_config, check_tensors
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.heads.published import BLOCKS, Layout, Published
+from headstart.heads.exchange.published import BLOCKS, Layout, Published
 from headstart.hub.engines.base import NOTE, TargetFacts, drafts_of, refuse_activation
 from headstart.hub.engines.block_files import speculators_keys
 from headstart.hub.engines.checkpoint import Checkpoint

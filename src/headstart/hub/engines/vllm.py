@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headstart.errors import UserError
-from headstart.heads.published import BLOCKS, Layout, Published
+from headstart.heads.exchange.published import BLOCKS, Layout, Published
 from headstart.hub.engines.base import TargetFacts, drafts_of, refuse_activation
 from headstart.hub.engines.block_files import block_files
 from headstart.hub.engines.checkpoint import Checkpoint

@@ -3,6 +3,6 @@
 model.generate(**inputs, custom_generate="USER/HEADS", trust_remote_code=True)
 """
 
-from headstart.generation import generate
+from headstart.hf_generate.call import generate
 
 __all__ = ["generate"]

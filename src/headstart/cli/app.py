@@ -1,0 +1,436 @@
+"""The command line. Rooms are imported inside commands, so that `headstart --help` answers at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from headstart.cli.doctor import doctor
+from headstart.cli.engines import engine_table, export, import_checkpoint
+from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder
+from headstart.cli.options import (
+    Dtype,
+    DtypeOption,
+    Overrides,
+    QuantizationOption,
+    RecipeName,
+    RunDir,
+    TargetOption,
+    with_options,
+)
+from headstart.cli.states import import_states
+from headstart.errors import UserError
+from headstart.options import EngineOptions
+from headstart.support.terminal import Commands, DataCommands, format_seconds, program, say
+
+if TYPE_CHECKING:
+    from headstart.pipeline.run import Run, Stage
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train draft heads for a frozen language model, and decode losslessly with them.\n\n"
+    "Example: headstart run quickstart",
+)
+data_app = typer.Typer(
+    cls=DataCommands,
+    no_args_is_help=True,
+    help="Write conversations and hidden states, and look at them.\n\nExample: headstart data build quickstart",
+)
+recipes_app = typer.Typer(
+    help="List the packaged recipes, show one, or explain settings.\n\nExample: headstart recipes show quickstart"
+)
+app.add_typer(data_app, name="data")
+app.add_typer(recipes_app, name="recipes")
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
+    """Everything, from nothing to a report: data, training, tuning, export, measuring.
+
+    Stages that are done are skipped; an interrupted run goes on where it was.
+
+    Example: headstart run quickstart train.minutes=3
+    """
+    from headstart.pipeline.layout import HEADS, REPORT
+    from headstart.pipeline.stages import STAGES
+    from headstart.pipeline.summary import show_summary
+    from headstart.support.files import read_json
+
+    _alone("run")
+    work = _run(recipe, overrides, run_dir)
+    _execute(work, STAGES)
+    took = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
+    work.console.print(f"All stages together took {format_seconds(took)}.\n", highlight=False)
+    show_summary(read_json(work.folder / REPORT / "results.json"), f"{work.recipe.name}: measured", work.console)
+    say(
+        work.console,
+        ("Report", work.folder / REPORT / "report.html"),
+        ("Heads", work.folder / HEADS),
+        ("Try them", f"{program()} chat {work.folder / HEADS}"),
+    )
+
+
+Runs = Annotated[Path, typer.Option("--runs", help="Folder that the runs lie in.")]
+
+
+@app.command("runs")
+def list_runs(folder: Runs = Path("runs")) -> None:
+    """List the runs of a folder: how far each is, its heads, τ, speed-up, size and age.
+
+    Example: headstart runs
+    """
+    from headstart.pipeline.inventory import run_states, show_runs
+
+    states = run_states(folder)
+    if not states:
+        raise UserError(f"There are no runs in {folder}.", "Start one: headstart run quickstart")
+    show_runs(states, Console())
+
+
+@app.command()
+def gc(
+    folder: Runs = Path("runs"),
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only list.")] = False,
+    states_gigabytes: Annotated[
+        float | None,
+        typer.Option(min=0, help="Keep so much of hidden states: of finished trainings the longest unread go."),
+    ] = None,
+) -> None:
+    """List what no run refers to any more, with sizes, and delete it after asking.
+
+    Nothing else of headstart deletes conversations, states, checkpoints, heads or reports.
+
+    Example: headstart gc --dry-run
+
+    Example: headstart gc --states-gigabytes 200
+    """
+    from headstart.pipeline.inventory import free, over_budget, unreferenced
+    from headstart.support.files import format_bytes
+
+    console = Console()
+    maximum = None if states_gigabytes is None else int(states_gigabytes * 1e9)
+    found = [*unreferenced(folder), *(over_budget(folder, maximum) if maximum is not None else ())]
+    for one in found:
+        line = f"{format_bytes(one.bytes):>9}  {one.path}  ({one.what})"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if not found:
+        console.print(f"Nothing to delete: the runs in {folder} use everything that is there.", highlight=False)
+        return
+    total = format_bytes(sum(one.bytes for one in found))
+    if dry_run:
+        console.print(f"{len(found)} to delete, {total} at most.", highlight=False)
+        return
+    if not yes and not typer.confirm(f"Delete these {len(found)}, {total} at most?"):
+        console.print("Nothing was deleted.")
+        return
+    console.print(f"Freed {format_bytes(free(folder, found, maximum))}.", highlight=False)
+
+
+@app.command()
+def plan(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    run_dir: RunDir = None,
+    processes: Annotated[int, typer.Option(help="Processes that train, each on a device of its own.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(help="A GPU of the table, such as h100; the target's config.json is enough then.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt, instead of reading some of the prompts.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File to write the plan to as well, for programs.")] = None,
+) -> None:
+    """What a run would cost in memory, disk, network and time, before any of it is spent.
+
+    Times come from forwards timed here, or with --device from a table of GPUs.
+
+    Example: headstart plan quickstart data.conversations=5000
+
+    Example: headstart plan eagle3-8b --device h100 --processes 8
+    """
+    from headstart.pipeline.plan import make_plan, show_plan
+    from headstart.pipeline.stages import STAGES, check_inputs
+    from headstart.support.files import write_json
+
+    work = _run(recipe, overrides, run_dir)
+    check_inputs(work.recipe, STAGES)
+    estimate = make_plan(work, processes, device, prompt_tokens)
+    show_plan(work, estimate)
+    if json is not None:
+        write_json(json, estimate.to_json())
+    for problem in estimate.problems:
+        work.console.print("[bold red]Problem:[/]", escape(problem), highlight=False, soft_wrap=True)
+    if estimate.problems:
+        raise typer.Exit(2)
+
+
+@data_app.command("build")
+def data_build(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
+    """Write the conversations of a recipe and the target's hidden states on them.
+
+    Given several times at once for the same run, by hand or by torchrun, the processes share the work.
+
+    Example: headstart data build quickstart data.conversations=200
+    """
+    from headstart.pipeline.layout import CONVERSATIONS
+    from headstart.pipeline.stages import check_inputs, stages_until
+    from headstart.pipeline.together import execute_together, take_device
+
+    take_device(os.environ)
+    work, stages = _run(recipe, overrides, run_dir), stages_until("states")
+    check_inputs(work.recipe, stages)
+    execute_together(work, stages)
+    say(work.console, ("Conversations", work.folder / CONVERSATIONS), ("Look", f"headstart data show {work.folder}"))
+
+
+data_app.command("import-states")(import_states)
+
+
+@data_app.command("show")
+def data_show(
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_FILE", help="A run's folder, or a conversation file.")],
+    index: Annotated[int, typer.Option(help="Which conversation, from 0.")] = 0,
+    target: Annotated[str | None, typer.Option(help="Whose tokenizer to use, for a file outside a run.")] = None,
+) -> None:
+    """Print a conversation as training sees it: what the heads learn from is coloured.
+
+    Example: headstart data show runs/quickstart --index 3
+    """
+    from headstart.data.conversations.conversations import read_conversations
+    from headstart.data.conversations.show import show_conversation
+    from headstart.pipeline.actions import tokenizer_for
+    from headstart.pipeline.layout import CONVERSATIONS
+
+    file = source / CONVERSATIONS / "train.jsonl" if source.is_dir() else source
+    if source.is_dir() and not file.is_file():
+        raise UserError(f"{source} has no conversations yet.", "Write them with: headstart data build RECIPE")
+    found = read_conversations(file)
+    if not 0 <= index < len(found):
+        raise UserError(f"There is no conversation {index} in {file}.", f"It holds 0 to {len(found) - 1}.")
+    show_conversation(found[index], tokenizer_for(file, target), Console())
+
+
+@app.command()
+def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
+    """Train heads; data that is missing is written first.
+
+    On several GPUs or machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE.
+
+    Example: headstart train quickstart train.minutes=3
+    """
+    from headstart.pipeline.head_stages import without_target
+    from headstart.pipeline.layout import TRAIN
+    from headstart.pipeline.run import NoTarget
+    from headstart.pipeline.stages import stages_until
+
+    _alone("train")
+    work = _run(recipe, overrides, run_dir)
+    try:
+        _execute(work, stages_until("train"))
+    except NoTarget as error:
+        raise UserError(error.problem, f"{error.remedy} {without_target(work)}".strip()) from None
+    say(
+        work.console,
+        ("Heads", work.folder / TRAIN / "best"),
+        ("Go on", f"{program()} run {work.folder / 'recipe.yaml'} --run-dir {work.folder}"),
+    )
+
+
+@app.command()
+@with_options(EngineOptions)
+def tune(
+    path: Annotated[str, typer.Argument(metavar="RUN_OR_HEADS", help="A run's folder, or a folder of heads.")],
+    conversations: Annotated[
+        Path | None, typer.Option(help="Calibration conversations, for heads that lie outside their run.")
+    ] = None,
+    target: TargetOption = None,
+    dtype: DtypeOption = Dtype.auto,
+    quantization: QuantizationOption = None,
+    options: EngineOptions = EngineOptions(),
+) -> None:
+    """Measure costs on this machine again and choose the tree that is fastest here.
+
+    With --engine a serving engine is measured instead: with heads and without, for several numbers of drafts.
+
+    Example: headstart tune runs/quickstart
+
+    Example: headstart tune runs/quickstart --engine llama.cpp --engine-command ~/llama.cpp/build/bin/llama-server
+    """
+    if options.engine and dtype is not Dtype.auto:
+        raise UserError(
+            "--dtype is that of our own decoder.", f"Give it to the engine: --engine-arguments='--dtype {dtype.value}'"
+        )
+    if not options.engine and options != EngineOptions():
+        raise UserError("An option of engines was given, and no engine.", "Name it: --engine vllm or llama.cpp.")
+    if options.engine:
+        from headstart.pipeline.in_engine import describe_engine_tuning, tune_in_engine
+
+        measured = tune_in_engine(Path(path).expanduser(), conversations, Console(), target, options)
+        Console().print(engine_table(measured))
+        Console().print(describe_engine_tuning(measured), highlight=False)
+        return
+    from headstart.pipeline.actions import retune
+    from headstart.pipeline.stages import stages_until
+
+    folder = Path(path).expanduser()
+    if (folder / "recipe.yaml").is_file():
+        work = _run(str(folder / "recipe.yaml"), None, folder)
+        _execute(work, stages_until("export"), again={"tune"})
+        return
+    decoder = load_decoder(path, target, None, dtype, quantization=quantization)
+    Console().print(retune(decoder, folder, conversations, Console()), highlight=False)
+
+
+@app.command()
+def push(
+    heads: Annotated[Path, typer.Argument(metavar="HEADS", help="A folder of heads, or the folder of a run.")],
+    repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub.")],
+    private: Annotated[bool, typer.Option(help="Create it for its owner's eyes only.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only say what would be uploaded.")] = False,
+) -> None:
+    """Upload heads to the Hub.
+
+    Example: headstart push runs/quickstart user/name --private
+    """
+    from headstart.hub.push import push as upload
+    from headstart.support.files import format_bytes
+
+    console = Console()
+    done = upload(heads, repo_id, private=private, dry_run=dry_run)
+    for name, size in done.files:
+        console.print(f"  {name}  {format_bytes(size)}", highlight=False, markup=False)
+    for name in done.left_out:
+        console.print(f"  {name}  left out: headstart did not write it", highlight=False, markup=False)
+    verb = "Would upload" if dry_run else "Uploaded"
+    console.print(f"{verb} {len(done.files)} files, {format_bytes(done.total_bytes)}, to {done.url or repo_id}")
+
+
+# -- heads -----------------------------------------------------------------------------------------------------------
+
+
+app.command()(export)
+app.command("import")(import_checkpoint)
+app.command("eval")(evaluate)
+app.command()(audit)
+app.command()(doctor)
+app.command()(generate)
+app.command()(chat)
+
+
+@recipes_app.callback(invoke_without_command=True)
+def recipes(ctx: typer.Context) -> None:
+    """List the packaged recipes.
+
+    Example: headstart recipes
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from rich.table import Table
+
+    from headstart.recipes.recipe import packaged_recipes, read_values
+
+    table = Table(box=None)
+    table.add_column("recipe", style="bold")
+    table.add_column("target")
+    table.add_column("what it is")
+    for name in packaged_recipes():
+        found = read_values(name)  # loads neither torch nor transformers
+        table.add_row(name, found["target"], found["description"])
+    Console().print(table)
+
+
+@recipes_app.command("show")
+def recipes_show(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    explained: Annotated[
+        bool, typer.Option("--all", help="Every setting with its value, its default and what it means.")
+    ] = False,
+) -> None:
+    """Print a recipe with every setting filled in, ready to be saved and changed.
+
+    Example: headstart recipes show quickstart > mine.yaml
+    """
+    from headstart.recipes.recipe import load_recipe, recipe_text
+
+    found = load_recipe(recipe, overrides or [])
+    if explained:
+        from headstart.recipes.docs import show_settings
+
+        show_settings(found, Console())
+    else:
+        typer.echo(recipe_text(found), nl=False)
+
+
+@recipes_app.command("docs")
+def recipes_docs() -> None:
+    """Print the page of every setting that recipes have, in Markdown.
+
+    Example: headstart recipes docs > docs/recipes.md
+    """
+    from headstart.recipes.docs import markdown
+
+    typer.echo(markdown(), nl=False)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        from headstart import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+# -- shared ----------------------------------------------------------------------------------------------------------
+
+
+def _alone(command: str) -> None:
+    """Refuse to be one of several processes of a launcher.
+
+    Raises:
+        UserError: it is.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"headstart {command} is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
+            "Train with several as `-m headstart.train RECIPE` (a point, not a space) after headstart data build.",
+        )
+
+
+def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:
+    from headstart.pipeline.run import Run
+    from headstart.recipes.recipe import load_recipe
+
+    found = load_recipe(recipe, overrides or [])
+    return Run(found, run_dir or Path("runs") / found.name, Console())
+
+
+def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> None:
+    from headstart.pipeline.run import execute
+    from headstart.pipeline.stages import check_inputs
+
+    check_inputs(work.recipe, stages)
+    execute(work, stages, again)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="headstart")

@@ -1,0 +1,68 @@
+"""The command that examines a run. Rooms are imported inside, as in `headstart.cli.app`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headstart.cli.options import RunDir, TargetOption
+from headstart.errors import UserError
+from headstart.support.files import check_writable, read_json
+
+
+def doctor(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE_OR_HEADS", help="A recipe, the folder of a run, a folder of heads, or a Hub id of heads."
+        ),
+    ],
+    run_dir: RunDir = None,
+    questions: Annotated[
+        Path | None, typer.Option(help="JSONL with questions as people will ask them: do the heads know such texts?")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the findings with their figures to this file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Look at less of everything, and train nothing.")] = False,
+    target: TargetOption = None,
+) -> None:
+    """Find out why acceptance is low: which stage disagrees with which, in words, with the fix; exits with 1 if one
+    does.
+
+    Example: headstart doctor runs/quickstart
+    """
+    if json is not None:
+        _check_json(json)
+    console = Console()
+    with console.status("") as status:
+
+        def tell(doing: str) -> None:
+            """A line that changes; in a log, one after the other."""
+            if console.is_terminal:
+                status.update(doing)
+            else:
+                console.print(doing, highlight=False, markup=False, soft_wrap=True)
+
+        tell("loading the target")
+        from headstart.doctor.findings import examine
+        from headstart.doctor.show import show, write
+        from headstart.doctor.subject import find_subject
+
+        subject = find_subject(path, run_dir, questions, target, quick)
+        findings = list(examine(subject, lambda stage, name: tell(f"examining {stage}: {name}")))
+    show(findings, console)
+    if json is not None:
+        write(findings, path, json)
+    if any(finding.ok is False for finding in findings):
+        raise typer.Exit(1)
+
+
+def _check_json(file: Path) -> None:
+    """Refuse, before the work, a file that cannot be written or that holds anything but earlier findings."""
+    if file.is_dir():
+        raise UserError(f"{file} is a folder.", "Name a file.")
+    if file.exists() and not (isinstance(found := read_json(file), dict) and "findings" in found):
+        raise UserError(f"{file} holds something else than findings, which would be lost.", "Name another file.")
+    check_writable(file.parent)

@@ -1,0 +1,187 @@
+"""The commands that exchange heads with serving engines: export and import. Rooms are imported inside."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headstart.cli.options import Dtype, Revision, listed
+from headstart.errors import UserError
+from headstart.support.terminal import program, say
+
+if TYPE_CHECKING:
+    from headstart.hub.measured import EngineTuning
+
+
+class FormatChoice(StrEnum):
+    """What `--format` takes."""
+
+    headstart = "headstart"
+    vllm = "vllm"
+    sglang = "sglang"
+    speculators = "speculators"
+    gguf = "gguf"
+
+
+class WeightDtype(StrEnum):
+    """What `--dtype` of an export takes."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+    q8_0 = "q8_0"
+
+
+_Heads = Annotated[
+    str | None, typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
+]
+
+
+def export(
+    heads: _Heads = None,
+    format: Annotated[
+        list[FormatChoice] | None,
+        typer.Option(
+            help="headstart is our own; the others are for engines, and gguf goes with one of them in one folder.",
+            show_default="headstart",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
+    dtype: Annotated[
+        WeightDtype | None, typer.Option(help="Of the weights; q8_0 in GGUF files alone.", show_default="bfloat16")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Where the target is, when it is not where the heads say.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads, whoever wrote it.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME,NAME...", help="With --check: vllm, sglang, llama.cpp or speculators."),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="HEADS", help="With --check: heads of ours that the folder should hold.")
+    ] = None,
+) -> None:
+    """Write heads for a serving engine, or check a folder of heads; prints the command that serves them.
+
+    Example: headstart export runs/quickstart --format vllm --out served
+
+    Example: headstart export runs/quickstart --format vllm --format gguf --out served
+
+    Example: headstart export --check served --engine vllm,sglang
+    """
+    if check is not None:
+        if heads is not None or out is not None:
+            raise UserError(
+                "--check writes nothing.", f"Leave HEADS and --out away: {program()} export --check {check}"
+            )
+        _check(check, listed(engine), against, target)
+        return
+    if heads is None or out is None:
+        missing = "HEADS" if heads is None else "--out"
+        raise UserError(f"{missing} is missing.", f"For example: {program()} export runs/quickstart --out my-heads")
+    if engine or against:
+        raise UserError("--engine and --against belong to --check.", "Choose what is written with --format.")
+    from headstart.hub.pull import locate
+
+    folder = locate(heads)
+    formats = format or [FormatChoice.headstart]
+    if FormatChoice.headstart in formats:
+        if len(formats) > 1:
+            raise UserError(
+                "Our own format has a config.json of its own, which engines cannot read.",
+                "Write it into another folder than those for engines.",
+            )
+        _copy(folder, out, dtype)
+        return
+    console = Console()
+    with console.status("exporting"):
+        from headstart.hub.engines.export import export_for
+
+        done = export_for(folder, out, [one.value for one in formats], target, dtype.value if dtype else None)
+    for remark in done.remarks:
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+    say(console, ("Heads", out), *((f"Serve with {name}", command) for name, command in done.commands.items()))
+
+
+def import_checkpoint(
+    source: Annotated[
+        str, typer.Argument(metavar="FOLDER|USER/NAME", help="A published checkpoint: a folder, or a Hub id.")
+    ],
+    target: Annotated[str, typer.Option(help="The model that the heads were trained on.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    dtype: Annotated[Dtype, typer.Option(help="Of the target while it is read.")] = Dtype.auto,
+    revision: Revision = None,
+) -> None:
+    """Make heads of ours from a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint, to decode with and tune.
+
+    They can be trained further, too. Weights are read from safetensors files alone; pickled ones are refused.
+
+    Example: headstart import user/eagle3-heads --target user/model --out heads
+    """
+    from headstart.hub.engines.export import refuse_used
+    from headstart.pipeline.actions import refuse_other_files
+
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        if out.is_dir() and (out / "tree.json").is_file():
+            refuse_other_files(out)
+        else:
+            refuse_used(out)
+    console = Console()
+    with console.status("importing"):
+        from headstart.hub.engines.importing import import_heads
+        from headstart.target.loading import load_target
+
+        heads = import_heads(source, load_target(target, dtype.value), out, revision)
+    say(
+        console,
+        ("Heads", f"{out} ({heads.family})"),
+        ("Tune them", f"{program()} tune {out} --conversations FILE.jsonl"),
+        ("Train them further", f"{program()} run RECIPE target={target} train.start_from={out}"),
+    )
+
+
+def engine_table(measured: EngineTuning) -> Table:
+    """A row for each number of drafts."""
+    from headstart.hub.measured import engine_rows
+
+    rows = engine_rows({measured.engine: measured})
+    table = Table(box=None, pad_edge=False)
+    for name in list(rows[0])[2:]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*list(row.values())[2:])
+    return table
+
+
+def _copy(folder: Path, out: Path, dtype: WeightDtype | None) -> None:
+    from headstart.pipeline.actions import copy_heads
+
+    if dtype is not None:
+        raise UserError("Our own format keeps the dtype that the heads have.", "Leave --dtype out.")
+    copy_heads(folder, out)
+    say(Console(), ("Heads", out), ("Share them", f"{program()} push {out} user/name"))
+
+
+def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target: str | None) -> None:
+    """Print what is wrong, and exit with 1 if anything is."""
+    from headstart.hub.engines.export import check_export, export_remarks, formats_of
+
+    found = check_export(folder, engines, against, target)
+    console = Console()
+    for one in found:
+        line = f"{one.engine}: {one.problem} {one.remedy}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if found:
+        raise typer.Exit(1)
+    names = " and ".join(engines or [one.engines[0] for one in formats_of(folder)])
+    console.print(
+        f"{folder} is whole, and all of it is read by {names}.", highlight=False, markup=False, soft_wrap=True
+    )
+    for said in export_remarks(folder, engines):
+        console.print(said, highlight=False, markup=False, soft_wrap=True)

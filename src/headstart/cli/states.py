@@ -1,0 +1,80 @@
+"""The command that takes over hidden states which an engine computed. Rooms are imported inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headstart.cli.options import Overrides, RecipeName, RunDir
+from headstart.errors import UserError
+from headstart.support.terminal import program, say
+
+_SHOWN = 3
+
+
+def import_states(
+    recipe: RecipeName,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FOLDER|ADDRESS]",
+            help="Folder of vLLM's files, or address of the server (several with commas). Without: how to start one.",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    run_dir: RunDir = None,
+) -> None:
+    """Take the target's hidden states from vLLM's own extraction instead of computing them here.
+
+    Conversations that are missing are written first. What is taken over is compared with the target's own states.
+
+    Example: headstart data import-states eagle3-8b
+
+    Example: headstart data import-states eagle3-8b http://localhost:8000
+    """
+    from headstart.pipeline.extraction import import_states as take
+    from headstart.pipeline.extraction import serve_command
+    from headstart.pipeline.run import NoTarget, Run, execute
+    from headstart.pipeline.stages import check_inputs, stages_until
+    from headstart.recipes.recipe import load_recipe
+
+    changes = list(overrides or [])
+    if source is not None and _is_override(source):
+        changes, source = [source, *changes], None
+    found = load_recipe(recipe, changes)
+    run = Run(found, run_dir or Path("runs") / found.name, Console())
+    here = "import-states compares what it takes over with the target's own states: give it where the target is."
+    if source is None:
+        try:
+            command = serve_command(run)
+        except NoTarget as error:
+            raise UserError(error.problem, f"{error.remedy} {here}") from None
+        print(command)
+        again = f"{program()} data import-states {recipe} http://localhost:8000"
+        say(Console(stderr=True), ("Then", " ".join([again, *changes])))
+        return
+    stages = stages_until("conversations")
+    check_inputs(run.recipe, stages)
+    try:
+        execute(run, stages)
+        done = take(run, source)
+    except NoTarget as error:
+        raise UserError(error.problem, f"{error.remedy} {here}") from None
+    for reason, files in done.left_out.items():
+        names = ", ".join(files[:_SHOWN]) + (", ..." if len(files) > _SHOWN else "")
+        print(f"Left out {len(files)} file{'s' * (len(files) > 1)}: {reason} ({names}).")
+    if done.left_out and not done.taken and done.lacking:
+        raise UserError("None of the files could be taken over.", "See the reasons above.")
+    there = f"; {done.there} had states before" if done.there else ""
+    print(f"States of {done.taken} conversations taken over{there}.")
+    if done.lacking:
+        print(f"{done.lacking} have none yet: headstart computes them here when states are next needed.")
+    say(run.console, ("Train", f"{program()} train {' '.join([recipe, *changes])}"))
+
+
+def _is_override(word: str) -> bool:
+    key, equals, _ = word.partition("=")
+    return bool(equals) and "/" not in key

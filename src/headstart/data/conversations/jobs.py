@@ -1,0 +1,321 @@
+"""Jobs that one process plans and others help with, over nothing but a folder that all of them see.
+
+The process that plans posts what is to be done next, does it itself, and posts one job more than anybody works on: who
+comes to help finds it. A job belongs to whoever holds its lock. The system lets go of the locks of a process that dies
+(see `headstart.support.lock`), and its job is free again. Results are written whole and stay until the planner has used them,
+so that they outlive whoever made them, and the planner too.
+
+    00007-train-1f0c.../   job.json     what to do
+                           lock         held by whoever does it
+                           result.json  what came of it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from headstart.data.conversations.workers import Workers
+from headstart.support.files import read_json, write_json
+from headstart.support.lock import Busy, locked
+
+JOBS = "jobs"
+"""Folder of jobs, beside what they make."""
+JOB, RESULT = "job.json", "result.json"
+LOOK = 0.2
+"""Seconds after which one looks again what the others have done."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to do.
+
+    Attributes:
+        order: jobs are taken in the order of this word.
+        what: all that is needed to do it, as JSON values.
+    """
+
+    order: str
+    what: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Of its folder; the same for the same job only."""
+        digest = hashlib.sha256(json.dumps(self.what, sort_keys=True).encode()).hexdigest()
+        return f"{self.order}-{digest[:16]}"
+
+
+J = TypeVar("J", bound=Job)
+Do = Callable[[dict[str, Any]], dict[str, Any]]
+"""Does a job; what comes back survives JSON."""
+
+
+class Board:
+    """A folder of jobs.
+
+    Args:
+        folder: on a disk that all who help see.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def post(self, name: str, what: dict[str, Any]) -> None:
+        """Let everyone see a job; one that is there is left as it is, with its result."""
+        if not (self.folder / name / JOB).is_file():
+            write_json(self.folder / name / JOB, what, indent=None)
+
+    def names(self) -> list[str]:
+        """Of all jobs, in order."""
+        return sorted(file.parent.name for file in self.folder.glob(f"*/{JOB}"))
+
+    def job(self, name: str) -> dict[str, Any]:
+        """What to do."""
+        return dict(read_json(self.folder / name / JOB))
+
+    def result(self, name: str) -> dict[str, Any] | None:
+        """What came of a job; None while it is not done."""
+        file = self.folder / name / RESULT
+        return dict(read_json(file)) if file.is_file() else None
+
+    def finish(self, name: str, result: dict[str, Any]) -> None:
+        """Say what came of a job."""
+        write_json(self.folder / name / RESULT, result, indent=None)
+
+    def claim(self, name: str) -> ExitStack | None:
+        """Hold a job until what comes back is closed; None when another does, or when nothing is left to do of it."""
+        folder = self.folder / name
+        if not self._open(folder):
+            return None
+        held = ExitStack()
+        try:
+            held.enter_context(locked(folder))
+        except Busy:
+            return None
+        if self._open(folder):
+            return held
+        held.close()
+        if not (folder / JOB).is_file():  # withdrawn meanwhile: locking has made the folder anew
+            shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+    def held(self, name: str) -> bool:
+        """Whether somebody is doing a job."""
+        claim = self.claim(name)
+        if claim is None:
+            return not (self.folder / name / RESULT).is_file()
+        claim.close()
+        return False
+
+    def withdraw(self, name: str) -> bool:
+        """Take a job back; False when somebody is doing it or has done it."""
+        claim = self.claim(name)
+        if claim is None:
+            return False
+        with claim:
+            self.remove(name)
+        return True
+
+    def remove(self, name: str) -> None:
+        """Nobody needs the job or its result any more."""
+        (self.folder / name / JOB).unlink(missing_ok=True)  # first: without its result it would be to do again
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Remove what earlier planners left behind, but for what somebody is doing."""
+        for name in self.names():
+            if self.result(name) is not None:
+                self.remove(name)
+            else:
+                self.withdraw(name)
+        with suppress(OSError):
+            self.folder.rmdir()
+
+    def _open(self, folder: Path) -> bool:
+        return (folder / JOB).is_file() and not (folder / RESULT).is_file()
+
+
+class Plan(Protocol[J]):
+    """Says which jobs there are."""
+
+    def next(self, waiting: Sequence[J], writers: int) -> J | None:
+        """The next job; None when there is none now.
+
+        Args:
+            waiting: jobs before it whose results have not been used.
+            writers: how many are being done now.
+        """
+
+    def still(self, job: J, writers: int) -> bool:
+        """Whether the last job, which nobody has begun, is still to be done."""
+
+
+@dataclass
+class _Waiting(Generic[J]):
+    """A job whose result has not been used."""
+
+    job: J
+    name: str
+    result: dict[str, Any] | None = None
+    future: Future[dict[str, Any]] | None = None
+    elsewhere: bool = False
+
+    def look(self, board: Board | None) -> None:
+        """See how far it is.
+
+        Raises:
+            Exception: what was raised by it in this process.
+        """
+        if self.result is not None:
+            return
+        if self.future is not None:
+            self.result = self.future.result() if self.future.done() else None
+        elif board is not None:
+            self.result = board.result(self.name)
+            self.elsewhere = self.result is None and board.held(self.name)
+
+    @property
+    def under_way(self) -> bool:
+        return self.result is None and (self.elsewhere or self.future is not None)
+
+    @property
+    def free(self) -> bool:
+        return self.result is None and not self.elsewhere and self.future is None
+
+
+def share(plan: Plan[J], do: Do, workers: Workers, board: Board | None = None) -> Iterator[tuple[J, dict[str, Any]]]:
+    """Do the jobs of a plan, with whoever helps; yields each with its result, in the order of the plan.
+
+    Args:
+        plan: asked for one job after the other.
+        do: does one here.
+        workers: entered; those of this process.
+        board: where others find jobs; None to do all of them here.
+
+    Raises:
+        Exception: what `do` raises here. What others cannot do is done here.
+    """
+    if board is None and not workers.beside:
+        while (job := plan.next((), 1)) is not None:
+            yield job, do(job.what)
+        return
+    waiting: deque[_Waiting[J]] = deque()
+    ended = False
+    try:
+        while True:
+            for one in waiting:
+                one.look(board)
+            writers = max(workers.count, sum(one.under_way for one in waiting))
+            while waiting and waiting[-1].free and not plan.still(waiting[-1].job, writers):
+                if board is not None and not board.withdraw(waiting[-1].name):
+                    break  # somebody has just taken it
+                waiting.pop()
+                ended = True
+            here = sum(one.future is not None and one.result is None for one in waiting)
+            for one in waiting:
+                here += here < workers.count and _begin(one, do, workers, board)
+            room = workers.count + sum(one.elsewhere for one in waiting) + (board is not None)
+            if not ended and sum(one.result is None for one in waiting) < room:
+                writers = max(workers.count, sum(one.under_way for one in waiting))
+                if (job := plan.next([one.job for one in waiting], writers)) is not None:
+                    waiting.append(_Waiting(job, job.name))
+                    if board is not None:
+                        board.post(job.name, job.what)
+                    continue
+            if not waiting:
+                return
+            if (result := waiting[0].result) is not None:
+                done = waiting.popleft()
+                yield done.job, result
+                if board is not None:
+                    board.remove(done.name)
+                continue
+            futures = [one.future for one in waiting if one.future is not None and one.result is None]
+            if futures:
+                wait(futures, None if board is None else LOOK, FIRST_COMPLETED)
+            else:
+                time.sleep(LOOK)
+    finally:
+        if board is not None:
+            for one in waiting:
+                if one.free:
+                    board.withdraw(one.name)
+
+
+def _begin(one: _Waiting[J], do: Do, workers: Workers, board: Board | None) -> bool:
+    """Begin a job here, if nobody has it."""
+    if not one.free:
+        return False
+    claim = ExitStack() if board is None else board.claim(one.name)
+    if claim is None:
+        return False
+    what, name = one.job.what, one.name
+    one.future = workers.begin(lambda: _done(do, what, name, board, claim))
+    return True
+
+
+def _done(do: Do, what: dict[str, Any], name: str, board: Board | None, claim: ExitStack) -> dict[str, Any]:
+    """Do a job that is held, say what came of it, and let go."""
+    with claim:
+        result = do(what)
+        if board is not None:
+            board.finish(name, result)
+        return result
+
+
+@dataclass
+class Helper:
+    """Does jobs that another process has planned.
+
+    Attributes:
+        do: does one.
+        mine: whether a job can be done here.
+        refused: names of those that cannot.
+    """
+
+    do: Do
+    mine: Callable[[dict[str, Any]], bool]
+    refused: set[str] = field(default_factory=set)
+
+    def help(self, boards: Collection[Board], workers: Workers) -> int:
+        """Take jobs until there is none left to take; how many were done.
+
+        Args:
+            boards: where to look.
+            workers: entered.
+
+        Raises:
+            Exception: what `do` raises; the job is free for others then.
+        """
+        running: list[Future[dict[str, Any]]] = []
+        finished = 0
+        while True:
+            for future in [future for future in running if future.done()]:
+                future.result()
+                running.remove(future)
+                finished += 1
+            for where, name in [(board, name) for board in boards for name in board.names()]:
+                if len(running) < workers.count and (begun := self._take(where, name, workers)) is not None:
+                    running.append(begun)
+            if not running:
+                return finished
+            wait(running, LOOK, FIRST_COMPLETED)
+
+    def _take(self, board: Board, name: str, workers: Workers) -> Future[dict[str, Any]] | None:
+        if name in self.refused or (claim := board.claim(name)) is None:
+            return None
+        what = board.job(name)
+        if not self.mine(what):
+            self.refused.add(name)
+            claim.close()
+            return None
+        return workers.begin(lambda: _done(self.do, what, name, board, claim))

@@ -1,0 +1,125 @@
+"""Parts of conversations: batches that are written once, numbered, and only ever added to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headstart.data.conversations.conversations import Conversation
+from headstart.errors import UserError
+from headstart.support.files import read_json, read_jsonl, write_json, write_jsonl
+
+CLOCKS = "clocks.json"
+"""Beside the parts: where budgets of time ended."""
+
+
+@dataclass
+class Part:
+    """One batch of conversations of a split.
+
+    Attributes:
+        number: among the parts of all splits.
+        split: its name.
+        prompts: of given prompts, the range in their order that the part answers.
+        seconds: that its writing took; of parts that were written at once, each has its share.
+        conversations: all of them.
+        fresh: those whose prompt is in no earlier part.
+    """
+
+    number: int
+    split: str
+    prompts: tuple[int, int]
+    seconds: float
+    conversations: list[Conversation]
+    fresh: list[Conversation] = field(default_factory=list)
+
+    @property
+    def file(self) -> str:
+        """Its name in the folder of the parts."""
+        return f"{self.number:05d}-{self.split}.jsonl"
+
+    def write(self, folder: Path) -> None:
+        """Write it whole or not at all; its first line says what it is."""
+        assert not (folder / self.file).exists(), "parts are only ever added"
+        about = {"part": self.number, "split": self.split, "prompts": list(self.prompts), "seconds": self.seconds}
+        write_jsonl(folder / self.file, [about, *(item.to_json() for item in self.conversations)])
+
+    @classmethod
+    def read(cls, file: Path) -> Part:
+        """Back from `write`.
+
+        Raises:
+            UserError: when it is none, or damaged; the message names file and line.
+        """
+        rows = read_jsonl(file)
+        try:
+            _, about = next(rows, (0, {}))
+            start, stop = about["prompts"]
+            read = cls(int(about["part"]), str(about["split"]), (int(start), int(stop)), float(about["seconds"]), [])
+            for _, row in rows:
+                read.conversations.append(Conversation.from_json(row))
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"{file} is not a part of conversations ({error}).",
+                "Move it away: further parts are written instead of it.",
+            ) from None
+        return read
+
+
+class TimeBudget:
+    """Time spent on the training conversations that a run uses, whoever wrote them.
+
+    Args:
+        minutes: the budget; None has no end.
+        file: where it is kept after how many parts a budget was spent, so that the same budget ends there again.
+    """
+
+    def __init__(self, minutes: float | None, file: Path) -> None:
+        self._file, self._key = file, str(minutes)
+        self._budget = math.inf if minutes is None else 60 * minutes
+        self._ends: dict[str, int] = read_json(file) if file.is_file() else {}
+        self._taken, self._spent, self._new = 0, 0.0, list[float]()
+        self._ended = False
+
+    def takes(self, seconds: float) -> bool:
+        """Whether a part that is there belongs to the budget: its middle does, or it did before."""
+        if self._key in self._ends:
+            taken = self._taken < self._ends[self._key]
+        else:
+            taken = not self._taken or self._spent + seconds / 2 < self._budget
+        self._ended = not taken
+        if taken:
+            self._taken, self._spent = self._taken + 1, self._spent + seconds
+        return taken
+
+    def note(self, seconds: float) -> None:
+        """A further part is written."""
+        self._taken, self._spent = self._taken + 1, self._spent + seconds
+        self._new.append(seconds)
+
+    def over(self, workers: int, since: float) -> bool:
+        """Whether another part would end further after the budget than its worker would stop before it without one.
+
+        Args:
+            workers: parts that are written at once.
+            since: seconds since the last part was written.
+        """
+        if self._key in self._ends:
+            self._ended = self._taken >= self._ends[self._key]
+        else:
+            one = workers * sum(self._new) / len(self._new) if self._new else 0.0
+            self._ended = self._spent + since + one / 2 >= self._budget
+        return self._ended
+
+    @property
+    def ended(self) -> bool:
+        """Whether the budget is what ended the writing."""
+        return self._ended
+
+    def stop(self) -> None:
+        """Nothing more is written; when that is because the budget is spent, it is noted where it was."""
+        if self._ended and self._budget < math.inf and self._key not in self._ends:
+            write_json(self._file, {**self._ends, self._key: self._taken})

@@ -1,0 +1,71 @@
+"""When two texts ask the same, and which prompts overlap with the questions that a report will ask."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from headstart.data.prompts.questions import read_questions
+
+OVERLAP_WORDS = 50
+"""A prompt with so many words in a row from a question overlaps with it."""
+SAME = "equal to a question of data.exclude"
+OVERLAPPING = f"with {OVERLAP_WORDS} words in a row from a question of data.exclude"
+
+_CHARACTER_WORDS = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\u0e00-\u0e7f"
+"""Scripts without blanks between words: kana, Chinese characters, Thai."""
+_WORD = re.compile(rf"[{_CHARACTER_WORDS}]|[^\W{_CHARACTER_WORDS}]+")
+
+
+def normalise(text: str) -> str:
+    """The text by which two requests count as the same: case, blanks and closing punctuation do not matter.
+
+    >>> normalise("  What is\\n2 + 2 ?") == normalise("what is 2 + 2")
+    True
+    >>> normalise("2 + 2") == normalise("2 - 2")
+    False
+    """
+    plain = re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text).casefold()).strip()
+    return plain.rstrip(" .!?…。！？") or plain
+
+
+class Excluded:
+    """Questions that no prompt may give away.
+
+    Args:
+        files: question files, as for a report.
+
+    Raises:
+        UserError: a file that is missing, empty or malformed.
+    """
+
+    def __init__(self, files: Sequence[str]) -> None:
+        questions = [question for file in files for question in read_questions(Path(file).expanduser())]
+        self._asked = {normalise(question.turns[0]) for question in questions}
+        self._runs = {run for question in questions for turn in question.turns for run in _runs(turn)}
+
+    def reason(self, turns: Sequence[str]) -> str | None:
+        """Why a prompt is left out; None for one that gives nothing away.
+
+        It is left out when its first turn equals a question's (see `normalise`), or when any turn has `OVERLAP_WORDS`
+        words in a row that stand in any turn of a question; punctuation and case do not matter. In scripts without
+        blanks each character counts as a word. A question that is shorter than that and stands inside a longer prompt
+        is not found.
+
+        Args:
+            turns: what the user says.
+        """
+        if turns and normalise(turns[0]) in self._asked:
+            return SAME
+        if self._runs and any(run in self._runs for turn in turns for run in _runs(turn)):
+            return OVERLAPPING
+        return None
+
+
+def _runs(text: str) -> Iterator[tuple[str, ...]]:
+    """Every run of `OVERLAP_WORDS` words."""
+    words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    for start in range(len(words) - OVERLAP_WORDS + 1):
+        yield tuple(words[start : start + OVERLAP_WORDS])

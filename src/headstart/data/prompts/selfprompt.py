@@ -1,0 +1,117 @@
+"""Self-prompting: the target writes the user's side itself, so that the first run needs no download.
+
+The chat template is rendered up to where the user's words begin, a seed prompt may follow, and the target goes on until
+it ends the turn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.data.conversations.generator import Generator, InProcess
+from headstart.data.prompts.seed_prompts import TOPICS, seed_prompt_list
+from headstart.errors import UserError
+from headstart.target.model import Target
+
+_SENTINEL = "\u2603headstart\u2603"
+_MAX_PROMPT_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class SelfPrompt:
+    """A request that the target wrote, and the kind of its seed prompt."""
+
+    text: str
+    category: str
+
+
+def user_prefix(tokenizer: Any) -> str:
+    """What the chat template writes before the user's first words.
+
+    Raises:
+        UserError: when the target has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "The target has no chat template, so it cannot write its own prompts.",
+            "Give prompts as a file (data.prompts=FILE.jsonl), or use an instruction-tuned target.",
+        )
+    text = str(tokenizer.apply_chat_template([{"role": "user", "content": _SENTINEL}], tokenize=False))
+    return text[: text.index(_SENTINEL)]
+
+
+def write_prompts(
+    target: Target,
+    count: int,
+    breadth: str,
+    ends: frozenset[int],
+    seed: int,
+    check: Callable[[], None] | None = None,
+    generator: Generator | None = None,
+) -> list[SelfPrompt]:
+    """Let the target write `count` requests, one batch; those of poor quality are left out.
+
+    Args:
+        target: the model, with its tokenizer.
+        count: rows of the batch.
+        breadth: "broad" draws seed prompts over what people ask, "none" starts from nothing.
+        ends: tokens that end a turn.
+        seed: of seed prompts and draws; the same seed gives the same requests.
+        check: called before each step; what it raises ends the work.
+        generator: that writes; the target in this process by default.
+    """
+    rng = random.Random(seed)
+    seed_prompts = seed_prompt_list(breadth)
+    by_category: dict[str, list[str]] = {}
+    for category, seed_prompt in seed_prompts:
+        by_category.setdefault(category, []).append(seed_prompt)
+    categories = sorted(by_category)
+    starts = []
+    for _ in range(count):
+        category = rng.choice(categories)
+        starts.append((category, rng.choice(by_category[category]).replace("{topic}", rng.choice(TOPICS))))
+    prefix = user_prefix(target.tokenizer)
+    rows = [target.tokenizer(prefix + seed_prompt, add_special_tokens=False)["input_ids"] for _, seed_prompt in starts]
+    written = (generator or InProcess(target)).continue_rows(
+        rows,
+        max_new_tokens=_MAX_PROMPT_TOKENS,
+        temperatures=[1.0] * count,
+        top_p=0.95,
+        ends=ends,
+        seed=seed,
+        check=check,
+    )
+    prompts = []
+    for (category, seed_prompt), row, tokens in zip(starts, rows, written, strict=True):
+        if tokens[-1] not in ends:
+            continue  # still talking when the budget ended
+        text = seed_prompt + _added_text(target.tokenizer, row, tokens[:-1])
+        if acceptable(text, target.tokenizer.all_special_tokens):
+            prompts.append(SelfPrompt(text.strip(), category))
+    return prompts
+
+
+def _added_text(tokenizer: Any, before: list[int], tokens: list[int]) -> str:
+    """The text that tokens add after others; on their own, some tokenizers drop the blank before the first word."""
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode([*before, *tokens], **options))[len(tokenizer.decode(before, **options)) :]
+
+
+def acceptable(text: str, special_tokens: list[str]) -> bool:
+    """Whether a self-written request is worth answering: a few words, readable, not a loop.
+
+    >>> acceptable("Write a poem about the sea", [])
+    True
+    >>> acceptable("the the the the the the the the the the the the the the the the the the the the", [])
+    False
+    """
+    words = text.split()
+    if not 3 <= len(words) <= 300 or any(token in text for token in special_tokens):
+        return False
+    if len(words) >= 20 and len(set(words)) < 0.35 * len(words):
+        return False
+    readable = sum(character.isprintable() or character in "\n\t" for character in text)
+    return readable >= 0.98 * len(text) and "\ufffd" not in text

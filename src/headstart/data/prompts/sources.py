@@ -1,0 +1,259 @@
+"""Where records come from: files, folders and datasets of the hub.
+
+A source is pinned to what it holds (`find_origin`), and its records are drawn from all of it in an order that depends
+on that content and a seed alone: whoever asks for more of them later goes on in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart.errors import UserError
+from headstart.support.files import read_json, read_jsonl
+
+_WHOLE_BYTES = 8_000_000_000
+"""Datasets of the hub up to this size are downloaded and drawn from as a whole."""
+_BUFFER = 20_000
+"""Of larger ones, the files are read in random order, and each record is drawn from so many."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a source holds, now.
+
+    Attributes:
+        source: as the recipe names it.
+        commit: of a dataset on the hub; None for what lies on this machine.
+        content: hash of a file or folder on this machine; None for a dataset on the hub.
+    """
+
+    source: str
+    commit: str | None = None
+    content: str | None = None
+
+    @property
+    def identity(self) -> str:
+        """What the records depend on; where a file lies is not part of it."""
+        if self.commit is None:
+            return f"content {self.content}"
+        return f"{self.source} at {self.commit}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a source.
+
+    Attributes:
+        location: for people, such as "line 3".
+        id: unique in the source.
+        row: the record itself.
+    """
+
+    location: str
+    id: str
+    row: Mapping[str, Any]
+
+
+def find_origin(source: str, revision: str | None = None) -> Origin:
+    """Pin a source: the commit that a dataset of the hub stands at, the content of a file or folder.
+
+    Asks the hub unless `revision` is a commit; without a network, the newest commit that was downloaded before counts.
+
+    Args:
+        source: as for `headstart.data.prompts.prompts.load_prompts`.
+        revision: branch, tag or commit of a dataset on the hub; None is its main branch.
+
+    Raises:
+        UserError: no such file or dataset, or a revision of something that is not on the hub.
+    """
+    path = _local(source)
+    if path is None:
+        whole = revision is not None and _COMMIT.fullmatch(revision)
+        return Origin(source, commit=revision if whole else _commit_of(source, revision))
+    if revision is not None:
+        raise UserError(f"{path} has no revisions.", "Remove data.revision: it belongs to datasets of the hub.")
+    return Origin(source, content=_hash(path))
+
+
+def read_records(origin: Origin, split: str, seed: int | None = None, *, whole: bool = True) -> Iterator[Record]:
+    """Every record of a source once.
+
+    Args:
+        origin: of the source.
+        split: of a dataset.
+        seed: of the order in which they are drawn; None reads them as they stand.
+        whole: a dataset of the hub may be downloaded as a whole; records come as they are read otherwise.
+
+    Raises:
+        UserError: missing file, malformed line (file and line are named), unknown dataset or split.
+    """
+    path = _local(origin.source)
+    if path is None or path.is_dir():
+        yield from _dataset_records(origin, split, seed, whole=whole)
+        return
+    records = _file_records(path)
+    if seed is not None:
+        records = iter(drawn(list(records), seed))
+    yield from records
+
+
+def drawn(items: Sequence[Any], seed: int) -> list[Any]:
+    """The items in an order of their own for each seed and number of items.
+
+    >>> sorted(drawn("abc", 0)), drawn("abcd", 1) == drawn("abcd", 1)
+    (['a', 'b', 'c'], True)
+    """
+    order = list(range(len(items)))
+    random.Random(seed).shuffle(order)
+    return [items[i] for i in order]
+
+
+def _local(source: str) -> Path | None:
+    """The file or folder that a source names; None for a dataset of the hub."""
+    path = Path(source).expanduser()
+    if path.suffix in (".jsonl", ".json") or path.exists():
+        return path
+    folder = Path(source.partition(":")[0]).expanduser()
+    return folder if folder.is_dir() else None
+
+
+def _hash(path: Path) -> str:
+    """Of a file's content, or of the names and contents of a folder's files."""
+    if path.is_file():
+        with path.open("rb") as handle:
+            return hashlib.file_digest(handle, "sha256").hexdigest()[:32]
+    if not path.is_dir():
+        raise UserError(f"{path} does not exist.", "Check the path.")
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            digest.update(f"{file.relative_to(path).as_posix()} {_hash(file)}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _file_records(path: Path) -> Iterator[Record]:
+    if path.suffix == ".jsonl":
+        for number, row in read_jsonl(path):
+            yield Record(f"line {number}", f"{path.stem}-{number}", row)
+        return
+    if path.suffix != ".json":
+        raise UserError(f"{path} is neither .jsonl nor .json.", "Convert it: one JSON object a line.")
+    rows = read_json(path)
+    if not isinstance(rows, list):
+        raise UserError(f"{path} holds a {type(rows).__name__}, not a list.", "Write a list of records, or JSONL.")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{path}, record {number}: a {type(row).__name__}, not an object.", "Write a list of objects."
+            )
+        yield Record(f"record {number}", f"{path.stem}-{number}", row)
+
+
+# -- datasets ----------------------------------------------------------------------------------------------------------
+
+
+def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: bool) -> Iterator[Record]:
+    import datasets  # slow to import, and few runs need it
+
+    name, _, config = origin.source.partition(":")
+    try:
+        size = None if origin.commit is None else _bytes_of(name, config, origin.commit)
+        streaming = size is not None and not (whole and size <= _WHOLE_BYTES)
+        with _offline() if size is None else nullcontext():
+            rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming, revision=origin.commit)
+        numbered: Iterable[tuple[int, Mapping[str, Any]]]
+        if streaming:
+            numbered = enumerate(rows if seed is None else rows.shuffle(seed=seed, buffer_size=_BUFFER))
+        elif seed is None:
+            numbered = enumerate(rows)
+        else:
+            numbered = ((number, rows[number]) for number in drawn(range(len(rows)), seed))
+        for number, row in numbered:
+            yield Record(f"row {number}", f"{split}-{number}", row)
+    except UserError:
+        raise
+    except Exception as error:  # datasets raises many kinds; all mean the same to the user
+        raise _unreadable(origin.source, split, error) from error
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """`datasets` takes what it finds on this machine, instead of asking the hub six times in half a minute."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _unreadable(source: str, split: str | None, error: Exception) -> UserError:
+    reason = (str(error).splitlines() or [""])[0].rstrip(".")
+    where = f"{source!r}, split {split!r}" if split else repr(source)
+    return UserError(
+        f"Cannot read prompts from {where}: {type(error).__name__}: {reason}.",
+        "Give 'self', a .jsonl or .json file, or the name of a dataset that datasets.load_dataset can reach.",
+    )
+
+
+def _commit_of(source: str, revision: str | None) -> str:
+    """The commit that a branch or tag stands at; without a network, that of what was downloaded last."""
+    name, _, config = source.partition(":")
+    try:
+        info = _hub_info(name, revision)
+        found = None if info is None else str(info.sha)
+        if found is None and revision is None:
+            found = _downloaded(name, config)
+    except Exception as error:
+        raise _unreadable(source, None, error) from error
+    if found is None:
+        raise UserError(
+            f"The hub does not answer, so that revision {revision!r} of {name!r} is not known.",
+            "Connect to the network, or set data.revision to the commit that was downloaded before.",
+        )
+    return found
+
+
+def _bytes_of(name: str, config: str, commit: str) -> int | None:
+    """Bytes of a dataset's files; None where the hub does not answer and this very commit was downloaded before."""
+    info = _hub_info(name, commit)
+    if info is not None:
+        return sum(file.size or 0 for file in info.siblings or [])
+    found = _downloaded(name, config)
+    if found != commit:  # `datasets` would take it for the one that was asked for
+        raise UserError(
+            f"The hub does not answer, and another revision of {name!r} than {commit} was downloaded before: {found}.",
+            "Connect to the network, or set data.revision to that one.",
+        )
+    return None
+
+
+def _downloaded(name: str, config: str) -> str:
+    """The commit of a dataset that was downloaded last."""
+    import datasets
+
+    with _offline():
+        return str(datasets.load_dataset_builder(name, config or None).hash)
+
+
+def _hub_info(name: str, revision: str | None) -> Any:
+    """What the hub says of a dataset, asked once; None when it does not answer."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return HfApi().dataset_info(name, revision=revision, files_metadata=True, timeout=20.0)
+    except HfHubHTTPError:  # an answer: no such dataset or revision, or no access to it
+        raise
+    except Exception:
+        return None

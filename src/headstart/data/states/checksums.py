@@ -1,0 +1,128 @@
+"""Checksums of stored hidden states: a flipped bit is noticed when it is read, before anything learns from it.
+
+A shard says in its metadata, for each of its tensors, the CRC-32 of every conversation's part. Reading verifies each
+part once: 4 GB a second, more than most disks give.
+
+Shape suffixes: S tokens of one shard.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headstart.errors import UserError
+from headstart.support.files import DAMAGED
+
+KEY = "checksums"
+"""In the metadata of a shard; absent from those of earlier versions, which are read unverified."""
+
+_BROKEN = (ValueError, KeyError, AttributeError, TypeError, RuntimeError)
+"""What reading damaged metadata raises."""
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes.
+
+    >>> checksum(torch.tensor([1, 2], dtype=torch.int32)), checksum(torch.tensor([1, 3], dtype=torch.int32))
+    (58791804, 3141365785)
+    """
+    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data)
+
+
+def checksums(tensors: Mapping[str, Tensor], lengths: Sequence[int]) -> str:
+    """For a shard's metadata.
+
+    Args:
+        tensors: of the shard, [S, ...].
+        lengths: of its conversations, end to end.
+    """
+    return json.dumps(
+        {name: list(map(checksum, torch.split(tensor, list(lengths)))) for name, tensor in tensors.items()}
+    )
+
+
+class Checks:
+    """What the parts of one shard should be.
+
+    Args:
+        file: the shard.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._wanted: dict[tuple[str, int], int] = {}
+        try:
+            with safe_open(file, framework="pt") as handle:
+                metadata = handle.metadata() or {}
+            starts = list(accumulate(json.loads(metadata["lengths"]), initial=0))
+            for name, found in json.loads(metadata.get(KEY, "{}")).items():
+                self._wanted.update(zip(((name, start) for start in starts), found, strict=False))
+        except FileNotFoundError:
+            raise is_missing(file) from None
+        except (SafetensorError, *_BROKEN):
+            raise put_aside(file) from None
+
+    def verify(self, name: str, start: int, part: Tensor) -> None:
+        """See that a conversation's part of a tensor is as it was written; once, as long as it is.
+
+        Args:
+            name: of the tensor.
+            start: of the part, in tokens.
+            part: as read.
+
+        Raises:
+            UserError: it is not. The shard is put aside, so that building the states computes it anew.
+        """
+        wanted = self._wanted.get((name, start))
+        if wanted is not None and checksum(part) != wanted:
+            raise put_aside(self._file)
+        self._wanted.pop((name, start), None)
+
+
+def whole(file: Path) -> bool:
+    """Whether all of a shard is as it was written; nothing is put aside."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            metadata = handle.metadata()
+            lengths, wanted = json.loads(metadata["lengths"]), json.loads(metadata.get(KEY, "{}"))
+            parts = {name: torch.split(handle.get_tensor(name), lengths) for name in wanted}
+        return all(list(map(checksum, parts[name])) == found for name, found in wanted.items())
+    except (SafetensorError, FileNotFoundError, *_BROKEN):
+        return False
+
+
+def damaged(file: Path) -> UserError:
+    """A shard whose content is not what was written."""
+    return UserError(f"{file} is damaged: its checksums do not match.", f"Delete it. {rebuild()}")
+
+
+def put_aside(file: Path) -> UserError:
+    """The same, for a shard that is given another name, so that building the states computes it anew."""
+    aside = file.with_name(file.name + DAMAGED)
+    try:
+        file.rename(aside)
+    except OSError:  # another process was first, or it lies where nobody may write
+        if file.exists():
+            return damaged(file)
+    return UserError(f"{damaged(file).problem} It is kept as {aside.name}.", rebuild())
+
+
+def is_missing(file: Path) -> UserError:
+    """A shard that another process has put aside, or somebody deleted."""
+    return UserError(f"{file} is missing.", rebuild())
+
+
+def rebuild() -> str:
+    """What to do about a shard that cannot be used."""
+    return "Build the states again (headstart data build RECIPE): only that shard is computed anew."

@@ -1,0 +1,297 @@
+"""Hidden states that vLLM's own extraction wrote, as shards of our store.
+
+vLLM (method `extract_hidden_states`, connector `ExampleHiddenStatesConnector`) writes a safetensors file for each
+request, `hidden_states` [T, L, E] and `token_ids` [T], which says nothing of the layers. Its layer ids count as
+transformers' hidden_states and as ours do: 0 the embeddings, k the output of the k-th layer. They are ascending, and no
+id stands for the state after the final norm: layer N is read before it, and the norm is applied here. As nothing in a
+file proves any of this, the states of one conversation of each shard are compared with the target's own.
+
+Shape suffixes: T tokens of one conversation, L layers that vLLM wrote, E hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.encoding import AUTO
+from headstart.data.states.identify import every_layer, identify
+from headstart.data.states.shards import Capture, shard_size, without_states
+from headstart.data.states.store import estimate_bytes
+from headstart.errors import UserError
+from headstart.support.files import need_disk
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
+
+_COMPARED = 128
+"""Tokens of a conversation that are compared: a causal model's first states do not depend on the rest."""
+
+
+@dataclass
+class Imported:
+    """What came of an import.
+
+    Attributes:
+        taken: conversations whose states were taken over.
+        there: those whose states were in the shards before.
+        lacking: those that have none yet.
+        left_out: reasons, each with the files left out for it.
+    """
+
+    taken: int = 0
+    there: int = 0
+    lacking: int = 0
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+
+class Unusable(Exception):
+    """A file whose states cannot be taken over; says why, of what kind of file."""
+
+
+def engine_layers(aux_layers: Iterable[int], target: Target) -> list[int]:
+    """The layers to ask vLLM for, ascending as it writes them; see the module for how they count."""
+    return sorted({target.num_layers if layer == FINAL else layer for layer in aux_layers})
+
+
+def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder: Path) -> str:
+    """What starts a vLLM that writes these states.
+
+    Args:
+        model: the target as vLLM loads it.
+        target: the same, loaded here.
+        aux_layers: wanted, FINAL among them or not.
+        folder: where vLLM writes.
+    """
+    options = ["--dtype", _name(target.dtype), "--no-enable-prefix-caching"]
+    return shlex.join(["vllm", "serve", model, *options, *serve_arguments(target, aux_layers, folder)])
+
+
+def serve_arguments(target: Target, aux_layers: Iterable[int], folder: Path, **connector: str) -> list[str]:
+    """The arguments of vLLM that ask for these states; keys of its connector's config may be others."""
+    layers = {"eagle_aux_hidden_state_layer_ids": engine_layers(aux_layers, target)}
+    method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+    config = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer", **connector}
+    extra = {"shared_storage_path": str(folder)}
+    return [
+        *("--speculative-config", json.dumps({**method, "draft_model_config": {"hf_config": layers}})),
+        *("--kv-transfer-config", json.dumps({**config, "kv_connector_extra_config": extra})),
+    ]
+
+
+class Import:
+    """Takes states over into the shards of a folder; what lies there already is not taken again.
+
+    Args:
+        shards: folder of the shards.
+        target: whose states they are.
+        conversations: whose states are wanted.
+        aux_layers: wanted.
+        shard_bytes: size at which a shard is closed; None chooses by how much is wanted.
+        states_dtype: how they are stored, see `encoding`.
+
+    Attributes:
+        found: what has come of it so far.
+
+    Raises:
+        UserError: too little free disk.
+    """
+
+    def __init__(
+        self,
+        shards: Path,
+        target: Target,
+        conversations: Sequence[Conversation],
+        aux_layers: Sequence[int],
+        *,
+        shard_bytes: int | None = None,
+        states_dtype: str = AUTO,
+    ) -> None:
+        self._folder, self._target, self._states_dtype = shards, target, states_dtype
+        self._engine_layers = engine_layers(aux_layers, target)
+        layers = tuple(dict.fromkeys(aux_layers))
+        unlike = list({tuple(item.tokens): item for item in conversations}.values())
+        lacking = without_states(shards, target, unlike, layers, states_dtype)
+        self._wanted = {tuple(unlike[i].tokens): (unlike[i], missing) for i, missing in lacking.items()}
+        self._gathered: dict[tuple[int, ...], list[tuple[Conversation, Mapping[int, Tensor]]]] = {}
+        self._bytes = 0
+        self.found = Imported(there=len(unlike) - len(lacking), lacking=len(lacking))
+        sizes = ((len(tokens), len(missing)) for tokens, (_, missing) in self._wanted.items())
+        needed = sum(estimate_bytes(*size, target.hidden_size, target.dtype, states_dtype) for size in sizes)
+        need_disk(shards, needed, "Keeping hidden states")
+        self._shard_bytes = shard_bytes or shard_size(needed)
+
+    @property
+    def waiting(self) -> list[Conversation]:
+        """Conversations without states, longest first."""
+        return sorted((item for item, _ in self._wanted.values()), key=lambda item: -len(item.tokens))
+
+    def take_folder(self, folder: Path, advance: Callable[[int, int], None] | None = None) -> Imported:
+        """Take the files of a folder; those that cannot be used are left out and named with the reason.
+
+        Args:
+            folder: of vLLM's files; they stay as they are.
+            advance: called with (files looked at, files in all) after each.
+
+        Raises:
+            UserError: no files there, or states that are not the target's at these layers.
+        """
+        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        if not files:
+            raise UserError(
+                f"{folder} holds no .safetensors files.",
+                "Name the folder that vLLM writes to (shared_storage_path), or the address of the server.",
+            )
+        for number, file in enumerate(files, start=1):
+            try:
+                self.take(file)
+            except Unusable as problem:
+                self.found.left_out.setdefault(str(problem), []).append(file.name)
+            if advance is not None:
+                advance(number, len(files))
+        self.close()
+        return self.found
+
+    def take(self, file: Path, asked: Sequence[int] | None = None) -> None:
+        """Take one file.
+
+        Args:
+            file: that vLLM wrote.
+            asked: the tokens whose states it should hold; None takes those of any conversation that is waiting.
+
+        Raises:
+            Unusable: it is cut short, of other tokens, layers or sizes, or holds no numbers.
+            UserError: what was gathered for a shard is not the target's at these layers.
+        """
+        tokens, states_TLE = self._read(file)
+        if asked is not None and tokens != tuple(asked):
+            raise Unusable("it is of other token ids than were asked for")
+        if tokens not in self._wanted:
+            raise Unusable("its token ids are of no conversation that lacks states")
+        conversation, layers = self._wanted.pop(tokens)
+        states = {layer: self._state(states_TLE, layer) for layer in layers}
+        self._gathered.setdefault(layers, []).append((conversation, states))
+        self._bytes += sum(state.numel() * state.element_size() for state in states.values())
+        if self._bytes >= self._shard_bytes:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was gathered.
+
+        Raises:
+            UserError: it is not the target's at these layers; nothing of it is written then.
+        """
+        gathered, self._gathered, self._bytes = self._gathered, {}, 0
+        for layers, written in gathered.items():
+            self._compare(*written[0])
+            Capture(self._folder, self._target, layers, self._states_dtype).keep(written)
+            self.found.taken += len(written)
+            self.found.lacking -= len(written)
+
+    def _read(self, file: Path) -> tuple[tuple[int, ...], Tensor]:
+        try:
+            tensors = load_file(file)
+        except FileNotFoundError:
+            raise Unusable("it is not there") from None
+        except (SafetensorError, OSError):
+            raise Unusable("it is cut short or no safetensors file") from None
+        if not {"hidden_states", "token_ids"} <= tensors.keys():
+            raise Unusable("it has no hidden_states and token_ids, so vLLM's connector did not write it")
+        tokens, states_TLE = tuple(tensors["token_ids"].tolist()), tensors["hidden_states"]
+        shape = (len(tokens), len(self._engine_layers), self._target.hidden_size)
+        if tuple(states_TLE.shape) != shape:
+            raise Unusable(
+                f"its states are {list(states_TLE.shape)} and not {list(shape)} (tokens, layers, size): vLLM was not "
+                f"started with the layers {', '.join(map(str, self._engine_layers))}, or serves another model"
+            )
+        if states_TLE.dtype != self._target.dtype:
+            raise Unusable(
+                f"its states are {_name(states_TLE.dtype)} and those of the run {_name(self._target.dtype)}: start "
+                f"vLLM with --dtype {_name(self._target.dtype)}"
+            )
+        if not (states_TLE.isfinite().all() and states_TLE.any(dim=-1).all()):
+            raise Unusable("it has states that are not finite or that were never written")
+        return tokens, states_TLE
+
+    def _state(self, states_TLE: Tensor, layer: int) -> Tensor:
+        engine_layer = self._target.num_layers if layer == FINAL else layer
+        state_TE = states_TLE[:, self._engine_layers.index(engine_layer)]
+        if layer != FINAL:
+            return state_TE.clone()
+        with torch.inference_mode():
+            placed_TE = state_TE[None].to(self._target.device)
+            normed_TE: Tensor = self._norm(placed_TE)[0].to(self._target.dtype).cpu()
+        return normed_TE.clone()
+
+    @cached_property
+    def _norm(self) -> Callable[[Tensor], Tensor]:
+        return final_norm(self._target)
+
+    def _compare(self, conversation: Conversation, states: Mapping[int, Tensor]) -> None:
+        fresh = self._target.hidden_states([conversation.tokens[:_COMPARED]], every_layer(self._target))[0]
+        for layer, state_TE in states.items():
+            _, said = identify(layer, state_TE[:_COMPARED], fresh, self._target)
+            if said:
+                raise UserError(
+                    f"vLLM's states are not what they should be: {said} (conversation {conversation.id!r}).",
+                    f"Serve {self._target.name} with the layers {', '.join(map(str, self._engine_layers))}, as "
+                    "headstart data import-states RECIPE shows.",
+                )
+
+
+def final_norm(target: Target) -> Callable[[Tensor], Tensor]:
+    """The module that turns the last layer's output into the final state.
+
+    Found by what it does: of the decoder's own modules, the one whose output the decoder returns.
+
+    Raises:
+        UserError: there is none, so that an engine's states before the norm are of no use.
+    """
+    last, here = target.num_layers, threading.get_ident()
+    seen: dict[str, Any] = {}
+
+    def note(name: str) -> Callable[[Any, Any, Any], None]:
+        def hook(_: Any, __: Any, out: Any) -> None:
+            if threading.get_ident() == here:  # others may read with the same target meanwhile
+                seen[name] = out
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(note(name))
+        for name, module in target.decoder.named_children()
+        if module is not target.layers
+    ]
+    try:
+        states = target.hidden_states([[0, 1]], [last, FINAL])[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, out in seen.items():
+        module = getattr(target.decoder, name)
+        if not isinstance(out, Tensor) or out.shape[1:] != states[FINAL].shape:
+            continue
+        if torch.equal(out[0], states[FINAL]):
+            with torch.inference_mode():
+                again: Any = module(states[last][None])
+            if torch.equal(again[0], states[FINAL]):
+                return lambda state_BTE: module(state_BTE)
+    raise UserError(
+        f"{target.name} has no norm of its own after the last layer.",
+        "Compute the states here: headstart data build RECIPE.",
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,86 @@
+"""Which states of a target are these? Stored ones, or an engine's, beside those that the target itself computes.
+
+Shape suffixes: T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
+
+_TOLERANCE = {torch.float32: 1e-3}
+_TOLERANCE_COARSE = 0.1
+"""Largest distance of states that are the same, as a share of their size. Sums in another order move float32 states by
+1e-6 of it, TF32 by 1e-3. bfloat16 keeps 8 bits and adds up over the layers to some percent; one layer adds tens."""
+
+
+def every_layer(target: Target) -> list[int]:
+    """All that states can be taken for: of all layers, before and after the final norm."""
+    return [*range(target.num_layers + 1), FINAL]
+
+
+def identify(
+    aux_layer: int, given_TE: Tensor, fresh: Mapping[int, Tensor], target: Target, rounded: bool = False
+) -> tuple[float, str]:
+    """Distance of states from the target's own at this layer, and what they are instead ("" when alike).
+
+    Args:
+        aux_layer: that they are said to be of.
+        given_TE: the states.
+        fresh: the target's own on the same tokens, at `every_layer`.
+        target: whose they should be.
+        rounded: whether the states were stored in fewer bits than their dtype has.
+    """
+    exact = not rounded and given_TE.dtype == fresh[aux_layer].dtype == torch.float32
+    limit = _TOLERANCE[torch.float32] if exact else _TOLERANCE_COARSE
+    own = distance(given_TE, fresh[aux_layer])
+    name = "FINAL" if aux_layer == FINAL else f"layer {aux_layer}"
+    if not given_TE.isfinite().all():
+        return own, f"{name} holds numbers that are not finite"
+    others = {other: distance(given_TE, state_TE) for other, state_TE in fresh.items() if other != aux_layer}
+    nearest = min(others, key=lambda other: others[other])
+    # In bfloat16 neighbouring layers of a deep target can be as close as the rounding: the nearer one decides.
+    if own <= limit and own <= 2 * others[nearest] + _TOLERANCE[torch.float32]:
+        return own, ""
+    last = target.num_layers
+    if others[nearest] <= limit:
+        if (aux_layer, nearest) == (FINAL, last):
+            return own, "FINAL holds the state before the final norm: the norm is missing"
+        if (aux_layer, nearest) == (last, FINAL):
+            return own, f"layer {last} holds the state after the final norm: a norm too many"
+        side = ": off by one" if FINAL not in (aux_layer, nearest) and abs(aux_layer - nearest) == 1 else ""
+        return own, f"{name} holds {called(nearest)}{side}"
+    for late, said in ((1, "late"), (-1, "early")):
+        if distance(given_TE[max(late, 0) :][: len(given_TE) - 1], fresh[aux_layer][max(-late, 0) :]) <= limit:
+            return own, f"{name} is one token {said}: state t stands at token {'t + 1' if late > 0 else 't - 1'}"
+    for other, state_TE in fresh.items():
+        if distance(given_TE, _normed(state_TE)) <= limit:
+            return own, f"{name} holds {called(other)} with a norm that the target does not apply there"
+    if distance(_normed(given_TE), _normed(fresh[aux_layer])) <= limit:
+        return own, f"{name} holds {called(aux_layer)} in another scale"
+    return own, f"{name} holds no state that {target.name} has on these tokens ({own:.0%} off)"
+
+
+def called(aux_layer: int) -> str:
+    """A layer, in words."""
+    if aux_layer == FINAL:
+        return "the final state"
+    return "the embeddings" if aux_layer == 0 else f"layer {aux_layer}"
+
+
+def distance(a_TE: Tensor, b_TE: Tensor) -> float:
+    """Median over tokens of |a - b| / |b|: a few tokens have states a thousand times the size of all others."""
+    width = min(len(a_TE), len(b_TE))
+    a_TE, b_TE = a_TE[:width].double().cpu(), b_TE[:width].double().cpu()
+    shares_T = (a_TE - b_TE).norm(dim=-1) / b_TE.norm(dim=-1).clamp_min(1e-30)
+    return float(shares_T.nan_to_num(nan=torch.inf).median())
+
+
+def _normed(state_TE: Tensor) -> Tensor:
+    state_TE = state_TE.double()
+    return state_TE / state_TE.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)

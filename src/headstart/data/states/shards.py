@@ -1,0 +1,462 @@
+"""Hidden states are computed and written: as shards that stores share, here or by processes that help.
+
+See `headstart.data.states.store` for what a shard and a store are.
+
+Shape suffixes: T tokens of one conversation, S tokens of one shard, E hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.encoding import AUTO, encode
+from headstart.data.conversations.jobs import Board, Job, share
+from headstart.data.conversations.workers import Workers
+from headstart.data.states.checksums import KEY, checksums
+from headstart.data.states.store import FORMAT, FORMAT_OF_CODES, MANIFEST, StateStore, estimate_bytes
+from headstart.errors import UserError
+from headstart.support.files import format_bytes, need_disk, write_atomic, write_json
+from headstart.target.model import Target
+
+SHARD_BYTES = 64_000_000, 2_000_000_000
+"""A shard is closed once it holds this much, at least and at most; it is the most work that a kill can lose."""
+_SHARDS = 200
+"""Between the two, the states of a build make about so many shards."""
+
+
+def build_store(
+    folder: Path,
+    conversations: Sequence[Conversation],
+    target: Target,
+    aux_layers: Sequence[int],
+    *,
+    budget_bytes: int,
+    shards: Path | None = None,
+    batch_tokens: int = 2048,
+    advance: Callable[[int, int], None] | None = None,
+    shard_bytes: int | None = None,
+    states_dtype: str = AUTO,
+    board: Board | None = None,
+) -> StateStore:
+    """Compute and keep the aux hidden states of conversations; states that a whole shard holds already are not
+    computed.
+
+    Args:
+        folder: of the store; a manifest that is there is replaced.
+        conversations: their order is the order of the store.
+        target: the frozen model.
+        aux_layers: which hidden states to keep.
+        budget_bytes: conversations from the first one on are kept while they fit; see `StateStore.notice`.
+        shards: folder of the shards, which other stores of the same target may share; by default `folder` itself.
+        batch_tokens: tokens of a forward at most, padding included (one longer conversation goes alone).
+        advance: called with (tokens done, tokens in all) after every forward here, and after every shard of others.
+        shard_bytes: size at which a shard is closed; None chooses by what there is to compute.
+        states_dtype: how they are stored, see `encoding`.
+        board: where other processes find shards to compute; None to compute all of them here.
+
+    Raises:
+        UserError: nothing to store, a conversation that the target cannot read, a budget too small for the first
+            conversation, or too little free disk.
+    """
+    check_conversations(conversations, target)
+    aux_layers, shards = tuple(dict.fromkeys(aux_layers)), shards or folder
+    kept = conversations[: fitting(conversations, target, aux_layers, budget_bytes, states_dtype)]
+    lengths = [len(conversation.tokens) for conversation in kept]
+    keys = [_key(conversation.tokens) for conversation in kept]
+    if board is not None:  # shards that a process which was killed had planned: its helpers may be computing them still
+        posted = [Job(name.rpartition("-")[0], board.job(name)) for name in board.names()]
+        for _ in _computed(target, shards, posted, board):
+            pass
+    index = _Index(shards, owner_of(target, states_dtype))
+    lacking = index.lacking(keys, aux_layers)
+    total, left = sum(lengths), sum(lengths[i] for numbers in lacking.values() for i in numbers)
+    size = (target.hidden_size, target.dtype, states_dtype)
+    per_token = {layers: estimate_bytes(1, len(layers), *size) for layers in lacking}
+    needed = sum(per_token[layers] * lengths[i] for layers, numbers in lacking.items() for i in numbers)
+    need_disk(shards, needed, "Keeping hidden states")
+    planned = [
+        (layers, numbers)
+        for layers, missing in lacking.items()
+        for numbers in _shards(missing, lengths, per_token[layers], shard_bytes or shard_size(needed))
+    ]
+    jobs = (
+        _shard_job(number, target, layers, [kept[i].tokens for i in numbers], batch_tokens, states_dtype)
+        for number, (layers, numbers) in enumerate(planned)
+    )
+
+    def read(tokens: int) -> None:
+        if advance is not None:
+            advance(total - left + tokens, total)
+
+    for job, file in _computed(target, shards, jobs, board, read):
+        index.add(file)
+        left -= sum(map(len, job.what["rows"]))
+        read(0)
+    if board is not None:
+        board.clear()
+    manifest = _manifest(folder, index, target, aux_layers, kept, keys, states_dtype)
+    write_json(folder / MANIFEST, {**manifest, "dropped": len(conversations) - len(kept)}, indent=None)
+    return StateStore(folder)
+
+
+def shard_size(total: int) -> int:
+    """Bytes at which a shard is closed when so many are to be written: few files of a large store, little lost of a
+    small one.
+
+    >>> shard_size(1_400_000_000), shard_size(40_000_000_000), shard_size(550_000_000_000)
+    (64000000, 200000000, 2000000000)
+    """
+    least, most = SHARD_BYTES
+    return min(most, max(least, total // _SHARDS))
+
+
+class Capture:
+    """Hidden states that writing conversations computes anyway, kept as shards that a store built later finds.
+
+    They are those of decoding, token by token, and differ from what `build_store` computes by rounding alone.
+
+    Args:
+        shards: folder of the shards.
+        target: the model that writes.
+        aux_layers: which hidden states to keep.
+        states_dtype: how they are stored, see `encoding`.
+    """
+
+    def __init__(self, shards: Path, target: Target, aux_layers: Sequence[int], states_dtype: str = AUTO) -> None:
+        self.aux_layers = tuple(dict.fromkeys(aux_layers))
+        self._shards, self._target, self._states_dtype = shards, target, states_dtype
+
+    def keep(self, written: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
+        """Write a shard of conversations and the states [T, E] of their tokens, by layer.
+
+        Raises:
+            UserError: too little free disk.
+        """
+        if not written:
+            return
+        once = {_key(conversation.tokens): (conversation.tokens, states) for conversation, states in written}
+        rows = [tokens for tokens, _ in once.values()]
+        target, tokens = self._target, sum(map(len, rows))
+        need_disk(
+            self._shards,
+            estimate_bytes(tokens, len(self.aux_layers), target.hidden_size, target.dtype, self._states_dtype),
+            "Keeping hidden states",
+        )
+        states = [states for _, states in once.values()]
+        owner = owner_of(target, self._states_dtype)
+        _write_shard(self._shards, owner, self.aux_layers, rows, states, self._states_dtype)
+
+
+def without_states(
+    shards: Path,
+    target: Target,
+    conversations: Sequence[Conversation],
+    aux_layers: Sequence[int],
+    states_dtype: str = AUTO,
+) -> dict[int, tuple[int, ...]]:
+    """Numbers of the conversations that the whole shards of a folder do not hold all states of, equal ones once, each
+    with the layers that are missing."""
+    index = _Index(shards, owner_of(target, states_dtype))
+    found = index.lacking([_key(item.tokens) for item in conversations], aux_layers)
+    return {number: layers for layers, numbers in found.items() for number in numbers}
+
+
+STATES = "states"
+"""Kind of these jobs."""
+
+
+def _shard_job(
+    number: int,
+    target: Target,
+    aux_layers: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    batch_tokens: int,
+    states_dtype: str,
+) -> Job:
+    """A shard to compute, of conversations that are told by their tokens."""
+    what = {
+        "kind": STATES,
+        "target": owner_of(target),
+        "layers": list(aux_layers),
+        "rows": [list(row) for row in rows],
+        "batch_tokens": batch_tokens,
+        "states_dtype": states_dtype,
+    }
+    return Job(f"{number:06d}", what)
+
+
+def compute_shard(
+    target: Target,
+    what: dict[str, Any],
+    shards: Path,
+    check: Callable[[], None] = lambda: None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Compute and write the shard of a job.
+
+    Args:
+        target: the model that the job asks for.
+        what: the job.
+        shards: folder of the shards.
+        check: called before every forward.
+        advance: called with the tokens of this shard that are done, after every forward.
+    """
+    rows, layers, done = what["rows"], tuple(what["layers"]), 0
+    states: dict[int, dict[int, Tensor]] = {}
+    for batch in _batches(range(len(rows)), list(map(len, rows)), what["batch_tokens"]):
+        check()
+        found = target.hidden_states([rows[i] for i in batch], layers)
+        states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in found), strict=True))
+        done += sum(len(rows[i]) for i in batch)
+        advance(done)
+    kind = what["states_dtype"]
+    file = _write_shard(shards, owner_of(target, kind), layers, rows, [states[i] for i in range(len(rows))], kind)
+    return {"file": file.name}
+
+
+class _InTurn:
+    """Jobs one after the other, see `headstart.data.conversations.jobs.Plan`."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self._jobs = iter(jobs)
+
+    def next(self, waiting: Sequence[Job], writers: int) -> Job | None:
+        return next(self._jobs, None)
+
+    def still(self, job: Job, writers: int) -> bool:
+        return True
+
+
+def _computed(
+    target: Target,
+    shards: Path,
+    jobs: Iterable[Job],
+    board: Board | None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Iterator[tuple[Job, Path]]:
+    """The files of jobs, computed here or by those who help."""
+    with Workers(target.device, 1, beside=board is not None) as workers:
+        for job, result in share(
+            _InTurn(jobs), lambda what: compute_shard(target, what, shards, workers.check, advance), workers, board
+        ):
+            yield job, shards / result["file"]
+
+
+def owner_of(target: Target, states_dtype: str = AUTO) -> str:
+    """Whose states a shard holds, or a job asks for, and how they are stored."""
+    owner = f"{target.identity().fingerprint} {target.settings} {_name_of(target.dtype)}"
+    return owner if states_dtype == AUTO else f"{owner} {states_dtype}"
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _manifest(
+    folder: Path,
+    index: _Index,
+    target: Target,
+    aux_layers: Sequence[int],
+    kept: Sequence[Conversation],
+    keys: Sequence[str],
+    states_dtype: str,
+) -> dict[str, Any]:
+    """What a store says of itself; see `StateStore` for what is read of it."""
+    files = sorted({index.places[layer, key][0] for layer in aux_layers for key in keys})
+    number_of = {file: number for number, file in enumerate(files)}
+    digest = hashlib.sha256(json.dumps([FORMAT, index.owner]).encode())
+    for conversation in kept:
+        digest.update(json.dumps([conversation.tokens, conversation.supervised_spans]).encode())
+    how = {} if states_dtype == AUTO else {"states_dtype": states_dtype}
+    return {
+        "format": FORMAT_OF_CODES if how else FORMAT,
+        **how,
+        "fingerprint": digest.hexdigest()[:32],
+        "target": target.name,
+        "target_fingerprint": target.identity().fingerprint,
+        "dtype": _name_of(target.dtype),
+        "taps": list(aux_layers),
+        "hidden_size": target.hidden_size,
+        "shards": os.path.relpath(index.folder.resolve(), folder.resolve()),
+        "files": [{"file": file, "bytes": (index.folder / file).stat().st_size} for file in files],
+        "lengths": [len(conversation.tokens) for conversation in kept],
+        "supervised": [[list(span) for span in conversation.supervised_spans] for conversation in kept],
+        "places": [
+            [[number_of[file], start] for file, start in (index.places[layer, key] for key in keys)]
+            for layer in aux_layers
+        ],
+    }
+
+
+def fitting(
+    conversations: Sequence[Conversation],
+    target: Target,
+    aux_layers: Sequence[int],
+    budget_bytes: int,
+    states_dtype: str = AUTO,
+) -> int:
+    """How many conversations, from the first one on, a byte budget holds the states of.
+
+    Raises:
+        UserError: not even the first.
+    """
+    per_token = estimate_bytes(1, len(set(aux_layers)), target.hidden_size, target.dtype, states_dtype)
+    used = 0
+    for kept, conversation in enumerate(conversations):
+        used += len(conversation.tokens) * per_token
+        if used > budget_bytes:
+            if not kept:
+                raise UserError(
+                    f"The byte budget of {format_bytes(max(0, budget_bytes))} does not hold one conversation "
+                    f"({format_bytes(used)} for {len(conversation.tokens)} tokens).",
+                    "Raise data.cache_gigabytes.",
+                )
+            return kept
+    return len(conversations)
+
+
+class _Index:
+    """What the whole shards of a folder hold.
+
+    Args:
+        folder: of the shards.
+        owner: whose states count: a target and its dtype.
+
+    Attributes:
+        places: (name of the shard's file, first token in it) by layer and key of a conversation.
+    """
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        self.folder = folder
+        self.owner = owner
+        self.places: dict[tuple[int, str], tuple[str, int]] = {}
+        for file in sorted(folder.glob("shard-*.safetensors")):
+            self.add(file)
+
+    def add(self, file: Path) -> None:
+        """Read what a shard says of itself; one that is cut short, damaged there, or another target's, counts for
+        nothing."""
+        try:
+            with safe_open(file, framework="pt") as handle:  # refuses a file of another length than its header's
+                metadata = handle.metadata() or {}
+        except (SafetensorError, OSError):
+            return
+        if metadata.get("owner") != self.owner:
+            return
+        try:
+            keys, lengths, layers = (json.loads(metadata[name]) for name in ("keys", "lengths", "taps"))
+        except (ValueError, KeyError):
+            return
+        start = 0
+        for key, length in zip(keys, lengths, strict=True):
+            for layer in layers:
+                self.places.setdefault((layer, key), (file.name, start))
+            start += length
+
+    def lacking(self, keys: Sequence[str], aux_layers: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
+        """By the layers that no whole shard holds of them: numbers of conversations, equal ones once."""
+        found: dict[tuple[int, ...], dict[str, int]] = {}
+        for number, key in enumerate(keys):
+            if missing := tuple(layer for layer in aux_layers if (layer, key) not in self.places):
+                found.setdefault(missing, {}).setdefault(key, number)
+        return {missing: list(numbers.values()) for missing, numbers in found.items()}
+
+
+def check_conversations(conversations: Sequence[Conversation], target: Target) -> None:
+    """Refuse conversations whose states cannot be computed, or have nothing to teach.
+
+    Raises:
+        UserError: there are none, nothing is supervised in one, or one that the target cannot read.
+    """
+    if not conversations:
+        raise UserError("There are no conversations to store.", "Check data.prompts and data.conversations.")
+    for conversation in conversations:
+        if not any(conversation.supervised):
+            raise UserError(
+                f"Nothing is supervised in conversation {conversation.id!r}.", "Give it an assistant turn with text."
+            )
+        if len(conversation.tokens) > target.max_length:
+            raise UserError(
+                f"Conversation {conversation.id!r} has {len(conversation.tokens)} tokens; the context of {target.name} "
+                f"is {target.max_length}.",
+                "Lower data.max_prompt_tokens or data.max_new_tokens, or shorten the conversation.",
+            )
+        if max(conversation.tokens) >= target.vocab_size:
+            raise UserError(
+                f"Conversation {conversation.id!r} holds token {max(conversation.tokens)}; {target.name} knows "
+                f"{target.vocab_size}.",
+                "It was written with another tokenizer: delete the file and run the command again.",
+            )
+
+
+def _key(tokens: Sequence[int]) -> str:
+    """What a conversation's states depend on, besides the target."""
+    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:24]
+
+
+def _shards(numbers: Sequence[int], lengths: Sequence[int], per_token: int, shard_bytes: int) -> list[list[int]]:
+    """Conversations by shard, longest first: rows of a batch have about one length, and memory runs out at once or
+    never."""
+    shards: list[list[int]] = [[]]
+    filled = 0
+    for i in sorted(numbers, key=lambda i: (-lengths[i], i)):
+        if filled >= shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(i)
+        filled += lengths[i] * per_token
+    return shards
+
+
+def _batches(shard: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Split a shard, longest first, into batches of at most `batch_tokens` tokens once padded to their longest.
+
+    >>> _batches([2, 0, 1], [5, 4, 9], 10)
+    [[2], [0, 1]]
+    """
+    batches: list[list[int]] = []
+    for i in shard:
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def _write_shard(
+    folder: Path,
+    owner: str,
+    aux_layers: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    states: Sequence[Mapping[int, Tensor]],
+    states_dtype: str,
+) -> Path:
+    """Write one shard: tokens of conversations, and their states; returns its file."""
+    tensors = {
+        "tokens": torch.tensor([token for row in rows for token in row], dtype=torch.int32),
+    }
+    for layer in aux_layers:
+        tensors |= encode(layer, torch.cat([of_row[layer] for of_row in states]), states_dtype)
+    lengths = list(map(len, rows))
+    metadata = {
+        "owner": owner,
+        "taps": json.dumps(list(aux_layers)),
+        "keys": json.dumps([_key(row) for row in rows]),
+        "lengths": json.dumps(lengths),
+    }
+    name = hashlib.sha256(json.dumps(metadata).encode()).hexdigest()[:16]
+    file = folder / f"shard-{name}.safetensors"
+    described = {**metadata, KEY: checksums(tensors, lengths)}
+    write_atomic(file, lambda partial: save_file(tensors, partial, metadata=described))
+    return file

@@ -1,0 +1,211 @@
+"""Hidden states of conversations on disk: computed once with the frozen target, read many times by training.
+
+States lie in shards, safetensors files that are only ever added: a shard holds some layers of some conversations, is
+named by them and is written atomically. A store is a folder whose manifest says which conversations it holds, in which
+order, and in which shards their states lie. Several stores can share the shards of one folder; whoever asks for more
+conversations or for other layers computes what no shard holds yet. Whatever moment a build is killed at, the next one
+goes on from the shards that are complete.
+
+    shard-<name>.safetensors   tokens [S] int32, states.<layer> [S, E], sequences end to end; checksums in its metadata;
+                               scales.<layer> [S] where states are stored in one byte a number
+    manifest.json              fingerprint, aux layers, and for every conversation its length, mask and places
+
+Shape suffixes: T tokens of one conversation, S tokens of one shard, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headstart.data.conversations.encoding import AUTO, bytes_per_state, decode
+from headstart.data.states.checksums import Checks, is_missing, put_aside, rebuild, whole
+from headstart.errors import UserError
+from headstart.support.files import format_bytes, read_json
+
+CACHE_BYTES = 2_000_000_000
+"""Stores up to this size are kept in memory once read."""
+
+MANIFEST = "manifest.json"
+_TOKEN_BYTES = 5  # an int32 id and the mask
+FORMAT = 2
+FORMAT_OF_CODES = 3
+"""Of stores with one byte a number, which earlier versions would take for states."""
+
+Location = tuple[int, int]
+"""Where the states of a conversation lie: number of the shard among the manifest's, first token in it."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation with its hidden states. The tensors may share memory with the store: do not write to them.
+
+    Attributes:
+        tokens_T: int64 [T].
+        supervised_T: bool [T], true where the assistant wrote the token.
+        states: by layer, [T, E] in the target's dtype.
+    """
+
+    tokens_T: Tensor
+    supervised_T: Tensor
+    states: dict[int, Tensor]
+
+
+def estimate_bytes(tokens: int, aux_layers: int, hidden: int, dtype: torch.dtype, states_dtype: str = AUTO) -> int:
+    """Bytes on disk of so many tokens, each with `aux_layers` states of `hidden` numbers."""
+    return tokens * (aux_layers * bytes_per_state(hidden, dtype, states_dtype) + _TOKEN_BYTES)
+
+
+class StateStore:
+    """A finished store; samples are numbered like the conversations it was built from.
+
+    Args:
+        folder: what `build_store` wrote.
+        cache_bytes: keep shards in memory when the whole store is at most this large; read from disk otherwise.
+
+    Raises:
+        UserError: not a store, unfinished, or a shard is missing or cut short.
+    """
+
+    stored: ClassVar[bool] = True
+
+    def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
+        self.folder = folder
+        if not (folder / MANIFEST).is_file():
+            raise UserError(f"{folder} holds no finished store of hidden states.", "Run: headstart data build RECIPE")
+        manifest = read_json(folder / MANIFEST)
+        if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, FORMAT_OF_CODES):
+            raise UserError(f"{folder} is a store of another format.", "Build it again, in another folder.")
+        self.fingerprint: str = manifest["fingerprint"]
+        self.target_fingerprint: str = manifest["target_fingerprint"]
+        self.dtype: str = manifest["dtype"]
+        self.aux_layers: tuple[int, ...] = tuple(manifest["taps"])
+        self.hidden_size: int = manifest["hidden_size"]
+        self.states_dtype: str = manifest.get("states_dtype", AUTO)
+        self._dtype: torch.dtype = getattr(torch, manifest["dtype"])
+        self.lengths: list[int] = manifest["lengths"]
+        self.dropped: int = manifest["dropped"]
+        self.shards: Path = folder / manifest["shards"]
+        self.files = [self.shards / file["file"] for file in manifest["files"]]
+        self.bytes: int = sum(file["bytes"] for file in manifest["files"])
+        self._spans: list[list[list[int]]] = manifest["supervised"]
+        self._places: dict[int, list[Location]] = {
+            layer: [(number, start) for number, start in indices]
+            for layer, indices in zip(self.aux_layers, manifest["places"], strict=True)
+        }
+        for path, file in zip(self.files, manifest["files"], strict=True):
+            found = path.stat().st_size if path.is_file() else 0
+            if found != file["bytes"]:
+                raise UserError(
+                    f"{path} is {'cut short' if found else 'missing'} ({found} of {file['bytes']} bytes).", rebuild()
+                )
+        self._cached = self.bytes <= cache_bytes
+        self._loaded: dict[int, dict[str, Tensor]] = {}
+        self._open: dict[int, Any] = {}
+        self._checks: dict[int, Checks] = {}
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all conversations."""
+        return sum(self.lengths)
+
+    @property
+    def notice(self) -> str:
+        """One sentence when the byte budget left conversations out, else empty."""
+        if not self.dropped:
+            return ""
+        return (
+            f"The byte budget holds {len(self)} of {len(self) + self.dropped} conversations "
+            f"({format_bytes(self.bytes)}); the last {self.dropped} are left out (raise data.cache_gigabytes for more)."
+        )
+
+    def get(self, index: int) -> Sample:
+        """One conversation with its states.
+
+        Raises:
+            IndexError: beyond the last conversation.
+            UserError: a shard is damaged; it is put aside then.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"conversation {index} of {len(self)}")
+        states = {layer: self._states(layer, index) for layer in self.aux_layers}
+        return Sample(self._tokens(index), self._supervised(index), states)
+
+    def samples(self, indices: Sequence[int]) -> list[Sample]:
+        """Several conversations with their states."""
+        return [self.get(index) for index in indices]
+
+    def _states(self, layer: int, index: int) -> Tensor:
+        place = self._places[layer][index]
+        kept_TE = self._read(f"states.{layer}", place, index)
+        if self.states_dtype == AUTO:
+            return kept_TE
+        return decode(kept_TE, self._read(f"scales.{layer}", place, index), self._dtype)
+
+    def _tokens(self, index: int) -> Tensor:
+        return self._read("tokens", self._places[self.aux_layers[0]][index], index).long()
+
+    def _supervised(self, index: int) -> Tensor:
+        supervised_T = torch.zeros(self.lengths[index], dtype=torch.bool)
+        for start, stop in self._spans[index]:
+            supervised_T[start:stop] = True
+        return supervised_T
+
+    def _read(self, name: str, position: Location, index: int) -> Tensor:
+        shard, start = position
+        if shard not in self._checks:
+            self._checks[shard] = Checks(self.files[shard])
+            _note_reading(self.files[shard])
+        try:
+            part = self._part(name, shard, slice(start, start + self.lengths[index]))
+        except SafetensorError:
+            raise put_aside(self.files[shard]) from None
+        except FileNotFoundError:
+            raise is_missing(self.files[shard]) from None
+        self._checks[shard].verify(name, start, part)
+        return part
+
+    def _part(self, name: str, shard: int, tokens: slice) -> Tensor:
+        if self._cached:
+            if shard not in self._loaded:
+                self._loaded[shard] = load_file(self.files[shard])
+            return self._loaded[shard][name][tokens]
+        if shard not in self._open:
+            self._open[shard] = safe_open(self.files[shard], framework="pt")
+        part: Tensor = self._open[shard].get_slice(name)[tokens]
+        return part
+
+    def damaged_files(self) -> list[Path]:
+        """Shards that are not as they were written; all of them are read."""
+        return [file for file in self.files if not whole(file)]
+
+    def supervised(self) -> Iterable[Tensor]:
+        """The mask of each conversation in turn, bool [T]; no states are read."""
+        return map(self._supervised, range(len(self)))
+
+    def supervised_counts(self, vocab_size: int) -> Tensor:
+        """How often each token of the vocabulary is supervised, int64 [V]."""
+        counts_V = torch.zeros(vocab_size, dtype=torch.long)
+        for index in range(len(self)):
+            supervised_S = self._tokens(index)[self._supervised(index)]
+            counts_V += torch.bincount(supervised_S, minlength=vocab_size)
+        return counts_V
+
+
+def _note_reading(file: Path) -> None:
+    """For `headstart gc`, which knows from the time of access what was not read for long; many disks keep none."""
+    with suppress(OSError):
+        os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))

@@ -1,0 +1,3 @@
+"""All checks of the doctor: importing this registers them."""
+
+from headstart.doctor import decoding, overfit, rendering, states, weights  # noqa: F401

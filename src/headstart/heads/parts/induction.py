@@ -1,0 +1,144 @@
+"""A decoder layer that copies from the start: attention that finds where the present token stood before.
+
+Texts repeat themselves, and a draft layer spends its first thousand steps on finding that out. One layer can do it:
+the query is the token just decided, the key of an entry the token that its state was computed after, the value the
+token that followed. Each is a linear map of what the layer reads, so all of it is solved for instead of learnt.
+"Induction heads" are what trained models are found to have (Olsson et al., arXiv 2209.11895).
+
+Entry s of the heads reads the target's state after token s and the embedding of token s + 1 (see `recurrent`). The
+state is asked for a code of token s, a projection of its embedding, by ridge regression from all aux layers: early
+ones know the token, late ones what comes next. The code is put where final states hardly ever point, so that one
+vector holds both. Only slowly turning pairs of a head's components take part, since rotary positions must not hide a
+match.
+
+Shape suffixes: E hidden size, X what is read, C components of a code, N key heads, H query heads, d head size, I what
+queries, keys and values are computed from, P positions, M tokens that are fitted on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.heads.parts.layer import DraftLayer, LayerConfig
+from headstart.heads.parts.residual import LinearStart
+
+FAR = 512
+"""Tokens over which a pair may turn by half a radian at most."""
+_MIN = 16
+"""Components of a head without which codes of different tokens look alike."""
+_SHARE = 0.2
+"""Of the squared size of a fused state that belongs to the code."""
+_SHARPNESS = (0.5, 1.0, 2.0)
+"""Of the query heads that share a key head, in turn: how sharply each tells a match."""
+_MATCH = 12.0
+"""Attention score, before that factor, of a token whose code is read off without an error."""
+
+
+@dataclass(frozen=True)
+class Induction:
+    """What is solved for.
+
+    Attributes:
+        read_CX: from aux hidden states to the code of the token that was just read.
+        axes_EC: orthonormal directions that take the code.
+        size: what the code is multiplied with there.
+    """
+
+    read_CX: Tensor
+    axes_EC: Tensor
+    size: float
+
+    def into(self, fused_EX: Tensor) -> Tensor:
+        """The map from aux hidden states to fused ones [E, X], with the code in its place."""
+        fused_EX = fused_EX - self.axes_EC @ (self.axes_EC.T @ fused_EX)
+        return fused_EX + self.size * self.axes_EC @ self.read_CX
+
+
+def slow_pairs(config: LayerConfig, cos_Pd: Tensor) -> list[int]:
+    """Components of a head, of one half, that turn little over `FAR` tokens."""
+    half = config.head_dim // 2
+    index = min(FAR, len(cos_Pd) - 1)
+    # Only the last pairs count, those slower than any that comes full circle.
+    cos_Pd = cos_Pd / cos_Pd[0, 0]  # tables of long contexts may carry a factor
+    rotated = [float(cos_Pd[index // 4, pair]) > 0.99 and float(cos_Pd[index, pair]) > 0.87 for pair in range(half)]
+    first = next((pair for pair in range(half) if all(rotated[pair:])), half)
+    return list(range(first, half))
+
+
+@torch.no_grad()
+def solve(
+    layer: DraftLayer, slow: list[int], aux_MX: Tensor, final_ME: Tensor, own_ME: Tensor, spare: int = 0
+) -> Induction | None:
+    """Set a layer's queries, keys and values so that it copies; None when its heads have too few slow pairs for codes
+    that differ, or when there is too little to learn them from.
+
+    What the layer reads is [embedding, fused state], both normed without weights; its output map is left alone.
+
+    Args:
+        layer: whose `qkv` is written.
+        slow: from `slow_pairs`.
+        aux_MX: aux hidden states.
+        final_ME: the final states among them, or what is made of them.
+        own_ME: normed embeddings of the tokens that they were computed after.
+        spare: key heads, the first ones, that are left alone with the query heads that share them.
+    """
+    config, size = layer.config, own_ME.shape[1]
+    groups, width = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+    kv_heads = config.num_key_value_heads - spare
+    if not kv_heads:
+        return None
+    slow = slow[-max(1, size // 2 // (2 * kv_heads)) :]  # codes take half of a state at most
+    components = 2 * len(slow)
+    codes = kv_heads * components
+    every_MJ = torch.cat([aux_MX, own_ME], dim=-1)
+    good_M = every_MJ.isfinite().all(-1) & (aux_MX != 0).any(-1)
+    aux_MX, final_ME, own_ME = aux_MX[good_M], final_ME[good_M], own_ME[good_M]
+    if components < _MIN or len(aux_MX) < 2 * aux_MX.shape[1]:
+        return None
+    random = torch.Generator().manual_seed(0)
+    project_CE = torch.linalg.qr(torch.randn(size, codes, generator=random))[0].T.to(own_ME)
+    code_MC = own_ME @ project_CE.T
+    # A few tokens have states a hundred times as large as the rest in some components: each counts by its direction.
+    columns_X = aux_MX.abs().median(0).values.clamp(min=1e-6)
+    scaled_MX = aux_MX / columns_X
+    sizes_M1 = scaled_MX.square().mean(-1, keepdim=True).sqrt()
+    start = LinearStart([aux_MX.shape[1]], codes, aux_MX.device)
+    start.add(scaled_MX / sizes_M1, [code_MC / sizes_M1])
+    read_CX = start.maps()[0] / columns_X
+    found_MC = aux_MX @ read_CX.T
+
+    _, directions_EE = torch.linalg.eigh(final_ME.T @ final_ME)
+    axes_EC = directions_EE[:, :codes]  # ascending: where final states point least
+    final_size, code_size = (float(x.square().sum(-1).mean()) for x in (final_ME, found_MC))
+    scale = (_SHARE / (1 - _SHARE) * final_size / max(code_size, 1e-12)) ** 0.5
+    shrink = (size / (final_size / (1 - _SHARE))) ** 0.5  # of the norm that the layer's input goes through
+    # A token's code read off without an error gives the score _MATCH, whatever the sizes are.
+    sharp = _MATCH * width**0.5 * kv_heads / max(float(code_MC.square().sum(-1).mean()), 1e-12)
+
+    # Queries start with the code alone. Keys and values elsewhere stay what they were: a query that finds nothing to
+    # multiply with would never learn.
+    slots = [*slow, *(pair + width // 2 for pair in slow)]
+    qkv = layer.qkv.weight.clone()
+    every = [count * width for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+    queries_HdI, keys_NdI, values_NdI = (
+        part.view(-1, width, qkv.shape[1])[first:]
+        for part, first in zip(torch.split(qkv, every), (groups * spare, spare, spare), strict=True)
+    )
+    queries_HdI.zero_()
+    for number in range(kv_heads):
+        part = slice(number * components, (number + 1) * components)
+        keys_NdI[number, slots] = 0
+        keys_NdI[number, slots, size:] = (axes_EC[:, part].T / (scale * shrink)).to(qkv)
+        for member in range(groups):
+            factor = sharp * (_SHARPNESS[member % len(_SHARPNESS)] if groups > 1 else 1.0)
+            queries_HdI[number * groups + member, slots, :size] = (factor * project_CE[part]).to(qkv)
+    centred_ME = own_ME - own_ME.mean(0)
+    axes_EE = torch.linalg.eigh(centred_ME.T @ centred_ME)[1].flip(1).T  # along which tokens differ most
+    for index in range(min(kv_heads * width, size)):
+        values_NdI[index % kv_heads, index // kv_heads] = F.pad(axes_EE[index], (0, size)).to(qkv)
+    layer.qkv.weight.copy_(qkv)
+    return Induction(read_CX, axes_EC, scale)

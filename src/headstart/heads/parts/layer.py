@@ -1,0 +1,493 @@
+"""A decoder layer that belongs to the heads: Llama's arrangement, warm-started from a layer of the target.
+
+Training reads whole conversations (`chain_attention`; `text_attention` for long ones), drafting one tree level after
+the other with a KV cache (`LayerCache`, `cached_attention`). Both give the same numbers.
+
+Shape suffixes: B rows, T tokens, A origins of a row, W nodes, S cache slots in sight, E hidden size, I width of what
+queries, keys and values read, G query heads that share a key head, N key heads, H query heads (G * N), d head size,
+F width of the MLP.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+
+from headstart.errors import UserError
+from headstart.heads.base import HeadConfig
+from headstart.heads.parts.int8_weights import Linear
+from headstart.recipes.sections import FromTarget
+from headstart.target.frozen import FrozenModel
+from headstart.target.lm_head import is_packed
+
+_ROTARY: dict[str, set[str]] = {
+    "default": {"rope_theta"},
+    "linear": {"rope_theta", "factor"},
+    "llama3": {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"rope_theta", "factor"},
+}
+"""Rotary kinds whose angles depend on the position alone, and the settings that each needs."""
+_MIN_POSITIONS = 256
+"""Positions of the first table of angles."""
+_SPARE = 256
+"""Cache slots beyond the prompt that a session starts with."""
+_QUERIES = 512
+"""Queries that attend together where a mask says what each of them sees: masks are as long as the text."""
+
+
+class LayerConfig(HeadConfig):
+    """Settings of families with decoder layers of their own; what a recipe leaves out is taken from the target."""
+
+    intermediate_size: Annotated[int, FromTarget()] = Field(0, ge=1, description="Width of a layer's MLP.")
+    num_attention_heads: Annotated[int, FromTarget()] = Field(0, ge=1, description="Query heads.")
+    num_key_value_heads: Annotated[int, FromTarget()] = Field(0, ge=1, description="Key and value heads.")
+    head_dim: Annotated[int, FromTarget()] = Field(0, ge=1, description="Size of an attention head.")
+    hidden_act: Annotated[str, FromTarget()] = Field("silu", description="Activation of the MLP.")
+    rms_norm_eps: Annotated[float, FromTarget()] = Field(1e-5, gt=0, description="Epsilon of the norms.")
+    rope_parameters: Annotated[dict[str, Any], FromTarget()] = Field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0},
+        description="Rotary positions as transformers writes them.",
+    )
+    max_position_embeddings: Annotated[int, FromTarget()] = Field(2048, ge=1, description="Longest context.")
+
+    @classmethod
+    def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
+        config, (heads, size) = target.config, target.kv_shapes[-1][0]
+        rope = _rope(target)
+        found: dict[str, Any] = {
+            "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": heads,
+            "head_dim": size,
+            "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
+            "max_position_embeddings": target.max_length,
+        }
+        act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+        if act in ACT2FN:
+            found["hidden_act"] = act
+        if rope.get("partial_rotary_factor", 1.0) == 1.0 and "rope_theta" in rope:
+            complete = rope.get("rope_type", "default") in _ROTARY
+            found["rope_parameters"] = rope if complete else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        return found
+
+    @field_validator("hidden_act")
+    @classmethod
+    def _known_activation(cls, name: str) -> str:
+        if name not in ACT2FN:
+            raise ValueError("transformers has no such activation")
+        return name
+
+    @field_validator("rope_parameters")
+    @classmethod
+    def _known_rotary(cls, rope: dict[str, Any]) -> dict[str, Any]:
+        kind = rope.get("rope_type", "default")
+        if kind not in _ROTARY:
+            raise ValueError(f"rope_type is one of {', '.join(_ROTARY)}")
+        if missing := sorted(name for name in _ROTARY[kind] if not isinstance(rope.get(name), int | float)):
+            raise ValueError(f"{kind} positions need a number as {missing[0]}")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("the layers of the heads rotate all of a head: partial_rotary_factor can only be 1")
+        return {"rope_type": kind, **rope}
+
+
+class Rotary:
+    """Cosines and sines of the rotary positions, computed in float32 and kept in the dtype that asks for them.
+
+    Tables grow as later positions are asked for: a long context costs nothing before it is there.
+    """
+
+    def __init__(self, config: LayerConfig) -> None:
+        self._config = config
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def at(self, positions_BT: Tensor, dtype: torch.dtype, stop: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [B, T, d] of these positions; those after the longest context take its last.
+
+        Args:
+            positions_BT: int64.
+            dtype: of the result.
+            stop: above every position; known to the caller without asking the device.
+        """
+        key = (positions_BT.device, dtype)
+        needed = min(stop, self._config.max_position_embeddings)
+        table = self._tables.get(key)
+        if table is None or len(table[0]) < needed:
+            table = self._tables[key] = self._table(needed, *key)
+        cos, sin = table  # not read again: drafts in other threads may have put a shorter one there
+        positions_BT = positions_BT.clamp(max=len(cos) - 1)
+        return cos[positions_BT], sin[positions_BT]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _table(self, needed: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        config = self._config
+        llama = LlamaConfig(
+            hidden_size=config.num_attention_heads * config.head_dim,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=config.rope_parameters,
+        )
+        indices = min(config.max_position_embeddings, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
+        index_1P = torch.arange(indices)[None]
+        cos, sin = LlamaRotaryEmbedding(llama)(torch.zeros(1), index_1P)
+        return cos[0].to(device, dtype), sin[0].to(device, dtype)
+
+
+class DraftLayer(nn.Module):
+    """Attention and MLP around a residual stream; what attention reads may be wider than the stream.
+
+    Args:
+        config: sizes.
+        inputs: I, width of what queries, keys and values are computed from.
+        input_norm: normalise that input here; families that mix several inputs do it themselves.
+
+    Attributes:
+        own_heads: key heads, the first ones, that find nothing but their own position (`own_position`). Training takes
+            that as given: their queries and keys do not learn, and their values are what they find.
+
+    Raises:
+        UserError: sizes of attention heads that do not go together.
+    """
+
+    def __init__(self, config: LayerConfig, inputs: int, input_norm: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.own_heads = 0
+        size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        if heads % kv_heads:
+            raise UserError(
+                f"{heads} query heads cannot share {kv_heads} key heads evenly.",
+                f"Set heads.num_key_value_heads to a divisor of {heads}, or leave it out for the target's own.",
+            )
+        if config.head_dim % 2:
+            raise UserError(
+                f"heads.head_dim is {config.head_dim}, and rotary positions rotate pairs of numbers.",
+                "Give an even number, or leave it out for the target's own.",
+            )
+        self.input_norm = nn.RMSNorm(inputs, config.rms_norm_eps) if input_norm else None
+        self.qkv = Linear(inputs, (heads + 2 * kv_heads) * config.head_dim, bias=False)
+        self.o = Linear(heads * config.head_dim, size, bias=False)
+        self.mlp_norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.gate_up = Linear(size, 2 * config.intermediate_size, bias=False)
+        self.down = Linear(config.intermediate_size, size, bias=False)
+        self._act = ACT2FN[config.hidden_act]
+
+    def read(
+        self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], learning_RI: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d].
+
+        Args:
+            x_BTI: what attention reads.
+            rotary: cosines and sines.
+            learning_RI: from `learning`: queries and keys of the first `own_heads` are then left out.
+        """
+        config = self.config
+        groups, size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+        kv_heads = config.num_key_value_heads - (0 if learning_RI is None else self.own_heads)
+        if self.input_norm is not None:
+            x_BTI = normed(self.input_norm, x_BTI)
+        rows, width = x_BTI.shape[:2]
+        read_BTH = self.qkv(x_BTI) if learning_RI is None else F.linear(x_BTI, learning_RI)
+        all_BHTd = read_BTH.view(rows, width, -1, size).transpose(1, 2)
+        heads = groups * kv_heads
+        rotated_BHTd = rotate(self.norm_heads(all_BHTd[:, : heads + kv_heads], heads), *rotary)
+        queries = rotated_BHTd[:, :heads].reshape(rows, kv_heads, groups, width, size)
+        return queries, rotated_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
+
+    def norm_heads(self, read_BHTd: Tensor, heads: int) -> Tensor:
+        """Queries (the first `heads` of them) and keys as they are rotated; kinds of layers may norm them first."""
+        return read_BHTd
+
+    def learning(self) -> Tensor | None:
+        """In training mode, the rows of queries, keys and values that learn, [R, I]; None where all do."""
+        if not self.own_heads or not self.training:
+            return None
+        weight_RI = torch.cat([self.qkv.weight[rows] for rows in self.learning_rows()["qkv.weight"]])
+        device = weight_RI.device.type  # cast once: autocast would in every step
+        return weight_RI.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight_RI
+
+    def learning_rows(self) -> dict[str, list[slice]]:
+        """Rows of each weight that hold several matrices, by matrix; rows in none of them do not learn."""
+        config = self.config
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        own = self.own_heads
+        queries = slice(heads // kv_heads * own * size, heads * size)
+        keys = slice((heads + own) * size, (heads + kv_heads) * size)
+        values = slice((heads + kv_heads) * size, (heads + 2 * kv_heads) * size)
+        halves = [slice(0, config.intermediate_size), slice(config.intermediate_size, 2 * config.intermediate_size)]
+        found = {"qkv.weight": [queries, keys, values], "gate_up.weight": halves}
+        return {name: [rows for rows in parts if rows.stop > rows.start] for name, parts in found.items()}
+
+    def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
+        """The stream after this layer, from the stream before it and what attention brought."""
+        x_BTE = residual_BTE + self.o(by_token(mixed_BNGTd))
+        stream_BTE: Tensor = x_BTE + self.down(self.inside(x_BTE))
+        return stream_BTE
+
+    def inside(self, stream_BTE: Tensor) -> Tensor:
+        """What the MLP's last map reads, [B, T, F]."""
+        gate_BTF, up_BTF = self.gate_up(normed(self.mlp_norm, stream_BTE)).chunk(2, dim=-1)
+        inside_BTF: Tensor = self._act(gate_BTF) * up_BTF
+        return inside_BTF
+
+    @torch.no_grad()
+    def zero_init(self) -> None:
+        """Let the layer add nothing to the stream for now; what it reads and computes stays, and learns what to add."""
+        self.o.weight.zero_()
+        self.down.weight.zero_()
+
+    @torch.no_grad()
+    def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
+        """Take over a layer of the target, as far as it is built alike; the rest starts without any effect.
+
+        Args:
+            target: the frozen model.
+            number: of its layer.
+            offset: columns of the input before those that the target's layer knows; they start at zero.
+        """
+        config, layer = self.config, cast(Any, target.layers[number])
+        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        # What a layer adds may be normed once more (Gemma 2 and 3, OLMo 2, GLM 4): its weights are then not all of it.
+        plain = not any(hasattr(layer, f"post_{name}_layernorm") for name in ("feedforward", "self_attn", "mlp"))
+        share = float(getattr(layer, "residual_multiplier", 1.0))  # of what is added (Granite)
+
+        query, key, value, out = (linear_of(attention, f"{name}_proj") for name in "qkvo")
+        sizes = [part.out_features for part in (query, key, value) if part is not None]
+        heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        norm = getattr(layer, "input_layernorm", None)
+        self.o.weight.zero_()
+        if query and key and value and sizes == [count * config.head_dim for count in heads]:
+            scale = getattr(attention, "scaling", config.head_dim**-0.5) / config.head_dim**-0.5
+            self.qkv.weight[:, :offset] = 0
+            self.qkv.weight[:, offset:] = torch.cat([scale * query.weight, key.weight, value.weight])
+            if self.input_norm is not None:
+                self.input_norm.weight.copy_(norm_scale(norm, self.input_norm.weight))
+            alike = plain and _is_rms(norm) and _without_bias(query, key, value, out)
+            if out and alike and self._heads_as(attention) and self._rotary_as(target, attention):
+                self.o.weight.copy_(share * out.weight)
+
+        gate, up, down = (linear_of(mlp, f"{name}_proj") for name in ("gate", "up", "down"))
+        norm = getattr(layer, "post_attention_layernorm", None)
+        alike = plain and _is_rms(norm) and type(getattr(mlp, "act_fn", None)) is type(self._act)
+        self.down.weight.zero_()
+        alike = alike and _without_bias(gate, up, down)
+        if gate and up and down and alike and down.weight.shape == self.down.weight.shape:
+            self.gate_up.weight.copy_(torch.cat([gate.weight, up.weight]))
+            self.down.weight.copy_(share * down.weight)
+            self.mlp_norm.weight.copy_(norm_scale(norm, self.mlp_norm.weight))
+
+    def _heads_as(self, attention: object) -> bool:
+        """Whether the target's attention norms queries and keys where this layer does, if it does."""
+        return not hasattr(attention, "q_norm")
+
+    def _rotary_as(self, target: FrozenModel, attention: object) -> bool:
+        """Whether the target's attention turns queries and keys by position as this layer does."""
+        rotary = getattr(sys.modules[type(attention).__module__], "rotate_half", rotate_half)
+        x_4 = torch.arange(4.0)
+        return self.config.rope_parameters == _rope(target) and torch.equal(rotary(x_4), rotate_half(x_4))
+
+
+def _rope(target: FrozenModel) -> dict[str, Any]:
+    """The target's rotary positions, those of full attention where kinds differ; empty for other positions."""
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    rope = rope if "rope_theta" in rope else rope.get("full_attention", {})
+    return {"rope_type": "default", **rope} if rope else {}
+
+
+def linear_of(module: Any, name: str) -> nn.Linear | None:
+    """The linear layer of this name, if there is one whose weights can be read as they are (not quantized)."""
+    part = getattr(module, name, None)
+    if not isinstance(part, nn.Linear) or not part.weight.is_floating_point() or is_packed(part.weight):
+        return None
+    return part if part.weight.shape == (part.out_features, part.in_features) else None
+
+
+def _without_bias(*parts: nn.Linear | None) -> bool:
+    return all(part is not None and part.bias is None for part in parts)
+
+
+def _is_rms(norm: Any) -> bool:
+    return "RMSNorm" in type(norm).__name__
+
+
+class LayerCache:
+    """Keys and values of committed tokens, and after them those of the tree that is being drafted.
+
+    Args:
+        config: sizes.
+        layers: that have keys and values.
+        rows: B.
+        prompt: tokens of the longest prompt; there is room for some more, and `reserve` makes further room.
+        like: a tensor of the dtype and device to use.
+
+    Attributes:
+        lengths: committed slots of each row.
+    """
+
+    def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
+        shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)
+        self.kv = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers)]
+        self.lengths = [0] * rows
+
+    def reserve(self, slots: int) -> None:
+        """Make room for this many slots of a row."""
+        have = self.kv[0][0].shape[2]
+        if slots > have:
+            more = max(slots, 2 * have) - have
+            self.kv = [(F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more))) for keys, values in self.kv]
+
+    def put(self, layer: int, starts: Sequence[int], keys_BNTd: Tensor, values_BNTd: Tensor) -> None:
+        """Write to each row's slots from `starts` on."""
+        (keys, values), width, device = self.kv[layer], keys_BNTd.shape[2], keys_BNTd.device
+        if len(set(starts)) == 1:
+            keys[:, :, starts[0] : starts[0] + width] = keys_BNTd
+            values[:, :, starts[0] : starts[0] + width] = values_BNTd
+            return
+        rows_B1 = torch.arange(len(starts), device=device)[:, None]
+        slots_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        keys[rows_B1, :, slots_BT] = keys_BNTd.transpose(1, 2)
+        values[rows_B1, :, slots_BT] = values_BNTd.transpose(1, 2)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self.kv = [(keys[list(rows)], values[list(rows)]) for keys, values in self.kv]
+        self.lengths = [self.lengths[row] for row in rows]
+
+
+def cached_attention(
+    queries_BNGWd: Tensor, kv: tuple[Tensor, Tensor], slots: int, allowed_BWS: Tensor | None
+) -> Tensor:
+    """What each query finds in the first `slots` slots of a cache, [B, N, G, W, d].
+
+    The queries that share a key head are rows of one attention, so that keys and values need no copy.
+    """
+    shape = queries_BNGWd.shape
+    mask = None
+    if allowed_BWS is not None:
+        if shape[3] > _QUERIES:
+            parts = zip(torch.split(queries_BNGWd, _QUERIES, 3), torch.split(allowed_BWS, _QUERIES, 1), strict=True)
+            return torch.cat([cached_attention(queries, kv, slots, allowed) for queries, allowed in parts], dim=3)
+        mask = torch.zeros(allowed_BWS.shape, dtype=queries_BNGWd.dtype, device=allowed_BWS.device)
+        mask = mask.masked_fill_(~allowed_BWS, float("-inf"))[:, None].repeat(1, 1, shape[2], 1)
+    keys, values = (cached[:, :, :slots] for cached in kv)
+    mixed = F.scaled_dot_product_attention(queries_BNGWd.flatten(2, 3), keys, values, attn_mask=mask)
+    return mixed.view(shape)
+
+
+def chain_attention(
+    queries_BNGAd: Tensor,
+    keys_BNTd: Tensor,
+    values_BNTd: Tensor,
+    hidden_BAT: Tensor,
+    chain: Sequence[tuple[Tensor, Tensor]] = (),
+) -> Tensor:
+    """Attention of one draft step of every origin at once: the text up to the origin, then its own draft so far.
+
+    Args:
+        queries_BNGAd: one query an origin.
+        keys_BNTd: of the text.
+        values_BNTd: of the text.
+        hidden_BAT: bool, positions of the text after the origin, which it must not see.
+        chain: keys and values [B, N, A, d] of the origin's own drafted tokens, first to last, this step's included.
+
+    Returns:
+        [B, N, G, A, d].
+    """
+    rows, kv_heads, groups, origins, size = queries_BNGAd.shape
+    queries_BNGAd = queries_BNGAd * size**-0.5
+    scores = (queries_BNGAd.flatten(2, 3) @ keys_BNTd.transpose(2, 3)).view(rows, kv_heads, groups, origins, -1)
+    scores = scores.masked_fill(hidden_BAT[:, None, None], float("-inf"))
+    own = [(queries_BNGAd * keys_BNAd[:, :, None]).sum(-1, keepdim=True) for keys_BNAd, _ in chain]
+    text = keys_BNTd.shape[2]
+    shares = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=torch.float32).to(values_BNTd.dtype)
+    mixed = (shares[..., :text].flatten(2, 3) @ values_BNTd).view(queries_BNGAd.shape)
+    for step, (_, values_BNAd) in enumerate(chain):
+        mixed = mixed + shares[..., text + step, None] * values_BNAd[:, :, None]
+    return mixed
+
+
+def with_own(own_BNTd: Tensor, mixed_BNGTd: Tensor, groups: int) -> Tensor:
+    """What all heads found, [B, N, G, T, d], from what those that learn found and the values of `own_heads`."""
+    if not own_BNTd.shape[1]:
+        return mixed_BNGTd
+    return torch.cat([own_BNTd[:, :, None].expand(-1, -1, groups, -1, -1), mixed_BNGTd], dim=1)
+
+
+def by_token(mixed_BNGTd: Tensor) -> Tensor:
+    """What all heads found for each token, side by side as the output map reads it, [B, T, N * G * d]."""
+    return mixed_BNGTd.permute(0, 3, 1, 2, 4).flatten(2)
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """An RMS norm in the dtype of what it normalises, whose fused operation wants one dtype."""
+    assert isinstance(norm, nn.RMSNorm), "heads have RMS norms"
+    return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
+
+
+def refuse_start(num_layers: int, target: FrozenModel) -> None:
+    """Refuse heads of more layers than the target has for them to start from.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    if num_layers > target.num_layers:
+        raise UserError(
+            f"heads.num_layers is {num_layers} and the target has {target.num_layers} layers to start from.",
+            "Lower heads.num_layers.",
+        )
+
+
+def start_from_last_layers(
+    target: FrozenModel,
+    stack: Sequence[DraftLayer],
+    fc: Linear,
+    hidden_norm: nn.RMSNorm,
+    norm: nn.RMSNorm,
+    before: int = 0,
+) -> None:
+    """Let layers start as the target's last ones, from the deepest of the states that are fused.
+
+    Args:
+        target: the frozen model.
+        stack: the layers, first to last.
+        fc: the fusion, [E, states * E].
+        hidden_norm: of what was fused; it becomes the input norm of the first of the target's layers.
+        norm: after the layers; it becomes the target's final one.
+        before: columns of the first layer's input before what was fused.
+    """
+    size = fc.out_features
+    fc.weight.zero_()
+    fc.weight[:, -size:] = torch.eye(size)
+    for number, layer in enumerate(stack):
+        layer.warm_start(target, number - len(stack), 0 if number else before)
+    last = target.layers[-len(stack)]
+    hidden_norm.weight.copy_(norm_scale(getattr(last, "input_layernorm", None), norm.weight))
+    norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), norm.weight))
+
+
+def norm_scale(norm: nn.Module | None, like: Tensor) -> Tensor:
+    """What an RMS norm multiplies with, whether it is stored as such or as a difference to 1; ones for other norms."""
+    if not _is_rms(norm):
+        return torch.ones_like(like)
+    rms = cast(nn.Module, norm)
+    weight = cast(Tensor, rms.weight)
+    with torch.no_grad():
+        scale: Tensor = rms(torch.ones_like(weight, dtype=torch.float32))
+    return scale.to(like)
+
+
+def rotate(x_BHTd: Tensor, cos_BTd: Tensor, sin_BTd: Tensor) -> Tensor:
+    left, right = x_BHTd.chunk(2, dim=-1)
+    rotated: Tensor = x_BHTd * cos_BTd[:, None] + torch.cat([-right, left], dim=-1) * sin_BTd[:, None]
+    return rotated

@@ -1,0 +1,153 @@
+"""Attention heads that look at their own position alone, and so hold a linear map of what the layer reads.
+
+The published EAGLE-3 layer adds attention and an MLP to its stream, and no linear map of the embedding and the state
+that it reads. A head whose attention finds nothing but its own entry is such a map, of rank `head_dim`; with enough of
+them the layer can be given any linear map before it is trained, in the arrangement that serving engines load.
+
+A score that is highest at the own position has two parts. The first is the same number for every token, read off its
+embedding (embeddings share a direction), on the pairs of a head that turn quickly: rotary positions make it less at any
+other distance. Those numbers are not quite the same, and a neighbour's may be larger. So the second part, on all other
+pairs, compares a code of the two tokens: for another token it is about zero. A token that comes twice has the same
+code, but also the same number, and then the first part decides.
+
+Shape suffixes: E hidden size, I what queries, keys and values are computed from (the normed embedding first), P
+distances, R pairs of a head, V vocabulary, C components, M tokens, O rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from headstart.heads.parts.layer import DraftLayer
+
+FAR = 4096
+"""Distances at which another position is looked at."""
+_ROUNDS, _RATE = 2000, 0.2
+"""Of the search for the pairs that tell distances apart, see `pair_shares`."""
+_UNUSED = 0.01
+"""Share below which a pair is left to the code."""
+_MARGIN, _OTHERS = 20.0, 30.0
+"""How far the own score stands above any other of the same token, whose number is 1, and how much farther above those
+of other tokens on average."""
+ALONE = 0.999
+"""Mean share of its attention from which a head counts as looking at its own position alone."""
+_RIDGE = 1e-4
+"""Of the number that all tokens share, as a share of the mean squared size of an embedding's component."""
+
+
+def pair_shares(cos_PR: Tensor) -> tuple[Tensor, float]:
+    """How the score is spread over pairs so that the most that any other distance gets is least.
+
+    A matrix game of distances against pairs, played by multiplicative weights; the mean of the later rounds is near the
+    best.
+
+    Args:
+        cos_PR: cosines of the angles by which each pair turns over each distance from 1 on.
+
+    Returns:
+        Shares [R] that add up to 1, zero for pairs that are left out, and the score of the worst distance, of 1 at the
+        own position.
+
+    >>> quick = torch.cos(torch.arange(1, 9)[:, None] * torch.tensor([1.0, 1e-3]))
+    >>> shares, worst = pair_shares(quick)
+    >>> shares.tolist(), round(worst, 2)
+    ([1.0, 0.0], 0.96)
+    """
+    logs_R, mean_R = torch.zeros(cos_PR.shape[1]), torch.zeros(cos_PR.shape[1])
+    for played in range(_ROUNDS):
+        shares_R = logs_R.softmax(0)
+        if played >= _ROUNDS // 2:
+            mean_R += shares_R
+        logs_R -= _RATE * cos_PR[int((cos_PR @ shares_R).argmax())]
+    shares_R = torch.where(mean_R > _UNUSED * mean_R.sum(), mean_R, 0)
+    shares_R /= shares_R.sum()
+    return shares_R, float((cos_PR @ shares_R).max())
+
+
+def number_of_all(*kinds: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """What a normed embedding is multiplied with to give a number near 1 for every token, [E], and their mean [E].
+
+    Args:
+        kinds: normed embeddings [M, E], in parts. Each kind counts alike: few of the vocabulary's tokens are common in
+            texts, and what is near 1 for most of the vocabulary is not for them.
+    """
+    gram_EE, mean_E = torch.zeros(()), torch.zeros(())
+    for kind in kinds:
+        products_EE, sum_E, count = torch.zeros(()), torch.zeros(()), 0
+        for part_ME in kind:
+            products_EE = products_EE.to(part_ME) + part_ME.T @ part_ME
+            sum_E, count = sum_E.to(part_ME) + part_ME.sum(0), count + len(part_ME)
+        if count:
+            gram_EE, mean_E = gram_EE.to(sum_E) + products_EE / count, mean_E.to(sum_E) + sum_E / count
+    ridge_EE = _RIDGE * gram_EE.diagonal().mean() * torch.eye(len(mean_E)).to(mean_E)
+    return torch.linalg.solve(gram_EE + ridge_EE, mean_E), mean_E / len(kinds)
+
+
+@torch.no_grad()
+def look_at_itself(layer: DraftLayer, heads: int, cos_PR: Tensor, number_E: Tensor, mean_E: Tensor) -> None:
+    """Set queries and keys of a layer's first key heads so that each finds its own position alone.
+
+    Args:
+        layer: whose `qkv` is written; it reads [normed embedding, ...].
+        heads: key heads, and the query heads that share them.
+        cos_PR: as of `pair_shares`.
+        number_E: from `number_of_all`.
+        mean_E: the mean embedding, which codes leave out.
+    """
+    config, width = layer.config, layer.config.head_dim
+    groups = config.num_attention_heads // config.num_key_value_heads
+    shares_R, worst = pair_shares(cos_PR)
+    first_R = (_MARGIN / max(1 - worst, 1e-2) * width**0.5 * shares_R).sqrt()
+    others = [pair for pair in range(width // 2) if not shares_R[pair]]
+    slots = [*others, *(pair + width // 2 for pair in others)]
+    size = len(mean_E)
+    components = min(len(slots), size - 1)
+    random = torch.Generator().manual_seed(0)
+    weight = layer.qkv.weight.view(-1, width, layer.qkv.in_features)
+    keys = config.num_attention_heads
+    for head in range(heads):
+        spread_EC = torch.randn(size, components, generator=random).to(mean_E)
+        code_EC = torch.linalg.qr(torch.cat([mean_E[:, None], spread_EC], dim=1))[0][:, 1:]
+        # Normed embeddings have a squared size of E; a code takes its share of that.
+        code_EC *= (_OTHERS * width**0.5 / components) ** 0.5
+        rows_dI = torch.zeros_like(weight[0])
+        rows_dI[: width // 2, :size] = (first_R[:, None].to(number_E) * number_E).to(weight)
+        rows_dI[slots[:components], :size] = code_EC.T.to(weight)
+        weight[head * groups : (head + 1) * groups] = rows_dI
+        weight[keys + head] = rows_dI
+
+
+@torch.no_grad()
+def hold(layer: DraftLayer, heads: int, map_EI: Tensor, read_II: Tensor) -> None:
+    """Let the heads of `look_at_itself` add this linear map of what the layer reads, as far as their rank goes.
+
+    Args:
+        layer: whose values and output map are written.
+        heads: key heads.
+        map_EI: what to add.
+        read_II: mean products of what the layer reads; says which part of the map matters most.
+    """
+    config, width = layer.config, layer.config.head_dim
+    groups, rank = config.num_attention_heads // config.num_key_value_heads, heads * layer.config.head_dim
+    # Directions of the stream by how much the map adds along them, the most first.
+    axes_EE = torch.linalg.eigh((map_EI @ read_II @ map_EI.T).double())[1].flip(1).to(map_EI)
+    axes_EO = axes_EE[:, :rank]
+    used = axes_EO.shape[1]
+    first = (config.num_attention_heads + config.num_key_value_heads) * width
+    layer.qkv.weight[first : first + used] = (axes_EO.T @ map_EI).to(layer.qkv.weight)
+    back_EO = torch.zeros(len(map_EI), rank).to(layer.o.weight)
+    back_EO[:, :used] = axes_EO.to(back_EO) / groups
+    back_ENd = back_EO.view(len(map_EI), heads, 1, width).expand(-1, -1, groups, -1)
+    layer.o.weight[:, : groups * rank] = back_ENd.reshape(len(map_EI), groups * rank)
+
+
+def shares(queries_BNGTd: Tensor, keys_BNTd: Tensor) -> Tensor:
+    """How much of its attention each position of whole texts gives to itself, [B, N, G, T]."""
+    width, size = keys_BNTd.shape[2:]
+    scores = queries_BNGTd @ keys_BNTd[:, :, None].mT / size**0.5
+    later_TT = torch.ones(width, width, dtype=torch.bool, device=scores.device).triu(1)
+    share_BNGT: Tensor = scores.masked_fill(later_TT, float("-inf")).softmax(-1).diagonal(dim1=-2, dim2=-1)
+    return share_BNGT

@@ -1,0 +1,360 @@
+"""What families that feed their own state back have in common: unrolling in training, drafting level by level.
+
+Entry t of such a head reads the target's state of token t and the embedding of token t + 1, and drafts token t + 2.
+Its output stands in for the target's next state: together with the drafted token's embedding it is the entry of the
+next step. On tokens a b c d e (positions 0-4), the draft that starts from the state after `b` (origin 1):
+
+    step 0   state(b), emb(c) -> d      sees the entries of a, b
+    step 1   own(0),   emb(d) -> e      sees the entries of a, b, and its own of step 0
+
+The entry of step k stands at position t + k. Training computes step k of all origins of a conversation at once; an
+origin sees the text's entries up to itself and its own earlier steps, never those of another origin, exactly as when
+drafting (the "training-time test" of EAGLE-3, arXiv 2503.01840).
+
+Shape suffixes: B rows, T tokens, A origins of a row, M predictions, P pending entries, W nodes of a level, S cache
+slots, E hidden size, I width of what attention reads, X what a family reads of the target, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
+from headstart.heads.parts.int8_weights import linear
+from headstart.heads.parts.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, with_own
+from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of
+from headstart.target.frozen import FrozenModel
+from headstart.tree.proposal import Committed
+
+_WORTH_A_COPY = 0.9
+"""Origins of a batch are copied together again when fewer than this share of them go on."""
+
+
+@dataclass
+class RecurrentState:
+    """Drafting of a batch.
+
+    Attributes:
+        cache: keys and values of the entries so far.
+        seen_BPX: target states of committed tokens whose keys and values are not in the cache yet.
+        tokens_BP: the token after each of them; that of a row's last one is the root, known when drafting begins.
+        counts: how many are real, for each row.
+        drafted: whether their entries were computed (with the root) in this round.
+        base: cache slot of each row's root.
+        feedback_BWE: what the nodes of the last level feed back.
+        visible_BWS: nodes of this round that each node of the last level sees, by order of drafting.
+    """
+
+    cache: LayerCache
+    seen_BPX: Tensor
+    tokens_BP: Tensor
+    counts: list[int]
+    drafted: bool = False
+    base: list[int] | None = None
+    feedback_BWE: Tensor | None = None
+    visible_BWS: Tensor | None = None
+
+
+class RecurrentHead(DraftHead):
+    """A stack of decoder layers over (state, next token's embedding); families say what goes in and what comes out.
+
+    Args:
+        config: sizes.
+        draft_steps: K, in training and drafting.
+        layers: from the first, which reads what `layer_input` mixes, to the last.
+    """
+
+    config: LayerConfig
+
+    def __init__(self, config: LayerConfig, draft_steps: int, layers: Sequence[DraftLayer]) -> None:
+        super().__init__(config)
+        self._draft_steps = draft_steps
+        self.layers = nn.ModuleList(layers)
+        self._rotary = Rotary(config)
+        self._embedding_VE: Tensor | None = None
+
+    @property
+    def draft_steps(self) -> int:
+        return self._draft_steps
+
+    @property
+    def stack(self) -> list[DraftLayer]:
+        """The layers, first to last."""
+        return cast(list[DraftLayer], list(self.layers))
+
+    def bind(self, target: FrozenModel) -> None:
+        """Take the target's embeddings."""
+        self._embedding_VE = target.embedding_weight.detach()
+
+    # -- what a family says --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def select_states(self, states: dict[int, Tensor]) -> Tensor:
+        """What is read of the target's states, [..., X]."""
+
+    @abstractmethod
+    def project(self, seen: Tensor) -> Tensor:
+        """From what was read of the target to the form that is fed back, [..., E]."""
+
+    @abstractmethod
+    def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer's attention reads [..., I] and the stream that it adds to [..., E]."""
+
+    @abstractmethod
+    def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """From the last layer's stream: what the LM head reads, and what is fed back, both [..., E]."""
+
+    @property
+    @abstractmethod
+    def lm_head_DE(self) -> Tensor:
+        """The LM head over the draft vocabulary."""
+
+    def feature(self, feedback_ME: Tensor) -> Tensor | None:
+        """What is fed back, where it stands for the target's FINAL state."""
+        return None
+
+    def learning_rows(self) -> dict[str, list[slice]]:
+        return {
+            f"layers.{number}.{name}": rows
+            for number, layer in enumerate(self.stack)
+            for name, rows in layer.learning_rows().items()
+        }
+
+    @property
+    def device_of_target(self) -> torch.device:
+        """Where the target's embeddings are."""
+        assert self._embedding_VE is not None, "heads are bound to their target"
+        return self._embedding_VE.device
+
+    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
+        assert self._embedding_VE is not None, "heads are bound to their target"
+        return F.embedding(tokens.to(self._embedding_VE.device), self._embedding_VE).to(like)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def enter(
+        self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], learning: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the first layer as `DraftLayer.read` gives them, and the stream it adds to."""
+        attended, stream = self.layer_input(feedback, self._embed(tokens, feedback))
+        return *self.stack[0].read(attended, rotary, learning), stream
+
+    def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
+        text: _Text | None = None
+        for step in range(self.draft_steps):
+            origin_M = origins(batch, step)
+            if not len(origin_M):
+                return
+            if text is None:
+                text = _Text(self, self.project(self.select_states(batch.states)), batch, origin_M)
+            else:
+                text.keep(origin_M)
+            hidden_BAE, text.feedback_BAE = self.layer_output(text.step(step))
+            feature_ME = self.feature(text.feedback_BAE[text.real_BA])
+            own = (feature_ME, self.lm_bias_D, self.finish)
+            hidden_ME = hidden_BAE[text.real_BA]
+            yield StepPrediction(hidden_ME, self.lm_head_DE, origin_M + step + 1, origin_M, *own)
+
+    # -- drafting ------------------------------------------------------------------------------------------------
+
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> RecurrentState:
+        seen_BPX = self.select_states(states)
+        width = seen_BPX.shape[1]
+        following = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
+        cache = LayerCache(self.config, len(self.layers), len(prompts), width, seen_BPX)
+        tokens_BP = torch.tensor(following, device=seen_BPX.device)
+        return RecurrentState(cache, seen_BPX, tokens_BP, [len(prompt) for prompt in prompts])
+
+    def draft_step(self, state: RecurrentState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        cache, device = state.cache, tokens_BW.device
+        rows_B = torch.arange(len(tokens_BW), device=device)
+        if depth == 0:
+            last_B = torch.tensor(state.counts, device=device) - 1
+            tokens_BP = state.tokens_BP.index_put((rows_B, last_B), tokens_BW[:, 0])
+            stream_BWE = self._run(state, self.project(state.seen_BPX), tokens_BP, cache.lengths, None, 0, last_B)
+            state.base = [length + count - 1 for length, count in zip(cache.lengths, state.counts, strict=True)]
+            state.visible_BWS = torch.zeros(len(rows_B), 1, 0, dtype=torch.bool, device=device)
+            state.drafted = True
+        else:
+            assert state.base is not None and state.feedback_BWE is not None and state.visible_BWS is not None, (
+                "levels in order"
+            )
+            width = tokens_BW.shape[1]
+            above_BWS = state.visible_BWS[rows_B[:, None], parents_BW]
+            own = torch.eye(width, dtype=torch.bool, device=device).expand(len(rows_B), width, width)
+            state.visible_BWS = torch.cat([above_BWS, own], dim=-1)
+            feedback_BWE = state.feedback_BWE[rows_B[:, None], parents_BW]
+            starts = [base + 1 + above_BWS.shape[2] for base in state.base]
+            stream_BWE = self._run(state, feedback_BWE, tokens_BW, starts, state.visible_BWS, depth)
+        hidden_BWE, state.feedback_BWE = self.layer_output(stream_BWE)
+        return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
+
+    def commit(self, state: RecurrentState, committed: Committed) -> None:
+        seen_BPX, tokens_BP, counts = self.select_states(committed.states), committed.tokens_BP, committed.counts
+        if state.drafted:  # the entries of what was pending are in the cache, with the root that is now committed
+            state.cache.lengths = [a + b for a, b in zip(state.cache.lengths, state.counts, strict=True)]
+            state.seen_BPX, state.counts, state.drafted = seen_BPX, counts, False
+            state.tokens_BP = F.pad(tokens_BP[:, 1:], (0, 1))
+            return
+        old, state.counts = state.counts, [a + b for a, b in zip(state.counts, counts, strict=True)]
+        wider = max(state.counts) - state.seen_BPX.shape[1]
+        state.seen_BPX = F.pad(state.seen_BPX, (0, 0, 0, max(0, wider)))
+        state.tokens_BP = F.pad(state.tokens_BP, (0, max(0, wider)))
+        for row, (start, count) in enumerate(zip(old, counts, strict=True)):
+            state.seen_BPX[row, start : start + count] = seen_BPX[row, :count]
+            state.tokens_BP[row, start - 1 : start - 1 + count] = tokens_BP[row, :count]
+
+    def reorder(self, state: RecurrentState, rows: Sequence[int]) -> None:
+        state.cache.reorder(rows)
+        state.seen_BPX, state.tokens_BP = state.seen_BPX[list(rows)], state.tokens_BP[list(rows)]
+        state.counts = [state.counts[row] for row in rows]
+        state.drafted = False
+
+    def _run(
+        self,
+        state: RecurrentState,
+        feedback_BWE: Tensor,
+        tokens_BW: Tensor,
+        starts: Sequence[int],
+        visible_BWS: Tensor | None,
+        depth: int,
+        last_B: Tensor | None = None,
+    ) -> Tensor:
+        """The stack over new entries, written to each row's slots from `starts` on.
+
+        Args:
+            state: of the session.
+            feedback_BWE: what the first layer reads beside the embeddings.
+            tokens_BW: the token after each entry.
+            starts: first slot of each row.
+            visible_BWS: drafted nodes that each sees; None for entries of the text, which see all before them.
+            depth: of the nodes.
+            last_B: the only entry of each row whose stream is wanted; None wants all.
+
+        Returns:
+            The last layer's stream, [B, W, E], with W = 1 for `last_B`.
+        """
+        cache, width, device = state.cache, tokens_BW.shape[1], tokens_BW.device
+        slots = max(starts) + width
+        cache.reserve(slots)
+        if visible_BWS is None:
+            first = starts
+            steps_W = torch.arange(width, device=device)
+            visible_BWS = (steps_W <= steps_W[:, None]).expand(len(starts), width, width)
+        else:
+            assert state.base is not None, "drafted nodes are below a root"
+            first = [base + 1 for base in state.base]
+            steps_W = torch.full((width,), depth - 1, device=device)
+        positions_BW = torch.tensor(first, device=device)[:, None] + steps_W
+        chain = visible_BWS.shape[2] == max(1, depth)  # every level so far had a single node
+        mask = _allowed(visible_BWS, first, slots, chain)
+        attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self._embed(tokens_BW, feedback_BWE))
+        rotary = self._rotary.at(positions_BW, feedback_BWE.dtype, slots)
+        for number, layer in enumerate(self.stack):
+            queries, keys, values = layer.read(attended_BWI, rotary)
+            cache.put(number, starts, keys, values)
+            if last_B is not None and number == len(self.layers) - 1:
+                # Only the root's entry is drafted from: after the last keys and values the layer runs for it alone.
+                rows_B = torch.arange(len(last_B), device=device)
+                queries = queries[rows_B, :, :, last_B][:, :, :, None]
+                stream_BWE = stream_BWE[rows_B, last_B][:, None]
+                mask = None if mask is None else mask[rows_B, last_B][:, None]
+            stream_BWE = layer.write(stream_BWE, cached_attention(queries, cache.kv[number], slots, mask))
+            attended_BWI = stream_BWE
+        return stream_BWE
+
+
+def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool) -> Tensor | None:
+    """Slots that each new entry sees, bool [B, W, slots], or None for all: those of the text, and of the new ones some.
+
+    Args:
+        visible_BWS: new slots, from `first` on, that it sees.
+        first: of each row, after the text.
+        slots: in all.
+        chain: whether the new slots are a chain that ends with a single new entry, which then sees all of them.
+    """
+    rows, width, new = visible_BWS.shape
+    if rows == 1:
+        return None if chain else F.pad(visible_BWS, (first[0], 0), value=True)
+    index_BS = torch.arange(slots, device=visible_BWS.device) - torch.tensor(first, device=visible_BWS.device)[:, None]
+    inside_BWS = visible_BWS.gather(2, index_BS.clamp(0, new - 1)[:, None].expand(-1, width, -1))
+    return (index_BS < 0)[:, None] | (inside_BWS & ((index_BS >= 0) & (index_BS < new))[:, None])
+
+
+class _Text:
+    """One batch of conversations while its origins are unrolled: the entries of the text, and each origin's own.
+
+    Attributes:
+        sight: what each origin sees of the text.
+        real_BA: which origins are not padding.
+        feedback_BAE: what the step before feeds back; at step 0 the text's own, [B, T, E].
+    """
+
+    def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, batch: HeadBatch, origin_M: Tensor) -> None:
+        self.heads, self.tokens_BT, self.feedback_BAE = heads, batch.tokens_BT, feedback_BTE
+        self.starts_BT = batch.starts_BT
+        index_BA, self.real_BA = by_row(origin_M, self.tokens_BT.shape)
+        self.kv: list[tuple[Tensor, Tensor]] = []
+        self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in heads.layers]
+        self.learning = [layer.learning() for layer in heads.stack]
+        starts_BA = None if self.starts_BT is None else self.starts_BT.gather(1, index_BA)
+        self.sight = Sight(index_BA, self.tokens_BT.shape[1], starts_BA)
+
+    @property
+    def index_BA(self) -> Tensor:
+        """Positions of the origins, short rows padded with 0."""
+        return self.sight.index_BA
+
+    def keep(self, origin_M: Tensor) -> None:
+        """Go on with these of the origins alone; what the others take is dropped when it is worth a copy."""
+        rows, maximum = self.index_BA.shape
+        row_B1 = torch.arange(rows, device=origin_M.device)[:, None]
+        wanted_X = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool, device=origin_M.device)
+        wanted_X[origin_M] = True
+        wanted_BA = wanted_X[self.index_BA + self.tokens_BT.shape[1] * row_B1] & self.real_BA
+        if int(wanted_BA.sum(1).max()) > _WORTH_A_COPY * maximum:
+            self.real_BA = wanted_BA
+            return
+        column_BA, self.real_BA = by_row(wanted_BA.flatten().nonzero()[:, 0], torch.Size([rows, maximum]))
+        self.sight, self.feedback_BAE = self.sight.columns(row_B1, column_BA), self.feedback_BAE[row_B1, column_BA]
+        at = row_B1[:, None], torch.arange(self.kv[0][0].shape[1], device=origin_M.device)[:, None], column_BA[:, None]
+        self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
+
+    def step(self, step: int) -> Tensor:
+        """The last layer's stream at step `step` of every origin, [B, A, E]."""
+        heads, index_BA = self.heads, self.index_BA
+        if step == 0:
+            positions = positions_of(self.tokens_BT, self.starts_BT)
+            tokens = F.pad(self.tokens_BT[:, 1:], (0, 1))
+        else:
+            tokens = self.tokens_BT.gather(1, (index_BA + step + 1).clamp(max=self.tokens_BT.shape[1] - 1))
+            positions = (index_BA if self.sight.starts_BA is None else index_BA - self.sight.starts_BA) + step
+        rotary = heads._rotary.at(positions, self.feedback_BAE.dtype, self.tokens_BT.shape[1] + step)
+        queries, keys, values, stream = heads.light(heads.enter, self.feedback_BAE, tokens, rotary, self.learning[0])
+        for number, layer in enumerate(heads.stack):
+            if number:
+                queries, keys, values = heads.light(layer.read, stream, rotary, self.learning[number])
+            alone = values.shape[1] - keys.shape[1]  # heads that find their own position, whose value is all they give
+            own, values = values[:, :alone], values[:, alone:]
+            if step == 0:
+                self.kv.append((keys, values))
+                if number == len(heads.layers) - 1:  # after the last layer only the origins matter
+                    index_BA1 = index_BA[:, :, None]
+                    stream = stream.gather(1, index_BA1.expand(-1, -1, stream.shape[2]))
+                    own = own.gather(2, index_BA1[:, None].expand(-1, alone, -1, own.shape[3]))
+                    index = index_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
+                    mixed = attend(queries.gather(3, index), keys, values, self.sight)
+                else:
+                    mixed = causal_attention(queries, keys, values, self.starts_BT)
+            else:
+                self.chains[number].append((keys, values))
+                mixed = attend(queries, *self.kv[number], self.sight, self.chains[number])
+            stream = heads.light(layer.write, stream, with_own(own, mixed, queries.shape[2]))
+        return stream

@@ -1,0 +1,249 @@
+"""`custom_generate` for transformers: from a call of a model's `generate` to the decode loop, and back.
+
+Shape suffixes: B rows (num_return_sequences included), L prompt tokens with padding, N new tokens, S = L + N.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from headstart.decode.loop import Engine, Generation
+from headstart.decode.options import DecodeOptions
+from headstart.errors import UserError
+from headstart.hf_generate.heads_by_model import lent
+from headstart.hf_generate.request import Ending, LogitsChain, Prompts, check_mode
+from headstart.options import Draft, GenerateOptions, Tree
+
+
+def custom_generate(heads: str | Path, *, revision: str | None = None, tokenizer: Any = None) -> CustomGenerate:
+    """Heads for transformers: `model.generate(**inputs, custom_generate=headstart.custom_generate(heads))`.
+
+    Args:
+        heads: a folder of heads, the folder of a run, or a Hub id (user/name).
+        revision: branch, tag or commit of heads on the Hub.
+        tokenizer: of the model; needed for `stop_strings` only.
+    """
+    return CustomGenerate(heads, revision, tokenizer)
+
+
+def generate(
+    model: Any,
+    inputs: Tensor | None = None,
+    generation_config: Any = None,
+    tokenizer: Any = None,
+    stop_strings: str | list[str] | None = None,
+    revision: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What `model.generate(..., custom_generate=HEADS, trust_remote_code=True)` runs when HEADS are a repository.
+
+    The arguments are those of `model.generate`; all but those named here go on to it.
+
+    Args:
+        model: a transformers causal language model.
+        inputs: token ids, when they are not given as `input_ids`.
+        generation_config: may hold stop strings.
+        tokenizer: of the model; needed for stop strings only.
+        stop_strings: end a row with the token that completes one of them.
+        revision: branch, tag or commit of the heads.
+
+    Raises:
+        UserError: see `CustomGenerate`.
+    """
+    heads = _asked("custom_generate")
+    if not isinstance(heads, str):
+        raise UserError(
+            "Which heads to use is not known outside a call of model.generate.",
+            "Use model.generate(..., custom_generate=headstart.custom_generate(heads)).",
+        )
+    if getattr(model.generation_config, "stop_strings", None):
+        raise UserError(
+            "model.generation_config has stop strings.", "Set them to None there, and give stop_strings to generate."
+        )
+    if generation_config is not None and generation_config.stop_strings is not None:
+        # transformers asks for a tokenizer at the sight of them, and has none left when it calls a callable.
+        generation_config = copy.deepcopy(generation_config)
+        stop_strings = stop_strings if stop_strings is not None else generation_config.stop_strings
+        generation_config.stop_strings = None
+    call = CustomGenerate(heads, revision, tokenizer)
+    return model.generate(inputs, generation_config, custom_generate=call, stop_strings=stop_strings, **kwargs)
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]  # transformers has no types
+    """What `return_dict_in_generate=True` gives; of transformers' own fields only `sequences` is filled.
+
+    Attributes:
+        tokens_per_round: float [B], τ of each row: tokens per forward of the model after the prompt.
+    """
+
+    tokens_per_round: Tensor | None = None
+
+
+class CustomGenerate:
+    """What transformers calls instead of its own loop; made by `custom_generate`.
+
+    Args:
+        heads: a folder of heads, the folder of a run, or a Hub id.
+        revision: branch, tag or commit of heads on the Hub.
+        tokenizer: for `stop_strings`.
+    """
+
+    def __init__(self, heads: str | Path, revision: str | None = None, tokenizer: Any = None) -> None:
+        self.heads = heads
+        self.revision = revision
+        self.tokenizer = tokenizer
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Sequence[Any],
+        generation_config: Any,
+        *,
+        stop_strings: str | Sequence[str] | None = None,
+        drafter: str = GenerateOptions.drafter,
+        tree: Tree | None = GenerateOptions.tree,
+        draft: Draft = GenerateOptions.draft,
+        verifier: str = GenerateOptions.verifier,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decode a batch that transformers has prepared.
+
+        Args:
+            model: whose `generate` was called.
+            input_ids: int64 [B, L], padded on the left.
+            logits_processor: what the generation config and the caller ask for.
+            stopping_criteria: likewise.
+            generation_config: with every default filled in.
+            stop_strings: end a row with the token that completes one of them.
+            drafter: see `headstart.options.GenerateOptions`; can be given to `model.generate`, like the next three.
+            tree: see there.
+            draft: see there.
+            verifier: see there.
+            model_kwargs: what transformers would hand to the model; refused where it would change the text.
+
+        Returns:
+            int64 [B, S], rows that ended early padded on the right; a `SpeculativeOutput` with
+            `return_dict_in_generate`.
+
+        Raises:
+            UserError: heads of another model, or an argument that decoding with heads cannot honour.
+        """
+        streamer = _asked("streamer")
+        check_mode(model, generation_config, _asked("assistant_model"), _asked("synced_gpus"))
+        prompts = Prompts.read(input_ids, model_kwargs)
+        chain = LogitsChain.read(logits_processor, bool(generation_config.do_sample), prompts)
+        ending = Ending.read(stopping_criteria, stop_strings, self.tokenizer)
+        text = _Text(input_ids, ending, generation_config._pad_token_tensor, streamer)
+        generations: dict[int, Generation] = {}
+
+        def decode(engine: Engine, group: list[int]) -> list[Generation]:
+            padding = prompts.padding[group[0]]
+            options = DecodeOptions(
+                max_new_tokens=ending.limit - input_ids.shape[1],
+                seed=_seed() if generation_config.do_sample else 0,
+                ignore_end=True,  # `text` knows the ends of this call
+                processors=chain.processors(input_ids[group[0], :padding].tolist()),
+                verifier=verifier,
+                draft=draft,
+                stop=lambda index, tokens: text.ends(group[index], tokens),
+                **chain.settings,
+            )
+            rows = [prompts.rows[row] for row in group]
+            return engine.generate(rows, options, lambda index, tokens: text.add(group[index], tokens))
+
+        with lent(model, self.heads, self.revision) as decoder:
+            engine = decoder.engine(drafter, tree, draft != "off")
+            for group in prompts.groups(together=not chain.rest):
+                generations.update(zip(group, decode(engine, group), strict=True))
+        if error := next((row.drafter_error for row in generations.values() if row.drafter_error), None):
+            warnings.warn(f"Drafting failed, and the rest was decoded plainly: {error}", stacklevel=2)
+        if streamer is not None:
+            streamer.end()
+        if not generation_config.return_dict_in_generate:
+            return text.sequences_BS()
+        rates = [generations[row].tokens_per_round for row in range(len(generations))]
+        return SpeculativeOutput(sequences=text.sequences_BS(), tokens_per_round=torch.tensor(rates))
+
+
+class _Text:
+    """The new tokens of a batch while they come in: where each row ends, what the streamer has seen."""
+
+    def __init__(self, input_ids_BL: Tensor, ending: Ending, pad: Tensor | None, streamer: Any) -> None:
+        rows, self._length = input_ids_BL.shape
+        self._prompt_BL = input_ids_BL
+        self._ending = ending
+        if pad is None and rows > 1 and ending.criteria:
+            raise UserError("Rows can end at different places and there is no pad token.", "Give pad_token_id.")
+        self._pad = 0 if pad is None else int(pad)
+        self._streamer = streamer
+        self._streamed = 0
+        self._tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._ended = [False] * rows
+        # Criteria get views of this, so that a long text is not copied for each token.
+        self._seen_BS = torch.nn.functional.pad(input_ids_BL, (0, ending.limit - self._length))
+
+    def ends(self, row: int, tokens: list[int]) -> bool:
+        """Whether a row ends with the last of these tokens, which are all of its new ones so far."""
+        length = self._length + len(tokens)
+        done = tokens[-1] in self._ending.ends or length >= self._ending.limit
+        if self._ending.criteria:
+            self._seen_BS[row, length - 1] = tokens[-1]
+            done = bool(self._ending.criteria(self._seen_BS[row : row + 1, :length], None)) or done
+        self._ended[row] = done
+        return done
+
+    def add(self, row: int, tokens: list[int]) -> None:
+        """Take a row's next tokens, and hand on to the streamer what all rows have reached."""
+        self._tokens[row].extend(tokens)
+        while self._streamer is not None and self._complete(self._streamed):
+            self._streamer.put(torch.tensor([self._at(row, self._streamed) for row in range(len(self._tokens))]))
+            self._streamed += 1
+
+    def sequences_BS(self) -> Tensor:
+        """Prompts and new tokens, rows that ended early padded on the right."""
+        width = max(map(len, self._tokens))
+        rows = [[self._at(row, index) for index in range(width)] for row in range(len(self._tokens))]
+        return torch.cat([self._prompt_BL, self._prompt_BL.new_tensor(rows)], dim=-1)
+
+    def _complete(self, index: int) -> bool:
+        reached = [len(tokens) > index for tokens in self._tokens]
+        return any(reached) and all(there or ended for there, ended in zip(reached, self._ended, strict=True))
+
+    def _at(self, row: int, index: int) -> int:
+        tokens = self._tokens[row]
+        return tokens[index] if index < len(tokens) else self._pad
+
+
+def _seed() -> int:
+    """From torch's global generator, so that torch.manual_seed makes sampling reproducible."""
+    return int(torch.randint(1 << 48, ()))
+
+
+def _asked(name: str) -> Any:
+    """An argument of the call of `generate` that is running; transformers does not hand all of them to a callable.
+
+    A streamer that is not handed on would never be ended, and whoever reads from it would wait for ever.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)
+
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__

@@ -1,0 +1,97 @@
+"""A plain transformers model as a target, for the time of one call.
+
+A `Target` freezes its model, puts it in eval mode and hooks its layers. Here the model belongs to somebody else:
+all of that is taken back when the call ends, and what was prepared is kept for the next call without keeping the model
+alive.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headstart.api import Decoder, load
+from headstart.heads.io import WEIGHTS
+from headstart.hub.pull import locate
+from headstart.target.model import Target
+
+
+@contextmanager
+def lent(model: Any, heads: str | Path, revision: str | None = None) -> Iterator[Decoder]:
+    """A decoder of this model and these heads; the model is as before when the block ends.
+
+    The first call for a model and heads checks that they belong together and loads the heads; later ones do not. Calls
+    for the same model wait for each other. While the block runs, the model's own `forward` is not to be used.
+
+    Args:
+        model: a transformers causal language model.
+        heads: a folder of heads, the folder of a run, or a Hub id.
+        revision: branch, tag or commit of heads on the Hub.
+
+    Raises:
+        UserError: no such heads, heads of another model, or a model that cannot verify a token tree.
+    """
+    shelf = _SHELVES.setdefault(model, _Shelf())
+    with shelf.lock, _restored(model):
+        decoder = shelf.decoder(model, heads, revision)
+        model.eval()
+        try:
+            yield decoder
+        finally:
+            decoder.target.release()
+
+
+_Key = tuple[str, str | None, str, str]
+"""Heads, revision, dtype and device of the model."""
+
+
+@dataclass
+class _Shelf:
+    """What is ready for one model.
+
+    Attributes:
+        lock: one call at a time.
+        decoders: and when the heads of each were written, to notice heads that were exported again.
+    """
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    decoders: dict[_Key, tuple[Path, int, Decoder]] = field(default_factory=dict)
+
+    def decoder(self, model: Any, heads: str | Path, revision: str | None) -> Decoder:
+        weight = model.get_output_embeddings().weight
+        local = Path(heads).expanduser()
+        name = str(local.resolve()) if local.is_dir() else str(heads)
+        key = (name, revision, str(weight.dtype), str(weight.device))
+        if key in self.decoders:
+            weights, written, decoder = self.decoders[key]
+            if weights.is_file() and weights.stat().st_mtime_ns == written:
+                return decoder
+        folder = locate(heads, revision)
+        weights = folder / WEIGHTS
+        target = Target(model)
+        decoder = load(folder, target)
+        target.model = weakref.proxy(model)  # what is kept here must not keep the model
+        self.decoders[key] = (weights, weights.stat().st_mtime_ns, decoder)
+        return decoder
+
+
+_SHELVES: weakref.WeakKeyDictionary[Any, _Shelf] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def _restored(model: Any) -> Iterator[None]:
+    """Undo everything that wrapping a model as a target and decoding with it changes about it."""
+    training = [(module, module.training) for module in model.modules()]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for module, mode in training:
+            module.training = mode
+        for parameter in learning:
+            parameter.requires_grad_(True)

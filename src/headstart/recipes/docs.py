@@ -1,0 +1,194 @@
+"""Every setting of a recipe with its value, default and meaning: `headstart recipes show --all`, and docs/recipes.md.
+
+The meanings are those of the schema (`headstart.recipes.recipe`) and of the head families; here they are only laid out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headstart.recipes.recipe import Recipe, head_settings, section_fields
+from headstart.recipes.sections import HeadSettings, from_target
+
+TARGETS_OWN = "the target's"
+"""Value of a setting of heads that a recipe leaves to the target."""
+_BOUNDS = {
+    annotated_types.Ge: ("ge", "≥"),
+    annotated_types.Gt: ("gt", ">"),
+    annotated_types.Le: ("le", "≤"),
+    annotated_types.Lt: ("lt", "<"),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        key: dotted, as in `key=value`.
+        takes: the values it takes: a kind with its bounds, or the words to choose from.
+        default: as YAML; empty where a recipe has to say it.
+        meaning: a sentence or two.
+    """
+
+    key: str
+    takes: str
+    default: str
+    meaning: str
+
+
+def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
+    """The settings of a section and of those inside it; of heads, those of every family."""
+    for name, field, inner in section_fields(section):
+        if inner is not None:
+            yield from settings_of(inner, f"{prefix}{name}.")
+        else:
+            yield Setting(prefix + name, _takes(field), _default(field), _meaning(section, name))
+
+
+def show_settings(recipe: Recipe, console: Console) -> None:
+    """Print every setting of a recipe, those of its head family included: a table, or lines of four fields with a tab
+    between them where nobody looks on.
+
+    Args:
+        recipe: whose values are shown.
+        console: where to.
+    """
+    rows = [(setting, _value(recipe, setting.key)) for setting in _settings_of_recipe(recipe)]
+    if not console.is_terminal:
+        lines = [("setting", "value", "default", "meaning")]
+        lines += [(setting.key, value, setting.default, setting.meaning) for setting, value in rows]
+        for line in lines:
+            print("\t".join(line), file=console.file)  # rich would make spaces of the tabs
+        return
+    table = Table(title=f"Settings of {recipe.name}", title_justify="left", box=None)
+    table.add_column("setting", style="bold", overflow="fold")
+    for column in ("value", "default", "meaning"):
+        table.add_column(column, overflow="fold")
+    section = ""
+    for setting, value in rows:
+        if (now := setting.key.partition(".")[0]) != section and "." in setting.key:
+            table.add_section()
+            section = now
+        changed = value if value == setting.default else f"[cyan]{escape(value)}[/]"
+        table.add_row(setting.key, changed, escape(setting.default), escape(setting.meaning))
+    console.print(table)
+
+
+def markdown() -> str:
+    """The page docs/recipes.md: every section of the schema, and every family of heads."""
+    lines = [
+        "# Settings of recipes",
+        "",
+        "Made from the schema by `headstart recipes docs > docs/recipes.md`; do not edit it by hand.",
+        "",
+        "A recipe is a YAML file with these settings; `extends:` names another recipe to start from, packaged or a",
+        "file. On the command line each can be given as `key=value`: `headstart run quickstart train.lr=3e-4`. An",
+        "unknown key is refused. `headstart recipes show NAME --all` prints the same with the values of a recipe.",
+        "",
+        *_table(setting for setting in settings_of(Recipe) if "." not in setting.key),
+    ]
+    for name, _, section in section_fields(Recipe):
+        if section is None:
+            continue
+        lines += ["", f"## {name}", "", _summary(section), ""]
+        if not issubclass(section, HeadSettings):
+            lines += _table(settings_of(section, f"{name}."))
+            continue
+        common = {setting.key for setting in settings_of(section, f"{name}.")}
+        lines += _table(settings_of(section, f"{name}."))
+        for family, config in sorted(head_settings().items()):
+            lines += ["", f"### heads.family={family}", "", _summary(config), ""]
+            lines += _table(one for one in settings_of(config, f"{name}.") if one.key not in common)
+    return "\n".join(lines) + "\n"
+
+
+def _settings_of_recipe(recipe: Recipe) -> Iterator[Setting]:
+    for setting in settings_of(Recipe):
+        if setting.key == "heads.family":
+            yield from settings_of(type(recipe.heads), "heads.")
+        elif not setting.key.startswith("heads."):
+            yield setting
+
+
+def _value(recipe: Recipe, key: str) -> str:
+    value: Any = recipe.model_dump(mode="json")
+    for part in key.split("."):
+        if part not in value:
+            return TARGETS_OWN
+        value = value[part]
+    return _yaml(value)
+
+
+def _default(field: FieldInfo) -> str:
+    if from_target(field):
+        return TARGETS_OWN
+    return "" if field.is_required() else _yaml(field.get_default(call_default_factory=True))
+
+
+def _yaml(value: Any) -> str:
+    """A value as one can type it after `key=`.
+
+    >>> _yaml(None), _yaml((0.9, 0.95)), _yaml("auto"), _yaml(True)
+    ('null', '[0.9, 0.95]', 'auto', 'true')
+    """
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+
+
+def _meaning(section: type[BaseModel], name: str) -> str:
+    """What a setting means; a section that only changes the default of an inherited one need not say it again."""
+    homes = (one for one in section.__mro__ if issubclass(one, BaseModel) and name in one.model_fields)
+    return " ".join(next((text for one in homes if (text := one.model_fields[name].description)), "").split())
+
+
+def _takes(field: FieldInfo) -> str:
+    limits = [(_BOUNDS[type(one)], one) for one in field.metadata if type(one) in _BOUNDS]
+    bounds = ", ".join(f"{sign} {getattr(one, name):g}" for (name, sign), one in limits)
+    return f"{_kind(field.annotation)} {bounds}".strip()
+
+
+def _kind(annotation: Any) -> str:
+    """What a type is called in a recipe.
+
+    >>> _kind(int | None), _kind(tuple[int, ...]), _kind(Literal["auto", "no"]), _kind(dict[str, int])
+    ('int or null', 'list of int', "auto, 'no'", 'mapping')
+    """
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return " or ".join(_kind(one) for one in inside)
+    if origin is Literal:
+        return ", ".join(_yaml(one) for one in inside)
+    if origin is tuple:
+        return f"list of {_kind(inside[0])}"
+    if annotation in (None, NoneType):
+        return "null"
+    kind = origin or annotation
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "mapping"
+    return {dict: "mapping", str: "text", bool: "true or false"}.get(kind) or str(getattr(kind, "__name__", kind))
+
+
+def _summary(section: type[BaseModel]) -> str:
+    return " ".join((inspect.getdoc(section) or "").partition("\n\n")[0].split())
+
+
+def _table(settings: Iterator[Setting]) -> list[str]:
+    lines = ["| Setting | Takes | Default | Meaning |", "|---|---|---|---|"]
+    for one in settings:
+        default = one.default if one.default in ("", TARGETS_OWN) else f"`{one.default}`"
+        cells = (f"`{one.key}`", one.takes, default, one.meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines

@@ -1,0 +1,272 @@
+"""Recipes: strict typed YAML, `extends:` for variants, `key.sub=value` overrides. The one way to configure a run.
+
+Every room may import this module, so it imports none. The settings of a head family stand in the family's own file;
+reading a recipe looks them up by the family's name, which loads the families, and torch with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module, resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_serializer, field_validator
+from pydantic.fields import FieldInfo
+
+from headstart.errors import UserError, close, nearest
+from headstart.recipes.sections import (
+    DataSection,
+    EvalSection,
+    ExportSection,
+    HeadSettings,
+    Section,
+    TargetSection,
+    TrainSection,
+    TuneSection,
+    from_target,
+)
+from headstart.support.renamed import hint, recipe_now, value_hint
+
+
+class Recipe(Section):
+    """Everything a run depends on."""
+
+    name: str = Field(description="Folder under runs/.")
+    description: str = Field("", description="One sentence for `headstart recipes`.")
+    target: TargetSection = TargetSection()
+    data: DataSection = DataSection()
+    heads: HeadSettings = Field(description="Family and its settings.")
+    train: TrainSection = TrainSection()
+    tune: TuneSection = TuneSection()
+    export: ExportSection = ExportSection()
+    eval: EvalSection = EvalSection()
+
+    @field_validator("target", mode="before")
+    @classmethod
+    def _short_target(cls, value: Any) -> Any:
+        return {"spec": value} if isinstance(value, str) else value
+
+    @field_validator("heads", mode="before")
+    @classmethod
+    def _of_its_family(cls, value: Any) -> HeadSettings:
+        return value if isinstance(value, HeadSettings) else parse_heads(value)
+
+    @field_serializer("heads")
+    def _with_all_of_its_family(self, heads: HeadSettings) -> dict[str, Any]:
+        return heads.to_recipe()
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """A recipe with every setting filled in, as YAML that `load_recipe` reads back."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def head_settings() -> dict[str, type[HeadSettings]]:
+    """The settings of every head family, by its name. The first call loads the families, and torch with them."""
+    # By name: whoever imports recipes must not import a room by it.
+    return {name: head.Config for name, head in import_module("headstart.heads.base").families().items()}
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """Recipes that ship with headstart, by name."""
+    folder = Path(str(resources.files("headstart") / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
+    """A packaged recipe by name or a YAML file by path, with `key.sub=value` overrides.
+
+    Raises:
+        UserError: as `parse_recipe`, and for an unknown recipe or unreadable YAML.
+    """
+    return parse_recipe(read_values(name, overrides))
+
+
+def read_values(name: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """What a recipe says, with those that it extends and the overrides, not checked: loads no family of heads.
+
+    Raises:
+        UserError: unknown recipe, unreadable YAML, or an override that is none.
+    """
+    values = _read(name, Path(), [])
+    for override in sorted(overrides, key=lambda one: not one.startswith("heads.family=")):  # it drops the others
+        _override(values, override)
+    return values
+
+
+def parse_recipe(values: Mapping[str, Any]) -> Recipe:
+    """Check a recipe's values.
+
+    Raises:
+        UserError: unknown or missing key (the nearest is named), a value out of range, or settings of heads that do
+            not go together.
+    """
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error, Recipe) from None
+    recipe.heads.check()
+    return recipe
+
+
+def parse_heads(settings: Any) -> HeadSettings:
+    """Check the settings of heads, each by itself; `HeadSettings.check` checks them together.
+
+    Raises:
+        UserError: unknown family or setting (the nearest is named), or a value out of range.
+    """
+    if not isinstance(settings, Mapping):
+        raise UserError(f"The recipe's 'heads' are {settings!r}.", "Write a family and its settings.")
+    known = head_settings()
+    name = str(settings.get("family", ""))
+    if name not in known:
+        remedy = value_hint("heads.family", name) or nearest(name, known)
+        raise UserError(f"Unknown head family {name!r}.", remedy)
+    try:
+        return known[name].model_validate(settings)
+    except ValidationError as error:
+        raise _explain(error, known[name], ("heads",)) from None
+
+
+def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
+    """Values of a recipe and of those it extends; a path in `extends` starts at the folder of the file it stands in."""
+    known = packaged_recipes()
+    path = known.get(name) or folder / Path(name).expanduser()
+    if not path.is_file():
+        where = f" (extended by {seen[-1]})" if seen else ""
+        raise UserError(f"No recipe {name!r}{where}.", f"{nearest(name, known)} A path to a YAML file works too.")
+    resolved = str(path.resolve())
+    if resolved in seen:
+        raise UserError(
+            f"Recipe {name!r} extends itself ({' -> '.join([*seen, resolved])}).", "Remove one of these extends."
+        )
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Correct the file.") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no settings.", "Start from a packaged recipe: headstart recipes show quickstart")
+    if (path.parent / "stages").is_dir():  # a run's own, which headstart wrote: perhaps under earlier names
+        values = recipe_now(values)
+    values.setdefault("name", path.stem)
+    parent = values.pop("extends", None)
+    return _merge(_read(str(parent), path.parent, [*seen, resolved]), values) if parent else values
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = _of_family(base, over["family"]) if "family" in over else dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _of_family(heads: dict[str, Any], family: Any) -> dict[str, Any]:
+    """Settings of heads that still mean something when the family becomes this one."""
+    if heads.get("family") in (None, family):
+        return dict(heads)
+    return {key: value for key, value in heads.items() if key in HeadSettings.model_fields}
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign or not key:
+        raise UserError(f"{override!r} is not an override.", "Write key=value, for example train.lr=3e-4.")
+    section = values
+    *folders, leaf = key.split(".")
+    for folder in folders:
+        inner = section.setdefault(folder, {})
+        if isinstance(inner, str) and folder == "target":
+            inner = section[folder] = {"spec": inner}
+        if not isinstance(inner, dict):
+            raise UserError(f"{folder!r} in {override!r} has no settings inside.", f"Write {folder}=value.")
+        section = inner
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+        try:
+            value = float(value)
+        except ValueError:
+            value = text
+    if leaf == "family":
+        kept = _of_family(section, value)
+        section.clear()
+        section.update(kept)
+    section[leaf] = value
+
+
+def section_fields(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None]]:
+    """Names and fields of a section that can be set, each with the section inside it, if it is one."""
+    for name, field in section.model_fields.items():
+        mark = from_target(field)
+        if mark is None or mark.settable:
+            inner = field.annotation
+            yield name, field, inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+
+
+def _explain(error: ValidationError, section: type[BaseModel], at: tuple[str, ...] = ()) -> UserError:
+    """The first of the mistakes, in a sentence.
+
+    Args:
+        error: of checking a section's values.
+        section: whose.
+        at: where it stands in the recipe.
+    """
+    first = error.errors()[0]
+    if isinstance(told := first.get("ctx", {}).get("error"), UserError):
+        return told
+    index, name = (*at, *map(str, first["loc"])), str(first["loc"][-1])
+    where, given = ".".join(index), first.get("input")
+    if now := value_hint(where, given):
+        return UserError(f"Recipe key {where!r} is {given!r}.", now)
+    if first["type"] == "extra_forbidden" and at:
+        return _not_of_this_family(name, section)
+    if first["type"] == "extra_forbidden":
+        for part in first["loc"][:-1]:
+            section = {key: inner for key, _, inner in section_fields(section) if inner}[str(part)]
+        return UserError(f"Unknown recipe key {where!r}.", hint(where) or _nearest_key(name, section))
+    if first["type"] == "missing":
+        return UserError(f"The recipe has no {where!r}.", "Add it, or start from another recipe (extends: quickstart).")
+    reason = first["msg"].removeprefix("Value error, ")
+    return UserError(
+        f"Recipe key {where!r} is {given!r}: {reason[0].lower()}{reason[1:]}.",
+        f"What it can be: headstart recipes show {_family_of(section) or 'quickstart'} --all.",
+    )
+
+
+def _nearest_key(name: str, section: type[BaseModel]) -> str:
+    """The key that was meant: of this section, or of another that has one of this very name."""
+    own = {key for key, _, _ in section_fields(section)}
+    others = (f"{key}.{name}" for key, _, inner in section_fields(Recipe) if inner and name in inner.model_fields)
+    if not close(name, own) and (other := next(others, None)):
+        return f"Did you mean {other!r}?"
+    return nearest(name, own)
+
+
+def _not_of_this_family(name: str, section: type[BaseModel]) -> UserError:
+    """What to say of a setting that a family of heads does not have: another family may."""
+    names = {family: {key for key, _, _ in section_fields(one)} for family, one in head_settings().items()}
+    family = _family_of(section) or ""
+    problem = f"{family} heads have no setting {name!r}."
+    if now := hint(f"heads.{name}"):
+        return UserError(problem, now)
+
+    def has(setting: str) -> str:
+        return " and ".join(other for other in sorted(names) if setting in names[other])
+
+    if owners := has(name):
+        return UserError(problem, f"It is a setting of {owners}; of {family}: {', '.join(sorted(names[family]))}.")
+    if close(name, names[family]) is None and (meant := close(name, set().union(*names.values()))):
+        return UserError(problem, f"Did you mean {meant!r}? It is a setting of {has(meant)}.")
+    return UserError(problem, nearest(name, names[family]))
+
+
+def _family_of(section: type[BaseModel]) -> str | None:
+    """The family whose settings these are; None for those of another section."""
+    if not issubclass(section, HeadSettings):
+        return None
+    return next((family for family, one in head_settings().items() if one is section), None)

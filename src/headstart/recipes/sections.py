@@ -1,0 +1,431 @@
+"""The sections of a recipe: every setting, its type, what it is when left out, and what it means.
+
+Every room may import this module, so it imports none. See `headstart.recipes.recipe` for how a recipe is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from headstart.errors import UserError, nearest
+from headstart.options import LengthOptions, SamplingOptions, meaning
+
+PositionWeight = Literal["exponential", "subsampled", "dpace", "accept_until_failure"]
+"""What a recipe can ask for: `exponential`, `dpace` and `accept_until_failure` are in
+`headstart.train.position_weights`, `subsampled` in `headstart.train.batches`."""
+
+
+_ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
+
+FREE_TO_CHANGE = {
+    *("steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "decode_every"),
+    *("keep_checkpoints", "tracker", "project"),
+    *("gradient_checkpointing", "prefetch", "compile", "shard_target"),
+}
+"""Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
+costs memory or time alone."""
+_LATER = ("packing", "ema", "lora_rank", "anchors")
+"""Train settings that trainings of earlier versions do not know; they were as the defaults are."""
+
+
+_NOT_OF_TEMPLATES = {
+    *("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+}
+"""What `apply_chat_template` takes that is not handed on to the template, or is not a recipe's to say."""
+
+
+class Section(BaseModel):
+    """A part of a recipe. Unknown keys are refused with the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True)
+class FromTarget:
+    """Marks a setting of heads that is the target's own where a recipe leaves it out: `Annotated[int, FromTarget()]`.
+
+    Attributes:
+        settable: whether a recipe may say otherwise.
+    """
+
+    settable: bool = True
+
+
+def from_target(field: FieldInfo) -> FromTarget | None:
+    """The mark of a field of heads; None where it does not follow from the target."""
+    return next((mark for mark in field.metadata if isinstance(mark, FromTarget)), None)
+
+
+class HeadSettings(Section):
+    """What heads of every family can be set to; each family adds its own."""
+
+    family: str = Field(description="Head family; a recipe that changes it drops the settings of the one before.")
+    draft_vocab_size: int = Field(
+        0,
+        ge=0,
+        description="Tokens the heads can draft, the most frequent of the training data; 0 means the whole vocabulary.",
+    )
+
+    def check(self) -> None:
+        """Refuse settings that do not go together; what is still to be filled in from the target is passed over.
+
+        Raises:
+            UserError: when they do not.
+        """
+        return None
+
+    def to_recipe(self) -> dict[str, Any]:
+        """The settings as a recipe says them: every one with its value, but for what the target is to fill in."""
+        left_to_target = {name for name, field in type(self).model_fields.items() if from_target(field)}
+        return self.model_dump(mode="json", exclude=left_to_target - self.model_fields_set)
+
+
+class TargetSection(Section):
+    """The frozen model."""
+
+    spec: str = Field("smollm2-135m", description="Packaged name, hub id, folder, or .gguf file.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto is bfloat16 where the machine is fast at it."
+    )
+    device: str = Field("auto", description="auto is CUDA when there is one.")
+    revision: str | None = Field(None, description="Revision of a hub id.")
+    adapter: str | None = Field(
+        None, description="Folder or hub id of a peft adapter (LoRA ...): the target is the model with it merged in."
+    )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none", description="Bits that the linear layers of the target are put into when it is loaded; needs torchao."
+    )
+    exact: Literal["auto", "bits", "tokens"] = Field(
+        "auto",
+        description="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower); "
+        "tokens, which auto takes: equal up to rounding at near-ties.",
+    )
+
+    @property
+    def unset(self) -> set[str]:
+        """Settings that came later and are at their defaults: records leave them out, as records without them are."""
+        return {
+            name for name in ("adapter", "quantization") if getattr(self, name) == type(self).model_fields[name].default
+        }
+
+
+class PromptSource(Section):
+    """One of several sources of prompts."""
+
+    source: str = Field(description="A .jsonl/.json file, or a datasets name.")
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False, description="Its share, against the weights of the others.")
+    split: str | None = Field(None, description="Split of a dataset; data.split by default.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a dataset of the hub.")
+
+
+class DataSection(Section):
+    """Conversations that the target itself writes."""
+
+    prompts: str | tuple[PromptSource, ...] = Field(
+        "self",
+        description="'self' (the target writes its own prompts), a .jsonl/.json file, a datasets name, or a list of "
+        "{source, weight}, each with a split and a revision of its own where it needs them.",
+    )
+    split: str = Field("train", description="Split, when prompts is a datasets name.")
+    revision: str | None = Field(None, description="Branch, tag or commit, when prompts is a dataset of the hub.")
+    exclude: tuple[str, ...] = Field(
+        (),
+        description="Question files: prompts that equal one of their questions, or have 50 words in a row from one, "
+        "are left out.",
+    )
+    seed_prompts: Literal["broad", "none"] = Field(
+        "broad", description="Self-prompts start from seed prompts over what people ask, or from nothing."
+    )
+    conversations: int = Field(1600, ge=1, description="Training conversations at most.")
+    heldout: int = Field(64, ge=0, description="Conversations kept out of training, for reports.")
+    validation: int = Field(48, ge=1, description="Conversations kept out of training, for validation and tuning.")
+    minutes: float | None = Field(None, gt=0, description="Stop writing training conversations after this long.")
+    max_prompt_tokens: int = Field(384, ge=8, description="Longer prompts are left out, later turns as well.")
+    prefix_tokens: int = Field(
+        64, ge=1, description="Of rows of plain text, for targets without a chat template: tokens that are the prompt."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Variables for the chat template, such as {enable_thinking: false}."
+    )
+    max_new_tokens: int = Field(160, ge=8, description="Longest answer, in tokens.")
+    temperature: float = Field(0.0, ge=0, description="Temperature of the answers; 0 is greedy.")
+    sampled_fraction: float = Field(
+        0.0, ge=0, le=1, description="Share of the training answers drawn at temperature 1 instead."
+    )
+    batch_size: int = Field(64, ge=1, description="Conversations written at a time.")
+    regenerate: bool = Field(True, description="Replace the answers of a given file by the target's own.")
+    seed: int = Field(0, description="Seed of prompts and answers.")
+    states: Literal["stored", "online"] = Field(
+        "stored",
+        description="stored: hidden states are computed before training and kept on disk; online: training computes "
+        "them with the target, and nothing is kept.",
+    )
+    cache_gigabytes: float = Field(4.0, gt=0, description="Most bytes of hidden states kept on disk, in 1e9.")
+    states_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto",
+        description="How hidden states are stored: in the target's dtype (auto), or one byte a number with a scale for "
+        "each token.",
+    )
+    server: tuple[str, ...] | None = Field(
+        None,
+        description="Address of a vLLM server or llama-server with this target that writes the conversations, or "
+        "several with commas between them; null writes them in this process.",
+    )
+    server_requests: int = Field(16, ge=1, description="Requests under way at a time, over all servers.")
+
+    @field_validator("server", mode="before")
+    @classmethod
+    def _addresses(cls, value: Any) -> Any:
+        given = value.split(",") if isinstance(value, str) else value
+        if given is None or not isinstance(given, list | tuple) or not all(isinstance(one, str) for one in given):
+            return given
+        addresses = tuple(one.strip() for one in given if one.strip())
+        for one in addresses:
+            if not _ADDRESS.fullmatch(one):
+                raise UserError(
+                    f"Recipe key 'data.server' has {one!r}.", "Write an address such as http://localhost:8000."
+                )
+        return addresses or None
+
+    @property
+    def sources(self) -> tuple[PromptSource, ...]:
+        """Where prompts are read, each with its split; empty when the target writes its own."""
+        if self.prompts == "self":
+            return ()
+        if isinstance(self.prompts, str):
+            return (PromptSource(source=self.prompts, split=self.split, revision=self.revision),)
+        return tuple(one.model_copy(update={"split": one.split or self.split}) for one in self.prompts)
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _each_source(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list | tuple) or not value:
+            raise UserError(
+                f"Recipe key 'data.prompts' is {value!r}.",
+                "Give 'self', a .jsonl or .json file, a datasets name, or a list of {source, weight}.",
+            )
+        return tuple(_source(one, number) for number, one in enumerate(value, start=1))
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _one_file(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if name in _NOT_OF_TEMPLATES:
+                raise UserError(
+                    f"data.chat_template_kwargs has {name!r}, which is no variable of chat templates.",
+                    "Remove it: it is set where conversations are rendered.",
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _one_revision_each(self) -> DataSection:
+        if self.revision is not None and not isinstance(self.prompts, str):
+            raise UserError(
+                f"data.revision is {self.revision!r}, and data.prompts names several sources.",
+                "Give each source its own: data.prompts=[{source: .., revision: ..}, ..].",
+            )
+        return self
+
+
+class JointSection(Section):
+    """Training an adapter of the target together with the heads (Medusa-2); the adapted model is then their target."""
+
+    rank: int = Field(0, ge=0, description="Rank of the target's LoRA adapter; 0 leaves the target as it is.")
+    alpha: float = Field(16.0, gt=0, description="LoRA's alpha: what it adds is scaled by alpha / rank.")
+    dropout: float = Field(0.05, ge=0, lt=1, description="Dropout of what the adapter reads.")
+    lr_ratio: float = Field(0.25, gt=0, description="Learning rate of the adapter, as a share of the heads'.")
+    warmup: float = Field(
+        0.4, ge=0, lt=1, description="Share of the run, at its start, in which the heads learn alone."
+    )
+    heads_weight: float = Field(
+        0.2,
+        gt=0,
+        description="Weight of the heads' loss; that of staying what the target is without the adapter is 1.",
+    )
+
+
+class TrainSection(Section):
+    """The training loop."""
+
+    steps: int | None = Field(None, ge=1, description="Optimiser steps; with minutes, whichever ends first.")
+    minutes: float | None = Field(None, gt=0, description="Wall-clock budget; the schedule follows the clock.")
+    epochs: int = Field(50, ge=1, description="Passes over the data at most.")
+    batch_tokens: int = Field(4096, ge=64, description="Tokens of a batch, padding included.")
+    packing: bool = Field(
+        False,
+        description="Put the conversations of a batch into one row, one after the other, without padding; none sees "
+        "another.",
+    )
+    anchors: int | None = Field(
+        None,
+        ge=1,
+        description="Positions of a conversation that drafts start from at most, drawn anew for each batch; null is "
+        "every one. Heads that draft a block in one pass run one for each.",
+    )
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Batches per optimiser step.")
+    gradient_checkpointing: bool = Field(
+        False, description="Compute what lies inside of layers again for the gradients: less memory, more time."
+    )
+    compile: bool = Field(
+        False,
+        description="Compile the inside of layers and the loss with torch.compile.",
+    )
+    shard_target: bool = Field(
+        False,
+        description="With data.states=online on several processes: each holds a part of the target's weights, by "
+        "transformers' tensor parallelism, and all run every forward.",
+    )
+    prefetch: int = Field(2, ge=0, description="Steps whose batches are read while one computes; 0 reads them in turn.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon makes the updates of matrices orthogonal; LM heads, norms and biases stay with AdamW.",
+    )
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
+    min_lr_ratio: float = Field(0.05, ge=0, le=1, description="Final learning rate, as a share of the peak.")
+    warmup: float = Field(0.03, ge=0, lt=1, description="Share of the run spent warming up.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm limit.")
+    loss: str = Field("soft_ce", description="Loss between draft and target distributions.")
+    position_weight: PositionWeight = Field(
+        "exponential",
+        description="How much each step of a draft counts: step_weight to the power k; subsampled (the same on "
+        "average: that share of the drafts goes on to step k, and less is computed); dpace (by what the expected "
+        "length gains); accept_until_failure (step_weight to the power k through the draft's first failure, then "
+        "nothing).",
+    )
+    step_weight: float = Field(0.8, gt=0, le=1, description="Step k of a draft weighs this to the power k.")
+    feature_weight: float = Field(
+        0.0, ge=0, description="Weight of a smooth L1 loss between drafted features and final states; 0 is none."
+    )
+    noise: float = Field(
+        0.0, ge=0, description="Uniform noise on the states in training, as a share of each state's own size."
+    )
+    round_starts_fraction: float = Field(
+        0.0, ge=0, le=1, description="Share of the run, at its end, that learns only where drafting would start."
+    )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Decay of a moving average of the weights (0.999), which is then validated and kept; null: none.",
+    )
+    joint: JointSection = JointSection()
+    start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
+    lora_rank: int = Field(
+        0,
+        ge=0,
+        description="Adapts the heads of start_from by low-rank updates of their matrices, of this rank; nothing else "
+        "of them learns. 0 trains all weights.",
+    )
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")
+    eval_every: int = Field(100, ge=1, description="Optimiser steps between validations.")
+    save_every: int = Field(200, ge=1, description="Optimiser steps between checkpoints.")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    log_every: int = Field(10, ge=1, description="Optimiser steps between logged losses.")
+    decode_every: int | None = Field(
+        None, ge=1, description="Optimiser steps between decoding a few validation prompts with the heads; null: never."
+    )
+    tracker: Literal["none", "wandb", "trackio", "tensorboard"] = Field("none", description="accelerate tracker.")
+    project: str = Field("headstart", description="Project name for the tracker.")
+    seed: int = Field(0, description="Seed of initialisation and batch order.")
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether training runs the target itself, so that its teacher is not enough."""
+        return self.decode_every is not None or self.joint.rank > 0
+
+    def unset(self) -> set[str]:
+        """Settings that came later and are at their defaults: what identifies a training leaves them out, so that it
+        is found again."""
+        defaults = later_settings()
+        return {name for name in defaults if getattr(self, name) == defaults[name]}
+
+    def noted(self, leave_out: Iterable[str] = ()) -> dict[str, Any]:
+        """The settings, for records: those of joint training only where there is one, as records without them are."""
+        alone = () if self.joint.rank else ("joint",)
+        return self.model_dump(mode="json", exclude={*leave_out, *alone})
+
+
+def later_settings() -> dict[str, Any]:
+    """Train settings that came later, with what trainings of before them had."""
+    return {name: TrainSection.model_fields[name].default for name in _LATER}
+
+
+class TuneSection(Section):
+    """Measuring costs and choosing the tree."""
+
+    widths: tuple[int, ...] = Field((1, 2, 4, 8, 16, 32, 64), description="Tree widths whose verification is timed.")
+    context: int = Field(256, ge=8, description="Tokens in the cache while timing.")
+    max_nodes: int = Field(64, ge=1, description="Widest tree, root included.")
+    max_rank: int = Field(10, ge=1, description="Drafts of a depth considered.")
+
+
+class EvalSection(Section):
+    """The report at the end of a run."""
+
+    questions: str = Field("heldout", description="'heldout' (the run's own held-out prompts) or a question file.")
+    limit: int | None = Field(16, ge=1, description="Prompts measured at most.")
+    max_new_tokens: int = Field(128, ge=1, description=meaning(LengthOptions, "max_new_tokens").text)
+    temperature: float = Field(0.0, ge=0, description=meaning(SamplingOptions, "temperature").text)
+    compare: tuple[str, ...] = Field(
+        ("heads+ngram",), description="Other drafters in the same report; see `headstart eval --compare`."
+    )
+
+
+class ExportSection(Section):
+    """What the heads are for."""
+
+    formats: tuple[Literal["vllm", "sglang", "speculators", "gguf"], ...] = Field(
+        (),
+        description="Formats of engines that `headstart export` is to write later: settings of heads that one of them "
+        "cannot hold are refused before any work.",
+    )
+
+
+def _source(value: Any, number: int) -> PromptSource:
+    """One of the sources of a list.
+
+    Raises:
+        UserError: it is none; its number is named.
+    """
+    if isinstance(value, PromptSource):
+        return value
+    try:
+        source = PromptSource.model_validate({"source": value} if isinstance(value, str) else value)
+    except ValidationError as error:
+        first = max(error.errors(), key=lambda one: one["type"] == "extra_forbidden")
+        name = str(first["loc"][-1]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            meant = (
+                "Did you mean 'source'?"
+                if name in ("path", "file", "name")
+                else nearest(name, PromptSource.model_fields)
+            )
+            raise UserError(f"Source {number} of data.prompts has an unknown key {name!r}.", meant) from None
+        reason = f"{name}: {first['msg'][0].lower()}{first['msg'][1:]}".removeprefix(": ")
+        raise UserError(
+            f"Source {number} of data.prompts is {value!r}: {reason}.",
+            "Write {source: FILE.jsonl, weight: 2}; the weight is above 0.",
+        ) from None
+    if source.source == "self":
+        raise UserError(
+            f"Source {number} of data.prompts is 'self': prompts that the target writes are not mixed with others.",
+            "Write data.prompts=self alone, or files and datasets only.",
+        )
+    return source
