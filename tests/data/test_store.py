@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import headstart.files
+import headstart.support.files
 from headstart.data.conversations.conversations import Conversation, encode
 from headstart.data.states.shards import build_store, shard_size
 from headstart.data.states.store import StateStore, estimate_bytes

@@ -145,7 +145,7 @@ def test_a_log_is_told_what_is_going_on(healthy: Path, monkeypatch: pytest.Monke
     checks = {name: (stage, seen(name)) for name, (stage, _) in CHECKS.items()}
     monkeypatch.setattr("headstart.doctor.findings.CHECKS", checks)
     found: list[Finding] = []
-    monkeypatch.setattr("headstart.doctor.show", lambda findings, console: found.extend(findings))
+    monkeypatch.setattr("headstart.doctor.show.show", lambda findings, console: found.extend(findings))
     works("doctor", healthy, "--quick")
     assert lines[0] == "loading the target"
     assert [one.sentence for one in found] == [f"{one.check} after examining {one.stage}: {one.check}" for one in found]
