@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Tests run tiny models, which one thread serves best: two processes of one thread each, a file of tests at a time.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 CORE := target heads decode drafters tuning tree
 
 SOURCES := pyproject.toml constraints.txt Makefile

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import site
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from headstart.target.model import Target
     from tests.hub.client import Client
     from tests.hub.fake_hub import FakeHub
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tests.tiny` is found from anywhere
 
 FOREIGN = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),

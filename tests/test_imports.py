@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from graphlib import TopologicalSorter
 
 import grimp
@@ -13,3 +14,8 @@ def test_no_import_leads_back_to_where_it_started() -> None:
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert "headstart.target.cache" in imports["headstart.target.model"], "the graph is there"
     TopologicalSorter(imports).prepare()
+
+
+def test_the_links_at_the_root_shadow_no_other_package() -> None:
+    """`train`, `data` and `eval` are common names: whoever imports them must not get the links to our rooms."""
+    assert importlib.util.find_spec("recipes") is None, "the root of the project is on sys.path: start bin/pytest"

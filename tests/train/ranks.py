@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: its links are called train, data, eval ...
 
 from headstart.data.states.online import OnlineStates, States
 from headstart.data.states.store import StateStore
