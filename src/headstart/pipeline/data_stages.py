@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Files of the target's tokenizer, as the target's stage keeps them."""
 _SPLITS = ("train", "calibration")
-_LATER = {"prefix_tokens", "chat_template_kwargs", "exclude", "states", "states_dtype"}
-"""Settings that earlier records of conversations do not know: noted where they are set."""
 _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
 
@@ -82,7 +80,7 @@ def _target_settings(run: Run) -> dict[str, Any]:
     paths = [Path(spec).expanduser() for spec in (target.spec, target.adapter) if spec]
     files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
     stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
-    return {**flat("target", target, target.unset), "the target's files": stamps}
+    return {**flat("target", target, target.unset()), "the target's files": stamps}
 
 
 def _target(run: Run) -> Outcome:
@@ -134,12 +132,10 @@ def _conversation_settings(run: Run) -> dict[str, Any]:
     from headstart.data.conversations.write import OF_SERVERS
 
     data = run.recipe.data
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(data).model_fields.items()}
-    unset = {name for name in _LATER if getattr(data, name) == defaults[name]}
     excluded = {"the excluded questions": [content(file) for file in data.exclude]} if data.exclude else {}
     contents = [_prompts_content(one.source) for one in data.sources]
     return {
-        **flat("data", data, OF_SERVERS | unset),
+        **flat("data", data, OF_SERVERS | data.unset()),
         **({"data.server": True} if data.server else {}),
         **excluded,
         "the prompts' content": _prompts_content(data.prompts) if isinstance(data.prompts, str) else contents,

@@ -24,7 +24,7 @@ def content(source: str) -> str | None:
 def where(run: Run) -> dict[str, Any]:
     """What is timed belongs to a device and a dtype, as far as the recipe names them."""
     target = run.recipe.target
-    bits = {} if "quantization" in target.unset else {"target.quantization": target.quantization}
+    bits = {} if "quantization" in target.unset() else {"target.quantization": target.quantization}
     return {"target.device": target.device, "target.dtype": target.dtype, **bits}
 
 

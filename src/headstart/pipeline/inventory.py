@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headstart.errors import UserError
-from headstart.pipeline.layout import LAYOUT, REPORT, STATES, TRAIN
+from headstart.pipeline.layout import REPORT, STATES, TRAIN
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import read_values
 from headstart.support.artifacts import FOLDER, NOTE, references, referred
@@ -88,9 +88,7 @@ def _state(folder: Path) -> RunState:
     records = _records(folder)
     done = [name for name, record in records.items() if record.get("whole")]
     begun = [name for name, record in records.items() if record and not record.get("whole")]
-    if any(record and record.get("layout", 1) != LAYOUT for record in records.values()):
-        state = "of an earlier headstart"
-    elif len(done) == len(STAGES):
+    if len(done) == len(STAGES):
         state = "done"
     else:
         state = f"{begun[0]} begun" if begun else f"{done[-1]} done" if done else "not begun"

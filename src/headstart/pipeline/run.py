@@ -1,7 +1,7 @@
 """The stages of a run: skipped when done, continued when interrupted, extended when more is asked for.
 
-What a stage makes is an artifact (see `headstart.support.artifacts`), found again by what it is; its work completes what is
-there and never removes anything. A stage is done when its record (`stages/<name>.json` in the run's folder) says so
+What a stage makes is an artifact (see `headstart.support.artifacts`), found again by what it is; its work completes what
+is there and never removes anything. A stage is done when its record (`stages/<name>.json` in the run's folder) says so
 for the same fingerprint and its outputs are there. The fingerprint covers the stage's version, the recipe settings it
 depends on, and the identity of every stage before it: a changed setting that comes to the same artifact leaves the
 stages after it done.
@@ -23,12 +23,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from headstart.errors import UserError
-from headstart.pipeline.layout import ADAPTER, HEADS, LAYOUT, TRAIN
+from headstart.pipeline.layout import ADAPTER, LAYOUT, TRAIN
 from headstart.recipes.recipe import Recipe, recipe_text
 from headstart.support.artifacts import Artifact, refer, references, referred
 from headstart.support.files import read_json, write_json, write_text
 from headstart.support.lock import locked
-from headstart.support.old_records import settings_now
 from headstart.support.provenance import note_provenance
 from headstart.support.terminal import format_seconds
 
@@ -137,14 +136,9 @@ class Run:
         if not file.is_file():
             return None
         try:
-            record = Record(**read_json(file))
-            settings = settings_now(record.settings)
-        except (UserError, TypeError, AttributeError):
+            return Record(**read_json(file))
+        except (UserError, TypeError):
             return None
-        if settings != record.settings:  # under names of an earlier version
-            record.settings = settings
-            record.fingerprint = _fingerprint(stage, record.version, settings, record.before)
-        return record
 
 
 @dataclass
@@ -160,7 +154,7 @@ class Record:
         identity: what later stages depend on: new each time the stage is built, unless the stage knows better.
         seconds: spent on it, interrupted attempts included where they could be timed.
         summary: what came of it, as a short phrase.
-        layout: of the run's folder.
+        layout: of the run's folder, see `headstart.pipeline.layout`.
         artifact: that the run referred to when the stage was finished; empty for stages that make none.
     """
 
@@ -172,7 +166,7 @@ class Record:
     identity: str = ""
     seconds: float = 0.0
     summary: str = ""
-    layout: int = 1
+    layout: int = LAYOUT
     artifact: str = ""
 
 
@@ -221,11 +215,10 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
         Whether there was anything to do.
 
     Raises:
-        UserError: the folder is in use by another run, holds a run of an earlier headstart, or a stage refuses.
+        UserError: the folder is in use by another run, or a stage refuses.
     """
     worked = False
     run.again = again
-    check_layout(run.folder)
     with locked(run.folder):
         write_text(run.folder / "recipe.yaml", recipe_text(run.recipe))
         for number, stage in enumerate(stages, start=1):
@@ -245,25 +238,6 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
             run.console.print(f"{label}  {stage.title}{began}", highlight=False, soft_wrap=True)
             _work(run, stage, record if reason is None and record is not None else wanted)
     return worked
-
-
-def check_layout(folder: Path) -> None:
-    """Refuse to work on a run of an earlier headstart, which kept what it made inside its own folder.
-
-    Raises:
-        UserError: with what its heads are still good for.
-    """
-    for file in sorted((folder / "stages").glob("*.json")):
-        try:
-            layout = read_json(file).get("layout", 1)
-        except (UserError, AttributeError):
-            continue
-        if layout != LAYOUT:
-            raise UserError(
-                f"The run in {folder} was made by another version of headstart, which lays runs out differently.",
-                f"Its heads can be used as before ({folder / HEADS}); for new work choose another --run-dir, or move "
-                "the folder away.",
-            )
 
 
 def left_to_do(run: Run, stages: Sequence[Stage]) -> dict[str, str]:
@@ -292,7 +266,7 @@ def left_to_do(run: Run, stages: Sequence[Stage]) -> dict[str, str]:
 
 
 def _work(run: Run, stage: Stage, record: Record) -> None:
-    record.whole, record.layout = False, LAYOUT
+    record.whole = False
     write_json(run.record_file(stage.name), asdict(record))
     start, before = perf_counter(), record.seconds
     try:

@@ -27,7 +27,6 @@ from headstart.recipes.sections import (
     TuneSection,
     from_target,
 )
-from headstart.support.renamed import hint, recipe_now, value_hint
 
 
 class Recipe(Section):
@@ -122,8 +121,7 @@ def parse_heads(settings: Any) -> HeadSettings:
     known = head_settings()
     name = str(settings.get("family", ""))
     if name not in known:
-        remedy = value_hint("heads.family", name) or nearest(name, known)
-        raise UserError(f"Unknown head family {name!r}.", remedy)
+        raise UserError(f"Unknown head family {name!r}.", nearest(name, known))
     try:
         return known[name].model_validate(settings)
     except ValidationError as error:
@@ -148,8 +146,6 @@ def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Correct the file.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings.", "Start from a packaged recipe: headstart recipes show quickstart")
-    if (path.parent / "stages").is_dir():  # a run's own, which headstart wrote: perhaps under earlier names
-        values = recipe_now(values)
     values.setdefault("name", path.stem)
     parent = values.pop("extends", None)
     return _merge(_read(str(parent), path.parent, [*seen, resolved]), values) if parent else values
@@ -221,14 +217,12 @@ def _explain(error: ValidationError, section: type[BaseModel], at: tuple[str, ..
         return told
     index, name = (*at, *map(str, first["loc"])), str(first["loc"][-1])
     where, given = ".".join(index), first.get("input")
-    if now := value_hint(where, given):
-        return UserError(f"Recipe key {where!r} is {given!r}.", now)
     if first["type"] == "extra_forbidden" and at:
         return _not_of_this_family(name, section)
     if first["type"] == "extra_forbidden":
         for part in first["loc"][:-1]:
             section = {key: inner for key, _, inner in section_fields(section) if inner}[str(part)]
-        return UserError(f"Unknown recipe key {where!r}.", hint(where) or _nearest_key(name, section))
+        return UserError(f"Unknown recipe key {where!r}.", _nearest_key(name, section))
     if first["type"] == "missing":
         return UserError(f"The recipe has no {where!r}.", "Add it, or start from another recipe (extends: quickstart).")
     reason = first["msg"].removeprefix("Value error, ")
@@ -252,8 +246,6 @@ def _not_of_this_family(name: str, section: type[BaseModel]) -> UserError:
     names = {family: {key for key, _, _ in section_fields(one)} for family, one in head_settings().items()}
     family = _family_of(section) or ""
     problem = f"{family} heads have no setting {name!r}."
-    if now := hint(f"heads.{name}"):
-        return UserError(problem, now)
 
     def has(setting: str) -> str:
         return " and ".join(other for other in sorted(names) if setting in names[other])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -30,8 +30,6 @@ FREE_TO_CHANGE = {
 }
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
 costs memory or time alone."""
-_LATER = ("packing", "ema", "lora_rank", "anchors")
-"""Train settings that trainings of earlier versions do not know; they were as the defaults are."""
 
 
 _NOT_OF_TEMPLATES = {
@@ -46,6 +44,14 @@ class Section(BaseModel):
     """A part of a recipe. Unknown keys are refused with the nearest known one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    noted_if_set: ClassVar[frozenset[str]] = frozenset()
+    """Settings that records and identities name only where they are not at their defaults."""
+
+    def unset(self) -> set[str]:
+        """Those of `noted_if_set` that are at their defaults."""
+        fields = type(self).model_fields
+        defaults = {name: fields[name].get_default(call_default_factory=True) for name in self.noted_if_set}
+        return {name for name, default in defaults.items() if getattr(self, name) == default}
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ class HeadSettings(Section):
 class TargetSection(Section):
     """The frozen model."""
 
+    noted_if_set = frozenset({"adapter", "quantization"})
+
     spec: str = Field("smollm2-135m", description="Packaged name, hub id, folder, or .gguf file.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto is bfloat16 where the machine is fast at it."
@@ -109,13 +117,6 @@ class TargetSection(Section):
         "tokens, which auto takes: equal up to rounding at near-ties.",
     )
 
-    @property
-    def unset(self) -> set[str]:
-        """Settings that came later and are at their defaults: records leave them out, as records without them are."""
-        return {
-            name for name in ("adapter", "quantization") if getattr(self, name) == type(self).model_fields[name].default
-        }
-
 
 class PromptSource(Section):
     """One of several sources of prompts."""
@@ -128,6 +129,8 @@ class PromptSource(Section):
 
 class DataSection(Section):
     """Conversations that the target itself writes."""
+
+    noted_if_set = frozenset({"prefix_tokens", "chat_template_kwargs", "exclude", "states", "states_dtype"})
 
     prompts: str | tuple[PromptSource, ...] = Field(
         "self",
@@ -262,6 +265,8 @@ class JointSection(Section):
 class TrainSection(Section):
     """The training loop."""
 
+    noted_if_set = frozenset({"packing", "ema", "lora_rank", "anchors"})
+
     steps: int | None = Field(None, ge=1, description="Optimiser steps; with minutes, whichever ends first.")
     minutes: float | None = Field(None, gt=0, description="Wall-clock budget; the schedule follows the clock.")
     epochs: int = Field(50, ge=1, description="Passes over the data at most.")
@@ -350,21 +355,10 @@ class TrainSection(Section):
         """Whether training runs the target itself, so that its teacher is not enough."""
         return self.decode_every is not None or self.joint.rank > 0
 
-    def unset(self) -> set[str]:
-        """Settings that came later and are at their defaults: what identifies a training leaves them out, so that it
-        is found again."""
-        defaults = later_settings()
-        return {name for name in defaults if getattr(self, name) == defaults[name]}
-
     def noted(self, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-        """The settings, for records: those of joint training only where there is one, as records without them are."""
+        """The settings, for records: those of joint training only where there is one."""
         alone = () if self.joint.rank else ("joint",)
         return self.model_dump(mode="json", exclude={*leave_out, *alone})
-
-
-def later_settings() -> dict[str, Any]:
-    """Train settings that came later, with what trainings of before them had."""
-    return {name: TrainSection.model_fields[name].default for name in _LATER}
 
 
 class TuneSection(Section):

@@ -27,7 +27,6 @@ from rich.console import Console
 from headstart.errors import UserError
 from headstart.support.files import PARTIAL, read_json, write_atomic, write_json
 from headstart.support.lock import Busy, locked
-from headstart.support.old_records import identity_now
 
 FOLDER = "artifacts"
 """Beside the folders of the runs that share it."""
@@ -73,18 +72,9 @@ def artifact(run_folder: Path, kind: str, slug: str, identity: Mapping[str, Any]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     path = root_of(run_folder) / kind
     # The word is for people: a prompt file that was renamed is still the same.
-    there = next((one for one in sorted(path.glob(f"*-{digest}")) if one.is_dir()), None) or _earlier(path, known)
+    there = next((one for one in sorted(path.glob(f"*-{digest}")) if one.is_dir()), None)
     words = "".join(letter if letter.isalnum() else "-" for letter in slug.lower()).strip("-")[:32]
     return Artifact(there or path / f"{words or kind}-{digest}", known)
-
-
-def _earlier(path: Path, identity: dict[str, Any]) -> Path | None:
-    """The artifact of this identity that an earlier version made, which called something otherwise."""
-    for note in sorted(path.glob(f"*/{NOTE}")):
-        noted = _noted(note.parent)
-        if noted and noted != (now := identity_now(path.name, noted)) and now == identity:
-            return note.parent
-    return None
 
 
 def root_of(run_folder: Path) -> Path:
@@ -144,11 +134,7 @@ def relatives(of: Artifact, base: Callable[[Artifact], Any] = lambda one: one.ba
 
 
 def read_note(folder: Path) -> dict[str, Any]:
-    """The identity of an artifact that is there, in the words of this version; empty when its note cannot be read."""
-    return identity_now(folder.parent.name, _noted(folder))
-
-
-def _noted(folder: Path) -> dict[str, Any]:
+    """The identity of an artifact that is there; empty when its note cannot be read."""
     try:
         return dict(read_json(folder / NOTE)["identity"])
     except (UserError, KeyError, TypeError, ValueError):
