@@ -26,21 +26,15 @@ _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
 
 
-def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> int:
-    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow; online none.
-
-    Args:
-        run: recipe and target.
-        conversations: how many.
-        tokens: of one, on average (`headstart.pipeline.lengths`); None reads some of the recipe's prompts.
-    """
-    from headstart.pipeline.lengths import expected_tokens, prompts_of
+def state_bytes(run: Run, conversations: float) -> int:
+    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow; online none."""
+    from headstart.pipeline.lengths import counted_lengths, prompts_of
 
     data, target = run.recipe.data, run.target
     if is_online(run):
         return 0
-    if tokens is None:
-        tokens = expected_tokens(data, target, prompts_of(data, target.tokenizer))
+    prompts = prompts_of(data, target.tokenizer)
+    tokens = counted_lengths(data, target.tokenizer, target.max_length, prompts).tokens
     size = int(conversations * tokens) * _token_bytes(run)
     return min(size, int(1e9 * data.cache_gigabytes))
 
