@@ -81,7 +81,7 @@ class Plan:
         steps: of training; None when it is done.
         problems: sentences about what would fail.
         advice: sentences about what would be better.
-        how: where the seconds come from.
+        how: where the seconds come from, as a sentence.
     """
 
     left: dict[str, str]
@@ -164,7 +164,7 @@ def _timed(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
         plan,
         seconds={"target": loading, **plan.seconds},
         memory={stage: max(peak, most) for stage, most in plan.memory.items()},
-        how="from forwards and steps timed on this machine now",
+        how="Times come from forwards and steps timed on this machine now.",
     )
 
 
@@ -180,7 +180,7 @@ def _sized(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
     lengths, problems = _lengths(run, target, prompt_tokens)
     held, needed = target.parameters * target.dtype.itemsize, sorted({*heads.aux_layers, FINAL})
     planned = Planned(recipe, target, heads, needed, lengths, Speeds(), processes, held=held)
-    how = f"not known: they come from forwards of {target.name}, and its weights are not here"
+    how = f"Times are not known: they come from forwards of {target.name}, and its weights are not here."
     return replace(_estimate(run, planned, replace(plan, problems=problems)), seconds=plan.seconds, how=how)
 
 
@@ -343,7 +343,7 @@ def _facts(planned: Planned, amounts: Amounts, plan: Plan) -> list[tuple[str, st
     if "states" in plan.left:
         facts.append(("Hidden states on disk", f"{format_bytes(amounts.states)} ({len(planned.needed)} of each token)"))
     facts.append(("Disk in all", _disk(plan)))
-    about, room = ("at least", "") if plan.room is None else ("about", f" of {format_bytes(plan.room)} on a device")
+    about, room = ("at least", "") if plan.room is None else ("about", f" of {format_bytes(plan.room)} that a process can have")
     names = {"conversations": "while writing data", "train": "while training", "eval": "of the report"}
     facts += [
         (f"Memory {name}", f"{about} {format_bytes(plan.memory[stage])}{room}")
@@ -372,7 +372,7 @@ def show_plan(run: Run, plan: Plan) -> None:
         facts.add_row(what, escape(much))
     console.print(facts)
     if plan.left:
-        console.print(f"\nHours are {plan.how}.", style="italic", highlight=False, soft_wrap=True)
+        console.print(f"\n{plan.how}", style="italic", highlight=False, soft_wrap=True)
     stages = Table(box=None)
     stages.add_column("stage")
     for name in ("time", "disk"):
