@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from headstart.errors import UserError
-from headstart.pipeline.formats import check_formats
+from headstart.pipeline.data_stages import check_formats
 from headstart.pipeline.inventory import free, run_states, show_runs, unreferenced
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run, execute

@@ -65,9 +65,9 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
 
     Example: headstart run quickstart train.minutes=3
     """
-    from headstart.pipeline.layout import HEADS, REPORT
+    from headstart.pipeline.results_table import show_summary
+    from headstart.pipeline.run import HEADS, REPORT
     from headstart.pipeline.stages import STAGES
-    from headstart.pipeline.summary import show_summary
     from headstart.support.files import read_json
 
     _alone("run")
@@ -184,7 +184,7 @@ def data_build(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir 
 
     Example: headstart data build quickstart data.conversations=200
     """
-    from headstart.pipeline.layout import CONVERSATIONS
+    from headstart.pipeline.run import CONVERSATIONS
     from headstart.pipeline.stages import check_inputs, stages_until
     from headstart.pipeline.together import execute_together, take_device
 
@@ -211,7 +211,7 @@ def data_show(
     from headstart.data.conversations.conversations import read_conversations
     from headstart.data.conversations.show import show_conversation
     from headstart.pipeline.actions import tokenizer_for
-    from headstart.pipeline.layout import CONVERSATIONS
+    from headstart.pipeline.run import CONVERSATIONS
 
     file = source / CONVERSATIONS / "train.jsonl" if source.is_dir() else source
     if source.is_dir() and not file.is_file():
@@ -231,8 +231,7 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
     Example: headstart train quickstart train.minutes=3
     """
     from headstart.pipeline.head_stages import without_target
-    from headstart.pipeline.layout import TRAIN
-    from headstart.pipeline.run import NoTarget
+    from headstart.pipeline.run import TRAIN, NoTarget
     from headstart.pipeline.stages import stages_until
 
     _alone("train")

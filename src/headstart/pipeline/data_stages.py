@@ -7,10 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.errors import UserError
-from headstart.pipeline.dependencies import before, content, flat
-from headstart.pipeline.formats import check_formats
-from headstart.pipeline.layout import CONVERSATIONS, QUESTIONS, STATES, TARGET
-from headstart.pipeline.run import Outcome, Run, Stage, target_identity
+from headstart.pipeline.run import (
+    CONVERSATIONS,
+    QUESTIONS,
+    STATES,
+    TARGET,
+    Outcome,
+    Run,
+    Stage,
+    before,
+    content,
+    flat,
+    target_identity,
+)
 from headstart.support.artifacts import Artifact, artifact, forget, held, read_note, referred
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.terminal import progress_bar
@@ -18,6 +27,7 @@ from headstart.support.terminal import progress_bar
 if TYPE_CHECKING:
     from headstart.data.conversations.conversations import Conversation
     from headstart.data.states.store import StateStore
+    from headstart.target.frozen import FrozenModel
 
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Files of the target's tokenizer, as the target's stage keeps them."""
@@ -77,6 +87,32 @@ def _target_settings(run: Run) -> dict[str, Any]:
     return {**flat("target", target, target.unset()), "the target's files": stamps}
 
 
+def check_formats(run: Run, target: FrozenModel) -> list[str]:
+    """What the user should know of the formats in `export.formats`, as sentences.
+
+    Raises:
+        UserError: settings of heads that one of them cannot hold; the setting is named, and what to do.
+    """
+    formats = run.recipe.export.formats
+    if not formats:
+        return []
+    from headstart.heads.base import family, make_config
+    from headstart.hub.engines.export import format_named
+    from headstart.hub.engines.facts import facts_of_target
+
+    config = make_config(run.recipe.heads, target)
+    heads = family(config.family)(config)
+    if heads.publishing_reads_target:
+        heads.bind(target)
+    facts, remarks = facts_of_target(target), list[str]()
+    for name in formats:
+        try:
+            remarks += format_named(name).check_heads(heads.publish(), facts)
+        except UserError as error:
+            raise UserError(error.problem, f"{error.remedy} Or leave {name} out of export.formats.") from None
+    return remarks
+
+
 def _target(run: Run) -> Outcome:
     from headstart.data.conversations.conversations import check_prompts
 
@@ -134,7 +170,7 @@ def _conversation_settings(run: Run) -> dict[str, Any]:
         **excluded,
         "the prompts' content": _prompts_content(data.prompts) if isinstance(data.prompts, str) else contents,
         "states of a token": len(aux_layers(run)),
-        **{name: content(str(run.folder / TARGET / "tokenizer" / name)) for name in _TOKENIZER},
+        **{name: content(run.folder / TARGET / "tokenizer" / name) for name in _TOKENIZER},
     }
 
 
@@ -179,8 +215,8 @@ def _conversations(run: Run) -> Outcome:
     ]
     write_jsonl(run.folder / QUESTIONS, questions)
     answers = sum(sum(item.supervised) for item in splits.train)
-    held_out = content(str(folder / "heldout.jsonl"))
-    used = [content(str(folder / f"{split}.jsonl")) for split in _SPLITS]
+    held_out = content(folder / "heldout.jsonl")
+    used = [content(folder / f"{split}.jsonl") for split in _SPLITS]
     return Outcome(
         f"{len(splits.train)} conversations with {answers} answer tokens; {len(splits.validation)} for validation, "
         f"{len(splits.heldout)} held out",

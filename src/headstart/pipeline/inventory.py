@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headstart.errors import UserError
-from headstart.pipeline.layout import REPORT, STATES, TRAIN
+from headstart.pipeline.run import REPORT, STATES, TRAIN
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import read_values
 from headstart.support.artifacts import FOLDER, NOTE, references, referred

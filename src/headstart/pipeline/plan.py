@@ -25,8 +25,7 @@ from headstart.data.conversations.workers import Workers
 from headstart.decode.costs import core_count
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family, make_config
-from headstart.pipeline.data_stages import conversations, is_online, kept_stores
-from headstart.pipeline.formats import check_formats
+from headstart.pipeline.data_stages import check_formats, conversations, is_online, kept_stores
 from headstart.pipeline.inventory import size
 from headstart.pipeline.lengths import (
     Lengths,
@@ -341,9 +340,11 @@ def _facts(planned: Planned, amounts: Amounts, plan: Plan) -> list[tuple[str, st
     if "conversations" in plan.left and data.server:
         facts.append(("Written by", f"{', '.join(data.server)}; time and memory below are as if these devices wrote"))
     if "states" in plan.left:
-        facts.append(("Hidden states on disk", f"{format_bytes(amounts.states)} ({len(planned.needed)} of each token)"))
+        facts.append(("Hidden states on disk", f"{format_bytes(amounts.states)}, {len(planned.needed)} of each token"))
     facts.append(("Disk in all", _disk(plan)))
-    about, room = ("at least", "") if plan.room is None else ("about", f" of {format_bytes(plan.room)} that a process can have")
+    about, room = (
+        ("at least", "") if plan.room is None else ("about", f" of {format_bytes(plan.room)} that a process can have")
+    )
     names = {"conversations": "while writing data", "train": "while training", "eval": "of the report"}
     facts += [
         (f"Memory {name}", f"{about} {format_bytes(plan.memory[stage])}{room}")

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from headstart.errors import UserError
-from headstart.pipeline.layout import ADAPTER, LAYOUT, TRAIN
 from headstart.recipes.recipe import Recipe, recipe_text
+from headstart.recipes.sections import Section
 from headstart.support.artifacts import Artifact, refer, references, referred
 from headstart.support.files import read_json, write_json, write_text
 from headstart.support.lock import locked
@@ -36,20 +36,28 @@ if TYPE_CHECKING:
     from headstart.target.model import Target
 
 
+# Where things lie in the folder of a run.
+TARGET = "target"
+CONVERSATIONS = "data/conversations"
+QUESTIONS = "data/heldout.jsonl"
+STATES = "data/states"
+TRAIN = "train"
+ADAPTER = "adapter"
+"""Beside heads that were trained with it, as peft saves adapters."""
+TUNE = "tune"
+HEADS = "heads"
+REPORT = "report"
+LAYOUT = 2
+"""Raised when a run's folder comes to mean something else."""
+
+
 class NoTarget(UserError):
     """The target of a run cannot be loaded here."""
 
 
 @dataclass
 class Run:
-    """One recipe in one folder.
-
-    Attributes:
-        recipe: what to do.
-        folder: where everything goes.
-        console: where progress is shown.
-        again: names of stages whose work is to be done anew even where its result is there.
-    """
+    """One recipe in one folder; `again` names stages whose work is to be done anew even where its result is there."""
 
     recipe: Recipe
     folder: Path
@@ -127,7 +135,7 @@ class Run:
         refer(self.folder, stage, artifact, link)
 
     def record_file(self, stage: str) -> Path:
-        """Where a stage's record is."""
+        """Where the record of a stage is kept."""
         return self.folder / "stages" / f"{stage}.json"
 
     def record(self, stage: str) -> Record | None:
@@ -154,7 +162,7 @@ class Record:
         identity: what later stages depend on: new each time the stage is built, unless the stage knows better.
         seconds: spent on it, interrupted attempts included where they could be timed.
         summary: what came of it, as a short phrase.
-        layout: of the run's folder, see `headstart.pipeline.layout`.
+        layout: of the run's folder, see `headstart.pipeline.run`.
         artifact: that the run referred to when the stage was finished; empty for stages that make none.
     """
 
@@ -204,15 +212,12 @@ class Stage:
 
 
 def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:
-    """Bring every stage up to date, in order.
+    """Bring every stage up to date, each after those it reads from; returns whether there was anything to do.
 
     Args:
         run: recipe, folder and console.
-        stages: in an order in which each comes after those it reads from.
+        stages: in order.
         again: names of stages to do anew even when they are done.
-
-    Returns:
-        Whether there was anything to do.
 
     Raises:
         UserError: the folder is in use by another run, or a stage refuses.
@@ -241,14 +246,9 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
 
 
 def left_to_do(run: Run, stages: Sequence[Stage]) -> dict[str, str]:
-    """The stages that `execute` would work on now, each with why: "" for one that has not begun.
+    """The stages that `execute` would work on now, each with why: "" for one that has not begun. Builds nothing.
 
-    Builds nothing. A stage that reads from one of these is among them: only the work itself can tell that nothing has
-    changed for it.
-
-    Args:
-        run: recipe and folder.
-        stages: in an order in which each comes after those it reads from.
+    A stage that reads from one of these is among them: only the work itself can tell that nothing has changed for it.
     """
     left: dict[str, str] = {}
     for stage in stages:
@@ -344,3 +344,39 @@ def _hash(value: Any) -> str:
 def target_identity(target: FrozenModel) -> str:
     """What stages depend on when they depend on the target: its weights, its settings and the dtype they run in."""
     return f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"
+
+
+# -- what stages depend on, in the words of their records --------------------------------------------------------------
+
+
+def flat(prefix: str, section: Section, leave_out: set[str] | None = None) -> dict[str, Any]:
+    """The settings of a section, by dotted key."""
+    values = section.model_dump(mode="json", exclude=leave_out)
+    return {f"{prefix}.{key}": value for key, value in values.items()}
+
+
+def content(source: str | Path) -> str | None:
+    """Hash of a file's content; None when `source` is not a file."""
+    path = Path(source).expanduser()
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
+
+
+def where(run: Run) -> dict[str, Any]:
+    """What is timed belongs to a device and a dtype, as far as the recipe names them."""
+    target = run.recipe.target
+    bits = {} if "quantization" in target.unset() else {"target.quantization": target.quantization}
+    return {"target.device": target.device, "target.dtype": target.dtype, **bits}
+
+
+def conditions(run: Run) -> dict[str, Any]:
+    """The same as it is found here: machine, device, dtype, threads."""
+    from headstart.decode.costs import Conditions
+
+    return Conditions.of(run.decoded).to_json()
+
+
+def before(run: Run, stage: str) -> str:
+    """Identity of a stage that is finished."""
+    record = run.record(stage)
+    assert record is not None and record.whole, f"{stage} is finished"
+    return record.identity
