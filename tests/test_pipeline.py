@@ -369,7 +369,7 @@ def test_an_interrupted_gc_leaves_nothing_that_counts_as_whole(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("headstart.pipeline.inventory.shutil.rmtree", killed)
+        patched.setattr("headstart.support.files.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             free(folder.parent, heads)
     assert "half deleted" in {one.what for one in unreferenced(folder.parent)}

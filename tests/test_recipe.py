@@ -80,6 +80,8 @@ def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
         ("train.conversations=9", r"Unknown recipe key 'train\.conversations'\. Did you mean 'data\.conversations'"),
         ("train.lr=-1", r"Recipe key 'train\.lr' is -1: .*greater than 0"),
         ("train.lr", r"'train\.lr' is not an override"),
+        ("name=../../evil", r"'name' is '\.\./\.\./evil'\. Write the name of one folder"),
+        ("name=..", r"'name' is '\.\.'"),
         ("name.sub=1", "has no settings inside"),
         ("heads.family=medsua", r"Unknown head family 'medsua'\. Did you mean 'medusa'"),
         ("heads.num_layer=2", r"medusa heads have no setting 'num_layer'\. Did you mean 'num_layers'"),

@@ -188,13 +188,13 @@ class DataSection(Section):
     @classmethod
     def _addresses(cls, value: Any) -> Any:
         given = value.split(",") if isinstance(value, str) else value
-        if given is None or not isinstance(given, list | tuple) or not all(isinstance(one, str) for one in given):
+        if not isinstance(given, list | tuple) or not all(isinstance(address, str) for address in given):
             return given
-        addresses = tuple(one.strip() for one in given if one.strip())
-        for one in addresses:
-            if not _ADDRESS.fullmatch(one):
+        addresses = tuple(address.strip() for address in given if address.strip())
+        for address in addresses:
+            if not _ADDRESS.fullmatch(address):
                 raise UserError(
-                    f"Recipe key 'data.server' has {one!r}.", "Write an address such as http://localhost:8000."
+                    f"Recipe key 'data.server' has {address!r}.", "Write an address such as http://localhost:8000."
                 )
         return addresses or None
 
@@ -205,7 +205,7 @@ class DataSection(Section):
             return ()
         if isinstance(self.prompts, str):
             return (PromptSource(source=self.prompts, split=self.split, revision=self.revision),)
-        return tuple(one.model_copy(update={"split": one.split or self.split}) for one in self.prompts)
+        return tuple(source.model_copy(update={"split": source.split or self.split}) for source in self.prompts)
 
     @field_validator("prompts", mode="before")
     @classmethod
@@ -217,7 +217,7 @@ class DataSection(Section):
                 f"Recipe key 'data.prompts' is {value!r}.",
                 "Give 'self', a .jsonl or .json file, a datasets name, or a list of {source, weight}.",
             )
-        return tuple(_source(one, number) for number, one in enumerate(value, start=1))
+        return tuple(_source(source, number) for number, source in enumerate(value, start=1))
 
     @field_validator("exclude", mode="before")
     @classmethod
@@ -403,14 +403,10 @@ def _source(value: Any, number: int) -> PromptSource:
     try:
         source = PromptSource.model_validate({"source": value} if isinstance(value, str) else value)
     except ValidationError as error:
-        first = max(error.errors(), key=lambda one: one["type"] == "extra_forbidden")
+        first = max(error.errors(), key=lambda mistake: mistake["type"] == "extra_forbidden")
         name = str(first["loc"][-1]) if first["loc"] else ""
         if first["type"] == "extra_forbidden":
-            meant = (
-                "Did you mean 'source'?"
-                if name in ("path", "file", "name")
-                else nearest(name, PromptSource.model_fields)
-            )
+            meant = nearest("source" if name in ("path", "file", "name") else name, PromptSource.model_fields)
             raise UserError(f"Source {number} of data.prompts has an unknown key {name!r}.", meant) from None
         reason = f"{name}: {first['msg'][0].lower()}{first['msg'][1:]}".removeprefix(": ")
         raise UserError(
