@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,12 +38,7 @@ REFERENCES = "references.json"
 
 @dataclass(frozen=True)
 class Artifact:
-    """One artifact, which may not be there yet.
-
-    Attributes:
-        folder: where it lies.
-        identity: what it is, as JSON values.
-    """
+    """One artifact, which may not be there yet: where it lies, and what it is, as JSON values."""
 
     folder: Path
     identity: dict[str, Any]
@@ -72,9 +67,9 @@ def artifact(run_folder: Path, kind: str, slug: str, identity: Mapping[str, Any]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     path = root_of(run_folder) / kind
     # The word is for people: a prompt file that was renamed is still the same.
-    there = next((one for one in sorted(path.glob(f"*-{digest}")) if one.is_dir()), None)
+    made = next((folder for folder in sorted(path.glob(f"*-{digest}")) if folder.is_dir()), None)
     words = "".join(letter if letter.isalnum() else "-" for letter in slug.lower()).strip("-")[:32]
-    return Artifact(there or path / f"{words or kind}-{digest}", known)
+    return Artifact(made or path / f"{words or kind}-{digest}", known)
 
 
 def root_of(run_folder: Path) -> Path:
@@ -101,36 +96,30 @@ def held(artifact: Artifact, console: Console | None = None, wait: bool = True) 
     Raises:
         Busy: another process works there, without `wait`.
     """
-    told = False
-    while True:
-        try:
-            lock = locked(artifact.folder)
-            lock.__enter__()
-            break
-        except Busy as error:
-            if not wait:
-                raise
-            if not told and console is not None:
-                console.print(f"    waiting: {error.problem}", highlight=False, markup=False, soft_wrap=True)
-            told = True
-            time.sleep(0.5)
-    try:
+    waiting = False
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(locked(artifact.folder))
+                break
+            except Busy as error:
+                if not wait:
+                    raise
+                if not waiting and console is not None:
+                    console.print(f"    waiting: {error.problem}", highlight=False, markup=False, soft_wrap=True)
+                waiting = True
+                time.sleep(0.5)
         if not (artifact.folder / NOTE).is_file():
             made = datetime.now(UTC).isoformat(timespec="seconds")
             write_json(artifact.folder / NOTE, {"identity": artifact.identity, "made": made})
         yield artifact.folder
-    finally:
-        lock.__exit__(None, None, None)
 
 
-def relatives(of: Artifact, base: Callable[[Artifact], Any] = lambda one: one.base) -> list[Artifact]:
+def relatives(of: Artifact, base: Callable[[Artifact], Any] = lambda artifact: artifact.base) -> list[Artifact]:
     """Artifacts that are there and differ from this one only in the amount, or in what else `base` leaves out."""
-    found = []
-    for note in sorted(of.folder.parent.glob(f"*/{NOTE}")):
-        other = Artifact(note.parent, read_note(note.parent))
-        if other.folder != of.folder and base(other) == base(of) and other.folder.suffix != PARTIAL:
-            found.append(other)
-    return found
+    folders = [note.parent for note in sorted(of.folder.parent.glob(f"*/{NOTE}"))]
+    others = [Artifact(path, read_note(path)) for path in folders if path != of.folder and path.suffix != PARTIAL]
+    return [other for other in others if base(other) == base(of)]
 
 
 def read_note(folder: Path) -> dict[str, Any]:
