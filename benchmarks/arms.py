@@ -33,7 +33,7 @@ from headstart.eval.summary import tokens_per_round as mean_tokens
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.heads.io import load_heads
 from headstart.hub.format import export_heads
-from headstart.pipeline.layout import CONVERSATIONS, STATES
+from headstart.pipeline.run import CONVERSATIONS, STATES
 from headstart.recipes.recipe import Recipe, load_recipe
 from headstart.support.files import read_json, write_json
 from headstart.target.fitting import FINAL

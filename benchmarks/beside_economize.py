@@ -35,7 +35,7 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.eval.labels import PLAIN
 from headstart.eval.measure import environment
 from headstart.eval.methods import Method, Ours, Run
-from headstart.pipeline.layout import CONVERSATIONS
+from headstart.pipeline.run import CONVERSATIONS
 from headstart.support.files import read_json, write_json, write_jsonl, write_text
 from headstart.target.loading import load_target
 from headstart.target.model import Target

@@ -119,7 +119,7 @@ def case(name: str, folder: Path, prefix: list[str], more: Sequence[str]) -> tup
         "busy": {command: one["busy"] for command, one in watched.items()},
     }
     memory = {
-        command: max(planned["process"][stage] for stage in stages if stage in planned["process"])
+        command: max(planned["memory"][stage] for stage in stages if stage in planned["memory"])
         for command, stages in COMMANDS.items()
     }
     guess = {"seconds": planned["seconds"], "bytes": planned["disk"], "memory": memory}

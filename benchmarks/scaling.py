@@ -1,4 +1,4 @@
-"""The figures of docs/scaling.md, from `headstart plan`: models by their config alone, on GPUs of the table.
+"""The figures of docs/scaling.md, from `headstart plan`: models by their config alone.
 
 python benchmarks/scaling.py            # writes them into the page
 python benchmarks/scaling.py --check    # says whether the page differs, and exits with 1
@@ -35,7 +35,6 @@ class Example:
         title: of the column.
         model: folder of docs/plans.
         recipe: packaged.
-        gpu: of the table.
         processes: that train.
         overrides: of the recipe.
     """
@@ -43,65 +42,49 @@ class Example:
     title: str
     model: str
     recipe: str
-    gpu: str
     processes: int
     overrides: tuple[str, ...] = ()
 
     def plan(self) -> Plan:
         """What the command says."""
         recipe = load_recipe(self.recipe, [f"target={ROOT / 'docs' / 'plans' / self.model}", *self.overrides, _SERVED])
-        return make_plan(Run(recipe, Path("nowhere"), Console(quiet=True)), self.processes, self.gpu, PROMPT_TOKENS)
+        return make_plan(Run(recipe, Path("nowhere"), Console(quiet=True)), self.processes, PROMPT_TOKENS)
 
     @property
     def command(self) -> str:
         """What to type."""
         words = [f"target=docs/plans/{self.model}", *self.overrides, _SERVED]
-        words += [f"--device {self.gpu}", f"--processes {self.processes}", f"--prompt-tokens {PROMPT_TOKENS}"]
+        words += [f"--processes {self.processes}", f"--prompt-tokens {PROMPT_TOKENS}"]
         return f"headstart plan {self.recipe} {' '.join(words)}"
 
 
 EXAMPLES = (
-    Example("8B, 8 x H100", "llama-3.1-8b", "eagle3-8b", "h100", 8),
+    Example("8B, 8 GPUs", "llama-3.1-8b", "eagle3-8b", 8),
     Example(
-        "8B, 1 M conversations, 16 x H100",
+        "8B, 1 M conversations, 16 GPUs",
         "llama-3.1-8b",
         "eagle3-8b",
-        "h100",
         16,
         ("data.conversations=1000000", "data.cache_gigabytes=20000", "train.epochs=2"),
     ),
-    Example("70B, 8 x H100", "llama-3.3-70b", "eagle3-70b", "h100", 8, ("data.cache_gigabytes=600",)),
-    Example("480B MoE, 32 x H100", "qwen3-coder-480b", "eagle3-70b", "h100", 32, ("data.cache_gigabytes=500",)),
+    Example("70B, 8 GPUs", "llama-3.3-70b", "eagle3-70b", 8, ("data.cache_gigabytes=600",)),
+    Example("480B MoE, 32 GPUs", "qwen3-coder-480b", "eagle3-70b", 32, ("data.cache_gigabytes=500",)),
 )
 
 
 def rows(plans: Sequence[Plan]) -> list[list[str]]:
     """The table's rows: a figure of every plan."""
     facts = [dict(plan.facts) for plan in plans]
-    counts = [example.processes for example in EXAMPLES]
-
-    def hours(stage: str) -> list[str]:
-        return [f"{plan.seconds[stage] * count / 3600:.1f}" for plan, count in zip(plans, counts, strict=True)]
-
     return [
         ["parameters, bytes", *(fact["Parameters"] for fact in facts)],
-        ["target", *(fact["Target"].partition(" on ")[2] for fact in facts)],
         ["conversations", *(fact["Conversations"].partition(", ")[2] for fact in facts)],
         ["hidden states on disk", *(format_bytes(plan.disk["states"]) for plan in plans)],
         ["checkpoints and heads on disk", *(format_bytes(plan.disk["train"]) for plan in plans)],
         ["heads to keep", *(format_bytes(plan.disk["export"]) for plan in plans)],
-        ["memory of a GPU while training", *(format_bytes(plan.memory["train"]) for plan in plans)],
+        ["memory of a GPU while training, at least", *(format_bytes(plan.memory["train"]) for plan in plans)],
         ["sent by a process in a step", *(format_bytes(plan.network) for plan in plans)],
         ["steps", *(f"{plan.steps:.0f}" for plan in plans)],
-        ["GPU hours, conversations", *hours("conversations")],
-        ["GPU hours, hidden states", *hours("states")],
-        ["GPU hours, training", *hours("train")],
-        ["hours on these GPUs", *(f"{_whole(plan) / 3600:.1f}" for plan in plans)],
     ]
-
-
-def _whole(plan: Plan) -> float:
-    return sum(plan.seconds[stage] for stage in ("conversations", "states", "train"))
 
 
 def text() -> str:

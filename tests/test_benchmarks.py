@@ -19,7 +19,7 @@ import torch
 from headstart.data.conversations.conversations import Conversation, write_conversations
 from headstart.data.prompts.questions import read_questions
 from headstart.errors import UserError
-from headstart.pipeline.layout import CONVERSATIONS
+from headstart.pipeline.run import CONVERSATIONS
 from headstart.recipes.recipe import load_recipe
 from headstart.target.loading import load_target
 from headstart.target.model import Target

@@ -369,7 +369,7 @@ def test_an_interrupted_gc_leaves_nothing_that_counts_as_whole(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("headstart.pipeline.inventory.shutil.rmtree", killed)
+        patched.setattr("headstart.support.files.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             free(folder.parent, heads)
     assert "half deleted" in {one.what for one in unreferenced(folder.parent)}
@@ -520,19 +520,23 @@ def test_another_model_in_the_targets_place_builds_everything_anew(
 
 
 def test_a_plan_names_bytes_time_and_what_would_fail(
-    whole: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
+    whole: tuple[Recipe, Path],
+    tmp_path: Path,
+    tiny_target_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe, folder = whole
     run = Run(recipe, folder, Console(width=120))
-    plan = make_plan(run)
+    with monkeypatch.context() as patched:
+        patched.setattr("headstart.target.loading.load_target", lambda *_, **__: pytest.fail("the model was loaded"))
+        plan = make_plan(run)
     show_plan(run, plan)
     text = capsys.readouterr().out
     assert plan.problems == []
     assert set(plan.seconds) == {stage.name for stage in STAGES}
-    assert "Hidden states on disk" in text
-    assert "A drafted token" in text
     assert plan.left == {} and plan.disk_bytes == 0
-    assert text.count("done before") == len(STAGES) and "Nothing is left to do" in text
+    assert text.count("done: ") == len(STAGES) and "Nothing is left to do" in text
     longer = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 6})})
     run = Run(longer, folder, Console(width=120))
     plan = make_plan(run)
@@ -540,8 +544,10 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     text = capsys.readouterr().out
     assert set(plan.left) == {"train", "tune", "export", "eval"} and plan.disk_bytes > 0
     assert "train.steps changed from 4 to 6" in text and "again, after train" in text
-    assert text.count("done before") == 3 and "Nothing is left" not in text
-    assert make_plan(quiet(tmp_path / "none", recipe)).left == dict.fromkeys(plan.seconds, "")
+    assert text.count("done: ") == 3 and "Nothing is left" not in text
+    assert "A drafted token" in text and "Conversations" not in dict(plan.facts)
+    before = make_plan(quiet(tmp_path / "none", recipe))
+    assert before.left == dict.fromkeys(before.seconds, "") and "Hidden states on disk" in dict(before.facts)
     greedy = tiny_recipe(
         tmp_path, tiny_target_folder, data={"prompts": "self", "conversations": 10**12, "cache_gigabytes": 1e9}
     )

@@ -11,9 +11,7 @@ import yaml
 
 from headstart.errors import UserError
 from headstart.heads.base import make_config
-from headstart.recipes.docs import settings_of
-from headstart.recipes.recipe import Recipe, head_settings, load_recipe, packaged_recipes, parse_recipe, recipe_text
-from headstart.support.renamed import KEYS
+from headstart.recipes.recipe import load_recipe, packaged_recipes, parse_recipe, recipe_text
 from headstart.target.model import Target
 from tests.tiny import tiny_model
 
@@ -82,6 +80,8 @@ def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
         ("train.conversations=9", r"Unknown recipe key 'train\.conversations'\. Did you mean 'data\.conversations'"),
         ("train.lr=-1", r"Recipe key 'train\.lr' is -1: .*greater than 0"),
         ("train.lr", r"'train\.lr' is not an override"),
+        ("name=../../evil", r"'name' is '\.\./\.\./evil'\. Write the name of one folder"),
+        ("name=..", r"'name' is '\.\.'"),
         ("name.sub=1", "has no settings inside"),
         ("heads.family=medsua", r"Unknown head family 'medsua'\. Did you mean 'medusa'"),
         ("heads.num_layer=2", r"medusa heads have no setting 'num_layer'\. Did you mean 'num_layers'"),
@@ -105,7 +105,6 @@ def test_mistakes_are_answered(override: str, said: str) -> None:
     [
         ({"family": "hydra", "num_headss": 3}, r"hydra heads have no setting 'num_headss'. Did you mean 'num_heads'\?"),
         ({"family": "eagle", "init": "hot"}, r"'heads.init' is 'hot'"),
-        ({"family": "eagle3", "join": True}, r"no setting 'join'.*heads.family=transition"),
         ({"family": "transition", "aux_layers": [-1, 2]}, r"Transition heads go from final state to final state"),
         ({"family": "eagle3", "aux_layers": [2, 2]}, r"layers \[2, 2\] of the target, which must be different"),
     ],
@@ -122,36 +121,6 @@ def test_what_follows_from_the_target_is_left_to_it_until_a_recipe_sets_it() -> 
     assert not {"head_dim", "aux_layers", "hidden_size"} & written["heads"].keys()
     assert parse_recipe(written) == recipe
     assert make_config(recipe.heads, Target(tiny_model("gemma2", vocab_size=61))).model_dump()["hidden_act"] == "silu"
-
-
-@pytest.mark.parametrize(
-    ("keys", "values", "override", "said"),
-    [
-        ({"train.pace": "train.lr"}, {}, "train.pace=3", r"'train\.pace'.*It is called train\.lr now\."),
-        ({"heads.depth": "heads.num_heads"}, {}, "heads.depth=3", r"'depth'.*It is called heads\.num_heads now\."),
-        (
-            {},
-            {"data.seed_prompts": {"many": "broad"}},
-            "data.seed_prompts=many",
-            r"'data\.seed_prompts' is 'many'.*called broad",
-        ),
-    ],
-)
-def test_old_names_are_answered_with_the_new_ones(
-    keys: dict[str, str], values: dict[str, dict[str, str]], override: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headstart.support.renamed.KEYS", keys)
-    monkeypatch.setattr("headstart.support.renamed.VALUES", values)
-    with pytest.raises(UserError, match=said):
-        load_recipe("medusa", [override])
-
-
-def test_every_renamed_setting_leads_to_one_that_there_is() -> None:
-    of_heads = (one for family in head_settings().values() for one in settings_of(family, "heads."))
-    known = {one.key for one in [*settings_of(Recipe), *of_heads]}
-    for old, new in KEYS.items():
-        assert old not in known
-        assert new in known
 
 
 @pytest.mark.parametrize(

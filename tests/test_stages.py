@@ -207,21 +207,6 @@ def test_an_artifact_is_found_by_what_it_is_whatever_it_is_called(tmp_path: Path
     assert artifact(tmp_path / "other", "things", "another", {"what": 1}).folder == made.folder
 
 
-def test_a_run_of_an_earlier_layout_is_left_alone(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
-    execute(make_run(folder), factory.stages())
-    for name in ("first", "second"):
-        record = json.loads((folder / "stages" / f"{name}.json").read_text())
-        del record["layout"]
-        (folder / "stages" / f"{name}.json").write_text(json.dumps(record))
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    factory.worked.clear()
-    with pytest.raises(UserError, match=r"another version of headstart.*heads can be used as before.*--run-dir"):
-        execute(make_run(folder, data={"seed": 1}), factory.stages())
-    assert factory.worked == []
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
 def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, factory: Factory) -> None:
     folder = tmp_path / "run"
     with locked(folder), pytest.raises(UserError, match=f"process {os.getpid()}"):

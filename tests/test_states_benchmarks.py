@@ -8,7 +8,7 @@ import pytest
 
 from headstart.data.conversations.conversations import read_conversations
 from headstart.data.states.shards import build_store
-from headstart.pipeline.layout import CONVERSATIONS
+from headstart.pipeline.run import CONVERSATIONS
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from tests.test_benchmarks import common, path, script, written_by

@@ -20,8 +20,7 @@ from headstart.data.states.shards import build_store
 from headstart.data.states.store import MANIFEST, StateStore
 from headstart.doctor.findings import Finding, examine
 from headstart.doctor.subject import Subject, find_subject
-from headstart.pipeline.layout import CONVERSATIONS, STATES
-from headstart.pipeline.run import Run, execute
+from headstart.pipeline.run import CONVERSATIONS, STATES, Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target

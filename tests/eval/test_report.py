@@ -16,7 +16,7 @@ from headstart.eval.compare import OTHER, compare_rows
 from headstart.eval.divergence import Judgement
 from headstart.eval.report import LOSSY, divergence_sentence, show_compare, verdicts, write_report
 from headstart.eval.summary import categories, per_prompt, summarise
-from headstart.pipeline.summary import show_summary
+from headstart.pipeline.results_table import show_summary
 from tests.eval.test_summary import unit
 
 

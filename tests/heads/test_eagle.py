@@ -132,11 +132,6 @@ def test_a_transition_begins_with_a_final_state(target: Target) -> None:
         family("transition")(make_config({**TRANSITION, "aux_layers": (-1, 2)}, target))
 
 
-def test_joined_eagle3_is_told_its_new_name(target: Target) -> None:
-    with pytest.raises(UserError, match=r"eagle3 heads have no setting 'join'.*heads\.family=transition"):
-        make_config({"family": "eagle3", "join": True}, target)
-
-
 def test_settings_follow_from_the_target(target: Target) -> None:
     config = make_config({"family": "eagle", "intermediate_size": 32}, target)
     assert isinstance(config, LayerConfig)

@@ -292,7 +292,7 @@ def test_trees_are_grown_by_what_sampling_accepts(found: Tuning, target: Target)
     assert found_at[1.0] == found_at[1.5] == pytest.approx((0.4, 0.2, 0.0))
 
 
-def test_what_levels_promise_is_saved_and_older_tunings_are_read(
+def test_what_levels_promise_is_saved_and_follows_from_the_acceptance_of_imported_heads(
     found: Tuning, target: Target, four_texts: list[Text]
 ) -> None:
     heads = trained_like(target)
@@ -302,9 +302,9 @@ def test_what_levels_promise_is_saved_and_older_tunings_are_read(
     again = Tuning.from_json(json.loads(json.dumps(found.to_json()))).drafter(heads, "dynamic")
     assert again is not None and again.calibration.reached == (0.5, 0.25, 0.125)
     del found.calibration["reached"]
-    older = found.drafter(heads, "dynamic")
-    assert older is not None
-    assert older.calibration.reached == pytest.approx([sum(best[:3]) for best in found.acceptance])
+    imported = found.drafter(heads, "dynamic")
+    assert imported is not None
+    assert imported.calibration.reached == pytest.approx([sum(best[:3]) for best in found.acceptance])
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_trees_that_were_not_tuned_for_are_refused_or_left_out(found: Tuning, ta
     assert found.drafter(heads, "chain") is None, "no chain pays"
     assert found.drafter(heads, "static") is not None
     found.calibration = {}
-    with pytest.raises(UserError, match=r"no calibration for dynamic trees\. Tune them again: headstart tune"):
+    with pytest.raises(UserError, match=r"no calibration for dynamic trees\. Tune them: headstart tune HEADS"):
         found.drafter(heads, "dynamic")
     found.paths, found.chain = (), 2
     assert found.drafter(heads, "chain") is None, "nothing pays"

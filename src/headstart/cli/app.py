@@ -65,9 +65,9 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
 
     Example: headstart run quickstart train.minutes=3
     """
-    from headstart.pipeline.layout import HEADS, REPORT
+    from headstart.pipeline.results_table import show_summary
+    from headstart.pipeline.run import HEADS, REPORT
     from headstart.pipeline.stages import STAGES
-    from headstart.pipeline.summary import show_summary
     from headstart.support.files import read_json
 
     _alone("run")
@@ -147,21 +147,18 @@ def plan(
     overrides: Overrides = None,
     run_dir: RunDir = None,
     processes: Annotated[int, typer.Option(help="Processes that train, each on a device of its own.")] = 1,
-    device: Annotated[
-        str | None, typer.Option(help="A GPU of the table, such as h100; the target's config.json is enough then.")
-    ] = None,
     prompt_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a prompt, instead of reading some of the prompts.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="File to write the plan to as well, for programs.")] = None,
 ) -> None:
-    """What a run would cost in memory, disk, network and time, before any of it is spent.
+    """What a run would cost in disk, memory, network and time, before any of it is spent.
 
-    Times come from forwards timed here, or with --device from a table of GPUs.
+    Times come from forwards timed here, where the target's weights are; for all else its config.json is enough.
 
     Example: headstart plan quickstart data.conversations=5000
 
-    Example: headstart plan eagle3-8b --device h100 --processes 8
+    Example: headstart plan eagle3-8b --processes 8
     """
     from headstart.pipeline.plan import make_plan, show_plan
     from headstart.pipeline.stages import STAGES, check_inputs
@@ -169,7 +166,7 @@ def plan(
 
     work = _run(recipe, overrides, run_dir)
     check_inputs(work.recipe, STAGES)
-    estimate = make_plan(work, processes, device, prompt_tokens)
+    estimate = make_plan(work, processes, prompt_tokens)
     show_plan(work, estimate)
     if json is not None:
         write_json(json, estimate.to_json())
@@ -187,7 +184,7 @@ def data_build(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir 
 
     Example: headstart data build quickstart data.conversations=200
     """
-    from headstart.pipeline.layout import CONVERSATIONS
+    from headstart.pipeline.run import CONVERSATIONS
     from headstart.pipeline.stages import check_inputs, stages_until
     from headstart.pipeline.together import execute_together, take_device
 
@@ -214,7 +211,7 @@ def data_show(
     from headstart.data.conversations.conversations import read_conversations
     from headstart.data.conversations.show import show_conversation
     from headstart.pipeline.actions import tokenizer_for
-    from headstart.pipeline.layout import CONVERSATIONS
+    from headstart.pipeline.run import CONVERSATIONS
 
     file = source / CONVERSATIONS / "train.jsonl" if source.is_dir() else source
     if source.is_dir() and not file.is_file():
@@ -234,8 +231,7 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
     Example: headstart train quickstart train.minutes=3
     """
     from headstart.pipeline.head_stages import without_target
-    from headstart.pipeline.layout import TRAIN
-    from headstart.pipeline.run import NoTarget
+    from headstart.pipeline.run import TRAIN, NoTarget
     from headstart.pipeline.stages import stages_until
 
     _alone("train")

@@ -77,7 +77,7 @@ def evaluate(
     from headstart.eval.measure import EvalOptions
     from headstart.eval.report import show_compare
     from headstart.pipeline.actions import report
-    from headstart.pipeline.summary import show_summary
+    from headstart.pipeline.results_table import show_summary
 
     console = Console()
     how = EvalOptions(

@@ -35,10 +35,10 @@ def import_states(
 
     Example: headstart data import-states eagle3-8b http://localhost:8000
     """
-    from headstart.pipeline.extraction import import_states as take
-    from headstart.pipeline.extraction import serve_command
     from headstart.pipeline.run import NoTarget, Run, execute
     from headstart.pipeline.stages import check_inputs, stages_until
+    from headstart.pipeline.vllm_states import import_states as take
+    from headstart.pipeline.vllm_states import serve_command
     from headstart.recipes.recipe import load_recipe
 
     changes = list(overrides or [])

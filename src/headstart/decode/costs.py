@@ -144,15 +144,13 @@ class Conditions:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> Conditions | None:
-        """Those that a tuning was made under; None when it does not say. Costs that do not name `exact`, `prepacked`
-        or `quantization` are older than these: nothing but tokens was kept, and nothing prepacked or quantised."""
+        """The inverse of `to_json`; None for heads that were imported and not tuned yet."""
         names = [field.name for field in fields(cls)]
         known = {"exact": "tokens", "prepacked": False, "quantization": "none", **(values or {})}
         return cls(**{name: known[name] for name in names}) if all(name in known for name in names) else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file; `exact`, `prepacked` and `quantization` only where they say something, so that
-        what earlier versions measured and noted without them still counts."""
+        """Plain values for a JSON file; `exact`, `prepacked` and `quantization` only where they say something."""
         values = asdict(self)
         if self.exact == "tokens":
             del values["exact"]

@@ -23,7 +23,6 @@ from headstart.decode.session import Session
 from headstart.decode.stopping import Stopper
 from headstart.decode.verify import GreedyVerifier, RuleVerifier, Verifier, streams
 from headstart.errors import UserError, nearest
-from headstart.support.renamed import rule_hint
 from headstart.target.model import Target
 from headstart.tree.proposal import ProposedTree, Request, Root
 
@@ -188,8 +187,7 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
     options.sampling.check(target.vocab_size, target.device)
     if options.verifier != "auto" and options.verifier not in RULES:
-        remedy = rule_hint(options.verifier) or nearest(options.verifier, ["auto", *RULES])
-        raise UserError(f"Unknown verifier {options.verifier!r}.", remedy)
+        raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *RULES]))
     if options.draft not in ("auto", "on", "off"):
         raise UserError(f"draft is {options.draft!r}.", "Use auto, on or off.")
     if not prompts:

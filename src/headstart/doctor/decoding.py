@@ -20,7 +20,7 @@ from headstart.doctor.subject import Absent, Subject
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch
-from headstart.pipeline.layout import TRAIN
+from headstart.pipeline.run import TRAIN
 from headstart.support.files import read_jsonl
 from headstart.target.model import Target
 from headstart.tree.proposal import Committed

@@ -28,7 +28,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, load_heads
 from headstart.hub.format import adapter_spec, read_heads, target_spec
 from headstart.hub.pull import locate
-from headstart.pipeline.layout import ADAPTER, CONVERSATIONS, HEADS, STATES, TARGET, TRAIN
+from headstart.pipeline.run import ADAPTER, CONVERSATIONS, HEADS, STATES, TARGET, TRAIN
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
 from headstart.support.files import read_json
 from headstart.target.loading import load_target

@@ -16,7 +16,7 @@ from headstart.data.conversations.conversations import Conversation
 from headstart.doctor.findings import Finding, bad, check, good
 from headstart.doctor.subject import Absent, Subject, spread
 from headstart.heads.base import DraftHead, family
-from headstart.pipeline.layout import TRAIN
+from headstart.pipeline.run import TRAIN
 from headstart.support.files import read_json
 from headstart.target.fitting import FINAL
 from headstart.train.metrics import coverage, pick_vocabulary

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from headstart.errors import UserError
-from headstart.pipeline.layout import CONVERSATIONS, TARGET
+from headstart.pipeline.run import CONVERSATIONS, TARGET
 from headstart.support.files import write_atomic
 
 if TYPE_CHECKING:

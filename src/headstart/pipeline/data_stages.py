@@ -7,10 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.errors import UserError
-from headstart.pipeline.dependencies import before, content, flat
-from headstart.pipeline.formats import check_formats
-from headstart.pipeline.layout import CONVERSATIONS, QUESTIONS, STATES, TARGET
-from headstart.pipeline.run import Outcome, Run, Stage, target_identity
+from headstart.pipeline.run import (
+    CONVERSATIONS,
+    QUESTIONS,
+    STATES,
+    TARGET,
+    Outcome,
+    Run,
+    Stage,
+    before,
+    content,
+    flat,
+    target_identity,
+)
 from headstart.support.artifacts import Artifact, artifact, forget, held, read_note, referred
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.terminal import progress_bar
@@ -18,31 +27,24 @@ from headstart.support.terminal import progress_bar
 if TYPE_CHECKING:
     from headstart.data.conversations.conversations import Conversation
     from headstart.data.states.store import StateStore
+    from headstart.target.frozen import FrozenModel
 
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Files of the target's tokenizer, as the target's stage keeps them."""
 _SPLITS = ("train", "calibration")
-_LATER = {"prefix_tokens", "chat_template_kwargs", "exclude", "states", "states_dtype"}
-"""Settings that earlier records of conversations do not know: noted where they are set."""
 _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
 
 
-def state_bytes(run: Run, conversations: float, tokens: float | None = None) -> int:
-    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow; online none.
-
-    Args:
-        run: recipe and target.
-        conversations: how many.
-        tokens: of one, on average (`headstart.pipeline.lengths`); None reads some of the recipe's prompts.
-    """
-    from headstart.pipeline.lengths import expected_tokens, prompts_of
+def state_bytes(run: Run, conversations: float) -> int:
+    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow; online none."""
+    from headstart.pipeline.lengths import counted_lengths, prompts_of
 
     data, target = run.recipe.data, run.target
     if is_online(run):
         return 0
-    if tokens is None:
-        tokens = expected_tokens(data, target, prompts_of(data, target.tokenizer))
+    prompts = prompts_of(data, target.tokenizer)
+    tokens = counted_lengths(data, target.tokenizer, target.max_length, prompts).tokens
     size = int(conversations * tokens) * _token_bytes(run)
     return min(size, int(1e9 * data.cache_gigabytes))
 
@@ -82,7 +84,33 @@ def _target_settings(run: Run) -> dict[str, Any]:
     paths = [Path(spec).expanduser() for spec in (target.spec, target.adapter) if spec]
     files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
     stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
-    return {**flat("target", target, target.unset), "the target's files": stamps}
+    return {**flat("target", target, target.unset()), "the target's files": stamps}
+
+
+def check_formats(run: Run, target: FrozenModel) -> list[str]:
+    """What the user should know of the formats in `export.formats`, as sentences.
+
+    Raises:
+        UserError: settings of heads that one of them cannot hold; the setting is named, and what to do.
+    """
+    formats = run.recipe.export.formats
+    if not formats:
+        return []
+    from headstart.heads.base import family, make_config
+    from headstart.hub.engines.export import format_named
+    from headstart.hub.engines.facts import facts_of_target
+
+    config = make_config(run.recipe.heads, target)
+    heads = family(config.family)(config)
+    if heads.publishing_reads_target:
+        heads.bind(target)
+    facts, remarks = facts_of_target(target), list[str]()
+    for name in formats:
+        try:
+            remarks += format_named(name).check_heads(heads.publish(), facts)
+        except UserError as error:
+            raise UserError(error.problem, f"{error.remedy} Or leave {name} out of export.formats.") from None
+    return remarks
 
 
 def _target(run: Run) -> Outcome:
@@ -134,17 +162,15 @@ def _conversation_settings(run: Run) -> dict[str, Any]:
     from headstart.data.conversations.write import OF_SERVERS
 
     data = run.recipe.data
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(data).model_fields.items()}
-    unset = {name for name in _LATER if getattr(data, name) == defaults[name]}
     excluded = {"the excluded questions": [content(file) for file in data.exclude]} if data.exclude else {}
     contents = [_prompts_content(one.source) for one in data.sources]
     return {
-        **flat("data", data, OF_SERVERS | unset),
+        **flat("data", data, OF_SERVERS | data.unset()),
         **({"data.server": True} if data.server else {}),
         **excluded,
         "the prompts' content": _prompts_content(data.prompts) if isinstance(data.prompts, str) else contents,
         "states of a token": len(aux_layers(run)),
-        **{name: content(str(run.folder / TARGET / "tokenizer" / name)) for name in _TOKENIZER},
+        **{name: content(run.folder / TARGET / "tokenizer" / name) for name in _TOKENIZER},
     }
 
 
@@ -189,8 +215,8 @@ def _conversations(run: Run) -> Outcome:
     ]
     write_jsonl(run.folder / QUESTIONS, questions)
     answers = sum(sum(item.supervised) for item in splits.train)
-    held_out = content(str(folder / "heldout.jsonl"))
-    used = [content(str(folder / f"{split}.jsonl")) for split in _SPLITS]
+    held_out = content(folder / "heldout.jsonl")
+    used = [content(folder / f"{split}.jsonl") for split in _SPLITS]
     return Outcome(
         f"{len(splits.train)} conversations with {answers} answer tokens; {len(splits.validation)} for validation, "
         f"{len(splits.heldout)} held out",

@@ -6,11 +6,28 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headstart.pipeline.actions import describe_tuning
-from headstart.pipeline.data_stages import both_stores, conversation_files, conversations, is_online, kept_stores
-from headstart.pipeline.dependencies import before, conditions, content, flat, where
-from headstart.pipeline.formats import check_formats
-from headstart.pipeline.layout import CONVERSATIONS, STATES, TRAIN, TUNE
-from headstart.pipeline.run import Outcome, Run, Stage
+from headstart.pipeline.data_stages import (
+    both_stores,
+    check_formats,
+    conversation_files,
+    conversations,
+    is_online,
+    kept_stores,
+)
+from headstart.pipeline.run import (
+    CONVERSATIONS,
+    STATES,
+    TRAIN,
+    TUNE,
+    Outcome,
+    Run,
+    Stage,
+    before,
+    conditions,
+    content,
+    flat,
+    where,
+)
 from headstart.support.artifacts import artifact, held, referred
 from headstart.support.files import read_json, write_json
 
@@ -87,7 +104,7 @@ def _tune(run: Run) -> Outcome:
     identity = {
         "version": _TUNE_VERSION,
         "heads": before(run, "train"),
-        "texts": content(str(run.folder / CONVERSATIONS / "calibration.jsonl")),
+        "texts": content(run.folder / CONVERSATIONS / "calibration.jsonl"),
         **_tune_settings(run),
         "conditions": conditions(run),
     }
@@ -106,7 +123,7 @@ def _tune(run: Run) -> Outcome:
                 console=run.console,
             )
             write_json(file, tuning.to_json())
-    return Outcome(describe_tuning(Tuning.from_json(read_json(file))), identity=f"{made.name} {content(str(file))}")
+    return Outcome(describe_tuning(Tuning.from_json(read_json(file))), identity=f"{made.name} {content(file)}")
 
 
 def trained_heads(run: Run) -> DraftHead:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,11 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from headstart.errors import UserError
-from headstart.pipeline.layout import LAYOUT, REPORT, STATES, TRAIN
+from headstart.pipeline.run import REPORT, STATES, TRAIN
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import read_values
 from headstart.support.artifacts import FOLDER, NOTE, references, referred
-from headstart.support.files import DAMAGED, PARTIAL, format_bytes, read_json
+from headstart.support.files import DAMAGED, PARTIAL, format_bytes, read_json, remove
 from headstart.support.lock import Busy, locked
 
 
@@ -29,7 +28,6 @@ class RunState:
     """One run, as `headstart runs` shows it.
 
     Attributes:
-        folder: of the run.
         state: "done", or how far it is.
         bytes: of the run's folder and of every artifact that it refers to, shared ones included.
         family: of its heads.
@@ -51,10 +49,9 @@ class RunState:
 
 @dataclass(frozen=True)
 class Free:
-    """Something that no run refers to.
+    """A folder or a file that no run refers to.
 
     Attributes:
-        path: a folder or a file.
         bytes: that deleting it frees, at most: files may have a second name elsewhere.
         what: it is, for people.
     """
@@ -88,26 +85,22 @@ def _state(folder: Path) -> RunState:
     records = _records(folder)
     done = [name for name, record in records.items() if record.get("whole")]
     begun = [name for name, record in records.items() if record and not record.get("whole")]
-    if any(record and record.get("layout", 1) != LAYOUT for record in records.values()):
-        state = "of an earlier headstart"
-    elif len(done) == len(STAGES):
-        state = "done"
-    else:
-        state = f"{begun[0]} begun" if begun else f"{done[-1]} done" if done else "not begun"
+    state = f"{begun[0]} begun" if begun else f"{done[-1]} done" if done else "not begun"
     summary = _json(folder / REPORT / "results.json").get("summary") or {}
     trained = (_json(folder / TRAIN / "result.json").get("best") or {}).get("tau")
-    if trained is not None and "train" not in done:
+    if len(done) == len(STAGES):
+        state = "done"
+    elif trained is not None and "train" not in done:
         state = "trained"  # by several processes, which leave no record of a stage
     try:
         family = str(read_values(str(folder / "recipe.yaml"))["heads"]["family"])
     except (UserError, KeyError, TypeError):
         family = "?"
-    paths = {folder, *(path for stage in references(folder) if (path := referred(folder, stage)) is not None)}
     stamps = [file.stat().st_mtime for file in (folder / "stages").glob("*.json")]
     return RunState(
         folder,
         state,
-        sum(size(path) for path in paths if path.is_dir()),
+        sum(size(path) for path in {folder, *_artifacts_of(folder)} if path.is_dir()),
         family,
         summary.get("tokens_per_round"),
         trained,
@@ -119,6 +112,10 @@ def _state(folder: Path) -> RunState:
 def _records(folder: Path) -> dict[str, dict[str, Any]]:
     """What is known of each stage of a run."""
     return {stage.name: _json(folder / "stages" / f"{stage.name}.json") for stage in STAGES}
+
+
+def _artifacts_of(run: Path) -> list[Path]:
+    return [path for stage in references(run) if (path := referred(run, stage)) is not None]
 
 
 def show_runs(states: Sequence[RunState], console: Console) -> None:
@@ -141,8 +138,8 @@ def show_runs(states: Sequence[RunState], console: Console) -> None:
             _age((now - run.changed).total_seconds()),
         )
     console.print(table)
-    said = "τ is measured by the report; predicted τ is training's, for a chain. Sizes count what runs share for each."
-    console.print(said, style="dim", soft_wrap=True)
+    note = "τ is measured by the report; predicted τ is training's, for a chain. Sizes count what runs share for each."
+    console.print(note, style="dim", soft_wrap=True)
 
 
 def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
@@ -160,30 +157,26 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
     """
     runs = runs_in(folder)
     for run in runs:
-        lost = [
-            name for name, record in _records(run).items() if record.get("artifact") and name not in references(run)
-        ]
-        if lost:
+        known = references(run)
+        if any(record.get("artifact") and name not in known for name, record in _records(run).items()):
             raise UserError(
                 f"What {run} refers to cannot be read, so nothing can be said to be unused.",
                 "Run it once more (headstart run), or move it away.",
             )
-    used = {file_path for run in runs for stage in references(run) if (file_path := referred(run, stage)) is not None}
-    used = {file_path.resolve() for file_path in used}
-    found = []
-    paths = {note.parent for note in (folder / FOLDER).glob(f"*/*/{NOTE}")}
-    for file_path in sorted(paths | set((folder / FOLDER).glob(f"*/*{PARTIAL}"))):
-        if file_path != mine and not _idle(file_path):
+    used = {path.resolve() for run in runs for path in _artifacts_of(run)}
+    noted = {note.parent for note in (folder / FOLDER).glob(f"*/*/{NOTE}")}
+    unused = []
+    for path in sorted(noted | set((folder / FOLDER).glob(f"*/*{PARTIAL}"))):
+        if path != mine and not _idle(path):
             continue
-        if file_path.suffix == PARTIAL:
-            found.append(Free(file_path, size(file_path), "half deleted"))
-        elif file_path.resolve() not in used:
-            found.append(Free(file_path, size(file_path), _what(file_path)))
+        if path.suffix == PARTIAL:
+            unused.append(Free(path, size(path), "half deleted"))
+        elif path.resolve() not in used:
+            unused.append(Free(path, size(path), _what(path)))
         else:
-            if file_path.parent.name == "states":
-                found += _unused_shards(file_path, runs)
-            found += [Free(path, size(path), "half written") for path in sorted(file_path.rglob(f"*{PARTIAL}"))]
-    return found
+            unused += _unused_shards(path, runs) if path.parent.name == "states" else ()
+            unused += [Free(part, size(part), "half written") for part in sorted(path.rglob(f"*{PARTIAL}"))]
+    return unused
 
 
 def _what(path: Path) -> str:
@@ -210,14 +203,16 @@ def _read_shards(path: Path, runs: Sequence[Path]) -> dict[str, bool] | None:
     """The shards that runs read, each with whether a training still needs it; None while a run adds to them."""
     read: dict[str, bool] = {}
     for run in runs:
-        if referred(run, "states") is None or not _same(referred(run, "states"), path):
+        states = referred(run, "states")
+        if states is None or states.resolve() != path.resolve():
             continue
         records = _records(run)
         if not records["states"].get("whole"):
             return None
         for manifest in (run / STATES).glob("*/manifest.json"):
             for file in _json(manifest).get("files", ()):
-                read[str(file["file"])] = read.get(str(file["file"]), False) or not records["train"].get("whole")
+                name = str(file["file"])
+                read[name] = read.get(name, False) or not records["train"].get("whole")
     return read
 
 
@@ -238,53 +233,51 @@ def over_budget(folder: Path, maximum: int, mine: Path | None = None) -> list[Fr
         for shard in sorted(path.glob("shard-*.safetensors")):
             if read is not None and shard.name not in read:
                 continue
-            total += _size_of(shard)
+            total += size(shard)
             if read is not None and not read[shard.name] and (path == mine or _idle(path)):
                 may_go.append(shard)
-    found = []
+    chosen = []
     for shard in sorted(may_go, key=_last_read):
         if total <= maximum:
             break
-        total -= _size_of(shard)
-        days = _age(datetime.now(UTC).timestamp() - _last_read(shard))
-        found.append(Free(shard, _size_of(shard), f"hidden states of finished trainings, last read {days} ago"))
-    return found
+        total -= size(shard)
+        age = _age(datetime.now(UTC).timestamp() - _last_read(shard))
+        chosen.append(Free(shard, size(shard), f"hidden states of finished trainings, last read {age} ago"))
+    return chosen
 
 
 def _last_read(shard: Path) -> float:
     """When a training, or whoever wrote it, had it in hand; seconds as `time.time`."""
-    found = shard.stat()
-    return max(found.st_atime, found.st_mtime)
+    status = shard.stat()
+    return max(status.st_atime, status.st_mtime)
 
 
-def free(folder: Path, found: Sequence[Free], maximum: int | None = None) -> int:
-    """Delete what `unreferenced` and `over_budget` found, as far as it is still so; returns the bytes freed.
+def free(folder: Path, listed: Sequence[Free], maximum: int | None = None) -> int:
+    """Delete what `unreferenced` and `over_budget` listed, as far as it is still so; returns the bytes freed.
 
     Each artifact is held while it is looked at again and deleted, so that no process takes it up meanwhile.
 
     Args:
         folder: of the runs.
-        found: what may go.
+        listed: what may go.
         maximum: that `over_budget` was asked with.
     """
-    owners: dict[Path, list[Path]] = {}
-    for one in found:
-        owner = next((up for up in [one.path, *one.path.parents] if (up / NOTE).is_file()), one.path)
-        owners.setdefault(owner, []).append(one.path)
+    by_artifact: dict[Path, list[Path]] = {}
+    for item in listed:
+        owner = next((up for up in [item.path, *item.path.parents] if (up / NOTE).is_file()), item.path)
+        by_artifact.setdefault(owner, []).append(item.path)
     freed = 0
-    for owner, paths in owners.items():
+    for owner, paths in by_artifact.items():
         try:
             with locked(owner) if owner.is_dir() else nullcontext():
                 unused = {again.path for again in unreferenced(folder, owner)}
                 if maximum is not None:
                     unused |= {again.path for again in over_budget(folder, maximum, owner)}
-                for path in paths:
-                    if path not in unused:
-                        continue
-                    freed += _own_bytes(path)
+                for path in sorted(unused.intersection(paths)):
+                    freed += _bytes_without_second_name(path)
                     if path == owner and path.suffix != PARTIAL:  # it counts as nothing from here on
                         path = path.rename(path.with_name(path.name + PARTIAL))
-                    _delete(path)
+                    remove(path)
         except Busy:
             continue
     return freed
@@ -292,29 +285,17 @@ def free(folder: Path, found: Sequence[Free], maximum: int | None = None) -> int
 
 def size(path: Path) -> int:
     """Bytes of all files under a folder, or of a file; links are not followed."""
-    if not path.is_dir():
-        return _size_of(path)
-    return sum(_size_of(Path(folder, name)) for folder, _, names in os.walk(path) for name in names)
+    files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
+    total = 0
+    for file in files:
+        with suppress(FileNotFoundError):  # moved into its place meanwhile
+            total += file.lstat().st_size
+    return total
 
 
-def _size_of(file: Path) -> int:
-    try:
-        return file.lstat().st_size
-    except FileNotFoundError:  # moved into its place meanwhile
-        return 0
-
-
-def _own_bytes(folder: Path) -> int:
-    """Bytes of the files that have no second name elsewhere."""
+def _bytes_without_second_name(folder: Path) -> int:
     files = [folder] if folder.is_file() else [path for path in folder.rglob("*") if path.is_file()]
     return sum(file.lstat().st_size for file in files if file.lstat().st_nlink == 1)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _idle(path: Path) -> bool:
@@ -323,10 +304,6 @@ def _idle(path: Path) -> bool:
             return True
     except Busy:
         return False
-
-
-def _same(one: Path | None, other: Path) -> bool:
-    return one is not None and one.resolve() == other.resolve()
 
 
 def _json(file: Path) -> dict[str, Any]:

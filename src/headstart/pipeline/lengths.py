@@ -1,12 +1,12 @@
-"""How long the conversations of a recipe will be: from its own prompts where there are any, all turns counted."""
+"""How long the conversations of a recipe will be, in tokens: counted in those that are written, else in the prompts."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from headstart.data.prompts.prompts import Prompt
     from headstart.recipes.sections import DataSection
     from headstart.target.model import Target
-    from headstart.target.outline import Outline
 
 PROMPT_TOKENS = 66
 """Tokens of a self-written prompt with its template, on average."""
@@ -26,24 +25,23 @@ SAMPLE = 1000
 """Rows of given prompts that are looked at."""
 ANSWERED = 12
 """Of these, prompts that the target answers, to see how long its answers are."""
-
 _SELF_LONGEST = 200
 """Tokens of the longest self-written prompts with their template."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the conversations to expect.
+    """Tokens of the conversations to expect; all but `cached` on average.
 
     Attributes:
-        tokens: of a conversation, on average, answers included.
-        prompt: that the target reads before its first answer, on average.
-        turns: answers that the target writes in a conversation, on average; 0 where given answers are kept.
-        answer: tokens of a conversation that are answers, on average: what is learnt from.
-        read: tokens that it reads for them, on average: what was read of a conversation is kept for its next turn.
+        tokens: of a conversation, answers included.
+        prompt: that the target reads before its first answer.
+        turns: answers that the target writes in a conversation; 0 where given answers are kept.
+        answer: tokens of a conversation that are answers: what is learnt from.
+        read: tokens that it reads for them: what was read of a conversation is kept for its next turn.
         cached: tokens in the cache for the longest conversation while its last answer is written.
-        sample: prompts that this comes from; 0 when it is assumed.
-        written: conversations of this run that it comes from, when there are any.
+        prompts: that were counted, which are all there are where they are fewer than `SAMPLE`; 0 where none were.
+        source: where this comes from, for people.
     """
 
     tokens: float
@@ -52,26 +50,8 @@ class Lengths:
     answer: float
     read: float
     cached: int
-    sample: int
-    written: int = 0
-
-
-class Characters:
-    """Stands in for the tokenizer of a target of which only the config is here: four characters are a token."""
-
-    chat_template = "<|im_start|>{role}\n{content}<|im_end|>\n"
-    all_special_tokens: Sequence[str] = ()
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": self.encode(text)}
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        """As many numbers as the text has tokens."""
-        return [0] * -(-len(text) // 4)
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
-        """The messages in ChatML."""
-        return "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in messages)
+    prompts: int = 0
+    source: str = "assumed"
 
 
 def answer_tokens(maximum: int) -> float:
@@ -83,42 +63,50 @@ def answer_tokens(maximum: int) -> float:
     return ANSWER_TOKENS * -math.expm1(-maximum / ANSWER_TOKENS)
 
 
-def given_lengths(data: DataSection, target: Target | Outline, prompt: int) -> Lengths:
-    """Conversations of one turn whose prompts have so many tokens, template included: what a user says they have."""
-    answer, longest = answer_tokens(data.max_new_tokens), target.max_length
-    cached = min(max(prompt, data.max_prompt_tokens) + data.max_new_tokens, longest)
-    return Lengths(min(prompt + answer, longest), prompt, 1.0, answer, prompt, cached, 0)
-
-
-def written_lengths(data: DataSection, target: Target | Outline, parts: Iterable[Path]) -> Lengths | None:
-    """What the conversations that a run has written already say of those to come; None where there are none.
+def assumed_lengths(data: DataSection, longest: int, prompt: int | None = None) -> Lengths:
+    """Conversations of one turn, as long as those of other recipes are.
 
     Args:
         data: of the recipe.
-        target: whose context counts.
+        longest: text that the target reads.
+        prompt: tokens of a prompt, template included, where the user says so.
+    """
+    answer, most = answer_tokens(data.max_new_tokens), max(prompt or 0, data.max_prompt_tokens)
+    if data.prompts == "self" and prompt is None:
+        most = min(most, _SELF_LONGEST)
+    read = PROMPT_TOKENS if prompt is None else prompt
+    return Lengths(min(read + answer, longest), read, 1.0, answer, read, min(most + data.max_new_tokens, longest))
+
+
+def written_lengths(data: DataSection, longest: int, parts: Iterable[Path]) -> Lengths | None:
+    """Those of conversations that are written; None where there are none.
+
+    Args:
+        data: of the recipe.
+        longest: text that the target reads.
         parts: files of parts of training conversations.
     """
     from headstart.data.conversations.parts import Part
 
-    found = [item for file in itertools.islice(parts, SAMPLE) for item in Part.read(file).conversations][:SAMPLE]
-    if not found:
+    written = [item for file in itertools.islice(parts, SAMPLE) for item in Part.read(file).conversations][:SAMPLE]
+    if not written:
         return None
-    tokens = [len(item.tokens) for item in found]
-    starts = [[start for start, _ in item.supervised_spans] for item in found]
-    prompt = statistics.fmean(row[0] if row else 0 for row in starts)
-    read = statistics.fmean(
-        max((start for start, _ in item.supervised_spans), default=0)
-        - sum(stop - start for start, stop in item.supervised_spans[:-1])
-        for item in found
+    spans = [item.supervised_spans for item in written]
+    tokens = [len(item.tokens) for item in written]
+    read = [row[-1][0] - sum(stop - start for start, stop in row[:-1]) for row in spans if row]
+    return Lengths(
+        tokens=fmean(tokens),
+        prompt=fmean(row[0][0] if row else 0 for row in spans),
+        turns=fmean(map(len, spans)),
+        answer=fmean(sum(item.supervised) for item in written),
+        read=sum(read) / len(written),
+        cached=min(max(tokens) + data.max_new_tokens, longest),
+        source=f"as the {len(written)} that are written",
     )
-    cached = min(max(tokens) + data.max_new_tokens, target.max_length)
-    answer = statistics.fmean(sum(item.supervised) for item in found)
-    turns = statistics.fmean(map(len, starts))
-    return Lengths(statistics.fmean(tokens), prompt, turns, answer, read, cached, 0, len(found))
 
 
 def usual_answer(data: DataSection, target: Target, prompts: Sequence[Prompt]) -> float | None:
-    """Tokens of an answer on average, from a few that the target writes to the first of the prompts.
+    """Tokens of an answer on average, from a few that the target writes to some of the prompts.
 
     None where answers are kept as they are given, or where there is nothing to answer.
     """
@@ -127,12 +115,13 @@ def usual_answer(data: DataSection, target: Target, prompts: Sequence[Prompt]) -
 
     rows: list[list[int]] = []
     for prompt in prompts[:: max(1, len(prompts) // ANSWERED)]:
-        if data.regenerate or prompt.messages[-1]["role"] != "assistant":
-            try:
-                row = prompt_tokens(prompt.opening, target.tokenizer)
-            except Unfit:
-                continue
-            rows += [row] if len(row) + data.max_new_tokens <= target.max_length else []
+        if not _answers(prompt, data):
+            continue
+        try:
+            row = prompt_tokens(prompt.opening, target.tokenizer)
+        except Unfit:
+            continue
+        rows += [row] if len(row) + data.max_new_tokens <= target.max_length else []
     if not rows:
         return None
     written = InProcess(target).continue_rows(
@@ -143,47 +132,36 @@ def usual_answer(data: DataSection, target: Target, prompts: Sequence[Prompt]) -
         ends=target.end_tokens,
         seed=data.seed,
     )
-    return statistics.fmean(map(len, written))
+    return fmean(map(len, written))
 
 
-def expected_lengths(
-    data: DataSection,
-    target: Target | Outline,
-    prompts: Sequence[Prompt] | None = None,
-    usual: float | None = None,
+def counted_lengths(
+    data: DataSection, tokenizer: Any, longest: int, prompts: Sequence[Prompt], usual: float | None = None
 ) -> Lengths:
-    """What to expect of a recipe's data section.
+    """Those of conversations that begin with these prompts; assumed where there are none.
 
     Args:
         data: of the recipe.
-        target: whose template and context count.
-        prompts: some of those that will be answered; None when they are not known.
+        tokenizer: of the target.
+        longest: text that the target reads.
+        prompts: some of those that will be answered.
         usual: tokens of an answer on average, where that is known (`usual_answer`).
     """
-    longest = target.max_length
     if not prompts:
-        cached = min(data.max_prompt_tokens, _SELF_LONGEST if data.prompts == "self" else data.max_prompt_tokens)
-        answer = answer_tokens(data.max_new_tokens)
-        most = min(cached + data.max_new_tokens, longest)
-        return Lengths(min(PROMPT_TOKENS + answer, longest), PROMPT_TOKENS, 1.0, answer, PROMPT_TOKENS, most, 0)
-    tokenizer = target.tokenizer or Characters()
-    template = _tokens_of_a_turn(tokenizer)
+        return assumed_lengths(data, longest)
     usual = answer_tokens(data.max_new_tokens) if usual is None else usual
-    rows = [_row(prompt, data, tokenizer, target.max_length, template, usual) for prompt in prompts]
+    template = _tokens_of_a_turn(tokenizer)
+    rows = [_conversation(prompt, data, tokenizer, longest, usual, template) for prompt in prompts]
     return Lengths(
-        tokens=statistics.fmean(row.tokens for row in rows),
-        prompt=statistics.fmean(row.prompt for row in rows),
-        turns=statistics.fmean(row.turns for row in rows),
-        answer=statistics.fmean(row.answer for row in rows),
-        read=statistics.fmean(row.read for row in rows),
+        tokens=fmean(row.tokens for row in rows),
+        prompt=fmean(row.prompt for row in rows),
+        turns=fmean(row.turns for row in rows),
+        answer=fmean(row.answer for row in rows),
+        read=fmean(row.read for row in rows),
         cached=max(row.cached for row in rows),
-        sample=len(rows),
+        prompts=len(rows),
+        source=f"from {len(rows)} of the prompts",
     )
-
-
-def expected_tokens(data: DataSection, target: Target | Outline, prompts: Sequence[Prompt] | None = None) -> float:
-    """Tokens of a conversation, on average, all turns and answers included."""
-    return expected_lengths(data, target, prompts).tokens
 
 
 def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
@@ -196,37 +174,38 @@ def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
     """
     from headstart.data.prompts.prompts import prompts_for
 
-    if data.prompts == "self":
-        return []
-    return prompts_for(data, tokenizer or Characters(), SAMPLE, whole=False).prompts
+    return [] if data.prompts == "self" else prompts_for(data, tokenizer, SAMPLE, whole=False).prompts
 
 
-def _row(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int, template: int, usual: float) -> Lengths:
+def _answers(prompt: Prompt, data: DataSection) -> bool:
+    """Whether the target answers: given answers may be kept."""
+    return data.regenerate or prompt.messages[-1]["role"] != "assistant"
+
+
+def _conversation(
+    prompt: Prompt, data: DataSection, tokenizer: Any, longest: int, usual: float, template: int
+) -> Lengths:
     """One conversation, as `headstart.data.conversations.write` would write it."""
     from headstart.data.conversations.conversations import Unfit, prompt_tokens
 
-    room = longest - data.max_new_tokens
     try:
         opening = len(prompt_tokens(prompt.opening, tokenizer))
     except Unfit:
-        return Lengths(0.0, 0.0, 0.0, 0.0, 0.0, 0, 1)
-    if not data.regenerate and prompt.messages[-1]["role"] == "assistant":
+        return Lengths(0, 0, 0, 0, 0, 0)
+    if not _answers(prompt, data):
         later = prompt.messages[len(prompt.opening) :]
-        given = opening + sum(_words(turn["content"], tokenizer) for turn in later) + template * (len(later) // 2)
-        answers = sum(_words(turn["content"], tokenizer) for turn in later if turn["role"] == "assistant")
-        return Lengths(float(min(given, longest)), float(opening), 0.0, float(answers), 0.0, 0, 1)
-    likely, maximum = float(opening), opening  # with answers of the usual length, and with the longest
-    read, turns, cached = 0.0, 0, 0
-    fresh = [opening, *(_words(text, tokenizer) + template for text in prompt.turns[1:])]
-    for turn, tokens in enumerate(fresh):
-        if turn:
-            if tokens > data.max_prompt_tokens or likely + tokens > room:
-                break
-            likely, maximum = likely + tokens, maximum + tokens
+        words = [(turn["role"], _words(turn["content"], tokenizer)) for turn in later]
+        tokens = opening + sum(count for _, count in words) + template * (len(later) // 2)
+        answer = sum(count for role, count in words if role == "assistant")
+        return Lengths(min(tokens, longest), opening, 0, answer, 0, 0)
+    likely, maximum, read, turns, cached = 0.0, 0, 0, 0, 0  # likely: with usual answers; maximum: with the longest
+    for tokens in (opening, *(_words(text, tokenizer) + template for text in prompt.turns[1:])):
+        if turns and (tokens > data.max_prompt_tokens or likely + tokens > longest - data.max_new_tokens):
+            break
         read, turns = read + tokens, turns + 1
-        cached = min(maximum + data.max_new_tokens, longest)
-        likely, maximum = likely + usual, maximum + data.max_new_tokens
-    return Lengths(min(likely, float(longest)), float(opening), float(turns), turns * usual, read, cached, 1)
+        cached = min(maximum + tokens + data.max_new_tokens, longest)
+        likely, maximum = likely + tokens + usual, maximum + tokens + data.max_new_tokens
+    return Lengths(min(likely, longest), opening, turns, turns * usual, read, cached)
 
 
 def _words(text: str, tokenizer: Any) -> int:

@@ -1,13 +1,16 @@
-"""What a recipe will cost, said before any work: bytes, memory, time and network, and what to change so that it fits.
+"""What a recipe will take, said before any work: bytes on disk, memory, tokens, steps and hours, and what would fail.
 
-Times come from a few forwards timed on this machine, or, for a GPU that is not here, from the table of GPUs; then the
-target's config is enough.
+What a stage that is done has made is read from its records and its files. Of the others, sizes follow from the recipe
+and the target's config; hours follow from forwards and training steps that are timed here, where the target's weights
+are.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -22,29 +25,37 @@ from headstart.data.conversations.workers import Workers
 from headstart.decode.costs import core_count
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family, make_config
-from headstart.pipeline.advice import Change, advise, gpus_for, room
-from headstart.pipeline.costs import COSTS, Cost, Place, Planned, steps_of
-from headstart.pipeline.data_stages import aux_layers
-from headstart.pipeline.formats import check_formats
+from headstart.pipeline.data_stages import check_formats, conversations, is_online, kept_stores
+from headstart.pipeline.inventory import size
 from headstart.pipeline.lengths import (
     Lengths,
-    expected_lengths,
-    given_lengths,
+    assumed_lengths,
+    counted_lengths,
     prompts_of,
     usual_answer,
     written_lengths,
 )
 from headstart.pipeline.run import Run, left_to_do
-from headstart.pipeline.speeds import from_table, measure
+from headstart.pipeline.speeds import Speeds, measure
+from headstart.pipeline.stage_costs import (
+    COSTS,
+    Amounts,
+    Planned,
+    amounts_of,
+    amounts_with,
+    batch_token_bytes,
+    gradient_bytes,
+    step_tokens,
+    training,
+)
 from headstart.pipeline.stages import STAGES
 from headstart.support.artifacts import referred
 from headstart.support.files import format_bytes
-from headstart.support.gpus import Gpu, find_gpu
 from headstart.support.terminal import format_seconds
 from headstart.target.fitting import FINAL
 from headstart.target.memory import free_bytes, most_resident
 from headstart.target.model import Target
-from headstart.target.outline import Outline, outline
+from headstart.target.outline import Outline, outline, weights_are_here
 
 _SAME = ("data.prompts", "data.max_new_tokens", "data.max_prompt_tokens", "data.seed_prompts", "data.regenerate")
 """Settings that say how long conversations are: what was written under the same ones says it better."""
@@ -52,38 +63,40 @@ _SAME = ("data.prompts", "data.max_new_tokens", "data.max_prompt_tokens", "data.
 
 @dataclass(frozen=True)
 class Plan:
-    """The estimate.
+    """What a run takes.
 
     Attributes:
-        facts: (what, how much) for people.
-        seconds: by stage, from its beginning to its end, whether it is done or not.
         left: the stages still to do, each with why (`headstart.pipeline.run.left_to_do`).
-        disk: bytes by stage that it leaves under the run's folder.
-        disk_bytes: that the stages left may still write there, what stands beside them for a while included.
-        free_bytes: free there; None where the plan is for another machine.
-        memory: bytes on a device by stage at most, what is held of the target among them.
-        process: bytes of the process of a stage's own command at most, libraries and loading included; empty for GPUs.
-        room: bytes of a device that a process can use, the target among them.
+        done: the others, each with what came of it.
+        seconds: by stage: what it took, or will take; stages to do are left out where nothing could be timed.
+        disk: bytes by stage that it leaves beside the run, or has left.
+        free_bytes: free there; None where the weights are not here, and the run is for another machine.
+        facts: (what, how much) for people.
+        disk_bytes: that the stages left may still write, what stands beside them for a while included.
+        beside_bytes: what stands beside them for a while.
+        memory: by stage to do, bytes that a process holds at most: on its GPU, or in all where it computes on a CPU.
+        room: bytes that a process can have; None where the target's weights are not here.
         network: bytes that each process sends in a step of training.
-        steps: of training.
+        steps: of training; None when it is done.
         problems: sentences about what would fail.
-        changes: of settings, so that it fits or uses what there is.
-        how: where the times come from.
+        advice: sentences about what would be better.
+        how: where the seconds come from, as a sentence.
     """
 
-    facts: list[tuple[str, str]]
-    seconds: dict[str, float]
     left: dict[str, str]
+    done: dict[str, str]
+    seconds: dict[str, float]
     disk: dict[str, int]
-    disk_bytes: int
-    free_bytes: int | None
-    memory: dict[str, int]
-    process: dict[str, int]
-    room: int
-    network: int
-    steps: float
-    problems: list[str]
-    changes: list[Change] = field(default_factory=list)
+    free_bytes: int | None = None
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    disk_bytes: int = 0
+    beside_bytes: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+    room: int | None = None
+    network: int = 0
+    steps: float | None = None
+    problems: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     how: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -91,134 +104,137 @@ class Plan:
         return {**asdict(self), "facts": dict(self.facts)}
 
 
-def make_plan(run: Run, processes: int = 1, device: str | None = None, prompt_tokens: int | None = None) -> Plan:
+def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) -> Plan:
     """Estimate a run.
 
     Args:
         run: recipe and folder.
         processes: that train, each on a device of its own; on a CPU they share its cores.
-        device: a GPU of the table, for which the target's config is enough; None times this machine.
         prompt_tokens: of a prompt, template included, instead of reading some.
 
     Raises:
-        UserError: anything in the recipe that would stop the run before its first minute, or a GPU that the table does
-            not have.
+        UserError: anything in the recipe that would stop the run before its first minute.
     """
     if processes < 1:
         raise UserError(f"A plan for {processes} processes.", "Give --processes 1 or more.")
-    if device is not None:
-        return _elsewhere(run, processes, find_gpu(device), prompt_tokens)
-    return _here(run, processes, prompt_tokens)
+    left = left_to_do(run, STAGES)
+    records = {stage.name: run.record(stage.name) for stage in STAGES if stage.name not in left}
+    done = {name: record for name, record in records.items() if record is not None}
+    folders = {name: referred(run.folder, name) for name in done}
+    plan = Plan(
+        left=left,
+        done={name: record.summary for name, record in done.items()},
+        seconds={name: record.seconds for name, record in done.items()},
+        disk={name: size(folder) for name, folder in folders.items() if folder is not None},
+    )
+    if not left:
+        return plan
+    section = run.recipe.target
+    if weights_are_here(section.spec, section.revision):
+        return _timed(run, plan, processes, prompt_tokens)
+    return _sized(run, plan, processes, prompt_tokens)
 
 
-def _here(run: Run, processes: int, prompt_tokens: int | None) -> Plan:
+def _timed(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> Plan:
+    """With the target loaded: some of its prompts are answered, some forwards and steps timed."""
     recipe, data = run.recipe, run.recipe.data
-    own = psutil.Process()
-    libraries, start = own.memory_info().rss, perf_counter()
+    bare, start = _resident(), perf_counter()
     target = run.target
     loading = perf_counter() - start
-    resident, peak = own.memory_info().rss, most_resident()
+    on_cpu = target.device.type == "cpu"
+    held, peak = _resident(), most_resident()
+    if not on_cpu:
+        bare, held, peak = 0, target.parameters * target.dtype.itemsize, 0
     check_prompts(target.tokenizer, data.prompts)
-    needed = aux_layers(run)
     check_formats(run, target)
     config = make_config(recipe.heads, target)
     heads = family(config.family)(config).to(target.device)
     heads.warm_start(target)
     heads.gradient_checkpointing = recipe.train.gradient_checkpointing
-    lengths, problems = _lengths(run, target, prompt_tokens, answered=True)
-    speeds = measure(target, heads, needed, data.batch_size, recipe.train, lengths)
-    threads = torch.get_num_threads()
-    place = Place(str(target.device), processes, core_count() or 1, threads, None, free_bytes(target.device))
+    needed = sorted({*heads.aux_layers, FINAL})
+    lengths, problems = _lengths(run, target, prompt_tokens)
+    speeds = measure(target, heads, needed, recipe, lengths)
+    crowding = max(1.0, processes * torch.get_num_threads() / (core_count() or 1)) if on_cpu else 1.0
     workers = Workers(target.device, -(-data.conversations // data.batch_size)).count
-    planned = Planned(recipe, target, heads, needed, speeds, lengths, workers, place)
-    left = left_to_do(run, STAGES)
-    free = shutil.disk_usage(_existing(run.folder)).free
-    how = "estimated from forwards timed on this machine now"
-    plan = _plan(planned, {"target": loading}, left, free, problems, how)
-    if target.device.type == "cpu":
-        beside = {stage: memory - planned.own_bytes for stage, memory in plan.memory.items()}
-        plan.process.update({stage: max(peak, resident + more) for stage, more in beside.items()})
-        if not planned.needs_target:  # the target is not loaded at all
-            plan.process["train"] = libraries + plan.memory["train"]
-    return plan
+    planned = Planned(recipe, target, heads, needed, lengths, speeds, processes, crowding, workers, held, bare)
+    room, free = held + free_bytes(target.device) // processes, shutil.disk_usage(_existing(run.folder)).free
+    plan = _estimate(run, planned, replace(plan, problems=problems, room=room, free_bytes=free))
+    return replace(
+        plan,
+        seconds={"target": loading, **plan.seconds},
+        memory={stage: max(peak, most) for stage, most in plan.memory.items()},
+        how="Times come from forwards and steps timed on this machine now.",
+    )
 
 
-def _elsewhere(run: Run, processes: int, gpu: Gpu, prompt_tokens: int | None) -> Plan:
-    recipe, data = run.recipe, run.recipe.data
-    section = recipe.target
+def _sized(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> Plan:
+    """Of a target whose config alone is here: nothing can be timed."""
+    recipe, section = run.recipe, run.recipe.target
     target = outline(section.spec, section.dtype, section.revision)
     shapes = cast(Target, target)  # which is all that heads on the meta device ask for
     config = make_config(recipe.heads, shapes)
     with torch.device("meta"):
         heads: DraftHead = family(config.family)(config)
     heads.bind(shapes)
-    needed = sorted({*heads.aux_layers, FINAL})
     lengths, problems = _lengths(run, target, prompt_tokens)
-    per_copy = gpus_for(target.parameters * target.dtype.itemsize, gpu.memory)
-    served = bool(data.server)
-    rows = data.batch_size
-    speeds = from_table(target, heads, gpu, rows, recipe.train, lengths, min(per_copy, processes), served)
-    place = Place(gpu.name, processes, 0, 0, gpu, int(gpu.memory), per_copy)
-    planned = Planned(recipe, target, heads, needed, speeds, lengths, 1, place)
-    loading = planned.own_bytes / 2e9
-    left = dict.fromkeys((stage.name for stage in STAGES), "")
-    how = f"from the table of GPUs: {gpu.flops / 1e12:.0f} TFLOPS in bfloat16, {gpu.bandwidth / 1e9:.0f} GB/s"
-    return _plan(planned, {"target": loading}, left, None, problems, how)
+    held, needed = target.parameters * target.dtype.itemsize, sorted({*heads.aux_layers, FINAL})
+    planned = Planned(recipe, target, heads, needed, lengths, Speeds(), processes, held=held)
+    how = f"Times are not known: they come from forwards of {target.name}, and its weights are not here."
+    return replace(_estimate(run, planned, replace(plan, problems=problems)), seconds=plan.seconds, how=how)
 
 
-def _plan(
-    planned: Planned, seconds: dict[str, float], left: dict[str, str], free: int | None, problems: list[str], how: str
-) -> Plan:
-    costs = {stage: cost(planned) for stage, cost in COSTS.items()}
-    still = [cost for stage, cost in costs.items() if stage in left]
-    beside = max((cost.at_peak for cost in still), default=0)
-    disk = sum(cost.disk for cost in still) + beside
-    found, changes = advise(planned, costs, disk, free)
-    return Plan(
-        facts=_facts(planned, costs, disk - beside, beside, free),
-        seconds={**seconds, **{stage: cost.seconds for stage, cost in costs.items()}},
-        left=left,
-        disk={stage: cost.disk for stage, cost in costs.items()},
-        disk_bytes=disk,
-        free_bytes=free,
+def _estimate(run: Run, planned: Planned, plan: Plan) -> Plan:
+    """The plan with all that follows for the stages that are left."""
+    amounts = _amounts(run, planned, plan.left)
+    costs = {stage: cost(planned, amounts) for stage, cost in COSTS.items() if stage in plan.left}
+    beside = max((cost.at_peak for cost in costs.values()), default=0)
+    plan = replace(
+        plan,
+        seconds={**plan.seconds, **{stage: cost.seconds for stage, cost in costs.items()}},
+        disk={**plan.disk, **{stage: cost.disk for stage, cost in costs.items()}},
+        disk_bytes=sum(cost.disk for cost in costs.values()) + beside,
+        beside_bytes=beside,
         memory={stage: cost.memory for stage, cost in costs.items()},
-        process={},
-        room=room(planned),
-        network=costs["train"].network,
-        steps=steps_of(planned),
-        problems=[*problems, *found],
-        changes=changes,
-        how=how,
+        network=gradient_bytes(planned),
+        steps=training(planned, amounts)[0] if "train" in plan.left else None,
     )
+    problems, advice = _problems(planned, amounts, plan)
+    facts = _facts(planned, amounts, plan)
+    return replace(plan, facts=facts, problems=[*plan.problems, *problems], advice=advice)
 
 
-def _lengths(
-    run: Run, target: Target | Outline, prompt_tokens: int | None, answered: bool = False
-) -> tuple[Lengths, list[str]]:
-    """What to expect of the conversations; prompts that cannot be read are a problem, and are assumed.
+def _amounts(run: Run, planned: Planned, left: Mapping[str, str]) -> Amounts:
+    """What is on the disk of stages that are done, and what to expect of the others."""
+    if "conversations" in left:
+        return amounts_of(planned)
+    split = {name: [len(item.tokens) for item in conversations(run, name)] for name in ("train", "calibration")}
+    amounts = amounts_with(planned, len(split["train"]), sum(split["train"]), sum(split["calibration"]))
+    if "states" in left or is_online(run):
+        return amounts
+    stores = kept_stores(run)
+    states = sum(store.bytes for store in stores.values())
+    return replace(amounts, trained=stores["train"].tokens, states=states, wanted=states)
 
-    Args:
-        run: recipe and folder.
-        target: the model.
-        prompt_tokens: as of `make_plan`.
-        answered: whether the target answers some of the prompts, to see how long its answers are.
-    """
-    data = run.recipe.data
+
+def _lengths(run: Run, target: Target | Outline, prompt_tokens: int | None) -> tuple[Lengths, list[str]]:
+    """What to expect of the conversations; prompts that cannot be read are a problem, and are assumed."""
+    data, longest, tokenizer = run.recipe.data, target.max_length, target.tokenizer
     if prompt_tokens is not None:
-        return given_lengths(data, target, prompt_tokens), []
-    if (written := _written(run, target)) is not None:
+        return assumed_lengths(data, longest, prompt_tokens), []
+    if (written := _written(run, longest)) is not None:
         return written, []
+    if tokenizer is None:
+        return assumed_lengths(data, longest), []
     try:
-        prompts = prompts_of(data, target.tokenizer)
-        usual = None
-        if answered and isinstance(target, Target) and not data.server:
-            usual = usual_answer(data, target, prompts)
-        return expected_lengths(data, target, prompts, usual), []
+        prompts = prompts_of(data, tokenizer)
+        answers = isinstance(target, Target) and not data.server
+        usual = usual_answer(data, cast(Target, target), prompts) if answers else None
+        return counted_lengths(data, tokenizer, longest, prompts, usual), []
     except UserError as error:
-        return expected_lengths(data, target), [f"{error.problem} {error.remedy}"]
+        return assumed_lengths(data, longest), [f"{error.problem} {error.remedy}"]
 
 
-def _written(run: Run, target: Target | Outline) -> Lengths | None:
+def _written(run: Run, longest: int) -> Lengths | None:
     """What the run's own conversations say, where some were written under the same settings."""
     record, folder = run.record("conversations"), referred(run.folder, "conversations")
     if record is None or folder is None:
@@ -227,96 +243,126 @@ def _written(run: Run, target: Target | Outline) -> Lengths | None:
     if any(record.settings.get(name) != settings[name] for name in _SAME):
         return None
     try:
-        return written_lengths(run.recipe.data, target, sorted((folder / "parts").glob("*-train.jsonl")))
+        return written_lengths(run.recipe.data, longest, sorted((folder / "parts").glob("*-train.jsonl")))
     except UserError:  # a part that is damaged: whoever writes says so
         return None
 
 
-def _facts(
-    planned: Planned, costs: dict[str, Cost], to_write: int, beside: int, free: int | None
-) -> list[tuple[str, str]]:
-    """What is planned and what it takes, for people.
+# -- what would fail ---------------------------------------------------------------------------------------------------
 
-    Args:
-        planned: what is estimated.
-        costs: by stage.
-        to_write: bytes of what the stages leave that are not written yet.
-        beside: bytes that stand beside these for a while.
-        free: bytes of the disk; None for another machine.
-    """
-    target, heads, lengths, data = planned.target, planned.heads, planned.lengths, planned.recipe.data
-    amounts, place = planned.amounts, planned.place
-    cache = f"{format_bytes(planned.cache_bytes)} at most, {data.batch_size} conversations of {lengths.cached} tokens"
-    cache += ", and two batches at once" if planned.workers > 1 else ""
-    if costs["conversations"].memory > room(planned) and not data.server:
-        spare = max(0, room(planned) - planned.own_bytes)
-        cache += f"; {format_bytes(spare)} are free: larger batches are written in halves"
-    where = place.name if place.processes == 1 else f"{place.processes} x {place.name}"
-    by_servers = f"{', '.join(data.server)}; time and memory below are as if these devices wrote" if data.server else ""
-    free_text = "" if free is None else f"; {format_bytes(free)} free"
-    beside_text = f", and {format_bytes(beside)} more for a while" if beside else ""
-    dtype = str(target.dtype).removeprefix("torch.")
-    shared = f", {place.per_copy} GPUs hold a copy" if place.per_copy > 1 else ""
-    active = ""
-    if isinstance(target, Outline) and target.experts != (1, 1):
-        experts, chosen = target.experts
-        used = target.parameters - target.expert_parameters * (1 - chosen / experts)
-        active = f", {used / 1e9:.1f} B of them for a token"
-    return [
-        ("Target", f"{target.name}, {dtype} on {where}{shared}"),
-        ("Parameters", f"{_count(target.parameters)}{active}, {format_bytes(planned.own_bytes * place.per_copy)}"),
-        (
-            "Heads",
-            f"{heads.config.family}, {heads.draft_steps} steps, {planned.learning / 1e6:.1f} M to train",
+
+def _problems(planned: Planned, amounts: Amounts, plan: Plan) -> tuple[list[str], list[str]]:
+    """(what would fail, what would be better), as sentences that name the settings to change."""
+    data, target, problems, advice = planned.recipe.data, planned.target, list[str](), list[str]()
+    if plan.free_bytes is not None and plan.free_bytes < 1.05 * plan.disk_bytes:
+        problems.append(
+            f"The disk has {format_bytes(plan.free_bytes)} free and the run may write {format_bytes(plan.disk_bytes)}: "
+            "free some space, choose another --run-dir, or lower data.cache_gigabytes."
+        )
+    longest = data.max_prompt_tokens + data.max_new_tokens
+    if longest > target.max_length:
+        problems.append(
+            f"A prompt and its answer may take {longest} tokens and {target.name} reads {target.max_length}: lower "
+            "data.max_prompt_tokens or data.max_new_tokens."
+        )
+    if "states" in plan.left and amounts.wanted > 1.02 * amounts.states:
+        share = amounts.states / amounts.wanted
+        advice.append(
+            f"data.cache_gigabytes={math.ceil(amounts.wanted / 1e9)} would hold the states of all conversations; "
+            f"{data.cache_gigabytes:g} hold {share:.0%} of them."
+        )
+    if plan.room is None:
+        return problems, advice
+    free = max(0, plan.room - planned.held)
+    longest_bytes = planned.lengths.cached * target.kv_bytes_per_token
+    writing = plan.memory.get("conversations", 0)
+    takes = {
+        "Writing the longest conversation": (
+            0 if data.server else longest_bytes if "conversations" in plan.left else 0
         ),
-        ("A drafted token", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
-        (
-            "Conversations",
-            f"about {amounts.conversations:.0f} (of {data.conversations} at most), {amounts.tokens} tokens",
-        ),
-        ("A conversation", _described(lengths)),
-        *([("Written by", by_servers)] if by_servers else []),
-        ("Hidden states on disk", f"{format_bytes(amounts.states)} ({len(planned.needed)} of each token)"),
-        *((f"Disk, {stage}", format_bytes(cost.disk)) for stage, cost in costs.items() if cost.disk >= 1e6),
-        (
-            "Disk in all",
-            f"{format_bytes(sum(one.disk for one in costs.values()))}, of which {format_bytes(to_write)} is still to "
-            f"write{beside_text}{free_text}",
-        ),
-        ("KV cache while writing data", cache),
-        ("Memory while writing data", _of_room(planned, costs["conversations"])),
-        ("Memory while training", _of_room(planned, costs["train"])),
-        ("Memory of the report", _of_room(planned, costs["eval"])),
-        ("Training", f"about {steps_of(planned):.0f} steps of {_step_tokens(planned)} tokens"),
-        *(
-            [("Network", f"{format_bytes(costs['train'].network)} sent by each process in a step (DDP)")]
-            if costs["train"].network
-            else []
-        ),
+        "Training": plan.memory.get("train", 0) - planned.held,
+        "The report": plan.memory.get("eval", 0) - planned.held,
+    }
+    remedies = {
+        "Writing the longest conversation": "lower data.max_new_tokens or data.max_prompt_tokens",
+        "Training": _smaller_batches(planned, plan.memory.get("train", 0) - plan.room),
+        "The report": "lower eval.max_new_tokens",
+    }
+    problems += [
+        f"{what} takes about {format_bytes(more)} beside the target, and {format_bytes(free)} are free on "
+        f"{target.device}: {remedies[what]}."
+        for what, more in takes.items()
+        if more > free
     ]
+    if writing > plan.room and longest_bytes <= free and not data.server:  # found out by trying
+        rows = int(free / ((writing - planned.held) / data.batch_size))
+        advice.append(f"data.batch_size={max(1, rows)} would fit into memory: larger batches are written in halves.")
+    return problems, advice
 
 
-def _step_tokens(planned: Planned) -> int:
+def _smaller_batches(planned: Planned, too_much: int) -> str:
+    """The settings with which training takes so many bytes less."""
     section = planned.recipe.train
-    return section.batch_tokens * section.gradient_accumulation_steps * planned.place.processes
+    by_token = planned.speeds.training_bytes / section.batch_tokens + batch_token_bytes(planned)
+    tokens = section.batch_tokens - too_much / by_token
+    if tokens < 64:
+        return "lower heads.draft_vocab_size or train.batch_tokens"
+    tokens = 1 << int(math.log2(tokens))
+    parts = math.ceil(section.batch_tokens / tokens) * section.gradient_accumulation_steps
+    return f"train.batch_tokens={tokens} and train.gradient_accumulation_steps={parts} fit"
 
 
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
+# -- for people --------------------------------------------------------------------------------------------------------
 
 
-def _of_room(planned: Planned, cost: Cost) -> str:
-    return f"about {format_bytes(cost.memory)} of {format_bytes(room(planned))} on a device"
+def _facts(planned: Planned, amounts: Amounts, plan: Plan) -> list[tuple[str, str]]:
+    """What the stages left work on and take."""
+    target, heads, lengths, data = planned.target, planned.heads, planned.lengths, planned.recipe.data
+    count = f"{target.parameters / 1e9:.1f} B" if target.parameters >= 1e9 else f"{target.parameters / 1e6:.1f} M"
+    where = "" if plan.room is None else f" on {target.device}"
+    facts = [
+        ("Target", f"{target.name}, {str(target.dtype).removeprefix('torch.')}{where}"),
+        ("Parameters", f"{count}, {format_bytes(target.parameters * target.dtype.itemsize)}"),
+        ("Heads", f"{heads.config.family}, {heads.draft_steps} steps, {planned.learning / 1e6:.1f} M to train"),
+        ("A drafted token", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
+    ]
+    if "conversations" in plan.left:
+        at_most = f"about {amounts.conversations:.0f} (of {data.conversations} at most), {amounts.tokens} tokens"
+        turns = f"{lengths.turns:.1f} answers" if lengths.turns else "answers as given"
+        cache = (
+            f"{format_bytes(planned.cache_bytes)} at most, {data.batch_size} conversations of {lengths.cached} tokens"
+        )
+        facts += [
+            ("Conversations", at_most),
+            ("A conversation", f"about {lengths.tokens:.0f} tokens, {turns} ({lengths.source})"),
+            ("KV cache while writing data", cache + (", and two batches at once" if planned.workers > 1 else "")),
+        ]
+    if "conversations" in plan.left and data.server:
+        facts.append(("Written by", f"{', '.join(data.server)}; time and memory below are as if these devices wrote"))
+    if "states" in plan.left:
+        facts.append(("Hidden states on disk", f"{format_bytes(amounts.states)}, {len(planned.needed)} of each token"))
+    facts.append(("Disk in all", _disk(plan)))
+    about, room = (
+        ("at least", "") if plan.room is None else ("about", f" of {format_bytes(plan.room)} that a process can have")
+    )
+    names = {"conversations": "while writing data", "train": "while training", "eval": "of the report"}
+    facts += [
+        (f"Memory {name}", f"{about} {format_bytes(plan.memory[stage])}{room}")
+        for stage, name in names.items()
+        if stage in plan.memory
+    ]
+    if plan.steps is not None:
+        facts.append(("Training", f"about {plan.steps:.0f} steps of {step_tokens(planned)} tokens"))
+    if plan.steps is not None and plan.network:
+        facts.append(("Network", f"{format_bytes(plan.network)} sent by each process in a step (DDP)"))
+    return facts
 
 
-def _described(lengths: Lengths) -> str:
-    known = "assumed"
-    if lengths.written:
-        known = f"as the {lengths.written} that are written"
-    elif lengths.sample:
-        known = f"from {lengths.sample} of the prompts"
-    turns = f"{lengths.turns:.1f} answers" if lengths.turns else "answers as given"
-    return f"about {lengths.tokens:.0f} tokens, {turns} ({known})"
+def _disk(plan: Plan) -> str:
+    every, to_write = sum(plan.disk.values()), plan.disk_bytes - plan.beside_bytes
+    beside = f", and {format_bytes(plan.beside_bytes)} more for a while" if plan.beside_bytes else ""
+    free = "" if plan.free_bytes is None else f"; {format_bytes(plan.free_bytes)} free"
+    return f"{format_bytes(every)}, of which {format_bytes(to_write)} is still to write{beside}{free}"
 
 
 def show_plan(run: Run, plan: Plan) -> None:
@@ -326,29 +372,30 @@ def show_plan(run: Run, plan: Plan) -> None:
     for what, much in plan.facts:
         facts.add_row(what, escape(much))
     console.print(facts)
-    console.print(f"\nTime, {plan.how}", style="italic", highlight=False, soft_wrap=True)
-    times = Table(box=None)
-    times.add_column("stage")
-    times.add_column("estimate", justify="right")
-    times.add_column("")
+    if plan.left:
+        console.print(f"\n{plan.how}", style="italic", highlight=False, soft_wrap=True)
+    stages = Table(box=None)
+    stages.add_column("stage")
+    for name in ("time", "disk"):
+        stages.add_column(name, justify="right")
+    stages.add_column("")
     for stage in STAGES:
-        if stage.name in plan.left:
-            times.add_row(stage.name, format_seconds(plan.seconds[stage.name]), escape(plan.left[stage.name]))
-        else:
-            record = run.record(stage.name)
-            assert record is not None, "a stage that is done has a record"
-            times.add_row(stage.name, "–", f"done before, {format_seconds(record.seconds)}")
-    if len(plan.left) == len(STAGES):
-        times.add_row("in all", format_seconds(sum(plan.seconds.values())), style="bold")
-    elif plan.left:
-        times.add_row("left", format_seconds(sum(plan.seconds[name] for name in plan.left)), style="bold")
-    console.print(times)
+        seconds, disk = plan.seconds.get(stage.name), plan.disk.get(stage.name, 0)
+        note = plan.left.get(stage.name, f"done: {plan.done.get(stage.name)}")
+        time = "–" if seconds is None else format_seconds(seconds)
+        stages.add_row(stage.name, time, format_bytes(disk) if disk else "", escape(note))
+    if plan.left and plan.left.keys() <= plan.seconds.keys():
+        stages.add_row("left", format_seconds(sum(plan.seconds[name] for name in plan.left)), style="bold")
+    console.print(stages)
     if not plan.left:
         console.print("Nothing is left to do: every stage is done.", style="bold")
-    if plan.changes:
-        console.print("\nTo change:", style="bold")
-        for change in plan.changes:
-            console.print(f"  {change}", highlight=False, markup=False, soft_wrap=True)
+    for sentence in plan.advice:
+        console.print(f"Better: {sentence}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _resident() -> int:
+    """Bytes that this process holds."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def _existing(folder: Path) -> Path:

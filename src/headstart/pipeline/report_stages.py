@@ -8,10 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from headstart.pipeline.actions import keeping_engine_tunings, refuse_other_files, refuse_others, report
-from headstart.pipeline.dependencies import before, conditions, content, flat, where
 from headstart.pipeline.head_stages import trained_heads
-from headstart.pipeline.layout import HEADS, QUESTIONS, REPORT, STATES, TRAIN, TUNE
-from headstart.pipeline.run import Outcome, Run, Stage
+from headstart.pipeline.run import (
+    HEADS,
+    QUESTIONS,
+    REPORT,
+    STATES,
+    TRAIN,
+    TUNE,
+    Outcome,
+    Run,
+    Stage,
+    before,
+    conditions,
+    content,
+    flat,
+    where,
+)
 from headstart.recipes.sections import DataSection
 from headstart.support.artifacts import Artifact, artifact, give, held
 from headstart.support.files import read_json, write_atomic
@@ -113,7 +126,7 @@ def _eval(run: Run) -> Outcome:
         "version": _EVAL_VERSION,
         "heads": exported.name,
         **_eval_settings(run),
-        "questions": content(str(file)),
+        "questions": content(file),
         "conditions": conditions(run),
     }
     made = artifact(run.folder, "reports", run.recipe.heads.family, identity)

@@ -1,10 +1,10 @@
 """The stages of a run: skipped when done, continued when interrupted, extended when more is asked for.
 
-What a stage makes is an artifact (see `headstart.support.artifacts`), found again by what it is; its work completes what is
-there and never removes anything. A stage is done when its record (`stages/<name>.json` in the run's folder) says so
-for the same fingerprint and its outputs are there. The fingerprint covers the stage's version, the recipe settings it
-depends on, and the identity of every stage before it: a changed setting that comes to the same artifact leaves the
-stages after it done.
+What a stage makes is an artifact (see `headstart.support.artifacts`), found again by what it is; its work completes
+what is there and never removes anything. A stage is done when its record (`stages/<name>.json` in the run's folder)
+says so for the same fingerprint and its outputs are there. The fingerprint covers the stage's version, the recipe
+settings it depends on, and the identity of every stage before it: a changed setting that comes to the same artifact
+leaves the stages after it done.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from headstart.errors import UserError
-from headstart.pipeline.layout import ADAPTER, HEADS, LAYOUT, TRAIN
 from headstart.recipes.recipe import Recipe, recipe_text
+from headstart.recipes.sections import Section
 from headstart.support.artifacts import Artifact, refer, references, referred
 from headstart.support.files import read_json, write_json, write_text
 from headstart.support.lock import locked
-from headstart.support.old_records import settings_now
 from headstart.support.provenance import note_provenance
 from headstart.support.terminal import format_seconds
 
@@ -37,20 +36,28 @@ if TYPE_CHECKING:
     from headstart.target.model import Target
 
 
+# Where things lie in the folder of a run.
+TARGET = "target"
+CONVERSATIONS = "data/conversations"
+QUESTIONS = "data/heldout.jsonl"
+STATES = "data/states"
+TRAIN = "train"
+ADAPTER = "adapter"
+"""Beside heads that were trained with it, as peft saves adapters."""
+TUNE = "tune"
+HEADS = "heads"
+REPORT = "report"
+LAYOUT = 2
+"""Raised when a run's folder comes to mean something else."""
+
+
 class NoTarget(UserError):
     """The target of a run cannot be loaded here."""
 
 
 @dataclass
 class Run:
-    """One recipe in one folder.
-
-    Attributes:
-        recipe: what to do.
-        folder: where everything goes.
-        console: where progress is shown.
-        again: names of stages whose work is to be done anew even where its result is there.
-    """
+    """One recipe in one folder; `again` names stages whose work is to be done anew even where its result is there."""
 
     recipe: Recipe
     folder: Path
@@ -128,7 +135,7 @@ class Run:
         refer(self.folder, stage, artifact, link)
 
     def record_file(self, stage: str) -> Path:
-        """Where a stage's record is."""
+        """Where the record of a stage is kept."""
         return self.folder / "stages" / f"{stage}.json"
 
     def record(self, stage: str) -> Record | None:
@@ -137,14 +144,9 @@ class Run:
         if not file.is_file():
             return None
         try:
-            record = Record(**read_json(file))
-            settings = settings_now(record.settings)
-        except (UserError, TypeError, AttributeError):
+            return Record(**read_json(file))
+        except (UserError, TypeError):
             return None
-        if settings != record.settings:  # under names of an earlier version
-            record.settings = settings
-            record.fingerprint = _fingerprint(stage, record.version, settings, record.before)
-        return record
 
 
 @dataclass
@@ -160,7 +162,7 @@ class Record:
         identity: what later stages depend on: new each time the stage is built, unless the stage knows better.
         seconds: spent on it, interrupted attempts included where they could be timed.
         summary: what came of it, as a short phrase.
-        layout: of the run's folder.
+        layout: of the run's folder, see `headstart.pipeline.run`.
         artifact: that the run referred to when the stage was finished; empty for stages that make none.
     """
 
@@ -172,7 +174,7 @@ class Record:
     identity: str = ""
     seconds: float = 0.0
     summary: str = ""
-    layout: int = 1
+    layout: int = LAYOUT
     artifact: str = ""
 
 
@@ -210,22 +212,18 @@ class Stage:
 
 
 def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:
-    """Bring every stage up to date, in order.
+    """Bring every stage up to date, each after those it reads from; returns whether there was anything to do.
 
     Args:
         run: recipe, folder and console.
-        stages: in an order in which each comes after those it reads from.
+        stages: in order.
         again: names of stages to do anew even when they are done.
 
-    Returns:
-        Whether there was anything to do.
-
     Raises:
-        UserError: the folder is in use by another run, holds a run of an earlier headstart, or a stage refuses.
+        UserError: the folder is in use by another run, or a stage refuses.
     """
     worked = False
     run.again = again
-    check_layout(run.folder)
     with locked(run.folder):
         write_text(run.folder / "recipe.yaml", recipe_text(run.recipe))
         for number, stage in enumerate(stages, start=1):
@@ -247,34 +245,10 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
     return worked
 
 
-def check_layout(folder: Path) -> None:
-    """Refuse to work on a run of an earlier headstart, which kept what it made inside its own folder.
-
-    Raises:
-        UserError: with what its heads are still good for.
-    """
-    for file in sorted((folder / "stages").glob("*.json")):
-        try:
-            layout = read_json(file).get("layout", 1)
-        except (UserError, AttributeError):
-            continue
-        if layout != LAYOUT:
-            raise UserError(
-                f"The run in {folder} was made by another version of headstart, which lays runs out differently.",
-                f"Its heads can be used as before ({folder / HEADS}); for new work choose another --run-dir, or move "
-                "the folder away.",
-            )
-
-
 def left_to_do(run: Run, stages: Sequence[Stage]) -> dict[str, str]:
-    """The stages that `execute` would work on now, each with why: "" for one that has not begun.
+    """The stages that `execute` would work on now, each with why: "" for one that has not begun. Builds nothing.
 
-    Builds nothing. A stage that reads from one of these is among them: only the work itself can tell that nothing has
-    changed for it.
-
-    Args:
-        run: recipe and folder.
-        stages: in an order in which each comes after those it reads from.
+    A stage that reads from one of these is among them: only the work itself can tell that nothing has changed for it.
     """
     left: dict[str, str] = {}
     for stage in stages:
@@ -292,7 +266,7 @@ def left_to_do(run: Run, stages: Sequence[Stage]) -> dict[str, str]:
 
 
 def _work(run: Run, stage: Stage, record: Record) -> None:
-    record.whole, record.layout = False, LAYOUT
+    record.whole = False
     write_json(run.record_file(stage.name), asdict(record))
     start, before = perf_counter(), record.seconds
     try:
@@ -370,3 +344,39 @@ def _hash(value: Any) -> str:
 def target_identity(target: FrozenModel) -> str:
     """What stages depend on when they depend on the target: its weights, its settings and the dtype they run in."""
     return f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"
+
+
+# -- what stages depend on, in the words of their records --------------------------------------------------------------
+
+
+def flat(prefix: str, section: Section, leave_out: set[str] | None = None) -> dict[str, Any]:
+    """The settings of a section, by dotted key."""
+    values = section.model_dump(mode="json", exclude=leave_out)
+    return {f"{prefix}.{key}": value for key, value in values.items()}
+
+
+def content(source: str | Path) -> str | None:
+    """Hash of a file's content; None when `source` is not a file."""
+    path = Path(source).expanduser()
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
+
+
+def where(run: Run) -> dict[str, Any]:
+    """What is timed belongs to a device and a dtype, as far as the recipe names them."""
+    target = run.recipe.target
+    bits = {} if "quantization" in target.unset() else {"target.quantization": target.quantization}
+    return {"target.device": target.device, "target.dtype": target.dtype, **bits}
+
+
+def conditions(run: Run) -> dict[str, Any]:
+    """The same as it is found here: machine, device, dtype, threads."""
+    from headstart.decode.costs import Conditions
+
+    return Conditions.of(run.decoded).to_json()
+
+
+def before(run: Run, stage: str) -> str:
+    """Identity of a stage that is finished."""
+    record = run.record(stage)
+    assert record is not None and record.whole, f"{stage} is finished"
+    return record.identity

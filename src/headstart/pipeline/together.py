@@ -1,7 +1,8 @@
 """Several processes write the data of one run: one works on its stages, the others help it.
 
 All give the same command, on a disk that all of them see. Whoever comes first holds the run and plans the work; the
-others take jobs of its artifacts (`headstart.data.conversations.jobs`). When the first one dies, the next one goes on in its place.
+others take jobs of its artifacts (`headstart.data.conversations.jobs`). When the first one dies, the next one goes on
+in its place.
 """
 
 from __future__ import annotations

@@ -34,14 +34,8 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting.
-
-    Attributes:
-        key: dotted, as in `key=value`.
-        takes: the values it takes: a kind with its bounds, or the words to choose from.
-        default: as YAML; empty where a recipe has to say it.
-        meaning: a sentence or two.
-    """
+    """One setting: `takes` is a kind with its bounds, or the words to choose from; `default` is YAML, empty where a
+    recipe has to say it."""
 
     key: str
     takes: str
@@ -60,12 +54,7 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]
 
 def show_settings(recipe: Recipe, console: Console) -> None:
     """Print every setting of a recipe, those of its head family included: a table, or lines of four fields with a tab
-    between them where nobody looks on.
-
-    Args:
-        recipe: whose values are shown.
-        console: where to.
-    """
+    between them where nobody looks on."""
     rows = [(setting, _value(recipe, setting.key)) for setting in _settings_of_recipe(recipe)]
     if not console.is_terminal:
         lines = [("setting", "value", "default", "meaning")]
@@ -107,11 +96,11 @@ def markdown() -> str:
         if not issubclass(section, HeadSettings):
             lines += _table(settings_of(section, f"{name}."))
             continue
-        common = {setting.key for setting in settings_of(section, f"{name}.")}
         lines += _table(settings_of(section, f"{name}."))
+        common = {setting.key for setting in settings_of(section, f"{name}.")}
         for family, config in sorted(head_settings().items()):
             lines += ["", f"### heads.family={family}", "", _summary(config), ""]
-            lines += _table(one for one in settings_of(config, f"{name}.") if one.key not in common)
+            lines += _table(setting for setting in settings_of(config, f"{name}.") if setting.key not in common)
     return "\n".join(lines) + "\n"
 
 
@@ -150,13 +139,13 @@ def _yaml(value: Any) -> str:
 
 def _meaning(section: type[BaseModel], name: str) -> str:
     """What a setting means; a section that only changes the default of an inherited one need not say it again."""
-    homes = (one for one in section.__mro__ if issubclass(one, BaseModel) and name in one.model_fields)
-    return " ".join(next((text for one in homes if (text := one.model_fields[name].description)), "").split())
+    homes = (base for base in section.__mro__ if issubclass(base, BaseModel) and name in base.model_fields)
+    return " ".join(next((text for base in homes if (text := base.model_fields[name].description)), "").split())
 
 
 def _takes(field: FieldInfo) -> str:
-    limits = [(_BOUNDS[type(one)], one) for one in field.metadata if type(one) in _BOUNDS]
-    bounds = ", ".join(f"{sign} {getattr(one, name):g}" for (name, sign), one in limits)
+    limits = [(_BOUNDS[type(mark)], mark) for mark in field.metadata if type(mark) in _BOUNDS]
+    bounds = ", ".join(f"{sign} {getattr(mark, name):g}" for (name, sign), mark in limits)
     return f"{_kind(field.annotation)} {bounds}".strip()
 
 
@@ -168,9 +157,9 @@ def _kind(annotation: Any) -> str:
     """
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
-        return " or ".join(_kind(one) for one in inside)
+        return " or ".join(map(_kind, inside))
     if origin is Literal:
-        return ", ".join(_yaml(one) for one in inside)
+        return ", ".join(map(_yaml, inside))
     if origin is tuple:
         return f"list of {_kind(inside[0])}"
     if annotation in (None, NoneType):
@@ -187,8 +176,8 @@ def _summary(section: type[BaseModel]) -> str:
 
 def _table(settings: Iterator[Setting]) -> list[str]:
     lines = ["| Setting | Takes | Default | Meaning |", "|---|---|---|---|"]
-    for one in settings:
-        default = one.default if one.default in ("", TARGETS_OWN) else f"`{one.default}`"
-        cells = (f"`{one.key}`", one.takes, default, one.meaning)
+    for setting in settings:
+        default = setting.default if setting.default in ("", TARGETS_OWN) else f"`{setting.default}`"
+        cells = (f"`{setting.key}`", setting.takes, default, setting.meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines

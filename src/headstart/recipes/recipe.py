@@ -27,7 +27,6 @@ from headstart.recipes.sections import (
     TuneSection,
     from_target,
 )
-from headstart.support.renamed import hint, recipe_now, value_hint
 
 
 class Recipe(Section):
@@ -42,6 +41,13 @@ class Recipe(Section):
     tune: TuneSection = TuneSection()
     export: ExportSection = ExportSection()
     eval: EvalSection = EvalSection()
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, name: str) -> str:
+        if name != Path(name).name or name in ("", ".."):
+            raise UserError(f"Recipe key 'name' is {name!r}.", "Write the name of one folder: it is made under runs/.")
+        return name
 
     @field_validator("target", mode="before")
     @classmethod
@@ -91,13 +97,13 @@ def read_values(name: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
         UserError: unknown recipe, unreadable YAML, or an override that is none.
     """
     values = _read(name, Path(), [])
-    for override in sorted(overrides, key=lambda one: not one.startswith("heads.family=")):  # it drops the others
+    for override in sorted(overrides, key=lambda text: not text.startswith("heads.family=")):  # it drops the others
         _override(values, override)
     return values
 
 
 def parse_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Check a recipe's values.
+    """A recipe from its values, checked.
 
     Raises:
         UserError: unknown or missing key (the nearest is named), a value out of range, or settings of heads that do
@@ -122,8 +128,7 @@ def parse_heads(settings: Any) -> HeadSettings:
     known = head_settings()
     name = str(settings.get("family", ""))
     if name not in known:
-        remedy = value_hint("heads.family", name) or nearest(name, known)
-        raise UserError(f"Unknown head family {name!r}.", remedy)
+        raise UserError(f"Unknown head family {name!r}.", nearest(name, known))
     try:
         return known[name].model_validate(settings)
     except ValidationError as error:
@@ -131,7 +136,7 @@ def parse_heads(settings: Any) -> HeadSettings:
 
 
 def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
-    """Values of a recipe and of those it extends; a path in `extends` starts at the folder of the file it stands in."""
+    """Values of a recipe and of those it extends; a path in `extends` starts at the file it stands in."""
     known = packaged_recipes()
     path = known.get(name) or folder / Path(name).expanduser()
     if not path.is_file():
@@ -148,8 +153,6 @@ def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Correct the file.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings.", "Start from a packaged recipe: headstart recipes show quickstart")
-    if (path.parent / "stages").is_dir():  # a run's own, which headstart wrote: perhaps under earlier names
-        values = recipe_now(values)
     values.setdefault("name", path.stem)
     parent = values.pop("extends", None)
     return _merge(_read(str(parent), path.parent, [*seen, resolved]), values) if parent else values
@@ -209,26 +212,18 @@ def section_fields(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, t
 
 
 def _explain(error: ValidationError, section: type[BaseModel], at: tuple[str, ...] = ()) -> UserError:
-    """The first of the mistakes, in a sentence.
-
-    Args:
-        error: of checking a section's values.
-        section: whose.
-        at: where it stands in the recipe.
-    """
+    """The first of the mistakes in a section, in a sentence; `at` says where the section stands in the recipe."""
     first = error.errors()[0]
-    if isinstance(told := first.get("ctx", {}).get("error"), UserError):
-        return told
+    if isinstance(own := first.get("ctx", {}).get("error"), UserError):
+        return own
     index, name = (*at, *map(str, first["loc"])), str(first["loc"][-1])
     where, given = ".".join(index), first.get("input")
-    if now := value_hint(where, given):
-        return UserError(f"Recipe key {where!r} is {given!r}.", now)
     if first["type"] == "extra_forbidden" and at:
         return _not_of_this_family(name, section)
     if first["type"] == "extra_forbidden":
         for part in first["loc"][:-1]:
             section = {key: inner for key, _, inner in section_fields(section) if inner}[str(part)]
-        return UserError(f"Unknown recipe key {where!r}.", hint(where) or _nearest_key(name, section))
+        return UserError(f"Unknown recipe key {where!r}.", _nearest_key(name, section))
     if first["type"] == "missing":
         return UserError(f"The recipe has no {where!r}.", "Add it, or start from another recipe (extends: quickstart).")
     reason = first["msg"].removeprefix("Value error, ")
@@ -240,33 +235,32 @@ def _explain(error: ValidationError, section: type[BaseModel], at: tuple[str, ..
 
 def _nearest_key(name: str, section: type[BaseModel]) -> str:
     """The key that was meant: of this section, or of another that has one of this very name."""
-    own = {key for key, _, _ in section_fields(section)}
-    others = (f"{key}.{name}" for key, _, inner in section_fields(Recipe) if inner and name in inner.model_fields)
-    if not close(name, own) and (other := next(others, None)):
+    known = {key for key, _, _ in section_fields(section)}
+    elsewhere = (f"{key}.{name}" for key, _, inner in section_fields(Recipe) if inner and name in inner.model_fields)
+    if not close(name, known) and (other := next(elsewhere, None)):
         return f"Did you mean {other!r}?"
-    return nearest(name, own)
+    return nearest(name, known)
 
 
 def _not_of_this_family(name: str, section: type[BaseModel]) -> UserError:
     """What to say of a setting that a family of heads does not have: another family may."""
-    names = {family: {key for key, _, _ in section_fields(one)} for family, one in head_settings().items()}
+    settings = {family: {key for key, _, _ in section_fields(config)} for family, config in head_settings().items()}
     family = _family_of(section) or ""
-    problem = f"{family} heads have no setting {name!r}."
-    if now := hint(f"heads.{name}"):
-        return UserError(problem, now)
 
-    def has(setting: str) -> str:
-        return " and ".join(other for other in sorted(names) if setting in names[other])
+    def owners(setting: str) -> str:
+        return " and ".join(other for other in sorted(settings) if setting in settings[other])
 
-    if owners := has(name):
-        return UserError(problem, f"It is a setting of {owners}; of {family}: {', '.join(sorted(names[family]))}.")
-    if close(name, names[family]) is None and (meant := close(name, set().union(*names.values()))):
-        return UserError(problem, f"Did you mean {meant!r}? It is a setting of {has(meant)}.")
-    return UserError(problem, nearest(name, names[family]))
+    if owners(name):
+        remedy = f"It is a setting of {owners(name)}; of {family}: {', '.join(sorted(settings[family]))}."
+    elif close(name, settings[family]) is None and (meant := close(name, set().union(*settings.values()))):
+        remedy = f"Did you mean {meant!r}? It is a setting of {owners(meant)}."
+    else:
+        remedy = nearest(name, settings[family])
+    return UserError(f"{family} heads have no setting {name!r}.", remedy)
 
 
 def _family_of(section: type[BaseModel]) -> str | None:
     """The family whose settings these are; None for those of another section."""
     if not issubclass(section, HeadSettings):
         return None
-    return next((family for family, one in head_settings().items() if one is section), None)
+    return next((family for family, config in head_settings().items() if config is section), None)

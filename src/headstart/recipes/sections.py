@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -30,8 +30,6 @@ FREE_TO_CHANGE = {
 }
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
 costs memory or time alone."""
-_LATER = ("packing", "ema", "lora_rank", "anchors")
-"""Train settings that trainings of earlier versions do not know; they were as the defaults are."""
 
 
 _NOT_OF_TEMPLATES = {
@@ -46,6 +44,14 @@ class Section(BaseModel):
     """A part of a recipe. Unknown keys are refused with the nearest known one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    noted_if_set: ClassVar[frozenset[str]] = frozenset()
+    """Settings that records and identities name only where they are not at their defaults."""
+
+    def unset(self) -> set[str]:
+        """Those of `noted_if_set` that are at their defaults."""
+        fields = type(self).model_fields
+        defaults = {name: fields[name].get_default(call_default_factory=True) for name in self.noted_if_set}
+        return {name for name, default in defaults.items() if getattr(self, name) == default}
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ class HeadSettings(Section):
 class TargetSection(Section):
     """The frozen model."""
 
+    noted_if_set = frozenset({"adapter", "quantization"})
+
     spec: str = Field("smollm2-135m", description="Packaged name, hub id, folder, or .gguf file.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto is bfloat16 where the machine is fast at it."
@@ -109,13 +117,6 @@ class TargetSection(Section):
         "tokens, which auto takes: equal up to rounding at near-ties.",
     )
 
-    @property
-    def unset(self) -> set[str]:
-        """Settings that came later and are at their defaults: records leave them out, as records without them are."""
-        return {
-            name for name in ("adapter", "quantization") if getattr(self, name) == type(self).model_fields[name].default
-        }
-
 
 class PromptSource(Section):
     """One of several sources of prompts."""
@@ -128,6 +129,8 @@ class PromptSource(Section):
 
 class DataSection(Section):
     """Conversations that the target itself writes."""
+
+    noted_if_set = frozenset({"prefix_tokens", "chat_template_kwargs", "exclude", "states", "states_dtype"})
 
     prompts: str | tuple[PromptSource, ...] = Field(
         "self",
@@ -185,13 +188,13 @@ class DataSection(Section):
     @classmethod
     def _addresses(cls, value: Any) -> Any:
         given = value.split(",") if isinstance(value, str) else value
-        if given is None or not isinstance(given, list | tuple) or not all(isinstance(one, str) for one in given):
+        if not isinstance(given, list | tuple) or not all(isinstance(address, str) for address in given):
             return given
-        addresses = tuple(one.strip() for one in given if one.strip())
-        for one in addresses:
-            if not _ADDRESS.fullmatch(one):
+        addresses = tuple(address.strip() for address in given if address.strip())
+        for address in addresses:
+            if not _ADDRESS.fullmatch(address):
                 raise UserError(
-                    f"Recipe key 'data.server' has {one!r}.", "Write an address such as http://localhost:8000."
+                    f"Recipe key 'data.server' has {address!r}.", "Write an address such as http://localhost:8000."
                 )
         return addresses or None
 
@@ -202,7 +205,7 @@ class DataSection(Section):
             return ()
         if isinstance(self.prompts, str):
             return (PromptSource(source=self.prompts, split=self.split, revision=self.revision),)
-        return tuple(one.model_copy(update={"split": one.split or self.split}) for one in self.prompts)
+        return tuple(source.model_copy(update={"split": source.split or self.split}) for source in self.prompts)
 
     @field_validator("prompts", mode="before")
     @classmethod
@@ -214,7 +217,7 @@ class DataSection(Section):
                 f"Recipe key 'data.prompts' is {value!r}.",
                 "Give 'self', a .jsonl or .json file, a datasets name, or a list of {source, weight}.",
             )
-        return tuple(_source(one, number) for number, one in enumerate(value, start=1))
+        return tuple(_source(source, number) for number, source in enumerate(value, start=1))
 
     @field_validator("exclude", mode="before")
     @classmethod
@@ -261,6 +264,8 @@ class JointSection(Section):
 
 class TrainSection(Section):
     """The training loop."""
+
+    noted_if_set = frozenset({"packing", "ema", "lora_rank", "anchors"})
 
     steps: int | None = Field(None, ge=1, description="Optimiser steps; with minutes, whichever ends first.")
     minutes: float | None = Field(None, gt=0, description="Wall-clock budget; the schedule follows the clock.")
@@ -350,21 +355,10 @@ class TrainSection(Section):
         """Whether training runs the target itself, so that its teacher is not enough."""
         return self.decode_every is not None or self.joint.rank > 0
 
-    def unset(self) -> set[str]:
-        """Settings that came later and are at their defaults: what identifies a training leaves them out, so that it
-        is found again."""
-        defaults = later_settings()
-        return {name for name in defaults if getattr(self, name) == defaults[name]}
-
     def noted(self, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-        """The settings, for records: those of joint training only where there is one, as records without them are."""
+        """The settings, for records: those of joint training only where there is one."""
         alone = () if self.joint.rank else ("joint",)
         return self.model_dump(mode="json", exclude={*leave_out, *alone})
-
-
-def later_settings() -> dict[str, Any]:
-    """Train settings that came later, with what trainings of before them had."""
-    return {name: TrainSection.model_fields[name].default for name in _LATER}
 
 
 class TuneSection(Section):
@@ -409,14 +403,10 @@ def _source(value: Any, number: int) -> PromptSource:
     try:
         source = PromptSource.model_validate({"source": value} if isinstance(value, str) else value)
     except ValidationError as error:
-        first = max(error.errors(), key=lambda one: one["type"] == "extra_forbidden")
+        first = max(error.errors(), key=lambda mistake: mistake["type"] == "extra_forbidden")
         name = str(first["loc"][-1]) if first["loc"] else ""
         if first["type"] == "extra_forbidden":
-            meant = (
-                "Did you mean 'source'?"
-                if name in ("path", "file", "name")
-                else nearest(name, PromptSource.model_fields)
-            )
+            meant = nearest("source" if name in ("path", "file", "name") else name, PromptSource.model_fields)
             raise UserError(f"Source {number} of data.prompts has an unknown key {name!r}.", meant) from None
         reason = f"{name}: {first['msg'][0].lower()}{first['msg'][1:]}".removeprefix(": ")
         raise UserError(

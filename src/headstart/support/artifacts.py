@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,6 @@ from rich.console import Console
 from headstart.errors import UserError
 from headstart.support.files import PARTIAL, read_json, write_atomic, write_json
 from headstart.support.lock import Busy, locked
-from headstart.support.old_records import identity_now
 
 FOLDER = "artifacts"
 """Beside the folders of the runs that share it."""
@@ -39,12 +38,7 @@ REFERENCES = "references.json"
 
 @dataclass(frozen=True)
 class Artifact:
-    """One artifact, which may not be there yet.
-
-    Attributes:
-        folder: where it lies.
-        identity: what it is, as JSON values.
-    """
+    """One artifact, which may not be there yet: where it lies, and what it is, as JSON values."""
 
     folder: Path
     identity: dict[str, Any]
@@ -73,18 +67,9 @@ def artifact(run_folder: Path, kind: str, slug: str, identity: Mapping[str, Any]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     path = root_of(run_folder) / kind
     # The word is for people: a prompt file that was renamed is still the same.
-    there = next((one for one in sorted(path.glob(f"*-{digest}")) if one.is_dir()), None) or _earlier(path, known)
+    made = next((folder for folder in sorted(path.glob(f"*-{digest}")) if folder.is_dir()), None)
     words = "".join(letter if letter.isalnum() else "-" for letter in slug.lower()).strip("-")[:32]
-    return Artifact(there or path / f"{words or kind}-{digest}", known)
-
-
-def _earlier(path: Path, identity: dict[str, Any]) -> Path | None:
-    """The artifact of this identity that an earlier version made, which called something otherwise."""
-    for note in sorted(path.glob(f"*/{NOTE}")):
-        noted = _noted(note.parent)
-        if noted and noted != (now := identity_now(path.name, noted)) and now == identity:
-            return note.parent
-    return None
+    return Artifact(made or path / f"{words or kind}-{digest}", known)
 
 
 def root_of(run_folder: Path) -> Path:
@@ -111,44 +96,34 @@ def held(artifact: Artifact, console: Console | None = None, wait: bool = True) 
     Raises:
         Busy: another process works there, without `wait`.
     """
-    told = False
-    while True:
-        try:
-            lock = locked(artifact.folder)
-            lock.__enter__()
-            break
-        except Busy as error:
-            if not wait:
-                raise
-            if not told and console is not None:
-                console.print(f"    waiting: {error.problem}", highlight=False, markup=False, soft_wrap=True)
-            told = True
-            time.sleep(0.5)
-    try:
+    waiting = False
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(locked(artifact.folder))
+                break
+            except Busy as error:
+                if not wait:
+                    raise
+                if not waiting and console is not None:
+                    console.print(f"    waiting: {error.problem}", highlight=False, markup=False, soft_wrap=True)
+                waiting = True
+                time.sleep(0.5)
         if not (artifact.folder / NOTE).is_file():
             made = datetime.now(UTC).isoformat(timespec="seconds")
             write_json(artifact.folder / NOTE, {"identity": artifact.identity, "made": made})
         yield artifact.folder
-    finally:
-        lock.__exit__(None, None, None)
 
 
-def relatives(of: Artifact, base: Callable[[Artifact], Any] = lambda one: one.base) -> list[Artifact]:
+def relatives(of: Artifact, base: Callable[[Artifact], Any] = lambda artifact: artifact.base) -> list[Artifact]:
     """Artifacts that are there and differ from this one only in the amount, or in what else `base` leaves out."""
-    found = []
-    for note in sorted(of.folder.parent.glob(f"*/{NOTE}")):
-        other = Artifact(note.parent, read_note(note.parent))
-        if other.folder != of.folder and base(other) == base(of) and other.folder.suffix != PARTIAL:
-            found.append(other)
-    return found
+    folders = [note.parent for note in sorted(of.folder.parent.glob(f"*/{NOTE}"))]
+    others = [Artifact(path, read_note(path)) for path in folders if path != of.folder and path.suffix != PARTIAL]
+    return [other for other in others if base(other) == base(of)]
 
 
 def read_note(folder: Path) -> dict[str, Any]:
-    """The identity of an artifact that is there, in the words of this version; empty when its note cannot be read."""
-    return identity_now(folder.parent.name, _noted(folder))
-
-
-def _noted(folder: Path) -> dict[str, Any]:
+    """The identity of an artifact that is there; empty when its note cannot be read."""
     try:
         return dict(read_json(folder / NOTE)["identity"])
     except (UserError, KeyError, TypeError, ValueError):

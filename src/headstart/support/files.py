@@ -28,7 +28,7 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     """
     with _made(path.parent):
         partial = path.with_name(path.name + PARTIAL)
-        _remove(partial)
+        remove(partial)
         try:
             write(partial)
             for file in [partial, *partial.rglob("*")]:
@@ -37,14 +37,14 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
                         os.fsync(handle.fileno())
         except BaseException:
             with suppress(OSError):  # what went wrong first is what to tell
-                _remove(partial)
+                remove(partial)
             raise
     old = path.with_name(f"{path.name}.old{PARTIAL}")
     if partial.is_dir() and path.exists():
-        _remove(old)
+        remove(old)
         path.rename(old)
     os.replace(partial, path)
-    _remove(old)
+    remove(old)
 
 
 def check_writable(folder: Path) -> None:
@@ -173,7 +173,8 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Delete a file, a link, or a folder with everything in it; nothing where there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     elif path.exists() or path.is_symlink():

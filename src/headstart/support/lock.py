@@ -21,6 +21,12 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 class Busy(UserError):
     """Another process works in a folder."""
 
+    def __init__(self, holder: str, folder: Path, otherwise: str = "") -> None:
+        super().__init__(
+            f"Another run (process {holder or 'unknown'}) is working in {folder}.",
+            f"Wait for it, or choose another --run-dir{otherwise}.",
+        )
+
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
@@ -37,9 +43,8 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / "lock").open("a+", encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"Cannot write in {folder}: {error.strerror}.", "Choose a folder of yours with --run-dir."
-        ) from None
+        problem = f"Cannot write in {folder}: {error.strerror}."
+        raise UserError(problem, "Choose a folder of yours with --run-dir.") from None
     with handle:
         if _lock(handle, folder):
             handle.truncate(0)
@@ -56,11 +61,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(handle: TextIO, folder: Path) -> bool:
-    """Lock the file; False where the file system has no locks.
-
-    Raises:
-        Busy: another process holds it.
-    """
+    """Lock the file; False where the file system has no locks."""
     for lock in (fcntl.flock, fcntl.lockf):
         try:
             lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,33 +69,27 @@ def _lock(handle: TextIO, folder: Path) -> bool:
         except OSError as error:
             if error.errno in _HELD:
                 handle.seek(0)
-                raise _refused(handle.read().strip() or "unknown", folder) from None
+                raise Busy(handle.read().strip(), folder) from None
             if error.errno not in _NO_LOCKS:
-                raise UserError(
-                    f"Cannot lock {handle.name}: {error.strerror}.", "Choose a folder on another disk with --run-dir."
-                ) from None
+                problem = f"Cannot lock {handle.name}: {error.strerror}."
+                raise UserError(problem, "Choose a folder on another disk with --run-dir.") from None
     return False
 
 
 def _claim(mark: Path, folder: Path) -> None:
-    """Write a file that no other process has written.
-
-    Raises:
-        Busy: there is one, of a process that may still be at work.
-    """
-    own = f"{os.getpid()} on {socket.gethostname()}"
+    """Write a file that no other process has written; that of a process which was killed is replaced."""
     for _ in range(2):
         try:
             with mark.open("x", encoding="utf-8") as file:
-                file.write(own)
+                file.write(f"{os.getpid()} on {socket.gethostname()}")
             return
         except FileExistsError:
             holder = mark.read_text(encoding="utf-8").strip()
             process, _, machine = holder.partition(" on ")
             if machine != socket.gethostname() or not process.isdecimal() or _runs(int(process)):
-                raise _refused(holder or "unknown", folder, f", or delete {mark} if no process works there") from None
-            mark.unlink(missing_ok=True)  # of a process that was killed
-    raise _refused("unknown", folder)
+                raise Busy(holder, folder, f", or delete {mark} if no process works there") from None
+            mark.unlink(missing_ok=True)
+    raise Busy("", folder)
 
 
 def _runs(process: int) -> bool:
@@ -105,10 +100,3 @@ def _runs(process: int) -> bool:
     except PermissionError:  # another user's
         return True
     return True
-
-
-def _refused(holder: str, folder: Path, otherwise: str = "") -> Busy:
-    return Busy(
-        f"Another run (process {holder}) is working in {folder}.",
-        f"Wait for it, or choose another --run-dir{otherwise}.",
-    )

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from headstart.errors import UserError
 from headstart.support.hub_errors import absent
 from headstart.target.frozen import FrozenModel, refuse_layers
 from headstart.target.loading import DTYPES, loadable_folder
 from headstart.target.spare_token import spare_token
-
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""What configs call the number of experts of a layer."""
 
 
 class Outline(FrozenModel):
@@ -59,24 +57,18 @@ class Outline(FrozenModel):
         numbers = sum(count * size for pair in self.kv_shapes for count, size in pair)
         return numbers * self.dtype.itemsize
 
-    @cached_property
-    def experts(self) -> tuple[int, int]:
-        """(experts of a layer, those that a token goes through); (1, 1) without experts."""
-        count = next((getattr(self.config, name) for name in _EXPERTS if getattr(self.config, name, None)), None)
-        chosen = getattr(self.config, "num_experts_per_tok", None)
-        return (count, chosen) if count and chosen else (1, 1)
 
-    @cached_property
-    def expert_parameters(self) -> int:
-        """Parameters of experts that tokens are sent to."""
-        if self.experts == (1, 1):
-            return 0
-        return sum(weight.numel() for name, weight in self.model.named_parameters() if ".experts." in name)
+def weights_are_here(spec: str, revision: str | None = None) -> bool:
+    """Whether a target can be loaded without fetching it.
 
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of the largest layer."""
-        return max(sum(weight.numel() for weight in layer.parameters()) for layer in self.layers)
+    Raises:
+        UserError: an unknown target, or a missing package.
+    """
+    folder = loadable_folder(spec)
+    if Path(folder).is_dir():
+        return any(file.suffix in (".safetensors", ".bin") for file in Path(folder).iterdir())
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    return any(isinstance(try_to_load_from_cache(folder, name, revision=revision), str) for name in names)
 
 
 def outline(spec: str, dtype: str = "auto", revision: str | None = None, tokenizer: bool = True) -> Outline:

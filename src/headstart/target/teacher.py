@@ -36,8 +36,6 @@ from headstart.target.outline import Outline
 NOTE = "teacher.json"
 _BASE = "base.safetensors"
 _FORMAT = 1
-_SPARE = "spare_token"
-"""What the notes of earlier versions lack."""
 _AGAIN = "Write it again where the target is: headstart data build RECIPE computes nothing else anew."
 
 
@@ -65,18 +63,9 @@ class TeacherModel(FrozenModel):
 
     @cached_property
     def spare_token(self) -> int | None:
-        """As `FrozenModel` has it.
-
-        Raises:
-            UserError: a version of headstart that noted none wrote this.
-        """
-        if _SPARE not in self._note:
-            raise UserError(
-                f"The teacher of {self.name} is of an earlier headstart, which did not note a token that no text has.",
-                "Name one: heads.mask_token_id=<id>.",
-            )
-        found: int | None = self._note[_SPARE]
-        return found
+        """As `FrozenModel` has it."""
+        token: int | None = self._note["spare_token"]
+        return token
 
     @property
     def name(self) -> str:
@@ -145,7 +134,7 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     for number in range(max(0, count - layers), count):
         wanted[_layer_file(number)] = _of_layer(target, number)
     missing = {file: tensors for file, tensors in wanted.items() if file not in known}
-    if note and not missing and _SPARE in note:
+    if note and not missing:
         return folder
     size = sum(tensor.numel() * tensor.itemsize for tensors in missing.values() for tensor in tensors.values())
     need_disk(states, size, "Keeping the teacher")
@@ -290,7 +279,7 @@ def _facts(target: Target, revision: str | None) -> dict[str, Any]:
         "vocabulary": target.vocabulary,
         "dtype": _name_of(target.dtype),
         "end_tokens": sorted(target.end_tokens),
-        _SPARE: target.spare_token,
+        "spare_token": target.spare_token,
         "kv_shapes": target.kv_shapes,
         "class": type(target.model).__name__,
         "transformers": transformers.__version__,

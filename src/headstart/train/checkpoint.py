@@ -22,10 +22,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from headstart.errors import UserError
-from headstart.recipes.sections import later_settings
 from headstart.support.artifacts import link_or_copy
 from headstart.support.files import PARTIAL, read_json, write_atomic, write_json
-from headstart.support.old_records import settings_now
 from headstart.train.processes import is_sharded
 
 MANIFEST = "checkpoint.json"
@@ -178,8 +176,7 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
         if manifest is None:
             warn(f"The checkpoint {path} is cut short; falling back to the one before it.")
             continue
-        later = {f"train.{name}": value for name, value in later_settings().items()}
-        kept = {**later, **settings_now(manifest["settings"])}
+        kept = manifest["settings"]
         spread = {PROCESSES, ACCUMULATION} if fits(kept, settings, path) else set()
         for key, value in settings.items():
             if key in spread:
@@ -213,16 +210,12 @@ def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> st
 
 
 def restore_best(path: Path, best: Path) -> None:
-    """Put the best heads that a checkpoint knows of into the folder `best`, whatever is there now.
-
-    Checkpoints of before they held any leave `best` as it is.
-    """
+    """Put the best heads that a checkpoint knows of into the folder `best`, whatever is there now."""
 
     def link(partial: Path) -> None:
         shutil.copytree(path / BEST, partial, copy_function=link_or_copy)
 
-    if (path / BEST).is_dir():
-        write_atomic(best, link)
+    write_atomic(best, link)
 
 
 def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:

@@ -11,7 +11,7 @@ import torch
 
 from headstart.heads.base import DraftHead
 from headstart.recipes.sections import TrainSection
-from headstart.support.gpus import gpu_of
+from headstart.support.gpus import bf16_flops
 
 FACTOR = 2.0
 """A loss above this many times its running median is far above it."""
@@ -97,5 +97,4 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Operations a second that a device can do at most; None where the table of GPUs does not say: CPUs, float32."""
     if device.type != "cuda" or precision not in ("bf16", "fp16"):
         return None
-    gpu = gpu_of(torch.cuda.get_device_name(device))
-    return None if gpu is None else gpu.flops
+    return bf16_flops(torch.cuda.get_device_name(device))

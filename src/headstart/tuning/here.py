@@ -56,9 +56,9 @@ def tuned_here(tuning: Tuning, heads: DraftHead, target: Target, conditions: Con
 
 def _measured(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Measured | None:
     before = tuning.conditions
-    were = before.beside(conditions) if before else "before headstart noted where"
+    tuned = f"tuned {before.beside(conditions)}" if before else "never tuned (better: headstart tune HEADS)"
     are = conditions.beside(before) if before else f"in {conditions.dtype}"
-    _say(f"These heads were tuned {were}; measuring what drafting costs {are} here ... ")
+    _say(f"These heads were {tuned}; measuring what drafting costs {are} here ... ")
     started = perf_counter()
     try:
         measured = measure_costs(target, heads, tuning.usual_paths)
