@@ -10,7 +10,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
-from headstart.heads.exchange.base import publish_layer
 from headstart.heads.mtp import MtpHead
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
@@ -42,7 +41,7 @@ def by_the_formula(heads: MtpHead, target: Target, text: list[int]) -> list[torc
     found = []
     for depth, module in enumerate(heads.steps):
         layer = LlamaDecoderLayer(config, 0)
-        layer.load_state_dict({name.removeprefix("layers.0."): x for name, x in publish_layer(module, 0).items()})
+        layer.load_state_dict({name.removeprefix("layers.0."): x for name, x in module.by_published_name(0).items()})
         if (length := len(text) - depth - 1) < 1:
             break
         embedded_1TE = target.embedding_weight[torch.tensor([text[depth + 1 :]])]

@@ -21,7 +21,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_steps": 3, "aux_layers": (1, 2, 3)},
     "dspark": {"block_size": 3, "aux_layers": (1, 2), "markov_rank": 4, "confidence": True},
     "dflash": {"block_size": 4, "aux_layers": (1, 2)},
-    "transition": {"draft_steps": 3, "aux_layers": (1, 2, -1)},
     "mtp": {"draft_steps": 3, "shared_module": False},
 }
 

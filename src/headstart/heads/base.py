@@ -25,10 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
 from headstart.heads.exchange.published import Layout, Published
-from headstart.heads.parts.int8_weights import drop_int8
+from headstart.heads.int8_weights import drop_int8
 from headstart.recipes.recipe import parse_heads
 from headstart.recipes.sections import FromTarget, HeadSettings
-from headstart.support.renamed import tensors_now
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import Finish
@@ -179,10 +178,6 @@ class DraftHead(nn.Module, ABC):
         self.register_buffer("draft_to_target_D", torch.arange(config.draft_width))
         self.register_buffer("lm_bias_D", None, persistent=False)
         self.finish = None
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's; tensors that an earlier version named otherwise are found."""
-        return super().load_state_dict(tensors_now(state_dict), strict=strict, assign=assign)
 
     def train(self, mode: bool = True) -> Self:
         """As torch's; training mode drops the weights in 8 bits, which would not learn."""
@@ -505,10 +500,24 @@ def family(name: str) -> type[DraftHead]:
     Raises:
         UserError: when there is none; the message names the nearest.
     """
+    refuse_merged(name)
     known = families()
     if name not in known:
         raise UserError(f"Unknown head family {name!r}.", nearest(name, known))
     return known[name]
+
+
+def refuse_merged(name: str) -> None:
+    """Refuse a family that another one does as well as.
+
+    Raises:
+        UserError: saying what to type.
+    """
+    if name == "transition":
+        raise UserError(
+            "The family transition is gone.",
+            "Train eagle3 heads, which start alike: headstart run eagle3 (heads.family=eagle3 heads.init=transition).",
+        )
 
 
 def make_config(settings: HeadSettings | Mapping[str, Any], target: FrozenModel) -> HeadConfig:

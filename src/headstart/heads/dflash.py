@@ -26,18 +26,16 @@ Shape suffixes: B rows, M origins, S drafted slots, E hidden size, D draft vocab
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
 from headstart.heads.base import HeadConfig, OneForwardHead, StepPrediction, register
-from headstart.heads.exchange.block import block_settings, fill_block, publish_block
-from headstart.heads.exchange.published import Layout, Published
+from headstart.heads.exchange.published import Layout
+from headstart.heads.int8_weights import linear
 from headstart.heads.parts.block import BlockState, Said
 from headstart.heads.parts.block_layer import BlockConfig
 from headstart.heads.parts.block_start import SolvedBlockHead
-from headstart.heads.parts.int8_weights import linear
-from headstart.target.model import Target
 
 
 class DFlashConfig(BlockConfig):
@@ -68,12 +66,3 @@ class DFlashHead(SolvedBlockHead, OneForwardHead):
             self.run_block(state, root_B)
         hidden_BSE = state.hidden_BSE[:, depths.start : depths.stop]
         return self.finished(linear(hidden_BSE, self.lm_head_DE, self.lm_bias_D))
-
-    # -- exchange ------------------------------------------------------------------------------------------------
-
-    def publish(self) -> Published:
-        return publish_block(self, Layout.DFLASH)
-
-    @classmethod
-    def from_published(cls, published: Published, target: Target) -> Self:
-        return fill_block(cls(DFlashConfig(**block_settings(published))), published, target)

@@ -36,7 +36,7 @@ Shape suffixes: B rows, W nodes of a level, M origins, S slots, E hidden size, D
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -44,14 +44,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
-from headstart.heads.exchange.block import block_settings, fill_block, publish_block
 from headstart.heads.exchange.published import MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
+from headstart.heads.int8_weights import linear
 from headstart.heads.parts.block import BlockState, Said
 from headstart.heads.parts.block_layer import BlockConfig
 from headstart.heads.parts.block_start import SolvedBlockHead
-from headstart.heads.parts.int8_weights import linear
 from headstart.heads.parts.residual import embed
-from headstart.target.model import Target
 
 _CONFIDENCE = "confidence_head.proj"
 """Its published name."""
@@ -183,27 +181,25 @@ class DSparkHead(SolvedBlockHead):
 
     # -- exchange ------------------------------------------------------------------------------------------------
 
-    def publish(self) -> Published:
-        config, beside = self.config, {}
+    def by_published_name(self) -> dict[str, Tensor]:
+        tensors = super().by_published_name()
         if self.markov_embedding_VR is not None and self.markov_lm_head_DR is not None:
-            every_VR = torch.zeros_like(self.markov_embedding_VR)  # what is not drafted here is not corrected
-            every_VR[self.draft_to_target_D] = self.markov_lm_head_DR
-            beside = {MARKOV_EMBEDDING: self.markov_embedding_VR, MARKOV_LM_HEAD: every_VR}
+            tensors |= {MARKOV_EMBEDDING: self.markov_embedding_VR, MARKOV_LM_HEAD: self.markov_lm_head_DR}
         if self.confidence_head is not None:
-            beside |= {f"{_CONFIDENCE}.{name}": one for name, one in self.confidence_head.named_parameters()}
-        own = {"markov_rank": config.markov_rank, "confidence": config.confidence}
-        return publish_block(self, Layout.DSPARK, beside, **own)
+            tensors |= {f"{_CONFIDENCE}.{name}": weight for name, weight in self.confidence_head.named_parameters()}
+        return tensors
+
+    def publish(self) -> Published:
+        published = super().publish()
+        tensors = dict(published.tensors)
+        if self.config.draft_vocab_size and MARKOV_LM_HEAD in tensors:
+            every_VR = torch.zeros_like(tensors[MARKOV_EMBEDDING])  # what is not drafted here is not corrected
+            every_VR[self.draft_to_target_D.cpu()] = tensors[MARKOV_LM_HEAD]
+            tensors[MARKOV_LM_HEAD] = every_VR
+        config = self.config
+        return replace(published, tensors=tensors, markov_rank=config.markov_rank, confidence=config.confidence)
 
     @classmethod
-    def from_published(cls, published: Published, target: Target) -> Self:
-        own = {"markov_rank": published.markov_rank, "confidence": published.confidence}
-        heads = fill_block(cls(DSparkConfig(**block_settings(published), **own)), published, target)
-        tensors = published.tensors
-        with torch.no_grad():
-            if heads.markov_embedding_VR is not None and heads.markov_lm_head_DR is not None:
-                heads.markov_embedding_VR.copy_(tensors[MARKOV_EMBEDDING])
-                heads.markov_lm_head_DR.copy_(tensors[MARKOV_LM_HEAD])
-            if heads.confidence_head is not None:
-                for name, one in heads.confidence_head.named_parameters():
-                    one.copy_(tensors[f"{_CONFIDENCE}.{name}"])
-        return heads
+    def settings_of(cls, published: Published) -> dict[str, Any]:
+        of_family = {"markov_rank": published.markov_rank, "confidence": published.confidence}
+        return {**super().settings_of(published), **of_family}

@@ -19,17 +19,16 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, register, supervised_origins
-from headstart.heads.exchange.base import (
+from headstart.heads.exchange.published import (
+    EMBEDDINGS,
+    Layout,
+    Published,
     detached,
-    layer_settings,
-    layer_sizes,
-    own_embeddings,
-    publish_layer,
-    same_embeddings,
-    take_layer,
+    fill,
+    other_embeddings,
+    same_numbers,
 )
-from headstart.heads.exchange.published import Layout, Published
-from headstart.heads.parts.int8_weights import Linear
+from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.layer import DraftLayer, LayerConfig
 from headstart.heads.parts.recurrent import RecurrentHead
 from headstart.heads.parts.residual import LinearStart
@@ -147,17 +146,17 @@ class EagleHead(RecurrentHead):
                 "The target's LM head has a bias, and engines leave it out when they draft with EAGLE-1 heads.",
                 "Train eagle3 heads, which have an LM head of their own.",
             )
-        tensors = {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **publish_layer(self.stack[0], 0)}
+        tensors = {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **self.stack[0].by_published_name(0)}
         if self.publishing_reads_target:
             assert self._embedding_VE is not None, "heads are bound to their target"
-            tensors["embed_tokens.weight"] = self._own(self._embedding_VE.float())
+            tensors[EMBEDDINGS] = self._own(self._embedding_VE.float())
         return Published(
             layout=Layout.EAGLE,
             hidden_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
             steps=self.draft_steps,
             tensors=detached(tensors),
-            layer=layer_sizes(self.config),
+            layer=self.config.published_sizes,
             normed_embeddings=self.config.embedding_norm,
         )
 
@@ -171,7 +170,7 @@ class EagleHead(RecurrentHead):
             )
         is_normed, added_E = cls._embeddings_of(published, target.embedding_weight.detach().float().cpu())
         settings = {
-            **layer_settings(published),
+            **published.settings_of_layer,
             "family": cls.family,
             "hidden_size": published.hidden_size,
             "vocab_size": published.vocab_size,
@@ -179,12 +178,11 @@ class EagleHead(RecurrentHead):
             "embedding_norm": is_normed,
         }
         heads = cls(EagleConfig.model_validate(settings))
-        heads.fc.weight.copy_(published.tensors["fc.weight"])
+        fill({"fc.weight": heads.fc.weight, **heads.stack[0].by_published_name(0)}, published.tensors)
         bias_E = published.tensors.get("fc.bias")
         heads.fc.bias.copy_(heads.fc.weight[:, : published.hidden_size] @ added_E)
         if bias_E is not None:
             heads.fc.bias.add_(bias_E)
-        take_layer(heads.stack[0], published.tensors, 0)
         heads.bind(target)
         return heads
 
@@ -195,15 +193,15 @@ class EagleHead(RecurrentHead):
         Raises:
             UserError: its embeddings have nothing to do with the target's.
         """
-        own_VE = published.tensors.get("embed_tokens.weight")
+        own_VE = published.tensors.get(EMBEDDINGS)
         nothing_E = torch.zeros(embedding_VE.shape[1])
-        if same_embeddings(own_VE, embedding_VE):
+        if same_numbers(own_VE, embedding_VE):
             return False, nothing_E
         assert own_VE is not None, "without embeddings of its own a checkpoint reads the target's"
         normed_VE = F.rms_norm(embedding_VE, embedding_VE.shape[-1:])
         if own_VE.shape == embedding_VE.shape:
             for is_normed, base_VE in ((False, embedding_VE), (True, normed_VE)):
-                added_E = nothing_E if same_embeddings(own_VE, base_VE) else (own_VE.float() - base_VE).mean(0)
-                if same_embeddings(own_VE.float() - added_E, base_VE):
+                added_E = nothing_E if same_numbers(own_VE, base_VE) else (own_VE.float() - base_VE).mean(0)
+                if same_numbers(own_VE.float() - added_E, base_VE):
                     return is_normed, added_E
-        raise own_embeddings()
+        raise other_embeddings()

@@ -36,7 +36,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, register, supervised_origins
-from headstart.heads.parts.int8_weights import linear
+from headstart.heads.int8_weights import linear
 from headstart.heads.parts.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention
 from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last_states
 from headstart.heads.parts.text_attention import causal_attention, positions_of

@@ -21,7 +21,6 @@ from torch import Tensor
 from headstart.errors import UserError, nearest
 from headstart.heads.base import DraftHead, families, family
 from headstart.support.files import read_json, write_atomic, write_json
-from headstart.support.renamed import section_now, tensors_now
 from headstart.target.frozen import FrozenModel
 
 CONFIG = "config.json"
@@ -114,7 +113,6 @@ def build_heads(
     state = _read_weights(weights)
     if not isinstance(settings, dict) or "family" not in settings:
         raise UserError(f"{weights.parent / CONFIG} names no head family.", "Give a folder that headstart wrote.")
-    settings = section_now("heads", settings)
     cls = family(str(settings["family"]))
     try:
         config = cls.Config.model_validate(settings)
@@ -138,7 +136,7 @@ def build_heads(
 
 
 def _misfit(cls: type[DraftHead], settings: dict[str, Any], error: ValidationError, folder: Path) -> UserError:
-    """Settings that their family does not take: those of another family, or of another version."""
+    """Settings that their family does not take: those of another family, or of a newer version."""
     for name in families():
         try:
             family(name).Config.model_validate({**settings, "family": name})
@@ -162,7 +160,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"{path} does not exist.", "Give a folder of trained heads, or fetch it again.")
     try:
-        return tensors_now(load_file(path))
+        return dict(load_file(path))
     except SafetensorError as error:
         raise UserError(f"{path} is cut short or damaged ({error}).", "Export or fetch the heads again.") from None
 

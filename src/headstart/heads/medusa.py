@@ -34,9 +34,8 @@ from headstart.heads.base import (
     register,
     supervised_origins,
 )
-from headstart.heads.exchange.base import detached
-from headstart.heads.exchange.published import Layout, Published
-from headstart.heads.parts.int8_weights import linear, unstack
+from headstart.heads.exchange.published import Layout, Published, detached
+from headstart.heads.int8_weights import linear, unstack
 from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last_states
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel

@@ -26,8 +26,8 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, StepPrediction, register, supervised_origins
 from headstart.heads.exchange.published import Published
+from headstart.heads.int8_weights import linear
 from headstart.heads.parts.cascade import Cascade, CascadeState, MtpModule
-from headstart.heads.parts.int8_weights import linear
 from headstart.heads.parts.layer import LayerConfig, norm_scale
 from headstart.heads.parts.recurrent import RecurrentHead, RecurrentState
 from headstart.heads.parts.residual import LinearStart

@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.errors import UserError
+
 
 class Layout(StrEnum):
     """The arrangements that are published."""
@@ -114,6 +116,12 @@ class Published:
     def draft_width(self) -> int:
         """D."""
         return self.vocab_size if self.draft_ids_D is None else len(self.draft_ids_D)
+
+    @property
+    def settings_of_layer(self) -> dict[str, Any]:
+        """Settings of heads for the decoder layers."""
+        assert self.layer is not None, "these heads have decoder layers"
+        return asdict(self.layer)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -204,6 +212,49 @@ def layer_tensors(layer: LayerSizes, size: int, inputs: int, number: int) -> dic
 
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+_ROUNDED = 0.01
+"""How far, as a share of their size, rounding to bfloat16 moves numbers at most."""
+
+
+def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors on the CPU."""
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def fill(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy published tensors to where heads keep them, in place."""
+    for name, place in places.items():
+        place.copy_(tensors[name])
+
+
+def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:
+    """Whether a checkpoint's embeddings or LM head, if it has any, are those given but for rounding to bfloat16."""
+    if published_VE is None:
+        return True
+    if published_VE.shape != own_VE.shape:
+        return False
+    own_VE = own_VE.detach().float().cpu()
+    return bool((published_VE.float() - own_VE).abs().mean() <= _ROUNDED * own_VE.abs().mean())
+
+
+def check_embeddings(published: Published, own_VE: Tensor) -> None:
+    """Refuse a checkpoint whose token embeddings are not the target's.
+
+    Raises:
+        UserError: naming the target as what may be wrong.
+    """
+    if not same_numbers(published.tensors.get(EMBEDDINGS), own_VE):
+        raise other_embeddings()
+
+
+def other_embeddings() -> UserError:
+    """Why a checkpoint with embeddings of its own cannot be read."""
+    return UserError(
+        "The checkpoint has token embeddings of its own, which are not the target's; heads of headstart read the "
+        "target's.",
+        "Name the target that they were trained on with --target, or take another checkpoint.",
+    )
 
 
 def digest(published: Published) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
+from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, detached, fill, same_numbers
+from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.block_layer import BlockConfig, BlockLayer
-from headstart.heads.parts.int8_weights import Linear
 from headstart.heads.parts.layer import (
     LayerCache,
     Rotary,
@@ -40,6 +41,7 @@ from headstart.heads.parts.layer import (
 )
 from headstart.heads.parts.text_attention import Sight, attend_blocks, by_row, positions_of
 from headstart.target.frozen import FrozenModel
+from headstart.target.model import Target
 from headstart.tree.proposal import Committed
 
 _ORIGINS = 1024
@@ -205,6 +207,64 @@ class BlockHead(DraftHead):
         for layer, (keys, values) in zip(self.stack, text, strict=True):
             run.stream_BXE = self.light(layer.write, run.stream_BXE, run.mix(layer, keys, values))
         return normed(self.norm, run.drafted(run.stream_BXE))
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    def by_published_name(self) -> dict[str, Tensor]:
+        """The weights as they are published, in the heads' own memory; families add theirs."""
+        tensors = {
+            "fc.weight": self.fc.weight,
+            "hidden_norm.weight": self.hidden_norm.weight,
+            "norm.weight": self.norm.weight,
+        }
+        for number, layer in enumerate(self.stack):
+            tensors |= layer.by_published_name(number)
+        return tensors
+
+    def publish(self) -> Published:
+        """See `DraftHead.publish`. Engines draft from the target's whole vocabulary with these heads."""
+        config = self.config
+        assert self.publishes is not None, "block drafters are published"
+        return Published(
+            layout=self.publishes,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            steps=self.draft_steps,
+            tensors=detached(self.by_published_name()),
+            layer=config.published_sizes,
+            num_layers=config.num_layers,
+            aux_layers=config.aux_layers,
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+        )
+
+    @classmethod
+    def from_published(cls, published: Published, target: Target) -> Self:
+        heads = cls(cast(BlockConfig, cls.Config.model_validate(cls.settings_of(published))))
+        check_embeddings(published, target.embedding_weight)
+        if not same_numbers(published.tensors.get(LM_HEAD), target.lm_head_weight):
+            raise UserError(
+                "The checkpoint has an LM head of its own, which is not the target's; block drafters of headstart "
+                "draft through the target's.",
+                "Name the target that they were trained on with --target, or take another checkpoint.",
+            )
+        heads.bind(target)
+        fill(heads.by_published_name(), published.tensors)
+        return heads
+
+    @classmethod
+    def settings_of(cls, published: Published) -> dict[str, Any]:
+        """Settings of heads that hold what was published; families add theirs."""
+        return {
+            **published.settings_of_layer,
+            "family": cls.family,
+            "hidden_size": published.hidden_size,
+            "vocab_size": published.vocab_size,
+            "num_layers": published.num_layers,
+            "aux_layers": published.aux_layers,
+            "block_size": published.block_size,
+            "mask_token_id": published.mask_token_id,
+        }
 
     # -- drafting ------------------------------------------------------------------------------------------------
 

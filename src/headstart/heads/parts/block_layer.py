@@ -105,6 +105,10 @@ class BlockLayer(DraftLayer):
     def _heads_as(self, attention: object) -> bool:
         return True  # norms of heads are cheap to learn around: they only change how sharply attention looks
 
+    def by_published_name(self, number: int) -> dict[str, Tensor]:
+        norms = {f"layers.{number}.self_attn.{name}_norm.weight": getattr(self, f"{name}_norm").weight for name in "qk"}
+        return super().by_published_name(number) | norms
+
     def context(self, context_BTE: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values [B, N, T, d] of the context."""
         config = self.config

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, origins
-from headstart.heads.parts.int8_weights import Linear
+from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, normed
 from headstart.heads.parts.text_attention import causal_attention, positions_of
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, cast
 
 import torch
@@ -24,7 +25,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
-from headstart.heads.parts.int8_weights import Linear
+from headstart.heads.exchange.published import LayerSizes
+from headstart.heads.int8_weights import Linear
 from headstart.recipes.sections import FromTarget
 from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import is_packed
@@ -78,6 +80,11 @@ class LayerConfig(HeadConfig):
             complete = rope.get("rope_type", "default") in _ROTARY
             found["rope_parameters"] = rope if complete else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         return found
+
+    @property
+    def published_sizes(self) -> LayerSizes:
+        """What is published of these settings."""
+        return LayerSizes(**{field.name: getattr(self, field.name) for field in fields(LayerSizes)})
 
     @field_validator("hidden_act")
     @classmethod
@@ -228,6 +235,30 @@ class DraftLayer(nn.Module):
         halves = [slice(0, config.intermediate_size), slice(config.intermediate_size, 2 * config.intermediate_size)]
         found = {"qkv.weight": [queries, keys, values], "gate_up.weight": halves}
         return {name: [rows for rows in parts if rows.stop > rows.start] for name, parts in found.items()}
+
+    def by_published_name(self, number: int) -> dict[str, Tensor]:
+        """The weights as they are published, in the layer's own memory.
+
+        Args:
+            number: of the layer among those of the heads.
+        """
+        config = self.config
+        heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        queries, keys, values = torch.split(self.qkv.weight, [count * config.head_dim for count in heads])
+        gate, up = self.gate_up.weight.chunk(2)
+        tensors = {
+            "self_attn.q_proj": queries,
+            "self_attn.k_proj": keys,
+            "self_attn.v_proj": values,
+            "self_attn.o_proj": self.o.weight,
+            "post_attention_layernorm": self.mlp_norm.weight,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": self.down.weight,
+        }
+        if self.input_norm is not None:
+            tensors["input_layernorm"] = self.input_norm.weight
+        return {f"layers.{number}.{name}.weight": tensor for name, tensor in tensors.items()}
 
     def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
         """The stream after this layer, from the stream before it and what attention brought."""
