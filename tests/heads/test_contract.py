@@ -89,8 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "dflash-cold": {"family": "dflash", "block_size": 5, "aux_layers": (1, 2), "mask_token_id": 60, "init": "random"},
     "mtp": {"family": "mtp", "draft_steps": 3},
-    "mtp-own-modules": {"family": "mtp", "draft_steps": 3, "shared_module": False},
-    "mtp-draft-vocabulary": {"family": "mtp", "draft_steps": 2, "shared_module": False, "draft_vocab_size": 30},
+    "mtp-draft-vocabulary": {"family": "mtp", "draft_steps": 2, "draft_vocab_size": 30},
 }
 
 

@@ -21,7 +21,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "eagle": {"family": "eagle", "draft_steps": 3},
     "eagle3": {"family": "eagle3", "draft_steps": 3, "aux_layers": (1, 3), "num_layers": 2},
     "mtp": {"family": "mtp", "draft_steps": 3},
-    "mtp-own-modules": {"family": "mtp", "draft_steps": 3, "shared_module": False},
 }
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6]
 
@@ -88,11 +87,8 @@ PUBLISHED = {
 }
 
 
-MTP = {"family": "mtp", "draft_steps": 2}
-
-
 @pytest.mark.parametrize(
-    "settings", [{"family": "eagle", "draft_steps": 2}, PUBLISHED, MTP, {**MTP, "shared_module": False}]
+    "settings", [{"family": "eagle", "draft_steps": 2}, PUBLISHED, {"family": "mtp", "draft_steps": 2}]
 )
 @torch.no_grad()
 def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Target) -> None:

@@ -21,7 +21,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_steps": 3, "aux_layers": (1, 2, 3)},
     "dspark": {"block_size": 3, "aux_layers": (1, 2), "markov_rank": 4, "confidence": True},
     "dflash": {"block_size": 4, "aux_layers": (1, 2)},
-    "mtp": {"draft_steps": 3, "shared_module": False},
+    "mtp": {"draft_steps": 3},
 }
 
 
