@@ -12,7 +12,9 @@ import transformers as tf
 
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, cached_attention, chain_attention
+from headstart.heads.parts.cache import cached_attention
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
+from headstart.heads.parts.text_attention import chain_attention
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.tiny import KINDS, tiny_model

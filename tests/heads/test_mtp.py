@@ -29,8 +29,8 @@ def target() -> Target:
 
 @torch.no_grad()
 def test_the_first_step_computes_the_published_formula(target: Target) -> None:
-    """h' = M [RMSNorm(Emb(t_i+1)); RMSNorm(h_i)], then a decoder layer and the LM head, with transformers' own layer and
-    rotary positions (DeepSeek-V3, equations 21 to 23; the embedding comes first in the released weights)."""
+    """h' = M [RMSNorm(Emb(t_i+1)); RMSNorm(h_i)], then a decoder layer and the LM head, with transformers' own layer
+    and rotary positions (DeepSeek-V3, equations 21 to 23; the embedding comes first in the released weights)."""
     heads = shake(build("mtp", target)).eval()
     assert isinstance(heads, MtpHead)
     config = LlamaConfig(**target.config.to_dict())

@@ -33,8 +33,7 @@ from torch import Tensor
 from headstart.heads.base import HeadConfig, OneForwardHead, StepPrediction, register
 from headstart.heads.exchange.published import Layout
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.block import BlockState, Said
-from headstart.heads.parts.block_layer import BlockConfig
+from headstart.heads.parts.block import BlockConfig, BlockState, Said
 from headstart.heads.parts.block_start import SolvedBlockHead
 
 

@@ -46,8 +46,7 @@ from torch import Tensor, nn
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
 from headstart.heads.exchange.published import MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.block import BlockState, Said
-from headstart.heads.parts.block_layer import BlockConfig
+from headstart.heads.parts.block import BlockConfig, BlockState, Said
 from headstart.heads.parts.block_start import SolvedBlockHead
 from headstart.heads.parts.residual import embed
 

@@ -37,7 +37,8 @@ from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, register, supervised_origins
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention
+from headstart.heads.parts.cache import LayerCache, cached_attention
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last_states
 from headstart.heads.parts.text_attention import causal_attention, positions_of
 from headstart.target.fitting import FINAL

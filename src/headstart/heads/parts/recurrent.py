@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, with_own
+from headstart.heads.parts.cache import LayerCache, cached_attention
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, with_own
 from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of
 from headstart.target.frozen import FrozenModel
 from headstart.tree.proposal import Committed
