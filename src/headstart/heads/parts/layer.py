@@ -184,6 +184,11 @@ class DraftLayer(nn.Module):
         self.down = Linear(config.intermediate_size, size, bias=False)
         self._act = ACT2FN[config.hidden_act]
 
+    @property
+    def groups(self) -> int:
+        """Query heads that share a key head."""
+        return self.config.num_attention_heads // self.config.num_key_value_heads
+
     def read(
         self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], learning_RI: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
