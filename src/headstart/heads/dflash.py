@@ -30,10 +30,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from headstart.heads.base import HeadConfig, OneForwardHead, StepPrediction, register
+from headstart.heads.base import HeadConfig, OneForwardHead, register
 from headstart.heads.exchange.published import Layout
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.block import BlockConfig, BlockState, Said
+from headstart.heads.parts.block import BlockConfig, BlockState
 from headstart.heads.parts.block_start import SolvedBlockHead
 
 
@@ -55,10 +55,6 @@ class DFlashHead(SolvedBlockHead, OneForwardHead):
     @property
     def first_slot(self) -> int:
         return 1
-
-    def prediction(self, hidden_ME: Tensor, said: Said, origin_M: Tensor, step: int) -> StepPrediction:
-        own = (None, self.lm_bias_D, self.finish)
-        return StepPrediction(hidden_ME, said.lm_head_DH, origin_M + step + 1, origin_M, *own)
 
     def depth_logits(self, state: BlockState, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:

@@ -89,8 +89,7 @@ class EagleHead(FinalStateHead):
             )
         tensors = {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **self.stack[0].by_published_name(0)}
         if self.publishing_reads_target:
-            assert self._embedding_VE is not None, "heads are bound to their target"
-            tensors[EMBEDDINGS] = self._normed(self._embedding_VE.float())
+            tensors[EMBEDDINGS] = self._normed(self.target_embeddings.float())
         return Published(
             layout=Layout.EAGLE,
             hidden_size=self.config.hidden_size,

@@ -201,7 +201,7 @@ class Eagle3Head(TransitionStart):
             scale += float(read_MX[:, -size:].square().mean(-1).sqrt().sum())
             return read_MX, [final_XE[origin_M + 1] / self.norm.weight.float()]
 
-        start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
+        start = LinearStart([self.fc.in_features], self.fc.out_features, self.target_embeddings.device)
         for map_EX in start.solve(batches, read):
             self.fc.weight.copy_(scale / start.rows * map_EX)
 

@@ -114,7 +114,6 @@ class HydraHead(DraftHead):
         if config.shared_lm_head:
             self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
         self._rotary = Rotary(config)
-        self._embedding_VE: Tensor | None = None
 
     @property
     def draft_steps(self) -> int:
@@ -149,7 +148,6 @@ class HydraHead(DraftHead):
         """
         if self.config.init == "random":
             return
-        assert self._embedding_VE is not None, "heads are bound to their target"
         size = self.config.hidden_size
         widths = [(step + 2) * size for step in range(self.draft_steps)]
 
@@ -159,7 +157,7 @@ class HydraHead(DraftHead):
             seen_MF = _seen(*self._inputs(batch), origin_M, self.draft_steps - 1)
             return seen_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)]
 
-        maps = LinearStart(widths, size, self._embedding_VE.device).solve(batches, read)
+        maps = LinearStart(widths, size, self.target_embeddings.device).solve(batches, read)
         for head, map_EF in zip(self._heads(), maps, strict=False):
             head.input_EF.copy_(map_EF)
 
@@ -171,18 +169,12 @@ class HydraHead(DraftHead):
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def learning_rows(self) -> dict[str, list[slice]]:
-        if self.prefix is None:
-            return {}
-        return {f"prefix.{name}": rows for name, rows in self.prefix.learning_rows().items()}
-
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, embedded_XE = self._inputs(batch)
         for step, head in enumerate(self._heads()):
             origin_M = origins(batch, step)
             hidden_ME = self.light(head.forward, _seen(final_XE, embedded_XE, origin_M, step))
-            own = (None, self.lm_bias_D, self.finish)
-            yield StepPrediction(hidden_ME, self._lm_head(head), origin_M + step + 1, origin_M, *own)
+            yield self.prediction(hidden_ME, self._lm_head(head), origin_M, step)
 
     def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
         """What stands for the final states, and the tokens' embeddings, both [X, E]."""
@@ -253,8 +245,7 @@ class HydraHead(DraftHead):
         return self.lm_head_DE if head.lm_head_DE is None else head.lm_head_DE
 
     def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
-        assert self._embedding_VE is not None, "heads are bound to their target"
-        return embed(tokens, self._embedding_VE, like)
+        return embed(tokens, self.target_embeddings, like)
 
 
 def read_positions(origin_M: Tensor, step: int) -> Tensor:

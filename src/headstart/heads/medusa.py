@@ -106,7 +106,6 @@ class MedusaHead(OneForwardHead):
             self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
         else:
             self.lm_head_KDE = nn.Parameter(torch.zeros(config.num_heads, config.draft_width, size))
-        self._embedding_VE: Tensor | None = None
 
     @property
     def draft_steps(self) -> int:
@@ -174,8 +173,7 @@ class MedusaHead(OneForwardHead):
             input_EF, weight_LEE, bias_LE, lm_head_DE = part
             seen_MF = self.read(final_XE[origin_M], tokens_X[origin_M + 1])
             hidden_ME = self.light(head_hidden, seen_MF, input_EF, weight_LEE, bias_LE)
-            own = (None, self.lm_bias_D, self.finish)
-            yield StepPrediction(hidden_ME, lm_head_DE, origin_M + step + 1, origin_M, *own)
+            yield self.prediction(hidden_ME, lm_head_DE, origin_M, step)
 
     # -- exchange ------------------------------------------------------------------------------------------------
 

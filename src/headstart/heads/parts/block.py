@@ -196,20 +196,6 @@ class BlockState:
     logits_BSD: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Said:
-    """What the predictions of all steps of a batch read, beside the slots' states.
-
-    Attributes:
-        lm_head_DH: of `BlockHead.joined_lm_head`.
-        following_XR: what every token of the batch says about the one after it, of `BlockHead.follow`. Looked up
-            once: each look-up has a gradient as large as its table.
-    """
-
-    lm_head_DH: Tensor
-    following_XR: Tensor | None
-
-
 class BlockHead(DraftHead):
     """Fusion, layers and norm; families say which slots draft, and what is added to their logits."""
 
@@ -227,7 +213,6 @@ class BlockHead(DraftHead):
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
         self._rotary = Rotary(config)
-        self._embedding_VE: Tensor | None = None
 
     # -- what a family says --------------------------------------------------------------------------------------
 
@@ -235,18 +220,6 @@ class BlockHead(DraftHead):
     @abstractmethod
     def first_slot(self) -> int:
         """The first slot that drafts: 1 where the root's own is left out."""
-
-    @abstractmethod
-    def prediction(self, hidden_ME: Tensor, said: Said, origin_M: Tensor, step: int) -> StepPrediction:
-        """Of one draft step, from what its slots say."""
-
-    def follow(self, tokens: Tensor, like: Tensor) -> Tensor | None:
-        """What tokens say about the one after them, [..., R], beside a slot's state; None where a family reads none."""
-        return None
-
-    def joined_lm_head(self) -> Tensor:
-        """The LM head of all steps in training: the target's, and what a family reads beside a slot's state."""
-        return self.lm_head_DE
 
     # -- shared --------------------------------------------------------------------------------------------------
 
@@ -262,13 +235,6 @@ class BlockHead(DraftHead):
     def stack(self) -> list[BlockLayer]:
         """The layers, first to last."""
         return cast(list[BlockLayer], list(self.layers))
-
-    def learning_rows(self) -> dict[str, list[slice]]:
-        return {
-            f"layers.{number}.{name}": rows
-            for number, layer in enumerate(self.stack)
-            for name, rows in layer.learning_rows().items()
-        }
 
     def bind(self, target: FrozenModel) -> None:
         """Take the target's embeddings and LM head."""
@@ -300,11 +266,11 @@ class BlockHead(DraftHead):
 
     def block(self, anchors: Tensor, like: Tensor) -> Tensor:
         """What goes into the first layer [..., K, E], for anchors [...]: embeddings as the target stores them."""
-        assert self._embedding_VE is not None, "heads are bound to their target"
+        embedding_VE = self.target_embeddings
         shape = (*anchors.shape, self.config.block_size)
-        tokens = torch.full(shape, self.config.mask_token_id, device=self._embedding_VE.device)
+        tokens = torch.full(shape, self.config.mask_token_id, device=embedding_VE.device)
         tokens[..., 0] = anchors.to(tokens.device)
-        return F.embedding(tokens, self._embedding_VE).to(like)
+        return F.embedding(tokens, embedding_VE).to(like)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -313,11 +279,10 @@ class BlockHead(DraftHead):
         if not len(origin_M):
             return
         hidden_MSE = self.blocks(batch, origin_M)
-        said = Said(self.joined_lm_head(), self.follow(batch.tokens_BT.flatten(), hidden_MSE))
         for step in range(self.draft_steps):
             step_M = origins(batch, step)
             rows_M = torch.searchsorted(origin_M, step_M)
-            yield self.prediction(hidden_MSE[rows_M, step], said, step_M, step)
+            yield self.prediction(hidden_MSE[rows_M, step], self.lm_head_DE, step_M, step)
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
         """What the LM head reads of the block of every origin, [M, S, E].

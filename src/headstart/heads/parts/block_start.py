@@ -122,8 +122,8 @@ class SolvedBlockHead(BlockHead):
             contexts.append(context_XE)
             roots.append(root_ME)
         context_XE = torch.cat(contexts)
-        assert self._embedding_VE is not None
-        vocabulary = torch.arange(0, len(self._embedding_VE), max(1, len(self._embedding_VE) // _KINDS))
+        tokens = len(self.target_embeddings)
+        vocabulary = torch.arange(0, tokens, max(1, tokens // _KINDS))
         mask = torch.tensor([config.mask_token_id])
         number_E = telling(
             context_XE,
@@ -208,8 +208,8 @@ class SolvedBlockHead(BlockHead):
 
     def _first_input(self, tokens: Tensor, like: Tensor) -> Tensor:
         """Embeddings as the first layer reads them, normed."""
-        assert self._embedding_VE is not None and self.stack[0].input_norm is not None
-        embedded = F.embedding(tokens.to(self._embedding_VE.device), self._embedding_VE).to(like)
+        assert self.stack[0].input_norm is not None, "as of every layer of a block"
+        embedded = F.embedding(tokens.to(self.target_embeddings.device), self.target_embeddings).to(like)
         return normed(self.stack[0].input_norm, embedded)
 
     def _angles(self) -> Tensor:

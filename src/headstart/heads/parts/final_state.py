@@ -93,7 +93,7 @@ class FinalStateHead(RecurrentHead):
             return joined_MJ, [self.stream_for(final_XE[origin_M + 1])]
 
         joining_map = self.joining_map
-        start = LinearStart([joining_map.in_features], joining_map.out_features, self.device_of_target)
+        start = LinearStart([joining_map.in_features], joining_map.out_features, self.target_embeddings.device)
         for map_EJ in start.solve(batches, read):
             joining_map.weight.copy_(map_EJ)
 

@@ -93,7 +93,7 @@ class TransitionStart(RecurrentHead):
 
         of_own_heads = layer.o.in_features // self.config.num_key_value_heads * own
         copied = layer.o.in_features - of_own_heads if copies else 0
-        start = LinearStart([2 * size + copied], size, self.device_of_target)
+        start = LinearStart([2 * size + copied], size, self.target_embeddings.device)
         for map_EJ in start.solve(chain(first, batches), read):
             products_JJ = start.gram_FF / start.rows
             residual = 1.0  # the size of the state that the layer adds to
@@ -148,13 +148,12 @@ class TransitionStart(RecurrentHead):
 
     def _look_at_themselves(self, batches: list[HeadBatch]) -> None:
         """Let the first heads look at their own position, whatever token of the vocabulary or of the texts it has."""
-        assert self._embedding_VE is not None, "heads are bound to their target"
         like = self.embedding_norm.weight.float()
 
         def normed_of(tokens: Tensor) -> Iterator[Tensor]:
             return (normed(self.embedding_norm, self._embed(part, like)) for part in torch.split(tokens, _BLOCK))
 
-        kinds = [normed_of(torch.arange(len(self._embedding_VE)))]
+        kinds = [normed_of(torch.arange(len(self.target_embeddings)))]
         if batches:
             kinds.append(normed_of(torch.cat([batch.tokens_BT.flatten() for batch in batches])))
         number_E, mean_E = own_position.number_of_all(*kinds)
