@@ -89,7 +89,7 @@ def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
             "heads.aux_norms=true",
             r"medusa heads have no setting 'aux_norms'\. It is a setting of eagle3; of medusa: draft",
         ),
-        ("heads.prefix_atention=true", r"Did you mean 'prefix_attention'\? It is a setting of hydra\."),
+        ("heads.block_sise=4", r"Did you mean 'block_size'\? It is a setting of dflash and dspark\."),
         ("heads.hidden_size=7.5", r"Recipe key 'heads\.hidden_size'"),
         ("heads.num_heads=40", r"'heads\.num_heads' is 40: input should be less .*headstart recipes show medusa --all"),
         ("heads=medusa", "The recipe's 'heads' are 'medusa'"),

@@ -31,7 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
     "hydra": {"family": "hydra", "num_heads": 3},
     "hydra-draft-vocabulary": {"family": "hydra", "num_heads": 2, "draft_vocab_size": 30},
     "hydra-shared-deep": {"family": "hydra", "num_heads": 3, "num_layers": 2, "shared_lm_head": True},
-    "hydra-prefix": {"family": "hydra", "num_heads": 3, "num_layers": 4, "prefix_attention": True},
     "eagle": {"family": "eagle", "draft_steps": 3},
     "eagle-draft-vocabulary": {"family": "eagle", "draft_steps": 2, "draft_vocab_size": 30},
     "eagle-published": {"family": "eagle", "draft_steps": 2, "embedding_norm": False},

@@ -95,7 +95,7 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3-deep-normed", "hydra-prefix"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3-deep-normed"])
 @torch.inference_mode()
 def test_after_the_last_keys_only_the_last_token_of_a_text_is_computed(
     name: str, exact: Target, monkeypatch: pytest.MonkeyPatch
