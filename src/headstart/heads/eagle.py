@@ -110,10 +110,8 @@ class EagleHead(FinalStateHead):
             )
         is_normed, added_E = cls._embeddings_of(published, target.embedding_weight.detach().float().cpu())
         settings = {
-            **published.settings_of_layer,
+            **published.head_settings,
             "family": cls.family,
-            "hidden_size": published.hidden_size,
-            "vocab_size": published.vocab_size,
             "draft_steps": published.steps,
             "embedding_norm": is_normed,
         }

@@ -259,11 +259,8 @@ class Eagle3Head(TransitionStart):
                 "Take a checkpoint without norm_before_fc.",
             )
         settings = {
-            **published.settings_of_layer,
+            **published.head_settings,
             "family": cls.family,
-            "hidden_size": published.hidden_size,
-            "vocab_size": published.vocab_size,
-            "draft_vocab_size": 0 if published.draft_ids_D is None else published.draft_width,
             "draft_steps": published.steps,
             "num_layers": published.num_layers,
             "aux_layers": published.aux_layers,

@@ -354,10 +354,8 @@ class BlockHead(DraftHead):
     def settings_of(cls, published: Published) -> dict[str, Any]:
         """Settings of heads that hold what was published; families add theirs."""
         return {
-            **published.settings_of_layer,
+            **published.head_settings,
             "family": cls.family,
-            "hidden_size": published.hidden_size,
-            "vocab_size": published.vocab_size,
             "num_layers": published.num_layers,
             "aux_layers": published.aux_layers,
             "block_size": published.block_size,
