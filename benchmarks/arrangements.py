@@ -1,11 +1,11 @@
-"""Transition heads beside EAGLE-3's published arrangement, as engines load it, at equal data and steps: τ of a chain.
+"""Starts and arrangements of EAGLE-3 as engines load it, at equal data and steps: τ of a chain.
 
     python benchmarks/arrangements.py QUESTIONS.jsonl --run runs/quickstart --steps 150
 
-The arms: transition heads; EAGLE-3 as published, from the target's last layer; and EAGLE-3 that starts as transition
-heads do, reading the last layer before the final norm (which vLLM can give), reading the layer before it (which all
-engines can), and the latter without a norm before the residual (as SGLang has it). τ is that of a greedy chain,
-replayed on the target's plain greedy answers to the questions and on held-out conversations of the run: no clock.
+The arms: EAGLE-3 as published, from the target's last layer; and with heads.init=transition, reading the last layer
+before the final norm (which vLLM can give), reading the layer before it (which all engines can), and the latter without
+a norm before the residual (as SGLang has it). τ is that of a greedy chain, replayed on the target's plain greedy answers
+to the questions and on held-out conversations of the run: no clock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def arms_of(target: Target) -> dict[str, list[str]]:
     plain, normed = "heads.norm_before_residual=false", "heads.norm_before_residual=true"
     start = ["heads.family=eagle3", "heads.init=transition"]
     return {
-        "transition heads": ["heads.family=transition", aux_layers(-1)],
         "EAGLE-3 as published": ["heads.family=eagle3", "heads.init=target", plain, aux_layers(max(1, layers - 3))],
         f"layer {layers}, normed residual": [*start, normed, aux_layers(layers)],
         f"layer {layers - 1}, normed residual": [*start, normed, aux_layers(layers - 1)],
@@ -49,7 +48,7 @@ def arms_of(target: Target) -> dict[str, list[str]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_of(__doc__, Path("out/arrangements"))
     parser.add_argument("questions", type=Path)
-    parser.add_argument("--recipe", default="transition", help="whose training all arms share")
+    parser.add_argument("--recipe", default="eagle3", help="whose training all arms share")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--arms", nargs="+", type=int, help="these alone, by their place in the list above, from 0")
     options = parser.parse_args(arguments)

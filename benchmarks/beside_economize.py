@@ -1,4 +1,4 @@
-"""Our transition heads beside EAGLE-3 of the library economize: same target, data, draft vocabulary, dtype and minutes.
+"""Our EAGLE-3 heads beside those of the library economize: same target, data, draft vocabulary, dtype and minutes.
 
     python -m venv ENV && ENV/bin/pip install -c constraints.txt economize
     python benchmarks/beside_economize.py QUESTIONS.jsonl --their-python ENV/bin/python --run runs/quickstart \\
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_of(__doc__, Path("out/beside_economize"), "bfloat16")
     parser.add_argument("questions", type=Path)
     parser.add_argument("--their-python", required=True, help="interpreter of the environment with economize")
-    parser.add_argument("--recipe", default="transition", help="ours")
+    parser.add_argument("--recipe", default="eagle3", help="ours")
     parser.add_argument("--minutes", type=float, default=13.0)
     parser.add_argument("--steps", type=int, help="theirs trains for so many steps instead")
     parser.add_argument("--theirs", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))

@@ -32,7 +32,7 @@ from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 
-FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "transition", "mtp", "dflash", "dspark")
+FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "mtp", "dflash", "dspark")
 """Packaged recipes, one for each family."""
 OVER = {"over_plain": PLAIN, "over_transformers": STOCK, "over_prompt_lookup": LOOKUP}
 

@@ -1,4 +1,4 @@
-"""Our transition heads beside the published recipe of EAGLE-3, at equal data and steps: mean accepted drafts.
+"""Our recipe of EAGLE-3 beside the published one, at equal data and steps: mean accepted drafts.
 
     python benchmarks/published_recipe.py QUESTIONS.jsonl --run runs/quickstart --steps 300
 
@@ -49,7 +49,7 @@ PUBLISHED = (
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_of(__doc__, Path("out/published_recipe"))
     parser.add_argument("questions", type=Path)
-    parser.add_argument("--recipe", default="transition", help="ours")
+    parser.add_argument("--recipe", default="eagle3", help="ours")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lrs", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3], help="of the published recipe")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])

@@ -124,7 +124,7 @@ def test_the_disk_of_a_plan_adds_up(data: tuple[Recipe, Path]) -> None:
 REFUSED = {
     ("eagle3", "sglang"): {"norm_before_residual": True},
     ("medusa", "gguf"): {},
-    ("transition", "vllm"): {},
+    ("hydra", "vllm"): {},
 }
 
 

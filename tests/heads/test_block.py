@@ -85,9 +85,9 @@ def test_blocks_are_what_is_written_out_by_hand(target: Target) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("part_of", [text_attention.attend_blocks_part, text_attention.attend_blocks_part_fused])
+@pytest.mark.parametrize("kernel", [text_attention.block_attention, text_attention.block_attention_fused])
 def test_in_parts_values_and_gradients_are_those_of_one_table(
-    monkeypatch: pytest.MonkeyPatch, part_of: object, packed: bool
+    monkeypatch: pytest.MonkeyPatch, kernel: object, packed: bool
 ) -> None:
     index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 0, 0, 0])])
     sight = Sight(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None)
@@ -100,14 +100,14 @@ def test_in_parts_values_and_gradients_are_those_of_one_table(
     ]
     every = [torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True) for shape in shapes]
     queries, keys, values, *own = every
-    wanted = attend_blocks(queries, keys, values, sight, *own)
+    wanted = attend_blocks(queries, keys, values, sight, (own[0], own[1]))
     weights = torch.randn(wanted.shape, dtype=wanted.dtype)
     gradients = torch.autograd.grad((wanted * weights).sum(), every)
     monkeypatch.setattr(text_attention, "_IN_ONE", {"cpu": 0})
     monkeypatch.setattr(text_attention, "_QUERIES", 5 * GROUPS * SLOTS)
-    monkeypatch.setattr(text_attention, "attend_blocks_part", part_of)
+    monkeypatch.setattr(text_attention, "block_attention", kernel)
     assert len(sight.parts(KV_HEADS, GROUPS * SLOTS)) == 5
-    found = attend_blocks(queries, keys, values, sight, *own)
+    found = attend_blocks(queries, keys, values, sight, (own[0], own[1]))
     torch.testing.assert_close(found, wanted, **SINGLE)
     for one, other in zip(torch.autograd.grad((found * weights).sum(), every), gradients, strict=True):
         torch.testing.assert_close(one, other, **SINGLE)

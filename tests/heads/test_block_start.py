@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.heads.base import HeadBatch, family, make_config
 from headstart.heads.parts.block import BlockHead
-from headstart.heads.parts.block_pattern import Pattern, newest, pattern, root
+from headstart.heads.parts.block_start import Pattern, newest, pattern, root
 from headstart.heads.parts.layer import normed
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target

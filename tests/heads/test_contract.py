@@ -31,7 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
     "hydra": {"family": "hydra", "num_heads": 3},
     "hydra-draft-vocabulary": {"family": "hydra", "num_heads": 2, "draft_vocab_size": 30},
     "hydra-shared-deep": {"family": "hydra", "num_heads": 3, "num_layers": 2, "shared_lm_head": True},
-    "hydra-prefix": {"family": "hydra", "num_heads": 3, "num_layers": 4, "prefix_attention": True},
     "eagle": {"family": "eagle", "draft_steps": 3},
     "eagle-draft-vocabulary": {"family": "eagle", "draft_steps": 2, "draft_vocab_size": 30},
     "eagle-published": {"family": "eagle", "draft_steps": 2, "embedding_norm": False},
@@ -88,16 +87,8 @@ CASES: dict[str, dict[str, Any]] = {
         "draft_vocab_size": 30,
     },
     "dflash-cold": {"family": "dflash", "block_size": 5, "aux_layers": (1, 2), "mask_token_id": 60, "init": "random"},
-    "transition": {"family": "transition", "draft_steps": 3, "aux_layers": (1, -1)},
-    "transition-draft-vocabulary": {
-        "family": "transition",
-        "draft_steps": 2,
-        "aux_layers": (-1,),
-        "draft_vocab_size": 30,
-    },
     "mtp": {"family": "mtp", "draft_steps": 3},
-    "mtp-own-modules": {"family": "mtp", "draft_steps": 3, "shared_module": False},
-    "mtp-draft-vocabulary": {"family": "mtp", "draft_steps": 2, "shared_module": False, "draft_vocab_size": 30},
+    "mtp-draft-vocabulary": {"family": "mtp", "draft_steps": 2, "draft_vocab_size": 30},
 }
 
 

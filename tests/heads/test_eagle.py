@@ -12,7 +12,9 @@ import transformers as tf
 
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, cached_attention, chain_attention
+from headstart.heads.parts.cache import cached_attention
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
+from headstart.heads.parts.text_attention import chain_attention
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.tiny import KINDS, tiny_model
@@ -20,9 +22,7 @@ from tests.tiny import KINDS, tiny_model
 FAMILIES: dict[str, dict[str, Any]] = {
     "eagle": {"family": "eagle", "draft_steps": 3},
     "eagle3": {"family": "eagle3", "draft_steps": 3, "aux_layers": (1, 3), "num_layers": 2},
-    "transition": {"family": "transition", "draft_steps": 3, "aux_layers": (1, -1), "num_layers": 2},
     "mtp": {"family": "mtp", "draft_steps": 3},
-    "mtp-own-modules": {"family": "mtp", "draft_steps": 3, "shared_module": False},
 }
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6]
 
@@ -80,9 +80,6 @@ def test_what_each_step_reads(name: str, target: Target) -> None:
             assert same == (index > origin), f"state {index}, step {step} of origin {origin}"
 
 
-TRANSITION = {"family": "transition", "draft_steps": 2, "aux_layers": (-1,)}
-
-
 PUBLISHED = {
     "family": "eagle3",
     "draft_steps": 2,
@@ -92,11 +89,8 @@ PUBLISHED = {
 }
 
 
-MTP = {"family": "mtp", "draft_steps": 2}
-
-
 @pytest.mark.parametrize(
-    "settings", [{"family": "eagle", "draft_steps": 2}, TRANSITION, PUBLISHED, MTP, {**MTP, "shared_module": False}]
+    "settings", [{"family": "eagle", "draft_steps": 2}, PUBLISHED, {"family": "mtp", "draft_steps": 2}]
 )
 @torch.no_grad()
 def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Target) -> None:
@@ -127,9 +121,12 @@ def test_aux_layers_must_differ(target: Target) -> None:
         family("eagle3")(make_config({"family": "eagle3", "aux_layers": ()}, target))
 
 
-def test_a_transition_begins_with_a_final_state(target: Target) -> None:
-    with pytest.raises(UserError, match=r"heads\.aux_layers is \[-1, 2\]\. End heads\.aux_layers with -1"):
-        family("transition")(make_config({**TRANSITION, "aux_layers": (-1, 2)}, target))
+def test_transition_heads_are_told_to_be_eagle3(target: Target) -> None:
+    told = r"transition is gone.*headstart run eagle3 \(heads\.family=eagle3 heads\.init=transition\)"
+    with pytest.raises(UserError, match=told):
+        make_config({"family": "transition"}, target)
+    with pytest.raises(UserError, match=told):
+        family("transition")
 
 
 def test_settings_follow_from_the_target(target: Target) -> None:
@@ -311,7 +308,7 @@ def test_both_attentions_agree() -> None:
 
 
 def test_layers_that_are_read_by_default(target: Target) -> None:
-    configs = {name: make_config({"family": name}, target) for name in ("eagle3", "transition")}
-    read = {name: config.model_dump()["aux_layers"] for name, config in configs.items()}
-    middle = target.num_layers // 2
-    assert read == {"eagle3": (2, middle, target.num_layers - 3), "transition": (2, middle, FINAL)}
+    starts = ("target", "transition")
+    read = [make_config({"family": "eagle3", "init": start}, target).model_dump()["aux_layers"] for start in starts]
+    middle, last = target.num_layers // 2, target.num_layers
+    assert read == [(2, middle, last - 3), (2, middle, last - 1)]

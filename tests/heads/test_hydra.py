@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, make_config
 from headstart.heads.hydra import HydraConfig, HydraHead
+from headstart.heads.io import CONFIG, load_heads, save_heads
+from headstart.support.files import read_json, write_json
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.heads.test_contract import batch_of, shake
@@ -29,10 +33,9 @@ def hydra(target: Target, **settings: Any) -> HydraHead:
     return heads
 
 
-@pytest.mark.parametrize("prefix", [False, True])
-def test_each_head_reads_the_state_and_the_tokens_before_the_one_it_predicts(target: Target, prefix: bool) -> None:
+def test_each_head_reads_the_state_and_the_tokens_before_the_one_it_predicts(target: Target) -> None:
     """Change one thing at a time: only what head k may read changes what it drafts from position t."""
-    heads = shake(hydra(target, num_heads=3, prefix_attention=prefix))
+    heads = shake(hydra(target, num_heads=3))
     tokens_BT = torch.arange(1, 9)[None]
     final_BTE = torch.randn(1, 8, 64)
     supervised_BT = torch.ones(1, 8, dtype=torch.bool)
@@ -53,8 +56,7 @@ def test_each_head_reads_the_state_and_the_tokens_before_the_one_it_predicts(tar
             other_BTE = final_BTE.clone()
             other_BTE[0, position] += 1
             moved = [step for step, logits in enumerate(drafts(tokens_BT, other_BTE)) if not logits.equal(before[step])]
-            read = position <= origin if prefix else position == origin
-            assert moved == ([0, 1, 2] if read else [])
+            assert moved == ([0, 1, 2] if position == origin else [])
 
 
 def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(target: Target) -> None:
@@ -82,9 +84,8 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(target: T
             torch.testing.assert_close(alone[2], grown[2][:, leaf], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("prefix", [False, True])
-def test_warm_started_heads_repeat_the_targets_own_distribution(target: Target, prefix: bool) -> None:
-    heads = hydra(target, num_heads=2, draft_vocab_size=20, prefix_attention=prefix)
+def test_warm_started_heads_repeat_the_targets_own_distribution(target: Target) -> None:
+    heads = hydra(target, num_heads=2, draft_vocab_size=20)
     vocabulary = torch.arange(0, 60, 3)
     heads.set_draft_vocabulary(vocabulary)
     heads.warm_start(target)
@@ -97,7 +98,7 @@ def test_warm_started_heads_repeat_the_targets_own_distribution(target: Target, 
 def test_a_cold_start_owes_nothing_to_the_target(target: Target) -> None:
     batch = batch_of(target, hydra(target), [list(range(1, 13))], prompt=3)
     other = Target(tiny_model("llama", seed=1, vocab_size=61))
-    one, two = (hydra(model, init="random", prefix_attention=True) for model in (target, other))
+    one, two = (hydra(model, init="random") for model in (target, other))
     one.fit([batch])
     assert all(a.equal(b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert all(weight.std() > 0 for name, weight in one.heads.named_parameters() if "block" not in name)
@@ -135,7 +136,7 @@ def test_linear_start_stops_when_it_has_seen_enough(target: Target) -> None:
 
 
 def test_text_shorter_than_the_heads_look(target: Target) -> None:
-    heads = hydra(target, num_heads=4, prefix_attention=True)
+    heads = hydra(target, num_heads=4)
     start = [parameter.clone() for parameter in heads.parameters()]
     batch = batch_of(target, heads, [[1, 2, 3, 4]], prompt=0)
     heads.fit([batch])
@@ -148,7 +149,14 @@ def test_operations_of_a_draft(target: Target) -> None:
     inputs = sum(range(2, steps + 2)) * size * size  # head k reads k + 2 vectors
     one = 2 * size * size + width * size  # two blocks and the LM head
     assert hydra(target, num_heads=3, num_layers=2).flops_per_draft() == 2 * (inputs + steps * one) // steps
-    layered = hydra(target, num_heads=3, num_layers=2, prefix_attention=True)
-    assert layered.prefix is not None
-    layer = sum(weight.numel() for name, weight in layered.prefix.named_parameters() if "norm" not in name)
-    assert layered.flops_per_draft() == 2 * (inputs + steps * one + layer) // steps, "the layer runs once a round"
+
+
+def test_saved_heads_may_say_that_they_have_no_layer(target: Target, tmp_path: Path) -> None:
+    save_heads(hydra(target, num_heads=2), tmp_path / "heads")
+    settings = read_json(tmp_path / "heads" / CONFIG)
+    layer = {"num_attention_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    write_json(tmp_path / "heads" / CONFIG, {**settings, **layer, "prefix_attention": False})
+    assert load_heads(tmp_path / "heads", target).config.model_dump().keys() == settings.keys()
+    write_json(tmp_path / "heads" / CONFIG, {**settings, "prefix_attention": True})
+    with pytest.raises(UserError, match="setting 'prefix_attention'"):
+        load_heads(tmp_path / "heads", target)

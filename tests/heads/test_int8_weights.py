@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
+from headstart.heads import int8_weights
+from headstart.heads.int8_weights import Linear, drop_int8, linear, to_int8, unstack
 from headstart.heads.io import load_heads, save_heads
-from headstart.heads.parts import int8_weights
-from headstart.heads.parts.int8_weights import Linear, drop_int8, linear, to_int8, unstack
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import CASES, build, shake

@@ -1,4 +1,4 @@
-"""EAGLE-3 layers that start as transition heads: heads that look at their own position, and the map that they hold."""
+"""EAGLE-3 layers that start as a transition: heads that look at their own position, and the map that they hold."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config
 from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
-from headstart.heads.parts.fused import FusedHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.own_position import hold, look_at_itself, number_of_all, pair_shares, shares
-from headstart.heads.transition import TransitionHead
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.tiny import tiny_model
@@ -149,58 +147,8 @@ def made(settings: dict[str, Any], target: Target) -> DraftHead:
     return heads
 
 
-def test_the_same_maps_make_the_same_guesses_as_transition_heads(target: Target) -> None:
-    """A state before the final norm and one after it, a map that own heads hold and one of the stream's own, and heads
-    beside them that attend to the text: every step drafts the same."""
-    joined = cast(TransitionHead, made({"family": "transition", "draft_steps": 3, "aux_layers": (FINAL,)}, target))
-    ours = cast(Eagle3Head, made({**START, "aux_layers": (3,)}, target))
-    copying, own = joined.stack[0], ours.config.own_heads
-    # As many further heads as transition heads have: two, that share nothing.
-    width, kv_heads = ours.config.head_dim, ours.config.num_key_value_heads
-    assert (own, kv_heads, joined.config.num_key_value_heads, joined.config.num_attention_heads) == (4, 6, 2, 4)
-    weight_E = target.decoder.norm.weight
-    map_EI = 0.1 * torch.randn(64, 128)
-    into_HdI = torch.randn(8, width, 128) / 8  # queries twice for each of two key heads, keys, values
-    into_HdI[:, :, 64:] = 0  # the two see states with and without the norm's weight
-    back_EHd = torch.randn(64, 4, width) / 8
-    back_EHd[:, 1], back_EHd[:, 3] = back_EHd[:, 0], back_EHd[:, 2]
-    into_HdI[1], into_HdI[3] = into_HdI[0], into_HdI[2]
-    with torch.no_grad():
-        joined.joined.weight.copy_(map_EI)
-        copying.qkv.weight.copy_(into_HdI.flatten(0, 1))
-        copying.o.weight.copy_(back_EHd.flatten(1))
-        layer = ours.stack[0]
-        held_EI = torch.cat([map_EI[:, :64], map_EI[:, 64:] * weight_E - torch.eye(64)], dim=1)
-        hold(layer, own, held_EI, torch.eye(128))
-        rows_HdI = layer.qkv.weight.view(3, kv_heads, width, 128)
-        rows_HdI[:, own:] = torch.stack([into_HdI[[0, 2]], into_HdI[4:6], into_HdI[6:8]])
-        layer.o.weight.view(64, kv_heads, width)[:, own:] = 2 * back_EHd[:, [0, 2]]
-        for one in (copying, layer):
-            torch.nn.init.normal_(one.down.weight, std=0.1, generator=torch.Generator().manual_seed(3))
-    batch = batch_of(target, texts_of(3), (3, FINAL))
-    drafts = list(zip(joined.unroll(batch), ours.unroll(batch), strict=True))
-    assert len(drafts) == 3
-    for theirs, own_draft in drafts:
-        assert theirs.logits_MD.std() > 0.1
-        torch.testing.assert_close(own_draft.logits_MD, theirs.logits_MD, rtol=0, atol=2e-3)
-
-
 def guesses(heads: DraftHead, batch: HeadBatch) -> list[Tensor]:
     return [prediction.hidden_MH for prediction in heads.unroll(batch)]
-
-
-@pytest.mark.parametrize("norm_before_residual", [True, False])
-@torch.no_grad()
-def test_the_start_is_that_of_transition_heads(norm_before_residual: bool, target: Target) -> None:
-    """Fitted to the same data, with the state before the last norm to read; other residuals change the later steps."""
-    batch = batch_of(target, texts_of(40), (1, 3, FINAL))
-    joined = made({"family": "transition", "draft_steps": 2, "aux_layers": (1, FINAL)}, target)
-    ours = made({**START, "draft_steps": 2, "norm_before_residual": norm_before_residual}, target)
-    joined.fit([batch])
-    ours.fit([batch])
-    for step, (theirs, own) in enumerate(zip(guesses(joined, batch), guesses(ours, batch), strict=True)):
-        cosine = torch.nn.functional.cosine_similarity(theirs, own, dim=-1).mean()
-        assert cosine > (0.99 if norm_before_residual else (0.97, 0.6)[step])
 
 
 def test_training_takes_for_granted_what_own_heads_find(target: Target) -> None:
@@ -268,7 +216,7 @@ def test_without_data_the_state_passes_through(target: Target) -> None:
 def test_the_residual_is_the_normed_state_only_where_asked(target: Target) -> None:
     for asked in (True, False):
         settings = {"family": "eagle3", "draft_steps": 2, "aux_layers": (1, 2), "norm_before_residual": asked}
-        heads = cast(FusedHead, made(settings, target))
+        heads = cast(Eagle3Head, made(settings, target))
         feedback, embedded = 5 * torch.randn(1, 3, 64), torch.randn(1, 3, 64)
         attended, stream = heads.layer_input(feedback, embedded)
         assert torch.equal(stream, attended[..., 64:] if asked else feedback)

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from headstart.heads.parts import text_attention
-from headstart.heads.parts.layer import chain_attention
-from headstart.heads.parts.text_attention import Part, Sight, attend, attend_part, attend_part_fused, causal_attention
+from headstart.heads.parts.text_attention import (
+    Part,
+    Sight,
+    attend,
+    causal_attention,
+    chain_attention,
+    chain_attention_fused,
+)
 
 ROWS, KV_HEADS, GROUPS, WIDTH, LENGTH = 2, 2, 3, 8, 50
 SINGLE = {"rtol": 1e-5, "atol": 1e-5}
@@ -51,17 +57,17 @@ def by_definition(sight: Sight, *operands: Tensor, chain: list[tuple[Tensor, Ten
         for one in zip(sight.index_BA.tolist(), starts.tolist(), strict=True)
     ]
     queries, keys, values = operands
-    return chain_attention(queries, keys, values, torch.tensor(rows), chain)
+    return chain_attention(queries, keys, values, torch.tensor(rows), *(tensor for pair in chain for tensor in pair))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("part_of", [attend_part, attend_part_fused])
+@pytest.mark.parametrize("kernel", [chain_attention, chain_attention_fused])
 @pytest.mark.usefixtures("in_parts")
 def test_in_parts_values_and_gradients_are_those_of_one_table(
-    monkeypatch: pytest.MonkeyPatch, part_of: object, steps: int, packed: bool
+    monkeypatch: pytest.MonkeyPatch, kernel: object, steps: int, packed: bool
 ) -> None:
-    monkeypatch.setattr(text_attention, "attend_part", part_of)
+    monkeypatch.setattr(text_attention, "chain_attention", kernel)
     sight = sight_of(packed)
     assert len(sight.parts(KV_HEADS * GROUPS)) == 4
     queries, keys, values, chain = read(sight, steps)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from headstart.heads.base import DraftHead, family
-from headstart.heads.parts import layer
+from headstart.heads.parts import cache
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.target.model import Target
 from headstart.tree.proposal import Committed
 from tests.heads.test_contract import CASES, build, shake
@@ -62,7 +63,7 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
     name: str, rows: int, widths: tuple[int, ...], exact: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of different length, trees of their own, a round accepted before, and a cache that has to grow."""
-    monkeypatch.setattr(layer, "_SPARE", 0)
+    monkeypatch.setattr(cache, "_SPARE", 0)
     heads = shake(build(name, exact)).double()
     heads.bind(exact)
     rng = random.Random(0)
@@ -94,7 +95,7 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3-deep-normed", "hydra-prefix"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3-deep-normed"])
 @torch.inference_mode()
 def test_after_the_last_keys_only_the_last_token_of_a_text_is_computed(
     name: str, exact: Target, monkeypatch: pytest.MonkeyPatch
@@ -103,13 +104,13 @@ def test_after_the_last_keys_only_the_last_token_of_a_text_is_computed(
     heads = shake(build(name, exact)).double()
     heads.bind(exact)
     widths: list[int] = []
-    honest = layer.DraftLayer.write
+    honest = DraftLayer.write
 
     def write(self: Any, residual_BTE: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         widths.append(residual_BTE.shape[1])
         return honest(self, residual_BTE, mixed)
 
-    monkeypatch.setattr(layer.DraftLayer, "write", write)
+    monkeypatch.setattr(DraftLayer, "write", write)
     known = exact.prefill(exact.new_cache(1, 7), TEXTS[:1], heads.aux_layers).aux_hidden_states
     heads.draft_step(heads.prefill(TEXTS[:1], known), torch.tensor([[5]]), torch.tensor([[0]]), 0)
     assert widths == ([7, 1] if name == "eagle3-deep-normed" else [1])
@@ -133,7 +134,7 @@ def test_long_texts_attend_in_parts(exact: Target, monkeypatch: pytest.MonkeyPat
         masks.append(attn_mask.shape[2])
         return honest(queries, *args, attn_mask=attn_mask, **kwargs)
 
-    monkeypatch.setattr(layer, "_QUERIES", 3)
+    monkeypatch.setattr(cache, "_QUERIES", 3)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     torch.testing.assert_close(first_draft(), complete, rtol=0, atol=1e-12)  # float64 sums in another order
     assert max(masks) == 3 * 2, "two query heads share a key head"
@@ -142,8 +143,8 @@ def test_long_texts_attend_in_parts(exact: Target, monkeypatch: pytest.MonkeyPat
 def test_a_table_of_angles_is_as_long_as_the_text_needs(exact: Target) -> None:
     heads = build("eagle", exact)
     config = heads.config.model_copy(update={"max_position_embeddings": 5000})
-    assert isinstance(config, layer.LayerConfig)
-    grown, complete = layer.Rotary(config), layer.Rotary(config)
+    assert isinstance(config, LayerConfig)
+    grown, complete = Rotary(config), Rotary(config)
     complete.at(torch.tensor([[0]]), torch.float32, 5000)
     for index, size in ((3, 256), (700, 1024), (10, 1024), (4999, 5000), (9999, 5000)):
         got = grown.at(torch.tensor([[index]]), torch.float32, index + 1)

@@ -48,7 +48,6 @@ class ToyHead(DraftHead):
         super().__init__(config)
         self.map_KEE = nn.Parameter(torch.zeros(config.num_steps, config.hidden_size, config.hidden_size))
         self.lm_head_DE = nn.Parameter(torch.zeros(config.draft_width, config.hidden_size))
-        self._embedding_VE: Tensor | None = None
 
     @property
     def draft_steps(self) -> int:
@@ -64,8 +63,7 @@ class ToyHead(DraftHead):
 
     def mix(self, final: Tensor, tokens: Tensor, step: int) -> Tensor:
         """What the LM head reads, [..., E]."""
-        assert self._embedding_VE is not None, "heads are bound to their target"
-        return final @ self.map_KEE[step].T + F.embedding(tokens, self._embedding_VE).to(final)
+        return final @ self.map_KEE[step].T + F.embedding(tokens, self.target_embeddings).to(final)
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, tokens_X = batch.states[FINAL].flatten(0, 1), batch.tokens_BT.flatten()

@@ -17,7 +17,7 @@ from headstart.errors import UserError
 from headstart.target.attention import TreeMask, _reference, causal_attention
 from headstart.target.fitting import FINAL
 from headstart.target.model import Exact, Target
-from headstart.target.rows import ALONE, SameBits, agreeing, same_bits
+from headstart.target.products import ALONE, SameBits, agreeing, same_bits
 from headstart.tree.tree import DraftTree
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, PackedLinear, packed_model, tiny_model
@@ -128,9 +128,9 @@ def test_layers_that_sum_in_another_order_run_in_pieces(tried: bool, monkeypatch
     """The sums of these run backwards beyond 6 rows; whoever does not try it has other bits."""
     own = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: _backwards(own, *args))
-    monkeypatch.setattr("headstart.target.rows._KNOWN", {})
+    monkeypatch.setattr("headstart.target.products._KNOWN", {})
     if not tried:
-        monkeypatch.setattr("headstart.target.fitting.same_bits", lambda *_: SameBits(4, 128))
+        monkeypatch.setattr("headstart.target.products.same_bits", lambda *_: SameBits(4, 128))
     monkeypatch.setattr("headstart.target.fitting.fits", lambda _: False)  # plain products, which are watched here
     found = compare(Target(tiny_model("llama"), exact="bits"), TEXTS, rounds=2)
     assert (found.logits == 0) == tried
@@ -155,7 +155,7 @@ def test_layers_that_cannot_be_tried_run_row_by_row() -> None:
 def test_more_rows_than_fit_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and in pieces give the same; no piece is larger than allowed, and none lacks a row."""
     seen: list[int] = []
-    monkeypatch.setattr("headstart.target.fitting.same_bits", lambda *_: SameBits(2, 5))
+    monkeypatch.setattr("headstart.target.products.same_bits", lambda *_: SameBits(2, 5))
     monkeypatch.setattr("headstart.target.fitting.fits", lambda _: False)  # plain products, which are watched here
     target = Target(tiny_model("gpt_neox"), exact="bits")
     own = nn.Linear.forward
@@ -197,7 +197,7 @@ def test_trying_notices_another_order_of_sums(monkeypatch: pytest.MonkeyPatch) -
     """Of a layer whose sums run backwards beyond 6 rows; ordinary numbers would seldom show it."""
     own = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: _backwards(own, *args))
-    monkeypatch.setattr("headstart.target.rows._KNOWN", {})
+    monkeypatch.setattr("headstart.target.products._KNOWN", {})
     same = same_bits(nn.Linear(96, 40).bfloat16())
     assert same.fewest <= 4 and same.maximum == 6
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from headstart.decode.costs import Conditions
-from headstart.target import prepacked as module
-from headstart.target.fitting import _Matrix
+from headstart.target import products as module
 from headstart.target.model import Target
-from headstart.target.prepacked import MAX_ROWS, Prepacked, can_prepack
+from headstart.target.products import MAX_ROWS, Matrix, Prepacked, can_prepack
 from headstart.tree.tree import DraftTree, TreeShape
 from tests.tiny import tiny_model
 
@@ -131,7 +130,7 @@ def test_a_forward_that_somebody_put_there_still_runs() -> None:
     logits(target)
     assert calls
     target.release()
-    assert not isinstance(vars(layer)["forward"], _Matrix)
+    assert not isinstance(vars(layer)["forward"], Matrix)
 
 
 def test_no_copies_without_room(monkeypatch: pytest.MonkeyPatch) -> None:

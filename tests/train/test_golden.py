@@ -16,13 +16,12 @@ GOLDEN = Path(__file__).parent / "golden_losses.json"
 
 HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 2},
-    "hydra": {"num_heads": 2, "prefix_attention": True},
+    "hydra": {"num_heads": 2},
     "eagle": {"draft_steps": 3},
     "eagle3": {"draft_steps": 3, "aux_layers": (1, 2, 3)},
     "dspark": {"block_size": 3, "aux_layers": (1, 2), "markov_rank": 4, "confidence": True},
     "dflash": {"block_size": 4, "aux_layers": (1, 2)},
-    "transition": {"draft_steps": 3, "aux_layers": (1, 2, -1)},
-    "mtp": {"draft_steps": 3, "shared_module": False},
+    "mtp": {"draft_steps": 3},
 }
 
 

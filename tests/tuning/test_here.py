@@ -13,8 +13,8 @@ import torch
 
 from headstart.api import Decoder
 from headstart.decode.costs import Conditions, Costs, Measured
-from headstart.heads.parts import int8_weights
-from headstart.heads.parts.int8_weights import to_int8
+from headstart.heads import int8_weights
+from headstart.heads.int8_weights import to_int8
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning import here

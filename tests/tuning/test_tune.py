@@ -18,9 +18,9 @@ from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
+from headstart.heads import int8_weights
 from headstart.heads.base import family, make_config
 from headstart.heads.medusa import head_hidden
-from headstart.heads.parts import int8_weights
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.tree.calibration import Calibration

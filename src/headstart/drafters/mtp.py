@@ -2,7 +2,7 @@
 
 Entry p of a module reads the state of token p and the embedding of a later token, with a cache of its own. A single
 module takes every step and is fed its own output, as serving engines use it; several take one step each, module k
-reading what module k - 1 made of the same token (see `heads.cascade` for which entries that are).
+reading what module k - 1 made of the same token.
 
 Each level of a tree is one forward of one module: over what it has not read of the text, whose last entry is the
 root's, and over all nodes drafted so far. Entries of the text before the root's are committed. The root's own is read
@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headstart.drafters.queues import Queue, first_read, placed
 from headstart.errors import UserError
-from headstart.heads.parts.cascade import Queue, first_read, placed
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target
 from headstart.target.shipped import Shipped, ShippedModule, read_shipped

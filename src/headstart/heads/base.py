@@ -3,8 +3,8 @@
 A family is one file in this folder: a config class, a module class, `@register`. Everything else (training, tree
 decoding, tuning, export, reports, the test suite) follows from this contract and never names a family.
 
-Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, M predictions of one step, K draft steps, H width
-of what an LM head reads.
+Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, M predictions of one step, H width of what an LM
+head reads, W nodes of a level.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
 from headstart.heads.exchange.published import Layout, Published
-from headstart.heads.parts.int8_weights import drop_int8
+from headstart.heads.module import HeadModule
 from headstart.recipes.recipe import parse_heads
 from headstart.recipes.sections import FromTarget, HeadSettings
 from headstart.target.fitting import FINAL
@@ -35,8 +34,6 @@ from headstart.target.model import Target
 from headstart.tree.growing import grow
 from headstart.tree.proposal import Committed, Proposal, Request, Root
 from headstart.tree.tree import TreeShape
-
-R = TypeVar("R")
 
 
 class HeadConfig(HeadSettings):
@@ -58,11 +55,7 @@ class HeadConfig(HeadSettings):
 
     @classmethod
     def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings marked with `FromTarget`, for families that have any.
-
-        Args:
-            target: the frozen model.
-            settings: those of the recipe.
+        """The settings marked with `FromTarget`, for families that have any; `settings` are those of the recipe.
 
         Raises:
             UserError: when the family cannot serve this target.
@@ -79,7 +72,7 @@ class HeadBatch:
         supervised_BT: bool, true where the token was written by the target (the loss mask); false on padding.
         states: {layer: [B, T, E]}; state t was computed after reading token t.
         subsampled_steps_BT: int64, how many draft steps learn from each position as their origin; None: as many as
-            there are.
+            there are. An origin with 0 steps is no anchor.
         starts_BT: int64, where several conversations share a row, the position in it at which each token's own begins;
             its first token is then not supervised, so that no draft goes from one into the next. None: a row is one
             conversation.
@@ -139,12 +132,11 @@ class StepPrediction:
         return logits_MD if self.finish is None else self.finish(logits_MD)
 
 
-class DraftHead(nn.Module, ABC):
+class DraftHead(HeadModule, ABC):
     """A head family. Training (`unroll`) and drafting (`prefill`, `draft`, `commit`, `reorder`) are separate methods.
 
     A family drafts in one of two ways: level by level (`draft_step`), when what it says after a node depends on the
-    tokens on the way there, or all depths in one forward (`OneForwardHead`). `HeadBatch.subsampled_steps_BT` says which
-    positions drafts start from in training, and how deep they go: an origin with 0 steps is no anchor.
+    tokens on the way there, or all depths in one forward (`OneForwardHead`).
 
     Attributes:
         family: registered name.
@@ -152,38 +144,17 @@ class DraftHead(nn.Module, ABC):
         drafts_features: whether its predictions hold a `feature_ME`.
         publishes: the published arrangement that it can be, if there is one; engines read those alone.
         config: its config, with the target's sizes filled in.
-        draft_to_target_D: int64, the target's token id of each draft token (the identity without a draft vocabulary).
-        lm_bias_D: bias of the target's LM head, for heads that read logits through it.
-        finish: what the target does to its logits, likewise.
-        gradient_checkpointing: whether what training computes inside of layers is computed again for the gradients
-            instead of being kept.
-        compiler: compiles what training computes inside of layers; None runs it as it is.
     """
 
-    gradient_checkpointing: bool = False
-    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     family: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     drafts_features: ClassVar[bool] = False
     publishes: ClassVar[Layout | None] = None
     config: HeadConfig
-    draft_to_target_D: Tensor
-    lm_bias_D: Tensor | None
-    finish: Finish | None
 
     def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
+        super().__init__(config.draft_width, bool(config.draft_vocab_size))
         self.config = config
-        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self.register_buffer("draft_to_target_D", torch.arange(config.draft_width))
-        self.register_buffer("lm_bias_D", None, persistent=False)
-        self.finish = None
-
-    def train(self, mode: bool = True) -> Self:
-        """As torch's; training mode drops the weights in 8 bits, which would not learn."""
-        if mode:
-            drop_int8(self)
-        return super().train(mode)
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
@@ -256,27 +227,12 @@ class DraftHead(nn.Module, ABC):
         Steps come one at a time so that the logits of all steps never exist at once.
         """
 
-    def learning_rows(self) -> dict[str, list[slice]]:
-        """Rows of weights in which several matrices lie one below the other, by the weight's name and by matrix.
-
-        An optimiser that treats a matrix as a whole takes them one by one. Rows that are in none of them do not learn:
-        `unroll` gives them no gradient.
-        """
-        return {}
-
-    def light(self, function: Callable[..., R], *inputs: Any) -> R:
-        """What a function makes of its inputs; with `gradient_checkpointing` only these are kept for the gradients.
-
-        The function draws no random numbers, and is the same object in every step: it may be compiled.
-        """
-        if self.compiler is not None:
-            if function not in self._compiled:
-                self._compiled[function] = self.compiler(function)
-            function = self._compiled[function]
-        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
-            return function(*inputs)
-        made: R = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return made
+    def prediction(
+        self, hidden_MH: Tensor, lm_head_DH: Tensor, origin_M: Tensor, step: int, feature_ME: Tensor | None = None
+    ) -> StepPrediction:
+        """What a draft step predicts from these origins; see `StepPrediction`."""
+        of_target = (self.lm_bias_D, self.finish)
+        return StepPrediction(hidden_MH, lm_head_DH, origin_M + step + 1, origin_M, feature_ME, *of_target)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -293,13 +249,7 @@ class DraftHead(nn.Module, ABC):
         """
 
     def draft(self, state: Any, root: Root, request: Request) -> Proposal:
-        """Draft after each row's root.
-
-        Args:
-            state: from `prefill`.
-            root: decided, not yet read by the target.
-            request: of the decode loop, with the tree to fill or the calibration to choose one by.
-        """
+        """Draft after each row's root, which is decided and not yet read by the target, as the decode loop asks."""
         return grow(self, state, root, request, confidence=self.confidence)
 
     @abstractmethod
@@ -308,8 +258,8 @@ class DraftHead(nn.Module, ABC):
 
         Args:
             state: from `prefill`.
-            tokens_BW: int64, tokens of the nodes at this depth that get children. Level 0 is each row's root alone:
-                decided, not yet read by the target. Rows with fewer nodes are padded.
+            tokens_BW: int64, tokens of the nodes at this depth that get children. Level 0 is each row's root alone.
+                Rows with fewer nodes are padded.
             parents_BW: int64, index of each node's parent in the level before; 0 at level 0.
             depth: of these nodes, from 0 to `draft_steps` - 1.
 
@@ -321,10 +271,7 @@ class DraftHead(nn.Module, ABC):
     def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor | None:
         """How likely a draft after each node of a level is accepted, if it is drawn from the heads' distribution.
 
-        Args:
-            state: from `prefill`, after `draft_step` of this depth.
-            tokens_BW: as `draft_step` got them.
-            depth: of these nodes.
+        Called after `draft_step` of this depth, with its tokens.
 
         Returns:
             probabilities [B, W]; None for heads that do not know.
@@ -333,18 +280,13 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def commit(self, state: Any, committed: Committed) -> None:
-        """Learn what was accepted.
-
-        Args:
-            state: from `prefill`.
-            committed: the tokens now committed in this round, root first, and their states.
-        """
+        """Learn what was accepted: the tokens committed in this round, root first, and their states."""
 
     @abstractmethod
     def reorder(self, state: Any, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
 
-    # -- shared --------------------------------------------------------------------------------------------------
+    # -- what can be asked of all --------------------------------------------------------------------------------
 
     def check_tree(self, shape: TreeShape) -> None:
         """Refuse a tree that these heads cannot draft.
@@ -364,11 +306,6 @@ class DraftHead(nn.Module, ABC):
                 remedy,
             )
 
-    @property
-    def trainable_parameters(self) -> int:
-        """Number of parameters that training changes."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad)
-
     @torch.no_grad()
     def flops_per_draft(self) -> int:
         """Floating-point operations of one drafted token, LM head included; a multiply-add is two.
@@ -387,39 +324,6 @@ class DraftHead(nn.Module, ABC):
                 self.draft_step(session, node_11, node_11, depth)
         return int(counter.get_total_flops()) // self.draft_steps
 
-    def frozen_lm_head(self, target: FrozenModel, like: Tensor) -> Tensor:
-        """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it.
-
-        Sets `lm_bias_D` and `finish`, which belong to such logits. In the dtype and on the device of `like`; no copy
-        where those are the target's own and there is no draft vocabulary.
-        """
-        bias_V = target.lm_head_bias
-        self.lm_bias_D = None if bias_V is None else self._drafted(bias_V.detach()).to(like)
-        self.finish = target.finish
-        return self._drafted(target.lm_head_weight.detach()).to(like)
-
-    def first_lm_head(self, target: FrozenModel) -> Tensor:
-        """What an LM head of the heads' own starts from, [D, E]: the target's, with the scale of its logits.
-
-        A bias or a cap is not part of it: such heads have none, in training and in the engines that serve them.
-        """
-        weight_DE, scale = self._drafted(target.lm_head_weight.detach()), target.finish.scale
-        return weight_DE if scale == 1 else weight_DE * scale
-
-    def _drafted(self, rows_V: Tensor) -> Tensor:
-        if not self.config.draft_vocab_size:
-            return rows_V[: self.config.draft_width]
-        return rows_V[self.draft_to_target_D.to(rows_V.device)]
-
-    def finished(self, logits: Tensor) -> Tensor:
-        """Draft logits from the output of the LM head."""
-        return logits if self.finish is None else self.finish(logits)
-
-    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
-        """Draft only these tokens of the target (sorted int64 [D])."""
-        assert token_ids.shape == self.draft_to_target_D.shape, "the vocabulary has the configured size"
-        self.draft_to_target_D.copy_(token_ids)
-
 
 class OneForwardHead(DraftHead):
     """A family whose drafts at a depth do not depend on which tokens were drafted before: one forward gives them all.
@@ -430,15 +334,12 @@ class OneForwardHead(DraftHead):
 
     @abstractmethod
     def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor:
-        """Logits of the tokens at these depths after each row's root.
+        """Logits [B, len(depths), D] of the tokens at these depths after each row's root.
 
         Args:
             state: from `prefill`; what the first call of a round computes for all depths may be kept there.
             root_B: int64, decided, not yet read by the target.
             depths: from 0, the child of the root; the calls of a round come in order and never twice.
-
-        Returns:
-            [B, len(depths), D] over the draft vocabulary.
         """
 
     def draft(self, state: Any, root: Root, request: Request) -> Proposal:
@@ -466,11 +367,9 @@ def origins(batch: HeadBatch, step: int) -> Tensor:
     """Flat indices from which draft step `step` of a batch learns: `supervised_origins`, as far as
     `subsampled_steps_BT` lets them."""
     origin_M = supervised_origins(batch.supervised_BT, step)
-    return (
-        origin_M
-        if batch.subsampled_steps_BT is None
-        else origin_M[batch.subsampled_steps_BT.flatten()[origin_M] > step]
-    )
+    if batch.subsampled_steps_BT is None:
+        return origin_M
+    return origin_M[batch.subsampled_steps_BT.flatten()[origin_M] > step]
 
 
 _FAMILIES: dict[str, type[DraftHead]] = {}
@@ -500,10 +399,24 @@ def family(name: str) -> type[DraftHead]:
     Raises:
         UserError: when there is none; the message names the nearest.
     """
+    refuse_merged(name)
     known = families()
     if name not in known:
         raise UserError(f"Unknown head family {name!r}.", nearest(name, known))
     return known[name]
+
+
+def refuse_merged(name: str) -> None:
+    """Refuse a family that another one does as well as.
+
+    Raises:
+        UserError: saying what to type.
+    """
+    if name == "transition":
+        raise UserError(
+            "The family transition is gone.",
+            "Train eagle3 heads, which start alike: headstart run eagle3 (heads.family=eagle3 heads.init=transition).",
+        )
 
 
 def make_config(settings: HeadSettings | Mapping[str, Any], target: FrozenModel) -> HeadConfig:
@@ -514,9 +427,9 @@ def make_config(settings: HeadSettings | Mapping[str, Any], target: FrozenModel)
     """
     given = settings if isinstance(settings, HeadSettings) else parse_heads(settings)
     assert isinstance(given, HeadConfig), "a family's settings are its config"
-    own = given.to_recipe()
+    from_recipe = given.to_recipe()
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    config = parse_heads({**given.of_target(target, own), **own, **sizes})
+    config = parse_heads({**given.of_target(target, from_recipe), **from_recipe, **sizes})
     assert isinstance(config, HeadConfig)
     if config.draft_vocab_size > target.vocab_size:
         raise UserError(

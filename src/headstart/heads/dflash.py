@@ -26,18 +26,15 @@ Shape suffixes: B rows, M origins, S drafted slots, E hidden size, D draft vocab
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
-from headstart.heads.base import HeadConfig, OneForwardHead, StepPrediction, register
-from headstart.heads.exchange.block import block_settings, fill_block, publish_block
-from headstart.heads.exchange.published import Layout, Published
-from headstart.heads.parts.block import BlockState, Said
-from headstart.heads.parts.block_layer import BlockConfig
+from headstart.heads.base import HeadConfig, OneForwardHead, register
+from headstart.heads.exchange.published import Layout
+from headstart.heads.int8_weights import linear
+from headstart.heads.parts.block import BlockConfig, BlockState
 from headstart.heads.parts.block_start import SolvedBlockHead
-from headstart.heads.parts.int8_weights import linear
-from headstart.target.model import Target
 
 
 class DFlashConfig(BlockConfig):
@@ -59,21 +56,8 @@ class DFlashHead(SolvedBlockHead, OneForwardHead):
     def first_slot(self) -> int:
         return 1
 
-    def prediction(self, hidden_ME: Tensor, said: Said, origin_M: Tensor, step: int) -> StepPrediction:
-        own = (None, self.lm_bias_D, self.finish)
-        return StepPrediction(hidden_ME, said.lm_head_DH, origin_M + step + 1, origin_M, *own)
-
     def depth_logits(self, state: BlockState, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:
             self.run_block(state, root_B)
         hidden_BSE = state.hidden_BSE[:, depths.start : depths.stop]
         return self.finished(linear(hidden_BSE, self.lm_head_DE, self.lm_bias_D))
-
-    # -- exchange ------------------------------------------------------------------------------------------------
-
-    def publish(self) -> Published:
-        return publish_block(self, Layout.DFLASH)
-
-    @classmethod
-    def from_published(cls, published: Published, target: Target) -> Self:
-        return fill_block(cls(DFlashConfig(**block_settings(published))), published, target)

@@ -12,18 +12,16 @@ The logits of a slot after a token are U + W2 W1[token], with U from the target'
 tree then costs one small product for each of its nodes. In training the token before is the text's.
 
 >>> import torch
->>> from headstart.heads.base import HeadBatch
 >>> heads = DSparkHead(DSparkConfig(hidden_size=4, vocab_size=9, num_attention_heads=1, num_key_value_heads=1,
 ...     head_dim=4, intermediate_size=4, aux_layers=(1,), block_size=2, mask_token_id=8, markov_rank=1))
 >>> heads._embedding_VE = torch.arange(9.0)[:, None].expand(9, 4)
 >>> heads.block(torch.tensor([2]), torch.zeros(1))[0, :, 0].tolist(), heads.first_slot, heads.draft_steps
 ([2.0, 8.0], 0, 2)
 >>> _ = heads.markov_embedding_VR.data.copy_(torch.arange(9.0)[:, None])
->>> batch = HeadBatch(torch.arange(5)[None], torch.ones(1, 5).bool(), {})
->>> said = Said(heads.joined_lm_head(), heads.follow(batch.tokens_BT.flatten(), torch.zeros(1)))
 >>> for step in range(2):  # the token that is corrected for, the last number of what the LM head reads; the one drafted
-...     made = heads.prediction(torch.zeros(1, 4), said, torch.tensor([1]), step)
-...     made.hidden_MH[:, -1].tolist(), (made.source_M + 1).tolist()
+...     slots = heads.prediction(torch.zeros(1, 4), heads.lm_head_DE, torch.tensor([1]), step)
+...     after = heads.corrected(slots, heads.joined_lm_head(), heads.follow(torch.arange(5), torch.zeros(1)))
+...     after.hidden_MH[:, -1].tolist(), (after.source_M + 1).tolist()
 ([2.0], [3])
 ([3.0], [4])
 
@@ -35,8 +33,9 @@ Shape suffixes: B rows, W nodes of a level, M origins, S slots, E hidden size, D
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -44,14 +43,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
-from headstart.heads.exchange.block import block_settings, fill_block, publish_block
 from headstart.heads.exchange.published import MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
-from headstart.heads.parts.block import BlockState, Said
-from headstart.heads.parts.block_layer import BlockConfig
+from headstart.heads.int8_weights import linear
+from headstart.heads.parts.block import BlockConfig, BlockState
 from headstart.heads.parts.block_start import SolvedBlockHead
-from headstart.heads.parts.int8_weights import linear
 from headstart.heads.parts.residual import embed
-from headstart.target.model import Target
 
 _CONFIDENCE = "confidence_head.proj"
 """Its published name."""
@@ -94,6 +90,7 @@ class DSparkHead(SolvedBlockHead):
         return 0
 
     def follow(self, tokens: Tensor, like: Tensor) -> Tensor | None:
+        """What tokens say about the one after them, [..., R]; None without a Markov head."""
         if self.markov_embedding_VR is None:
             return None
         return F.embedding(tokens, self.markov_embedding_VR).to(like)
@@ -110,9 +107,8 @@ class DSparkHead(SolvedBlockHead):
     def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor | None:
         if not self.config.markov_rank:
             return None
-        assert self._embedding_VE is not None, "heads are bound to their target"
         before_M = batch.tokens_BT.flatten()[origin_M + step + 1]
-        return embed(before_M, self._embedding_VE, self.fc.weight)
+        return embed(before_M, self.target_embeddings, self.fc.weight)
 
     def beside_guess(self, beside_MI: Tensor | None) -> Tensor | float:
         if beside_MI is None or self._start is None:
@@ -129,12 +125,12 @@ class DSparkHead(SolvedBlockHead):
     def settle_beside(self, size: float) -> None:
         if self._start is None:
             return
-        assert self._embedding_VE is not None
+        embedding_VE = self.target_embeddings
         assert self.markov_embedding_VR is not None and self.markov_lm_head_DR is not None
         (axes_ER, read_RI), rank = self._start, self._start[0].shape[1]
         head_DR = (self.lm_head_DE * self.norm.weight) @ axes_ER
-        for part in torch.split(torch.arange(len(self._embedding_VE)), _BLOCK):
-            rows_PR = embed(part, self._embedding_VE, read_RI) @ read_RI.T / size
+        for part in torch.split(torch.arange(len(embedding_VE)), _BLOCK):
+            rows_PR = embed(part, embedding_VE, read_RI) @ read_RI.T / size
             self.markov_embedding_VR.data[part, :rank] = rows_PR.to(self.markov_embedding_VR)
         # Both factors learn at one rate: neither is much larger than the other.
         ratio = (head_DR.square().mean() / self.markov_embedding_VR.data[:, :rank].square().mean()).sqrt().sqrt()
@@ -144,19 +140,38 @@ class DSparkHead(SolvedBlockHead):
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def prediction(self, hidden_ME: Tensor, said: Said, origin_M: Tensor, step: int) -> StepPrediction:
-        following_MR = None if said.following_XR is None else said.following_XR[origin_M + step + 1]
-        own = (None, self.lm_bias_D, self.finish)
-        made = StepPrediction(hidden_ME, said.lm_head_DH, origin_M + step + 1, origin_M, *own)
+    def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
+        lm_head_DH, following_XR = self.joined_lm_head(), None
+        for step, slots in enumerate(super().unroll(batch)):
+            if step == 0:  # looked up once: each look-up has a gradient as large as its table
+                following_XR = self.follow(batch.tokens_BT.flatten(), slots.hidden_MH)
+            yield self.corrected(slots, lm_head_DH, following_XR)
+
+    def corrected(self, slots: StepPrediction, lm_head_DH: Tensor, following_XR: Tensor | None) -> StepPrediction:
+        """What the slots of a step predict, after the tokens before the drafted ones.
+
+        Args:
+            slots: their prediction.
+            lm_head_DH: from `joined_lm_head`.
+            following_XR: from `follow`, of every token of the batch; of the text, where drafting has its drafts.
+        """
+        following_MR = None if following_XR is None else following_XR[slots.source_M]
+        confidence_M = None
         if self.confidence_head is not None:  # which learns what drafts are worth, and does not change them
             seen_MR = None if following_MR is None else following_MR.detach()
-            made = replace(made, confidence_M=self.trust(hidden_ME.detach(), seen_MR))
+            confidence_M = self.trust(slots.hidden_MH.detach(), seen_MR)
         if following_MR is None:
-            return made
-        joined_MH = torch.cat([hidden_ME, following_MR], dim=-1)
-        return replace(made, hidden_MH=joined_MH, frozen_columns=self.config.hidden_size)
+            return replace(slots, confidence_M=confidence_M)
+        return replace(
+            slots,
+            hidden_MH=torch.cat([slots.hidden_MH, following_MR], dim=-1),
+            lm_head_DH=lm_head_DH,
+            frozen_columns=self.config.hidden_size,
+            confidence_M=confidence_M,
+        )
 
     def joined_lm_head(self) -> Tensor:
+        """The target's LM head, and beside it the Markov head's."""
         if self.markov_lm_head_DR is None:
             return self.lm_head_DE
         return torch.cat([self.lm_head_DE, self.markov_lm_head_DR], dim=-1)
@@ -183,27 +198,25 @@ class DSparkHead(SolvedBlockHead):
 
     # -- exchange ------------------------------------------------------------------------------------------------
 
-    def publish(self) -> Published:
-        config, beside = self.config, {}
+    def by_published_name(self) -> dict[str, Tensor]:
+        tensors = super().by_published_name()
         if self.markov_embedding_VR is not None and self.markov_lm_head_DR is not None:
-            every_VR = torch.zeros_like(self.markov_embedding_VR)  # what is not drafted here is not corrected
-            every_VR[self.draft_to_target_D] = self.markov_lm_head_DR
-            beside = {MARKOV_EMBEDDING: self.markov_embedding_VR, MARKOV_LM_HEAD: every_VR}
+            tensors |= {MARKOV_EMBEDDING: self.markov_embedding_VR, MARKOV_LM_HEAD: self.markov_lm_head_DR}
         if self.confidence_head is not None:
-            beside |= {f"{_CONFIDENCE}.{name}": one for name, one in self.confidence_head.named_parameters()}
-        own = {"markov_rank": config.markov_rank, "confidence": config.confidence}
-        return publish_block(self, Layout.DSPARK, beside, **own)
+            tensors |= {f"{_CONFIDENCE}.{name}": weight for name, weight in self.confidence_head.named_parameters()}
+        return tensors
+
+    def publish(self) -> Published:
+        published = super().publish()
+        tensors = dict(published.tensors)
+        if self.config.draft_vocab_size and MARKOV_LM_HEAD in tensors:
+            every_VR = torch.zeros_like(tensors[MARKOV_EMBEDDING])  # what is not drafted here is not corrected
+            every_VR[self.draft_to_target_D.cpu()] = tensors[MARKOV_LM_HEAD]
+            tensors[MARKOV_LM_HEAD] = every_VR
+        config = self.config
+        return replace(published, tensors=tensors, markov_rank=config.markov_rank, confidence=config.confidence)
 
     @classmethod
-    def from_published(cls, published: Published, target: Target) -> Self:
-        own = {"markov_rank": published.markov_rank, "confidence": published.confidence}
-        heads = fill_block(cls(DSparkConfig(**block_settings(published), **own)), published, target)
-        tensors = published.tensors
-        with torch.no_grad():
-            if heads.markov_embedding_VR is not None and heads.markov_lm_head_DR is not None:
-                heads.markov_embedding_VR.copy_(tensors[MARKOV_EMBEDDING])
-                heads.markov_lm_head_DR.copy_(tensors[MARKOV_LM_HEAD])
-            if heads.confidence_head is not None:
-                for name, one in heads.confidence_head.named_parameters():
-                    one.copy_(tensors[f"{_CONFIDENCE}.{name}"])
-        return heads
+    def settings_of(cls, published: Published) -> dict[str, Any]:
+        of_family = {"markov_rank": published.markov_rank, "confidence": published.confidence}
+        return {**super().settings_of(published), **of_family}

@@ -4,13 +4,12 @@ The state of token t and the embedding of token t + 1 are joined by a linear map
 turns them into a guess of the final state of token t + 1, which the target's own frozen LM head reads. The guess is fed
 back. With dynamic trees this is EAGLE-2 (arXiv 2406.16858). See `recurrent` for what each step reads and drafts.
 
-Shape suffixes: E hidden size, D draft vocabulary, M predictions, J inputs of the joining map, X = B * T flat positions.
+Shape suffixes: E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,34 +17,26 @@ from pydantic import Field
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.base import HeadBatch, register, supervised_origins
-from headstart.heads.exchange.base import (
+from headstart.heads.base import register
+from headstart.heads.exchange.published import (
+    EMBEDDINGS,
+    Layout,
+    Published,
     detached,
-    layer_settings,
-    layer_sizes,
-    own_embeddings,
-    publish_layer,
-    same_embeddings,
-    take_layer,
+    fill,
+    other_embeddings,
+    same_numbers,
 )
-from headstart.heads.exchange.published import Layout, Published
-from headstart.heads.parts.int8_weights import Linear
+from headstart.heads.int8_weights import Linear
+from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig
-from headstart.heads.parts.recurrent import RecurrentHead
-from headstart.heads.parts.residual import LinearStart
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 
 
-class EagleConfig(LayerConfig):
+class EagleConfig(FinalStateConfig):
     """Settings of EAGLE-1 heads."""
 
     family: str = "eagle"
-    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
-    init: Literal["target", "random"] = Field(
-        "target", description="Start from the target's last layer and a linear guess, or from random numbers."
-    )
     embedding_norm: bool = Field(
         True,
         description="Normalise the token's embedding, which is much smaller than a final state; false is EAGLE-1 as "
@@ -54,81 +45,30 @@ class EagleConfig(LayerConfig):
 
 
 @register
-class EagleHead(RecurrentHead):
+class EagleHead(FinalStateHead):
     """Joining map and one decoder layer; the LM head is the target's."""
 
     family: ClassVar[str] = "eagle"
     Config: ClassVar[type[LayerConfig]] = EagleConfig
-    drafts_features: ClassVar[bool] = True
     publishes: ClassVar[Layout | None] = Layout.EAGLE
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
         size = config.hidden_size
-        super().__init__(config, config.draft_steps, [DraftLayer(config, size, input_norm=False)])
+        super().__init__(config, DraftLayer(config, size, input_norm=False))
         self.fc = Linear(2 * size, size)
-        self.register_buffer("_frozen_DE", torch.zeros(config.draft_width, size), persistent=False)
 
     @property
-    def lm_head_DE(self) -> Tensor:
-        return self._frozen_DE
+    def joining_map(self) -> Linear:
+        return self.fc
 
-    def bind(self, target: FrozenModel) -> None:
-        """Take the target's embeddings, and its LM head over the draft vocabulary."""
-        super().bind(target)
-        self._frozen_DE = self.frozen_lm_head(target, self.fc.weight)
-
-    @torch.no_grad()
-    def warm_start(self, target: FrozenModel) -> None:
-        """The target's last layer; the map starts as the state alone."""
-        self.bind(target)
-        if self.config.init == "random":
-            return
-        size = self.config.hidden_size
-        (layer,) = self.stack
-        layer.warm_start(target)
-        layer.zero_init()  # the joined state is a final one already
-        self.fc.weight.zero_()
-        self.fc.weight[:, size:] = torch.eye(size)
-        self.fc.bias.zero_()
-
-    @torch.no_grad()
-    def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Join state and embedding into the best linear guess of the next final state, by ridge regression."""
-        if self.config.init == "random":
-            return
-
-        def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
-            final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
-            origin_M = supervised_origins(batch.supervised_BT, 0)
-            joined_MJ = self._join(final_XE[origin_M], self._embed(tokens_X[origin_M + 1], final_XE))
-            return joined_MJ, [final_XE[origin_M + 1]]
-
-        start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
-        for map_EJ in start.solve(batches, read):
-            self.fc.weight.copy_(map_EJ)
-
-    def select_states(self, states: dict[int, Tensor]) -> Tensor:
-        return states[FINAL]
-
-    def project(self, seen: Tensor) -> Tensor:
-        return seen
-
-    def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        joined: Tensor = self.fc(self._join(feedback, embedded))
-        return joined, joined
+    def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
+        return torch.cat([self._normed(embedded), feedback], dim=-1)
 
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         return stream, stream
 
-    def feature(self, feedback_ME: Tensor) -> Tensor:
-        return feedback_ME
-
-    def _join(self, feedback: Tensor, embedded: Tensor) -> Tensor:
-        """Embedding first."""
-        return torch.cat([self._own(embedded), feedback], dim=-1)
-
-    def _own(self, embedded: Tensor) -> Tensor:
+    def _normed(self, embedded: Tensor) -> Tensor:
         """Embeddings as the map reads them."""
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.embedding_norm else embedded
 
@@ -147,17 +87,16 @@ class EagleHead(RecurrentHead):
                 "The target's LM head has a bias, and engines leave it out when they draft with EAGLE-1 heads.",
                 "Train eagle3 heads, which have an LM head of their own.",
             )
-        tensors = {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **publish_layer(self.stack[0], 0)}
+        tensors = {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **self.stack[0].by_published_name(0)}
         if self.publishing_reads_target:
-            assert self._embedding_VE is not None, "heads are bound to their target"
-            tensors["embed_tokens.weight"] = self._own(self._embedding_VE.float())
+            tensors[EMBEDDINGS] = self._normed(self.target_embeddings.float())
         return Published(
             layout=Layout.EAGLE,
             hidden_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
             steps=self.draft_steps,
             tensors=detached(tensors),
-            layer=layer_sizes(self.config),
+            layer=self.config.published_sizes,
             normed_embeddings=self.config.embedding_norm,
         )
 
@@ -171,20 +110,17 @@ class EagleHead(RecurrentHead):
             )
         is_normed, added_E = cls._embeddings_of(published, target.embedding_weight.detach().float().cpu())
         settings = {
-            **layer_settings(published),
+            **published.head_settings,
             "family": cls.family,
-            "hidden_size": published.hidden_size,
-            "vocab_size": published.vocab_size,
             "draft_steps": published.steps,
             "embedding_norm": is_normed,
         }
         heads = cls(EagleConfig.model_validate(settings))
-        heads.fc.weight.copy_(published.tensors["fc.weight"])
+        fill({"fc.weight": heads.fc.weight, **heads.stack[0].by_published_name(0)}, published.tensors)
         bias_E = published.tensors.get("fc.bias")
         heads.fc.bias.copy_(heads.fc.weight[:, : published.hidden_size] @ added_E)
         if bias_E is not None:
             heads.fc.bias.add_(bias_E)
-        take_layer(heads.stack[0], published.tensors, 0)
         heads.bind(target)
         return heads
 
@@ -195,15 +131,15 @@ class EagleHead(RecurrentHead):
         Raises:
             UserError: its embeddings have nothing to do with the target's.
         """
-        own_VE = published.tensors.get("embed_tokens.weight")
+        own_VE = published.tensors.get(EMBEDDINGS)
         nothing_E = torch.zeros(embedding_VE.shape[1])
-        if same_embeddings(own_VE, embedding_VE):
+        if same_numbers(own_VE, embedding_VE):
             return False, nothing_E
         assert own_VE is not None, "without embeddings of its own a checkpoint reads the target's"
         normed_VE = F.rms_norm(embedding_VE, embedding_VE.shape[-1:])
         if own_VE.shape == embedding_VE.shape:
             for is_normed, base_VE in ((False, embedding_VE), (True, normed_VE)):
-                added_E = nothing_E if same_embeddings(own_VE, base_VE) else (own_VE.float() - base_VE).mean(0)
-                if same_embeddings(own_VE.float() - added_E, base_VE):
+                added_E = nothing_E if same_numbers(own_VE, base_VE) else (own_VE.float() - base_VE).mean(0)
+                if same_numbers(own_VE.float() - added_E, base_VE):
                     return is_normed, added_E
-        raise own_embeddings()
+        raise other_embeddings()

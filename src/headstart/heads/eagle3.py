@@ -3,55 +3,53 @@
 Three aux hidden states are fused by a linear map; attention reads the normed embedding of the next token beside the
 normed fused state, the stream is the fused state itself, and the layer's output is fed back. The heads have a final
 norm and an LM head of their own over the draft vocabulary. EAGLE-3.1 normalises every aux hidden state before the map
-and feeds back the normed output. See `fused` and `recurrent` for what each step reads and drafts.
+and feeds back the normed output. See `recurrent` for what each step reads and drafts.
 
-This is the arrangement that serving engines read. With `init: transition` it begins as `transition` heads do, which
-are built from the same parts: as a solved step from one final state of the target to the next, with attention that
-copies from the text. The linear map of that step, for which the arrangement has no place, is held by attention heads
-that look at their own position alone (see `own_position`).
+This is the arrangement that serving engines read. With `init: transition` it begins as a solved step from one final
+state of the target to the next, see `transition_start`.
 
-Shape suffixes: E hidden size, M predictions, P distances, R pairs of a head, X = aux layers * E (of final states: flat
-positions), I = 2 E, J what is solved for reads.
+Shape suffixes: E hidden size, M predictions, X = aux layers * E (of final states: flat positions).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, register, supervised_origins
-from headstart.heads.exchange.fused import fill_fused, fused_settings, publish_fused
-from headstart.heads.exchange.published import Layout, Published
-from headstart.heads.parts import own_position
-from headstart.heads.parts.fused import FusedConfig, FusedHead
-from headstart.heads.parts.layer import LayerConfig, by_token, normed
+from headstart.heads.exchange.published import Layout, Published, check_embeddings, detached, fill
+from headstart.heads.int8_weights import Linear
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, normed, refuse_start, start_from_last_layers
+from headstart.heads.parts.own_position import heads_needed
 from headstart.heads.parts.residual import LinearStart
-from headstart.heads.parts.text_attention import causal_attention
+from headstart.heads.parts.transition_start import TransitionStart
+from headstart.recipes.sections import FromTarget
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 
-_BLOCK = 8192
-"""Embeddings that are normed at a time."""
-_LONGEST, _ENOUGH = 1024, 8192
-"""Tokens of a text, and of all, on which it is looked up whether heads find their own position."""
 
-
-class Eagle3Config(FusedConfig):
+class Eagle3Config(LayerConfig):
     """Settings of EAGLE-3 heads."""
 
     family: str = "eagle3"
+    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
+    num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
+    aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
+        (),
+        description="Target layers whose outputs are read, as transformers' hidden_states; (2, L // 2, L - 3), and "
+        "(2, L // 2, L - 1) with heads.init=transition.",
+    )
+    aux_norms: bool = Field(False, description="Normalise each aux hidden state before the fusion (EAGLE-3.1).")
     init: Literal["target", "transition", "random"] = Field(
         "target",
-        description="Start from the target's last layer, norm and LM head; as transition heads do, with attention "
-        "heads enough to hold their linear map; or from random numbers.",
+        description="Start from the target's last layer, norm and LM head; from a step to the next final state that is "
+        "solved for, with attention heads enough to hold its linear map; or from random numbers.",
     )
     feedback: Literal["pre_norm", "post_norm"] = Field(
         "pre_norm", description="Feed back the layer's output as it is, or normed (EAGLE-3.1)."
@@ -62,21 +60,32 @@ class Eagle3Config(FusedConfig):
 
     @classmethod
     def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().of_target(target, settings)
+        values = super().of_target(target, settings)
+        middle, last = target.num_layers // 2, target.num_layers
         if settings.get("init") != "transition":
-            return {**found, "aux_layers": (2, target.num_layers // 2, target.num_layers - 3)}
-        own = -(-target.hidden_size // settings.get("head_dim", found["head_dim"]))
-        heads = own + min(found["num_key_value_heads"], max(1, own // 2))
-        aux_layers = (2, target.num_layers // 2, target.num_layers - 1)
-        return {**found, "aux_layers": aux_layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+            return {**values, "aux_layers": (2, middle, last - 3)}
+        own = heads_needed(target.hidden_size, settings.get("head_dim", values["head_dim"]))
+        heads = own + min(values["num_key_value_heads"], max(1, own // 2))
+        return {
+            **values,
+            "aux_layers": (2, middle, last - 1),
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+        }
+
+    @property
+    def start_layers(self) -> int:
+        return self.num_layers
 
     @property
     def own_heads(self) -> int:
-        """Key heads that look at their own position alone when heads start as transition heads do."""
-        return -(-self.hidden_size // self.head_dim)
+        """Key heads that look at their own position alone, with `init: transition`."""
+        return heads_needed(self.hidden_size, self.head_dim)
 
     def check(self) -> None:
-        super().check()
+        layers = self.aux_layers
+        if len(set(layers)) < len(layers) or any(layer < 1 and layer != FINAL for layer in layers):
+            raise self.refused_layers()
         if self.init != "transition" or not self.hidden_size:
             return
         if self.num_layers > 1:
@@ -91,9 +100,17 @@ class Eagle3Config(FusedConfig):
                 "Leave out heads.num_key_value_heads and heads.num_attention_heads, or raise them.",
             )
 
+    def refused_layers(self) -> UserError:
+        """Why these layers cannot be read."""
+        return UserError(
+            f"The heads would read layers {list(self.aux_layers)} of the target, which must be different ones, from 1 "
+            "on.",
+            "Name them, for example heads.aux_layers=[1,2,3]; a target of few layers needs it.",
+        )
+
 
 @register
-class Eagle3Head(FusedHead):
+class Eagle3Head(TransitionStart):
     """Fusion, decoder layers, norm and LM head."""
 
     family: ClassVar[str] = "eagle3"
@@ -101,36 +118,68 @@ class Eagle3Head(FusedHead):
     publishes: ClassVar[Layout | None] = Layout.EAGLE3
     config: Eagle3Config
 
-    def publish(self) -> Published:
-        return publish_fused(
-            self,
-            norm_before_residual=self.config.norm_before_residual,
-            norm_output=self.config.feedback == "post_norm",
-        )
+    def __init__(self, config: Eagle3Config) -> None:
+        config.check()
+        if not config.aux_layers:
+            raise config.refused_layers()
+        size, eps, aux_layers = config.hidden_size, config.rms_norm_eps, len(config.aux_layers)
+        first = DraftLayer(config, 2 * size, input_norm=False)
+        later = (DraftLayer(config, size) for _ in range(config.num_layers - 1))
+        super().__init__(config, config.draft_steps, [first, *later])
+        # In this order: saved optimisers know parameters by it.
+        self.aux_norms = nn.ModuleList(nn.RMSNorm(size, eps) for _ in range(aux_layers if config.aux_norms else 0))
+        self.fc = Linear(aux_layers * size, size, bias=False)
+        self.embedding_norm = nn.RMSNorm(size, eps)
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.norm = nn.RMSNorm(size, eps)
+        self.lm_head = Linear(size, config.draft_width, bias=False)
 
-    @classmethod
-    def from_published(cls, published: Published, target: Target) -> Self:
-        feedback = "post_norm" if published.norm_output else "pre_norm"
-        own = {"family": cls.family, "feedback": feedback, "norm_before_residual": published.norm_before_residual}
-        return fill_fused(cls(Eagle3Config.model_validate({**fused_settings(published), **own})), published, target)
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    @property
+    def lm_head_DE(self) -> Tensor:
+        return self.lm_head.weight
+
+    # -- what each step reads and feeds back ---------------------------------------------------------------------
+
+    def select_states(self, states: dict[int, Tensor]) -> Tensor:
+        return torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
+
+    def normed_states(self, seen: Tensor) -> Tensor:
+        if not self.config.aux_norms:
+            return seen
+        parts = seen.chunk(len(self.config.aux_layers), dim=-1)
+        return torch.cat([normed(norm, part) for norm, part in zip(self.aux_norms, parts, strict=True)], dim=-1)
+
+    def project(self, seen: Tensor) -> Tensor:
+        fused: Tensor = self.fc(self.normed_states(seen))
+        return fused
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        attended, stream = super().layer_input(feedback, embedded)
-        return attended, attended[..., self.config.hidden_size :] if self.config.norm_before_residual else stream
+        normed_feedback = normed(self.hidden_norm, feedback)
+        attended = torch.cat([normed(self.embedding_norm, embedded), normed_feedback], dim=-1)
+        return attended, normed_feedback if self.config.norm_before_residual else feedback
 
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         hidden = normed(self.norm, stream)
         return hidden, stream if self.config.feedback == "pre_norm" else hidden
 
+    # -- the start -----------------------------------------------------------------------------------------------
+
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
-        """The target's last layer, norm and LM head; or a layer without any effect yet, whose own heads look at
-        themselves."""
-        super().warm_start(target)
+        """The target's last layer on the deepest aux hidden state, then its final norm and LM head."""
+        refuse_start(self.config.num_layers, target)
+        self.bind(target)
+        if self.config.init == "random":
+            return
+        before = self.config.hidden_size  # the embedding comes first
+        start_from_last_layers(target, self.stack, self.fc, self.hidden_norm, self.norm, before)
+        self.lm_head.weight.copy_(self.first_lm_head(target))
         if self.config.init == "transition":
-            self.stack[0].zero_init()
-            self.hidden_norm.weight.fill_(1)
-            self._look([])
+            self.warm_start_transition()
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
@@ -140,7 +189,7 @@ class Eagle3Head(FusedHead):
         fused state is scaled like the deepest aux hidden state.
         """
         if self.config.init == "transition":
-            self._fit_transition(iter(batches))
+            self.fit_transition(iter(batches), self.config.norm_before_residual)
         if self.config.init != "target":
             return
         size, scale = self.config.hidden_size, 0.0
@@ -152,115 +201,77 @@ class Eagle3Head(FusedHead):
             scale += float(read_MX[:, -size:].square().mean(-1).sqrt().sum())
             return read_MX, [final_XE[origin_M + 1] / self.norm.weight.float()]
 
-        start = LinearStart([self.fc.in_features], self.fc.out_features, self.device_of_target)
+        start = LinearStart([self.fc.in_features], self.fc.out_features, self.target_embeddings.device)
         for map_EX in start.solve(batches, read):
             self.fc.weight.copy_(scale / start.rows * map_EX)
 
     @torch.no_grad()
     def before_training(self, batches: Iterable[HeadBatch]) -> None:
-        """Let heads that look at their own position stay as they are, where they really do."""
-        layer, own = self.stack[0], self.config.own_heads
-        layer.own_heads = 0
-        if self.config.init != "transition" or own == self.config.num_key_value_heads:
-            return
-        least, tokens = 1.0, 0
-        for batch in batches:
-            seen_BTX = self.select_states(batch.states)[:, :_LONGEST]
-            following_BT = F.pad(batch.tokens_BT[:, 1:], (0, 1))[:, :_LONGEST]
-            attended_BTI, _ = self.layer_input(self.project(seen_BTX), self._embed(following_BT, seen_BTX))
-            width = attended_BTI.shape[1]
-            index_BT = torch.arange(width, device=attended_BTI.device).expand(attended_BTI.shape[:2])
-            queries, keys, _ = layer.read(attended_BTI, self._rotary.at(index_BT, attended_BTI.dtype, width))
-            least = min(least, float(own_position.shares(queries[:, :own], keys[:, :own]).mean((0, 2, 3)).min()))
-            tokens += width
-            if tokens >= _ENOUGH:
-                break
-        layer.own_heads = own if least >= own_position.ALONE else 0
+        """Keep heads that look at their own position as they are, where they really do."""
+        if self.config.init == "transition":
+            self.keep_own_heads(batches)
 
-    # -- the start as transition heads ---------------------------------------------------------------------------
+    # -- exchange ------------------------------------------------------------------------------------------------
 
-    def _fit_transition(self, rest: Iterator[HeadBatch]) -> None:
-        """Fuse to the final state before its norm, make some heads copy, and let the others hold the linear part of
-        the step to the next final state, as `TransitionHead.fit` solves for it."""
-        first = self.first(rest)
-        if not first:
-            return
-        size, layer, own = self.config.hidden_size, self.stack[0], self.config.own_heads
-        self._look(first)
-        self.fc.weight.copy_(self._to_final(first))
-        copies = self.copy(first, self.fc.weight.clone(), spare=own)
+    def _by_published_name(self) -> dict[str, Tensor]:
+        tensors = {
+            "fc.weight": self.fc.weight,
+            "layers.0.input_layernorm.weight": self.embedding_norm.weight,
+            "layers.0.hidden_norm.weight": self.hidden_norm.weight,
+            "norm.weight": self.norm.weight,
+            "lm_head.weight": self.lm_head.weight,
+        }
+        for number, layer in enumerate(self.stack):
+            tensors |= layer.by_published_name(number)
+        for number, norm in enumerate(self.aux_norms):
+            tensors[f"fc_norm.{number}.weight"] = cast(nn.RMSNorm, norm).weight
+        return tensors
 
-        def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
-            final_BTE, origin_M = batch.states[FINAL].float(), supervised_origins(batch.supervised_BT, 0)
-            embedded_BTE = self._embed(F.pad(batch.tokens_BT[:, 1:], (0, 1)), final_BTE)
-            attended_BTI, _ = self.layer_input(self.project(self.select_states(batch.states).float()), embedded_BTE)
-            parts = [attended_BTI]
-            if copies:
-                width = attended_BTI.shape[1]
-                index_BT = torch.arange(width, device=attended_BTI.device).expand(attended_BTI.shape[:2])
-                found = layer.read(attended_BTI, self._rotary.at(index_BT, attended_BTI.dtype, width))
-                parts.append(by_token(causal_attention(*(part[:, own:] for part in found))))
-            read_MJ = torch.cat(parts, dim=-1).flatten(0, 1)[origin_M]
-            return read_MJ, [final_BTE.flatten(0, 1)[origin_M + 1] / self.norm.weight.float()]
-
-        behind = layer.o.in_features // self.config.num_key_value_heads * own
-        start = LinearStart([2 * size + (layer.o.in_features - behind if copies else 0)], size, self.device_of_target)
-        for map_EJ in start.solve(chain(first, rest), read):
-            products_JJ = start.gram_FF / start.rows
-            stays = 1.0
-            if not self.config.norm_before_residual:
-                # What is added to is the fused state as it is: it is given the size of the guesses that are fed back.
-                stays = float(((map_EJ @ products_JJ) * map_EJ).sum() / size) ** 0.5
-                fused_MX = torch.cat(
-                    [self.project(self.select_states(one.states).float()).flatten(0, 1) for one in first]
-                )
-                self.fc.weight *= stays / float(fused_MX.square().mean(-1).sqrt().median())
-            joined_EI = map_EJ[:, : 2 * size].clone()
-            joined_EI[:, size:] -= stays * torch.eye(size).to(joined_EI)
-            own_position.hold(layer, own, joined_EI, products_JJ[: 2 * size, : 2 * size])
-            if copies:
-                layer.o.weight[:, behind:] = map_EJ[:, 2 * size :]
-
-    def _look(self, batches: list[HeadBatch]) -> None:
-        """Let the first heads look at their own position, whatever token of the vocabulary or of the texts it has."""
-        assert self._embedding_VE is not None, "heads are bound to their target"
-        like = self.embedding_norm.weight.float()
-
-        def normed_of(tokens: Tensor) -> Iterator[Tensor]:
-            return (normed(self.embedding_norm, self._embed(part, like)) for part in torch.split(tokens, _BLOCK))
-
-        kinds = [normed_of(torch.arange(len(self._embedding_VE)))]
-        if batches:
-            kinds.append(normed_of(torch.cat([one.tokens_BT.flatten() for one in batches])))
-        number_E, mean_E = own_position.number_of_all(*kinds)
-        index_1P = torch.arange(own_position.FAR + 1)[None]
-        cos_Pd = self._rotary.at(index_1P, torch.float32, own_position.FAR + 1)[0][0]
-        cos_PR = cos_Pd[1:, : self.config.head_dim // 2] / cos_Pd[0, 0]  # tables of long contexts may carry a factor
-        own_position.look_at_itself(self.stack[0], self.config.own_heads, cos_PR, number_E, mean_E)
-
-    def _to_final(self, batches: list[HeadBatch]) -> Tensor:
-        """The map from normed aux layers to the final state before its norm, as large as the deepest of them, [E, X].
-
-        Ridge regression of what the last layers add to the deepest aux hidden state: nothing, where that is the last
-        one.
-        """
-        size, scale_E = self.config.hidden_size, self.norm.weight.float()
-        aux_MX = torch.cat(
-            [self.normed_states(self.select_states(one.states)).flatten(0, 1).float() for one in batches]
+    def publish(self) -> Published:
+        config = self.config
+        if FINAL in config.aux_layers:
+            raise UserError(
+                f"The heads read layers {list(config.aux_layers)} of the target; {FINAL}, the state after the final "
+                "norm, is what no engine gives them.",
+                "Train with the last layer itself or an earlier one in heads.aux_layers.",
+            )
+        return Published(
+            layout=Layout.EAGLE3,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            steps=self.draft_steps,
+            tensors=detached(self._by_published_name()),
+            draft_ids_D=self.draft_to_target_D.cpu().clone() if config.draft_vocab_size else None,
+            layer=config.published_sizes,
+            num_layers=config.num_layers,
+            aux_layers=config.aux_layers,
+            norm_before_residual=config.norm_before_residual,
+            norm_output=config.feedback == "post_norm",
+            aux_norms=config.aux_norms,
         )
-        final_ME = torch.cat([one.states[FINAL].flatten(0, 1).float() for one in batches]) / scale_E
-        good_M = aux_MX.isfinite().all(-1) & final_ME.isfinite().all(-1) & (aux_MX != 0).any(-1)
-        aux_MX, final_ME = aux_MX[good_M], final_ME[good_M]
-        deepest_ME = aux_MX[:, -size:]
-        added_ME = final_ME * deepest_ME.square().mean(-1, keepdim=True).sqrt() - deepest_ME
-        # A few tokens have states a hundred times as large as the rest in some components; directions alone count.
-        columns_X = aux_MX.abs().median(0).values.clamp(min=1e-6)
-        scaled_MX = aux_MX / columns_X
-        sizes_M1 = scaled_MX.square().mean(-1, keepdim=True).sqrt()
-        start = LinearStart([aux_MX.shape[1]], size, aux_MX.device)
-        start.add(scaled_MX / sizes_M1, [added_ME / sizes_M1])
-        map_EX = torch.zeros_like(self.fc.weight)
-        for added_EX in start.maps():
-            map_EX = added_EX / columns_X
-        map_EX[:, -size:] += torch.eye(size).to(map_EX)
-        return map_EX
+
+    @classmethod
+    def from_published(cls, published: Published, target: Target) -> Self:
+        if published.norm_before_fc:
+            raise UserError(
+                "The checkpoint norms all aux states together before the fusion (norm_before_fc), and headstart norms "
+                "each by itself.",
+                "Take a checkpoint without norm_before_fc.",
+            )
+        settings = {
+            **published.head_settings,
+            "family": cls.family,
+            "draft_steps": published.steps,
+            "num_layers": published.num_layers,
+            "aux_layers": published.aux_layers,
+            "aux_norms": published.aux_norms,
+            "feedback": "post_norm" if published.norm_output else "pre_norm",
+            "norm_before_residual": published.norm_before_residual,
+        }
+        heads = cls(Eagle3Config.model_validate(settings))
+        check_embeddings(published, target.embedding_weight)
+        heads.bind(target)
+        fill(heads._by_published_name(), published.tensors)
+        if published.draft_ids_D is not None:
+            heads.set_draft_vocabulary(published.draft_ids_D)
+        return heads

@@ -14,52 +14,52 @@ head 0: state(b) c -> d
 head 1: state(b) c d -> e
 head 2: state(b) c d e -> f
 
-Hydra++ (`prefix_attention`, with `num_layers: 4`) replaces h_t by the output of a decoder layer of the heads' own over
-the final states of the whole text. It runs once for each committed token, not for each draft.
-
 While drafting, a node keeps what its head read, and its children append their own embedding. Partial sums would
 save multiplications instead, but a level would then read the maps of all deeper heads as well, and a tree that ends
 early would have read them for nothing; at a few nodes a level, reading weights is what takes the time.
 
-Shape suffixes: B rows, T tokens, P committed tokens, W nodes of a level, E hidden size, F what a head reads, D draft
-vocabulary, V vocabulary, M predictions, L blocks of a head, S cache slots, X = B * T flat positions.
+Shape suffixes: B rows, W nodes of a level, E hidden size, F what a head reads, D draft vocabulary, M predictions, L
+blocks of a head, X = B * T flat positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins, register, supervised_origins
-from headstart.heads.parts.int8_weights import linear
-from headstart.heads.parts.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention
+from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, origins, register, supervised_origins
+from headstart.heads.int8_weights import linear
 from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last_states
-from headstart.heads.parts.text_attention import causal_attention, positions_of
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.tree.proposal import Committed
 
 
-class HydraConfig(LayerConfig):
-    """Settings of Hydra heads; those of a decoder layer matter with `prefix_attention` only."""
+class HydraConfig(HeadConfig):
+    """Settings of Hydra heads."""
 
     family: str = "hydra"
     num_heads: int = Field(4, ge=1, le=16, description="How many tokens ahead the heads look.")
-    num_layers: int = Field(1, ge=1, le=8, description="Residual blocks in each head; 4 in Hydra++.")
+    num_layers: int = Field(1, ge=1, le=8, description="Residual blocks in each head.")
     shared_lm_head: bool = Field(
         False, description="Read logits through the target's frozen LM head instead of one trained LM head per head."
-    )
-    prefix_attention: bool = Field(
-        False, description="Put a decoder layer between the target's final states and the heads (Hydra++)."
     )
     init: Literal["target", "random"] = Field(
         "target", description="Start from the target's weights and a linear guess, or from random numbers."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_layer(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Saved heads may say that they have no decoder layer, and how it would be built."""
+        if values.get("prefix_attention") is not False:
+            return values
+        return {name: value for name, value in values.items() if name in cls.model_fields}
 
 
 @dataclass
@@ -67,14 +67,12 @@ class HydraState:
     """Drafting of a batch.
 
     Attributes:
-        final_BE: what stands for h_t, of the last token that each row has committed.
+        final_BE: the final state of the last token that each row has committed.
         seen_BWF: what the heads at the nodes of the last level read.
-        cache: of the prefix layer, with the committed tokens.
     """
 
     final_BE: Tensor
     seen_BWF: Tensor
-    cache: LayerCache | None
 
 
 class HydraStep(nn.Module):
@@ -99,21 +97,18 @@ class HydraStep(nn.Module):
 
 @register
 class HydraHead(DraftHead):
-    """K heads, each reading one drafted token more than the one before, and for Hydra++ the layer under them."""
+    """K heads, each reading one drafted token more than the one before."""
 
     family: ClassVar[str] = "hydra"
-    Config: ClassVar[type[LayerConfig]] = HydraConfig
+    Config: ClassVar[type[HeadConfig]] = HydraConfig
     config: HydraConfig
     lm_head_DE: Tensor
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
         self.heads = nn.ModuleList(HydraStep(config, step) for step in range(config.num_heads))
-        self.prefix = DraftLayer(config, config.hidden_size) if config.prefix_attention else None
         if config.shared_lm_head:
             self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
-        self._rotary = Rotary(config)
-        self._embedding_VE: Tensor | None = None
 
     @property
     def draft_steps(self) -> int:
@@ -134,10 +129,6 @@ class HydraHead(DraftHead):
             head.input_EF[:, :size] = torch.eye(size)
             if head.lm_head_DE is not None:
                 head.lm_head_DE.copy_(self.first_lm_head(target))
-        if self.prefix is not None:
-            # Its features are those of the target's last layer; it starts without effect and learns what to add.
-            self.prefix.warm_start(target)
-            self.prefix.zero_init()
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
@@ -148,7 +139,6 @@ class HydraHead(DraftHead):
         """
         if self.config.init == "random":
             return
-        assert self._embedding_VE is not None, "heads are bound to their target"
         size = self.config.hidden_size
         widths = [(step + 2) * size for step in range(self.draft_steps)]
 
@@ -158,7 +148,7 @@ class HydraHead(DraftHead):
             seen_MF = _seen(*self._inputs(batch), origin_M, self.draft_steps - 1)
             return seen_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)]
 
-        maps = LinearStart(widths, size, self._embedding_VE.device).solve(batches, read)
+        maps = LinearStart(widths, size, self.target_embeddings.device).solve(batches, read)
         for head, map_EF in zip(self._heads(), maps, strict=False):
             head.input_EF.copy_(map_EF)
 
@@ -170,39 +160,24 @@ class HydraHead(DraftHead):
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def learning_rows(self) -> dict[str, list[slice]]:
-        if self.prefix is None:
-            return {}
-        return {f"prefix.{name}": rows for name, rows in self.prefix.learning_rows().items()}
-
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, embedded_XE = self._inputs(batch)
         for step, head in enumerate(self._heads()):
             origin_M = origins(batch, step)
             hidden_ME = self.light(head.forward, _seen(final_XE, embedded_XE, origin_M, step))
-            own = (None, self.lm_bias_D, self.finish)
-            yield StepPrediction(hidden_ME, self._lm_head(head), origin_M + step + 1, origin_M, *own)
+            yield self.prediction(hidden_ME, self._lm_head(head), origin_M, step)
 
     def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
-        """What stands for the final states, and the tokens' embeddings, both [X, E]."""
-        final_BTE, length = batch.states[FINAL], batch.tokens_BT.shape[1]
-        embedded_XE = self._embed(batch.tokens_BT, final_BTE).flatten(0, 1)
-        if self.prefix is not None:
-            positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
-            rotary = self._rotary.at(positions_BT, final_BTE.dtype, length)
-            found = causal_attention(*self.light(self.prefix.read, final_BTE, rotary), batch.starts_BT)
-            final_BTE = self.light(self.prefix.write, final_BTE, found)
-        return final_BTE.flatten(0, 1), embedded_XE
+        """The final states, and the tokens' embeddings, both [X, E]."""
+        final_XE = batch.states[FINAL].flatten(0, 1)
+        return final_XE, self._embed(batch.tokens_BT.flatten(), final_XE)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> HydraState:
-        counts, final_BPE = [len(prompt) for prompt in prompts], states[FINAL]
-        cache = None
-        if self.prefix is not None:
-            cache = LayerCache(self.config, 1, len(prompts), final_BPE.shape[1], final_BPE)
-        final_BE = self._follow(cache, final_BPE, counts, torch.tensor(counts, device=final_BPE.device))
-        return HydraState(final_BE, final_BE[:, None], cache)
+        counts_B = torch.tensor([len(prompt) for prompt in prompts], device=states[FINAL].device)
+        final_BE = last_states(states[FINAL], counts_B)
+        return HydraState(final_BE, final_BE[:, None])
 
     def draft_step(self, state: HydraState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         above_BWF = state.final_BE[:, None]
@@ -214,34 +189,10 @@ class HydraHead(DraftHead):
         return self.finished(linear(head(state.seen_BWF), self._lm_head(head), self.lm_bias_D))
 
     def commit(self, state: HydraState, committed: Committed) -> None:
-        state.final_BE = self._follow(state.cache, committed.states[FINAL], committed.counts, committed.counts_B)
+        state.final_BE = last_states(committed.states[FINAL], committed.counts_B)
 
     def reorder(self, state: HydraState, rows: Sequence[int]) -> None:
         state.final_BE = state.final_BE[list(rows)]
-        if state.cache is not None:
-            state.cache.reorder(rows)
-
-    @torch.no_grad()
-    def _follow(self, cache: LayerCache | None, final_BPE: Tensor, counts: Sequence[int], counts_B: Tensor) -> Tensor:
-        """What stands for the state of each row's last token, [B, E], after reading `counts` tokens of each row."""
-        if cache is None or self.prefix is None:
-            return last_states(final_BPE, counts_B)
-        device, width = final_BPE.device, final_BPE.shape[1]
-        starts, cache.lengths = cache.lengths, [a + b for a, b in zip(cache.lengths, counts, strict=True)]
-        index_BP = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
-        rotary = self._rotary.at(index_BP, final_BPE.dtype, max(starts) + width)
-        queries, keys, values = self.prefix.read(final_BPE, rotary)
-        cache.reserve(max(starts) + width)
-        cache.put(0, starts, keys, values)
-        # Only the last token's output is read: the rest of the layer runs for it alone.
-        last_B = counts_B - 1
-        queries_BNG1d = queries[torch.arange(len(counts), device=device), :, :, last_B][:, :, :, None]
-        slots, allowed_B1S = max(cache.lengths), None
-        if min(cache.lengths) < slots:
-            lengths_B = torch.tensor(cache.lengths, device=device)
-            allowed_B1S = (torch.arange(slots, device=device) < lengths_B[:, None])[:, None]
-        mixed = cached_attention(queries_BNG1d, cache.kv[0], slots, allowed_B1S)
-        return self.prefix.write(last_states(final_BPE, counts_B)[:, None], mixed)[:, 0]
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -252,8 +203,7 @@ class HydraHead(DraftHead):
         return self.lm_head_DE if head.lm_head_DE is None else head.lm_head_DE
 
     def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
-        assert self._embedding_VE is not None, "heads are bound to their target"
-        return embed(tokens, self._embedding_VE, like)
+        return embed(tokens, self.target_embeddings, like)
 
 
 def read_positions(origin_M: Tensor, step: int) -> Tensor:

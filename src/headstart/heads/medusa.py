@@ -34,9 +34,8 @@ from headstart.heads.base import (
     register,
     supervised_origins,
 )
-from headstart.heads.exchange.base import detached
-from headstart.heads.exchange.published import Layout, Published
-from headstart.heads.parts.int8_weights import linear, unstack
+from headstart.heads.exchange.published import LM_HEAD, Layout, Published, detached, fill
+from headstart.heads.int8_weights import linear, unstack
 from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last_states
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
@@ -107,7 +106,6 @@ class MedusaHead(OneForwardHead):
             self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
         else:
             self.lm_head_KDE = nn.Parameter(torch.zeros(config.num_heads, config.draft_width, size))
-        self._embedding_VE: Tensor | None = None
 
     @property
     def draft_steps(self) -> int:
@@ -175,14 +173,24 @@ class MedusaHead(OneForwardHead):
             input_EF, weight_LEE, bias_LE, lm_head_DE = part
             seen_MF = self.read(final_XE[origin_M], tokens_X[origin_M + 1])
             hidden_ME = self.light(head_hidden, seen_MF, input_EF, weight_LEE, bias_LE)
-            own = (None, self.lm_bias_D, self.finish)
-            yield StepPrediction(hidden_ME, lm_head_DE, origin_M + step + 1, origin_M, *own)
+            yield self.prediction(hidden_ME, lm_head_DE, origin_M, step)
 
     # -- exchange ------------------------------------------------------------------------------------------------
 
     @property
     def publishing_reads_target(self) -> bool:
         return self.config.shared_lm_head
+
+    def _by_published_name(self) -> dict[str, Tensor]:
+        tensors = {
+            f"blocks.{head}.layers.{block}.{name}": stacked[head, block]
+            for name, stacked in (("weight", self.block_weight_KLEE), ("bias", self.block_bias_KLE))
+            for head in range(self.draft_steps)
+            for block in range(self.config.num_layers)
+        }
+        if self.config.shared_lm_head:
+            return {**tensors, LM_HEAD: self.lm_head_DE}
+        return tensors | {f"lm_heads.{head}.weight": weight_DE for head, weight_DE in enumerate(self.lm_head_KDE)}
 
     @torch.no_grad()
     def publish(self) -> Published:
@@ -197,48 +205,29 @@ class MedusaHead(OneForwardHead):
                 "The target's LM head has a bias, which published Medusa heads leave out.",
                 "Train with heads.shared_lm_head=false.",
             )
-        tensors = {
-            f"blocks.{head}.layers.{block}.{name}": stacked[head, block]
-            for name, stacked in (("weight", self.block_weight_KLEE), ("bias", self.block_bias_KLE))
-            for head in range(self.draft_steps)
-            for block in range(config.num_layers)
-        }
-        if config.shared_lm_head:
-            tensors["lm_head.weight"] = self.lm_head_DE
-        else:
-            tensors |= {f"lm_heads.{head}.weight": weight_DE for head, weight_DE in enumerate(self.lm_head_KDE)}
         return Published(
             layout=Layout.MEDUSA,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             steps=self.draft_steps,
-            tensors=detached(tensors),
+            tensors=detached(self._by_published_name()),
             draft_ids_D=self.draft_to_target_D.cpu().clone() if config.draft_vocab_size else None,
             num_layers=config.num_layers,
         )
 
     @classmethod
-    @torch.no_grad()
     def from_published(cls, published: Published, target: Target) -> Self:
-        tensors, heads_K, blocks_L = published.tensors, range(published.steps), range(published.num_layers)
         settings = {
+            **published.head_settings,
             "family": cls.family,
-            "hidden_size": published.hidden_size,
-            "vocab_size": published.vocab_size,
-            "draft_vocab_size": 0 if published.draft_ids_D is None else published.draft_width,
             "num_heads": published.steps,
             "num_layers": published.num_layers,
             "input_map": False,
         }
-        heads = cls(MedusaConfig.model_validate(settings))
-        for head in heads_K:
-            for block in blocks_L:
-                of = f"blocks.{head}.layers.{block}"
-                heads.block_weight_KLEE[head, block] = tensors[f"{of}.weight"]
-                if (bias_E := tensors.get(f"{of}.bias")) is not None:
-                    heads.block_bias_KLE[head, block] = bias_E
-            shared_DE = tensors.get("lm_head.weight")
-            heads.lm_head_KDE[head] = tensors[f"lm_heads.{head}.weight"] if shared_DE is None else shared_DE
+        heads, tensors = cls(MedusaConfig.model_validate(settings)), dict(published.tensors)
+        if LM_HEAD in tensors:  # of all heads
+            tensors |= {f"lm_heads.{head}.weight": tensors[LM_HEAD] for head in range(published.steps)}
+        fill({name: place for name, place in heads._by_published_name().items() if name in tensors}, tensors)
         if published.draft_ids_D is not None:
             heads.set_draft_vocabulary(published.draft_ids_D)
         heads.bind(target)

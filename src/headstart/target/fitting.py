@@ -8,8 +8,8 @@ thread (`attention.running`): forwards of ours in several threads with different
 - Hooks on aux layers give the states to the forward that asks for them.
 - Rotary embeddings whose frequencies depend on the length of the text choose them for each token, see `_turn`.
 - Linear attention keeps a copy of its state before the chain that is verified, see `chains`.
-- Linear layers multiply with prepacked weights where that is faster (see `prepacked`), and so many rows at a time that
-  each row has the bits it has alone in forwards that ask for it.
+- Linear layers multiply with prepacked weights where that is faster, and so many rows at a time that each row has the
+  bits it has alone in forwards that ask for it (see `products`).
 - The LM head reads the tokens alone whose logits are wanted.
 
 Shape suffixes: B rows, T tokens of one forward, d components of a head.
@@ -21,7 +21,7 @@ import copy
 import threading
 from collections.abc import Iterable
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.target.attention import NAME, running
 from headstart.target.chains import is_linear, read_in_turn
-from headstart.target.prepacked import Prepacked, can_prepack, fits
-from headstart.target.rows import SameBits, in_pieces, is_matrix, same_bits
+from headstart.target.products import Matrix, can_prepack, fits, is_matrix
 
 FINAL = -1
 """The layer number of the last hidden state, after the final norm: what the LM head reads."""
@@ -108,7 +107,7 @@ class Fitting:
         """See whether prepacked weights are still those of their layers."""
         for module in self._prepacked:
             matrix = vars(module).get("forward")
-            if type(matrix) is _Matrix:
+            if type(matrix) is Matrix:
                 matrix.refresh()
 
     def release(self) -> None:
@@ -165,14 +164,14 @@ class Fitting:
 
     def _put(self, matrices: list[nn.Module]) -> None:
         """Put a forward of ours in the place of these layers' own."""
-        if all(type(vars(module).get("forward")) is _Matrix for module in (*matrices[:1], *matrices[-1:])):
+        if all(type(vars(module).get("forward")) is Matrix for module in (*matrices[:1], *matrices[-1:])):
             return  # another target of the same model may have fewer of its layers
         with self._lock:
             for module in matrices:
                 own = vars(module).get("forward")
-                if type(own) is not _Matrix:
+                if type(own) is not Matrix:
                     self._matrices[module] = own
-                    vars(module)["forward"] = _Matrix(module, own, module in self._prepacked)
+                    vars(module)["forward"] = Matrix(module, own, module in self._prepacked)
 
     def _fit(self) -> None:
         with self._lock:
@@ -194,42 +193,6 @@ class Fitting:
         if layer == 0:
             return self._layers[0].register_forward_pre_hook(_keep_input, with_kwargs=True)
         return self._layers[layer - 1].register_forward_hook(partial(_keep_output, layer))
-
-
-class _Matrix:
-    """A linear layer's forward, the layer's own in forwards that are not ours.
-
-    Args:
-        module: the layer.
-        own: a forward that was put in its place before.
-        prepacked: whether its weights are to be prepacked.
-    """
-
-    def __init__(self, module: nn.Module, own: Any, prepacked: bool) -> None:
-        self._module, self._own = module, own or partial(type(module).forward, module)
-        self._prepacked = Prepacked(cast(nn.Linear, module), self._own) if prepacked and own is None else None
-        self._known: tuple[int, SameBits] | None = None  # and with how many threads
-
-    def refresh(self) -> None:
-        """See `Prepacked.refresh`."""
-        if self._prepacked is not None:
-            self._prepacked.refresh()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = running()
-        if forward is None or not args:
-            return self._own(*args, **kwargs)
-        product = self._prepacked or self._own
-        if not forward.bits:
-            return product(*args, **kwargs)
-        threads, rows = torch.get_num_threads(), args[0].numel() // args[0].shape[-1]
-        known = self._known
-        if known is None or known[0] != threads or rows > known[1].maximum:
-            known = self._known = threads, same_bits(self._module, rows, self._prepacked is not None)
-        same = known[1]
-        if same.fewest <= rows <= same.maximum:
-            return product(*args, **kwargs)
-        return in_pieces(product, same, args, kwargs)
 
 
 def _choose(_module: nn.Module, args: tuple[Any, ...]) -> Any:

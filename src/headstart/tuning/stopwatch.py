@@ -19,7 +19,7 @@ from headstart.decode.costs import Costs, Measured
 from headstart.decode.verify import GreedyVerifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import DraftHead
-from headstart.heads.parts.int8_weights import drop_int8, to_int8
+from headstart.heads.int8_weights import drop_int8, to_int8
 from headstart.target.model import Target
 from headstart.tree.proposal import Committed, Proposal, ProposedTree, Request, Root
 from headstart.tree.tree import RankPath, TreeShape

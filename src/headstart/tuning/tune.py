@@ -25,7 +25,7 @@ from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
-from headstart.heads.parts.int8_weights import drop_int8, to_int8
+from headstart.heads.int8_weights import drop_int8, to_int8
 from headstart.options import Tree
 from headstart.target.model import Target
 from headstart.tree.calibration import Calibration

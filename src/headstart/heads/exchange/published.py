@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.errors import UserError
+
 
 class Layout(StrEnum):
     """The arrangements that are published."""
@@ -43,6 +45,8 @@ class Layout(StrEnum):
     DSPARK = "dspark"
 
 
+EMBEDDINGS = "embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 MARKOV_EMBEDDING, MARKOV_LM_HEAD = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
 """Of DSpark: what a token says about the one after it, and the LM head of that."""
 
@@ -116,6 +120,16 @@ class Published:
         return self.vocab_size if self.draft_ids_D is None else len(self.draft_ids_D)
 
     @property
+    def head_settings(self) -> dict[str, Any]:
+        """Settings of heads that hold these tensors, but for those of one family."""
+        return {
+            **({} if self.layer is None else asdict(self.layer)),
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": 0 if self.draft_ids_D is None else self.draft_width,
+        }
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Everything that changes the numbers, but for the tensors."""
         names = (*_SETTINGS, *_OF_BLOCKS) if self.layout in BLOCKS else _SETTINGS
@@ -127,8 +141,60 @@ class Published:
         return replace(self, tensors=tensors)
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors that these settings ask for; `optional` ones are left out."""
-        return expected_tensors(self)
+        """Names and shapes of the tensors that these settings ask for."""
+        size, count = self.hidden_size, len(self.aux_layers)
+        if self.layout is Layout.MEDUSA:
+            return self._of_medusa()
+        layers: dict[str, tuple[int, ...]] = {}
+        for number in range(self.num_layers):
+            layers |= self._of_layer(number)
+        if self.layout is Layout.EAGLE:
+            return {"fc.weight": (size, 2 * size), **layers}
+        layers |= {f"layers.{number}.input_layernorm.weight": (size,) for number in range(self.num_layers)}
+        fused = {"fc.weight": (size, count * size), **layers, "norm.weight": (size,)}
+        if self.layout in BLOCKS:
+            return {**fused, "hidden_norm.weight": (size,), **self._of_blocks()}
+        if self.aux_norms:
+            fused |= {f"fc_norm.{number}.weight": (size,) for number in range(count)}
+        if self.norm_before_fc:
+            fused["input_norm.weight"] = (count * size,)
+        return {**fused, "layers.0.hidden_norm.weight": (size,), LM_HEAD: (self.draft_width, size)}
+
+    def _of_medusa(self) -> dict[str, tuple[int, ...]]:
+        size, heads = self.hidden_size, range(self.steps)
+        blocks = (f"blocks.{head}.layers.{block}.weight" for head in heads for block in range(self.num_layers))
+        lm_heads = [LM_HEAD] if LM_HEAD in self.tensors else [f"lm_heads.{head}.weight" for head in heads]
+        return {**dict.fromkeys(blocks, (size, size)), **dict.fromkeys(lm_heads, (self.draft_width, size))}
+
+    def _of_blocks(self) -> dict[str, tuple[int, ...]]:
+        """Norms of attention heads, and what DSpark adds."""
+        assert self.layer is not None, "these heads have decoder layers"
+        size, rank = self.hidden_size, self.markov_rank
+        names = [f"layers.{number}.self_attn.{kind}_norm.weight" for number in range(self.num_layers) for kind in "qk"]
+        wanted: dict[str, tuple[int, ...]] = dict.fromkeys(names, (self.layer.head_dim,))
+        if rank:
+            wanted |= dict.fromkeys((MARKOV_EMBEDDING, MARKOV_LM_HEAD), (self.vocab_size, rank))
+        if self.confidence:
+            wanted |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
+        return wanted
+
+    def _of_layer(self, number: int) -> dict[str, tuple[int, ...]]:
+        """Matrices and the MLP's norm of one decoder layer."""
+        assert self.layer is not None, "these heads have decoder layers"
+        size, inner, width = self.hidden_size, self.layer.intermediate_size, self.layer.head_dim
+        inputs = 2 * size if number == 0 and self.layout is Layout.EAGLE3 else size
+        queries, keys = self.layer.num_attention_heads * width, self.layer.num_key_value_heads * width
+        shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (queries, inputs),
+            "self_attn.k_proj": (keys, inputs),
+            "self_attn.v_proj": (keys, inputs),
+            "self_attn.o_proj": (size, queries),
+            "post_attention_layernorm": (size,),
+            "mlp.gate_proj": (inner, size),
+            "mlp.up_proj": (inner, size),
+            "mlp.down_proj": (size, inner),
+        }
+        return {f"layers.{number}.{name}.weight": shape for name, shape in shapes.items()}
 
 
 _SETTINGS = (
@@ -136,74 +202,49 @@ _SETTINGS = (
     *("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"),
 )
 _OF_BLOCKS = ("block_size", "mask_token_id", "markov_rank", "confidence")
+_ROUNDED = 0.01
+"""How far, as a share of their size, rounding to bfloat16 moves numbers at most."""
 
 
-def expected_tensors(published: Published) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a `Published` with these settings must have."""
-    size, width = published.hidden_size, published.draft_width
-    if published.layout is Layout.MEDUSA:
-        shared = "lm_head.weight" in published.tensors
-        heads = range(published.steps)
-        wanted: dict[str, tuple[int, ...]] = {
-            f"blocks.{head}.layers.{block}.weight": (size, size)
-            for head in heads
-            for block in range(published.num_layers)
-        }
-        names = ["lm_head.weight"] if shared else [f"lm_heads.{head}.weight" for head in heads]
-        return {**wanted, **dict.fromkeys(names, (width, size))}
-    assert published.layer is not None, "these heads have decoder layers"
-    wanted = {}
-    for number in range(published.num_layers):
-        first = 2 * size if number == 0 and published.layout is Layout.EAGLE3 else size
-        wanted |= layer_tensors(published.layer, size, first, number)
-    if published.layout is Layout.EAGLE:
-        return {"fc.weight": (size, 2 * size), **wanted}
-    count = len(published.aux_layers)
-    if published.layout in BLOCKS:
-        return {"fc.weight": (size, count * size), "hidden_norm.weight": (size,), **wanted, **_block_tensors(published)}
-    wanted["layers.0.hidden_norm.weight"] = (size,)
-    for number in range(published.num_layers):
-        wanted[f"layers.{number}.input_layernorm.weight"] = (size,)
-    if published.aux_norms:
-        wanted |= {f"fc_norm.{number}.weight": (size,) for number in range(count)}
-    if published.norm_before_fc:
-        wanted["input_norm.weight"] = (count * size,)
-    return {"fc.weight": (size, count * size), **wanted, "norm.weight": (size,), "lm_head.weight": (width, size)}
+def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors on the CPU."""
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
-def _block_tensors(published: Published) -> dict[str, tuple[int, ...]]:
-    """Shapes of the norms of a block drafter's layers, its final norm, and what DSpark adds."""
-    size, rank, layer = published.hidden_size, published.markov_rank, published.layer
-    assert layer is not None, "these heads have decoder layers"
-    wanted: dict[str, tuple[int, ...]] = {"norm.weight": (size,)}
-    for number in range(published.num_layers):
-        wanted[f"layers.{number}.input_layernorm.weight"] = (size,)
-        wanted |= {f"layers.{number}.self_attn.{name}_norm.weight": (layer.head_dim,) for name in "qk"}
-    if rank:
-        wanted |= dict.fromkeys((MARKOV_EMBEDDING, MARKOV_LM_HEAD), (published.vocab_size, rank))
-    if published.confidence:
-        wanted |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
-    return wanted
+@torch.no_grad()
+def fill(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy published tensors to where heads keep them, in place."""
+    for name, place in places.items():
+        place.copy_(tensors[name])
 
 
-def layer_tensors(layer: LayerSizes, size: int, inputs: int, number: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the matrices and the MLP's norm of one decoder layer."""
-    queries, keys = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
-    of = f"layers.{number}"
-    return {
-        f"{of}.self_attn.q_proj.weight": (queries, inputs),
-        f"{of}.self_attn.k_proj.weight": (keys, inputs),
-        f"{of}.self_attn.v_proj.weight": (keys, inputs),
-        f"{of}.self_attn.o_proj.weight": (size, queries),
-        f"{of}.post_attention_layernorm.weight": (size,),
-        f"{of}.mlp.gate_proj.weight": (layer.intermediate_size, size),
-        f"{of}.mlp.up_proj.weight": (layer.intermediate_size, size),
-        f"{of}.mlp.down_proj.weight": (size, layer.intermediate_size),
-    }
+def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:
+    """Whether a checkpoint's embeddings or LM head, if it has any, are those given but for rounding to bfloat16."""
+    if published_VE is None:
+        return True
+    if published_VE.shape != own_VE.shape:
+        return False
+    own_VE = own_VE.detach().float().cpu()
+    return bool((published_VE.float() - own_VE).abs().mean() <= _ROUNDED * own_VE.abs().mean())
 
 
-EMBEDDINGS = "embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
+def check_embeddings(published: Published, own_VE: Tensor) -> None:
+    """Refuse a checkpoint whose token embeddings are not the target's.
+
+    Raises:
+        UserError: naming the target as what may be wrong.
+    """
+    if not same_numbers(published.tensors.get(EMBEDDINGS), own_VE):
+        raise other_embeddings()
+
+
+def other_embeddings() -> UserError:
+    """Why a checkpoint with embeddings of its own cannot be read."""
+    return UserError(
+        "The checkpoint has token embeddings of its own, which are not the target's; heads of headstart read the "
+        "target's.",
+        "Name the target that they were trained on with --target, or take another checkpoint.",
+    )
 
 
 def digest(published: Published) -> str:

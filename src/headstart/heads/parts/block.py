@@ -20,30 +20,165 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Annotated, Any, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
-from headstart.heads.parts.block_layer import BlockConfig, BlockLayer
-from headstart.heads.parts.int8_weights import Linear
+from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, detached, fill, same_numbers
+from headstart.heads.int8_weights import Linear
+from headstart.heads.parts.cache import LayerCache, cached_attention
 from headstart.heads.parts.layer import (
-    LayerCache,
+    DraftLayer,
+    LayerConfig,
     Rotary,
-    cached_attention,
+    linear_of,
+    norm_scale,
     normed,
     refuse_start,
+    rotate,
     start_from_last_layers,
 )
 from headstart.heads.parts.text_attention import Sight, attend_blocks, by_row, positions_of
+from headstart.recipes.sections import FromTarget
 from headstart.target.frozen import FrozenModel
+from headstart.target.model import Target
 from headstart.tree.proposal import Committed
 
+_NEWEST, _ROOT = 2 / 3, 1 / 3
+"""Of a state, how much is passed on by the attention heads that look at the newest one, and at the root."""
 _ORIGINS = 1024
 """Blocks that run at a time where nothing is kept for gradients."""
+
+
+class BlockConfig(LayerConfig):
+    """Settings of heads that draft a block in one pass."""
+
+    num_layers: int = Field(1, ge=1, le=12, description="Decoder layers.")
+    block_size: int = Field(8, ge=2, le=64, description="Slots of a block; with dflash the first one drafts nothing.")
+    aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
+        (),
+        description="Target layers whose outputs are read, as transformers' hidden_states, ascending and below the "
+        "last; (2, L // 2, L - 1). Published configs count one less (target_layer_ids).",
+    )
+    mask_token_id: Annotated[int, FromTarget()] = Field(
+        -1, ge=0, description="Token that stands in a block for what is not drafted yet: one that no text has."
+    )
+    init: Literal["target", "linear", "random"] = Field(
+        "target",
+        description="Start from the target's last layers and norm; from these with attention heads added that look at "
+        "the newest state and at the root, and with output maps that are solved for; or from random numbers.",
+    )
+
+    @classmethod
+    def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().of_target(target, settings)
+        last = target.num_layers - 1
+        found["aux_layers"] = tuple(sorted({min(2, last), max(1, target.num_layers // 2), last}))
+        if settings.get("init") == "linear":
+            heads = found["num_key_value_heads"] + sum(looking(target.hidden_size, found["head_dim"]))
+            found |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+        if "mask_token_id" in settings:
+            return found
+        if target.spare_token is None:
+            raise UserError(
+                f"{target.name} has no token that is known to be free, to stand for what is not drafted yet.",
+                "Name one that no text has: heads.mask_token_id=<id>.",
+            )
+        return {**found, "mask_token_id": target.spare_token}
+
+    @property
+    def start_layers(self) -> int:
+        return self.num_layers
+
+    def check(self) -> None:
+        super().check()
+        layers = self.aux_layers
+        if list(layers) != sorted(set(layers)) or any(layer < 1 for layer in layers):
+            raise self.refused_layers()
+        if self.vocab_size and self.mask_token_id >= self.vocab_size:
+            raise UserError(
+                f"heads.mask_token_id is {self.mask_token_id}, and the target has {self.vocab_size} tokens.",
+                "Name a token that no text has, or leave it out.",
+            )
+
+    def refused_layers(self) -> UserError:
+        """Why these layers cannot be read."""
+        return UserError(
+            f"The heads would read layers {list(self.aux_layers)} of the target, which must be different ones, "
+            "ascending, from 1 to the last but one.",
+            "Name them, for example heads.aux_layers=[1,2]; a target of few layers needs it.",
+        )
+
+
+def looking(size: int, width: int) -> tuple[int, int]:
+    """Key heads that look at the newest state, and those that look at the root."""
+    return max(1, round(_NEWEST * size / width)), max(1, round(_ROOT * size / width))
+
+
+class BlockLayer(DraftLayer):
+    """A decoder layer whose queries and keys are normed head by head, and which reads a context beside its stream.
+
+    Args:
+        config: sizes.
+    """
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def norm_heads(self, read_BHTd: Tensor, heads: int) -> Tensor:
+        return torch.cat([normed(self.q_norm, read_BHTd[:, :heads]), normed(self.k_norm, read_BHTd[:, heads:])], dim=1)
+
+    def _heads_as(self, attention: object) -> bool:
+        return True  # norms of heads are cheap to learn around: they only change how sharply attention looks
+
+    def by_published_name(self, number: int) -> dict[str, Tensor]:
+        norms = {f"layers.{number}.self_attn.{name}_norm.weight": getattr(self, f"{name}_norm").weight for name in "qk"}
+        return super().by_published_name(number) | norms
+
+    def context(self, context_BTE: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, N, T, d] of the context."""
+        config = self.config
+        queries = config.num_attention_heads * config.head_dim
+        read_BTX = F.linear(context_BTE, self.qkv.weight[queries:])
+        keys, values = read_BTX.view(*context_BTE.shape[:2], -1, config.head_dim).transpose(1, 2).chunk(2, dim=1)
+        return rotate(normed(self.k_norm, keys), *rotary), values
+
+    @torch.no_grad()
+    def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
+        super().warm_start(target, number, offset)
+        attention = getattr(target.layers[number], "self_attn", None)
+        self._last_heads(target, number)
+        for name in ("q_norm", "k_norm"):
+            norm, own = getattr(attention, name, None), getattr(self, name)
+            if getattr(norm, "weight", own.weight).shape == own.weight.shape:
+                own.weight.copy_(norm_scale(norm, own.weight))
+
+    def _last_heads(self, target: FrozenModel, number: int) -> None:
+        """Where this layer has more heads than the target's, give its last ones the target's queries, keys, values."""
+        config, layer = self.config, cast(Any, target.layers[number])
+        attention = getattr(layer, "self_attn", None)
+        given = [linear_of(attention, f"{name}_proj") for name in "qkv"]
+        counts = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
+        every = torch.split(self.qkv.weight, [count * config.head_dim for count in counts])
+        weights = [one.weight for one in given if one is not None]
+        if config.head_dim != target.kv_shapes[number][0][1] or len(weights) < 3:
+            return
+        groups = config.num_attention_heads // config.num_key_value_heads  # of each of the target's, as many as fit
+        grouped = weights[0].view(len(weights[1]) // config.head_dim, -1, config.head_dim, weights[0].shape[1])
+        weights[0] = grouped[:, :groups].flatten(0, 2)
+        if any(len(one) >= len(rows) for one, rows in zip(weights, every, strict=True)):
+            return
+        for one, rows in zip(weights, every, strict=True):
+            rows[-len(one) :] = one
+        if self.input_norm is not None:
+            self.input_norm.weight.copy_(norm_scale(getattr(layer, "input_layernorm", None), self.input_norm.weight))
 
 
 @dataclass
@@ -59,20 +194,6 @@ class BlockState:
     cache: LayerCache
     hidden_BSE: Tensor
     logits_BSD: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Said:
-    """What the predictions of all steps of a batch read, beside the slots' states.
-
-    Attributes:
-        lm_head_DH: of `BlockHead.joined_lm_head`.
-        following_XR: what every token of the batch says about the one after it, of `BlockHead.follow`. Looked up
-            once: each look-up has a gradient as large as its table.
-    """
-
-    lm_head_DH: Tensor
-    following_XR: Tensor | None
 
 
 class BlockHead(DraftHead):
@@ -92,7 +213,6 @@ class BlockHead(DraftHead):
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
         self._rotary = Rotary(config)
-        self._embedding_VE: Tensor | None = None
 
     # -- what a family says --------------------------------------------------------------------------------------
 
@@ -100,18 +220,6 @@ class BlockHead(DraftHead):
     @abstractmethod
     def first_slot(self) -> int:
         """The first slot that drafts: 1 where the root's own is left out."""
-
-    @abstractmethod
-    def prediction(self, hidden_ME: Tensor, said: Said, origin_M: Tensor, step: int) -> StepPrediction:
-        """Of one draft step, from what its slots say."""
-
-    def follow(self, tokens: Tensor, like: Tensor) -> Tensor | None:
-        """What tokens say about the one after them, [..., R], beside a slot's state; None where a family reads none."""
-        return None
-
-    def joined_lm_head(self) -> Tensor:
-        """The LM head of all steps in training: the target's, and what a family reads beside a slot's state."""
-        return self.lm_head_DE
 
     # -- shared --------------------------------------------------------------------------------------------------
 
@@ -127,13 +235,6 @@ class BlockHead(DraftHead):
     def stack(self) -> list[BlockLayer]:
         """The layers, first to last."""
         return cast(list[BlockLayer], list(self.layers))
-
-    def learning_rows(self) -> dict[str, list[slice]]:
-        return {
-            f"layers.{number}.{name}": rows
-            for number, layer in enumerate(self.stack)
-            for name, rows in layer.learning_rows().items()
-        }
 
     def bind(self, target: FrozenModel) -> None:
         """Take the target's embeddings and LM head."""
@@ -165,11 +266,11 @@ class BlockHead(DraftHead):
 
     def block(self, anchors: Tensor, like: Tensor) -> Tensor:
         """What goes into the first layer [..., K, E], for anchors [...]: embeddings as the target stores them."""
-        assert self._embedding_VE is not None, "heads are bound to their target"
+        embedding_VE = self.target_embeddings
         shape = (*anchors.shape, self.config.block_size)
-        tokens = torch.full(shape, self.config.mask_token_id, device=self._embedding_VE.device)
+        tokens = torch.full(shape, self.config.mask_token_id, device=embedding_VE.device)
         tokens[..., 0] = anchors.to(tokens.device)
-        return F.embedding(tokens, self._embedding_VE).to(like)
+        return F.embedding(tokens, embedding_VE).to(like)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -178,11 +279,10 @@ class BlockHead(DraftHead):
         if not len(origin_M):
             return
         hidden_MSE = self.blocks(batch, origin_M)
-        said = Said(self.joined_lm_head(), self.follow(batch.tokens_BT.flatten(), hidden_MSE))
         for step in range(self.draft_steps):
             step_M = origins(batch, step)
             rows_M = torch.searchsorted(origin_M, step_M)
-            yield self.prediction(hidden_MSE[rows_M, step], said, step_M, step)
+            yield self.prediction(hidden_MSE[rows_M, step], self.lm_head_DE, step_M, step)
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
         """What the LM head reads of the block of every origin, [M, S, E].
@@ -205,6 +305,62 @@ class BlockHead(DraftHead):
         for layer, (keys, values) in zip(self.stack, text, strict=True):
             run.stream_BXE = self.light(layer.write, run.stream_BXE, run.mix(layer, keys, values))
         return normed(self.norm, run.drafted(run.stream_BXE))
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    def by_published_name(self) -> dict[str, Tensor]:
+        """The weights as they are published, in the heads' own memory; families add theirs."""
+        tensors = {
+            "fc.weight": self.fc.weight,
+            "hidden_norm.weight": self.hidden_norm.weight,
+            "norm.weight": self.norm.weight,
+        }
+        for number, layer in enumerate(self.stack):
+            tensors |= layer.by_published_name(number)
+        return tensors
+
+    def publish(self) -> Published:
+        """See `DraftHead.publish`. Engines draft from the target's whole vocabulary with these heads."""
+        config = self.config
+        assert self.publishes is not None, "block drafters are published"
+        return Published(
+            layout=self.publishes,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            steps=self.draft_steps,
+            tensors=detached(self.by_published_name()),
+            layer=config.published_sizes,
+            num_layers=config.num_layers,
+            aux_layers=config.aux_layers,
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+        )
+
+    @classmethod
+    def from_published(cls, published: Published, target: Target) -> Self:
+        heads = cls(cast(BlockConfig, cls.Config.model_validate(cls.settings_of(published))))
+        check_embeddings(published, target.embedding_weight)
+        if not same_numbers(published.tensors.get(LM_HEAD), target.lm_head_weight):
+            raise UserError(
+                "The checkpoint has an LM head of its own, which is not the target's; block drafters of headstart "
+                "draft through the target's.",
+                "Name the target that they were trained on with --target, or take another checkpoint.",
+            )
+        heads.bind(target)
+        fill(heads.by_published_name(), published.tensors)
+        return heads
+
+    @classmethod
+    def settings_of(cls, published: Published) -> dict[str, Any]:
+        """Settings of heads that hold what was published; families add theirs."""
+        return {
+            **published.head_settings,
+            "family": cls.family,
+            "num_layers": published.num_layers,
+            "aux_layers": published.aux_layers,
+            "block_size": published.block_size,
+            "mask_token_id": published.mask_token_id,
+        }
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -284,9 +440,8 @@ class Blocks:
         slots, (rows, kv_heads, groups, _, size) = self.heads.config.block_size, queries.shape
         queries_BNGAKd = queries.view(rows, kv_heads, groups, -1, slots, size)
         own = [x_BNXd.reshape(rows, kv_heads, -1, slots, size) for x_BNXd in (own_keys, own_values)]
-        mixed_BNARd = attend_blocks(
-            queries_BNGAKd.transpose(2, 3).flatten(3, 4), keys_BNTd, values_BNTd, self.sight, own[0], own[1]
-        )
+        queries_BNARd = queries_BNGAKd.transpose(2, 3).flatten(3, 4)
+        mixed_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, self.sight, (own[0], own[1]))
         mixed_BNAGKd = mixed_BNARd.view(rows, kv_heads, -1, groups, slots, size)
         return mixed_BNAGKd.transpose(2, 3).flatten(3, 4)
 

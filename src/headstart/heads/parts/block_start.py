@@ -11,8 +11,9 @@ slowly turning pairs of a head alone.
 What all heads find, and what the MLP makes of it, then goes through linear maps that are solved for: ridge regression
 on the target's final states.
 
-Shape suffixes: E hidden size, B rows, T tokens, M origins, S drafted slots, X all slots of a row's blocks (or all
-tokens), R pairs of a head, F what a map reads, I what is read at an origin, C features, H heads, d head size.
+Shape suffixes: E hidden size, B rows, T tokens, M origins, S drafted slots, K all slots of a block, X slots of a row's
+blocks (or all tokens), R pairs of a head, A atoms (a pair at a phase), P distances, F what a map reads, I what is read
+at an origin, C features, H heads, d head size.
 """
 
 from __future__ import annotations
@@ -23,13 +24,11 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, supervised_origins
-from headstart.heads.parts.block import BlockHead, Blocks
-from headstart.heads.parts.block_layer import BlockLayer, looking
-from headstart.heads.parts.block_pattern import Pattern, newest, pattern, root
+from headstart.heads.parts.block import BlockHead, BlockLayer, Blocks, looking
 from headstart.heads.parts.layer import by_token, normed
 from headstart.heads.parts.text_attention import positions_of
 from headstart.target.fitting import FINAL
@@ -49,6 +48,11 @@ _STEPS = (1.0, 0.5, 0.25)
 """How much of the states to come the features that heads pass on are chosen by."""
 _KINDS = 8192
 """Embeddings of the vocabulary that are looked at."""
+_PHASES = 8
+_ROUNDS, _RATE = 1500, 0.1
+"""Of the search for a pattern, see `pattern`."""
+_FAR = 2048
+"""Distances at which the context is looked at."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,10 @@ class _Lesson:
     batch: HeadBatch
     origin_M: Tensor
 
-    def wanted(self, heads: SolvedBlockHead, step: int) -> Tensor:
+    def wanted(self, norm: nn.RMSNorm, step: int) -> Tensor:
         """The state before the norm from which the target predicts what a step drafts, [M, E]."""
         final_XE = self.batch.states[FINAL].flatten(0, 1)
-        scale_E = torch.where(heads.norm.weight.abs() < 1e-3, 1.0, heads.norm.weight)
+        scale_E = torch.where(norm.weight.abs() < 1e-3, 1.0, norm.weight)
         return final_XE[self.origin_M + step + 1].float() / scale_E
 
 
@@ -72,20 +76,20 @@ class SolvedBlockHead(BlockHead):
     def fit(self, batches: Iterable[HeadBatch]) -> None:
         """Let some attention heads look at the newest state and at the root, and solve for all output maps.
 
-        See `block_start`. What the layers add together is the best guess of the state, before the norm, from which the
-        target itself predicts what a slot drafts.
+        What the layers add together is the best guess of the state, before the norm, from which the target itself
+        predicts what a slot drafts.
         """
-        layer = self.stack[0]
-        heads = looking(self.config.hidden_size, self.config.head_dim)
-        if self.config.init != "linear":
+        config = self.config
+        if config.init != "linear":
             return
-        if sum(heads) > self.config.num_key_value_heads:
+        needed = sum(looking(config.hidden_size, config.head_dim))
+        if needed > config.num_key_value_heads:
             raise UserError(
-                f"heads.init=linear needs {sum(heads)} key heads or more, and heads.num_key_value_heads is "
-                f"{self.config.num_key_value_heads}.",
+                f"heads.init=linear needs {needed} key heads or more, and heads.num_key_value_heads is "
+                f"{config.num_key_value_heads}.",
                 "Leave out heads.num_key_value_heads and heads.num_attention_heads, or set heads.init=target.",
             )
-        enough = _ROWS * (self.config.num_attention_heads * self.config.head_dim + self.config.hidden_size)
+        enough = _ROWS * (config.num_attention_heads * config.head_dim + config.hidden_size)
         lessons, rows = list[_Lesson](), 0
         for batch in batches:
             origin_M = supervised_origins(batch.supervised_BT, self.draft_steps - 1)
@@ -94,73 +98,77 @@ class SolvedBlockHead(BlockHead):
                 rows += len(origin_M)
             if rows >= enough:
                 break
-        if rows < self.config.hidden_size:  # too few to solve anything
+        if rows < config.hidden_size:  # too few to solve anything
             return
-        self._look(layer, heads, lessons)
+        self._look(lessons)
         self._solve(lessons)
 
-    def _look(self, layer: BlockLayer, heads: tuple[int, int], lessons: Sequence[_Lesson]) -> None:
-        """Set what heads look at, and what they pass on."""
-        config, size = self.config, self.config.hidden_size
+    def _look(self, lessons: Sequence[_Lesson]) -> None:
+        """Set what the first layer's heads look at, and what they pass on."""
+        config, layer, size = self.config, self.stack[0], self.config.hidden_size
         fast_d = fast_pairs(layer)
         angles_R = self._angles()[: int(fast_d.sum()) // 2]
-        seen = (pattern(angles_R, newest(config.block_size)), pattern(angles_R, root(config.block_size)))
-        if min(one.margin for one in seen) <= 0:  # heads of few pairs cannot tell all distances apart
+        patterns = (pattern(angles_R, newest(config.block_size)), pattern(angles_R, root(config.block_size)))
+        if min(found.margin for found in patterns) <= 0:  # heads of few pairs cannot tell all distances apart
             return
-        features, sample = Ridge(), list[Tensor]()
-        asked = list[Tensor]()
-        for one in lessons:
-            context_XE = self.read_states(one.batch.states).flatten(0, 1)
-            root_ME = self._asked(layer, one.batch.tokens_BT.flatten()[one.origin_M + 1], context_XE)
-            wanted_ME = sum(weight * one.wanted(self, step) for step, weight in enumerate(_STEPS[: self.draft_steps]))
-            features.add(torch.cat([context_XE[one.origin_M], root_ME], -1), cast(Tensor, wanted_ME) * self.norm.weight)
-            sample.append(context_XE)
-            asked.append(root_ME)
-        context_XE = torch.cat(sample)
-        assert self._embedding_VE is not None
-        every = torch.arange(0, len(self._embedding_VE), max(1, len(self._embedding_VE) // _KINDS))
+        features, contexts, roots = Ridge(), list[Tensor](), list[Tensor]()
+        for lesson in lessons:
+            batch, origin_M = lesson.batch, lesson.origin_M
+            context_XE = self.read_states(batch.states).flatten(0, 1)
+            root_ME = self._first_input(batch.tokens_BT.flatten()[origin_M + 1], context_XE)
+            steps = enumerate(_STEPS[: self.draft_steps])
+            wanted_ME = cast(Tensor, sum(weight * lesson.wanted(self.norm, step) for step, weight in steps))
+            features.add(torch.cat([context_XE[origin_M], root_ME], -1), wanted_ME * self.norm.weight)
+            contexts.append(context_XE)
+            roots.append(root_ME)
+        context_XE = torch.cat(contexts)
+        tokens = len(self.target_embeddings)
+        vocabulary = torch.arange(0, tokens, max(1, tokens // _KINDS))
         mask = torch.tensor([config.mask_token_id])
-        blocks = (self._asked(layer, every, context_XE), torch.cat(asked), self._asked(layer, mask, context_XE))
-        number_E = telling(context_XE, *blocks)
-        size_of_head = config.head_dim
-        taken = sum(heads)
-        own = layer.qkv.weight.view(-1, size_of_head, size)
-        queries = config.num_attention_heads
-        groups = queries // config.num_key_value_heads
-        for norm, rows in (
-            (layer.q_norm, own[taken * groups : queries]),
-            (layer.k_norm, own[queries + taken : queries + config.num_key_value_heads]),
-        ):
+        number_E = telling(
+            context_XE,
+            self._first_input(vocabulary, context_XE),
+            torch.cat(roots),
+            self._first_input(mask, context_XE),
+        )
+        counts, queries, keys = looking(size, config.head_dim), config.num_attention_heads, config.num_key_value_heads
+        taken, groups = sum(counts), queries // keys
+        rows_HdE = layer.qkv.weight.view(-1, config.head_dim, size)
+        others = (
+            (layer.q_norm, rows_HdE[taken * groups : queries]),
+            (layer.k_norm, rows_HdE[queries + taken : queries + keys]),
+        )
+        for norm, rows in others:
             if len(rows):
                 read = context_XE[:_KINDS] @ rows[:, ~fast_d].flatten(0, 1).T
                 share = float((~fast_d).float().mean())
                 norm.weight[~fast_d] = float(read.square().mean().sqrt()) * share**0.5
-        look(layer, heads, seen, number_E)
-        first = (queries + config.num_key_value_heads) * size_of_head
-        for kind, part in enumerate((slice(0, size), slice(size, 2 * size))):
-            count = heads[kind] * size_of_head
-            found_CE = features.features(part, min(count, size))
-            layer.qkv.weight[first : first + len(found_CE)] = found_CE.to(layer.qkv.weight)
-            first += count
+        look(layer, counts, patterns, number_E)
+        first = (queries + keys) * config.head_dim
+        for count, part in zip(counts, (slice(0, size), slice(size, 2 * size)), strict=True):
+            feature_CE = features.features(part, min(count * config.head_dim, size))
+            layer.qkv.weight[first : first + len(feature_CE)] = feature_CE.to(layer.qkv.weight)
+            first += count * config.head_dim
 
     def _solve(self, lessons: Sequence[_Lesson]) -> None:
         """Solve for the output maps, one after the other."""
-        runs = []
-        for one in lessons:
-            like = self.read_states(one.batch.states)
-            runs.append((one, Blocks(self, one.batch, one.origin_M, like), like))
+        contexts = [self.read_states(lesson.batch.states) for lesson in lessons]
+        runs = [
+            Blocks(self, lesson.batch, lesson.origin_M, context_BTE)
+            for lesson, context_BTE in zip(lessons, contexts, strict=True)
+        ]
         for number, layer in enumerate(self.stack):
             ridge, width = Ridge(), layer.o.in_features
-            positions = [positions_of(one.batch.tokens_BT, one.batch.starts_BT) for one, *_ in runs]
-            found = []
-            for (one, run, like), at in zip(runs, positions, strict=True):
-                rotary = self._rotary.at(at, like.dtype, at.shape[1])
-                mixed_BXF = by_token(run.mix(layer, *layer.context(like, rotary)))
-                found.append(mixed_BXF)
+            attended = []
+            for lesson, run, context_BTE in zip(lessons, runs, contexts, strict=True):
+                positions_BT = positions_of(lesson.batch.tokens_BT, lesson.batch.starts_BT)
+                rotary = self._rotary.at(positions_BT, context_BTE.dtype, positions_BT.shape[1])
+                mixed_BXF = by_token(run.mix(layer, *layer.context(context_BTE, rotary)))
+                attended.append(mixed_BXF)
                 read_MSF, stream_MSE = run.drafted(mixed_BXF), run.drafted(run.stream_BXE)
                 for step in range(self.draft_steps):
-                    wanted_ME = one.wanted(self, step) - stream_MSE[:, step]
-                    beside_MI = self.beside(one.batch, one.origin_M, step)
+                    wanted_ME = lesson.wanted(self.norm, step) - stream_MSE[:, step]
+                    beside_MI = self.beside(lesson.batch, lesson.origin_M, step)
                     if number:
                         wanted_ME = wanted_ME - self.beside_guess(beside_MI)
                     parts = [read_MSF[:, step], *([] if number or beside_MI is None else [beside_MI])]
@@ -171,17 +179,18 @@ class SolvedBlockHead(BlockHead):
                 assert ridge.gram_FF is not None
                 self.take_beside(map_EF[:, width:], ridge.gram_FF[width:, width:] / ridge.rows)
             ridge = Ridge()
-            for (one, run, _), mixed_BXF in zip(runs, found, strict=True):
+            for lesson, run, mixed_BXF in zip(lessons, runs, attended, strict=True):
                 run.stream_BXE = run.stream_BXE + layer.o(mixed_BXF)
                 inner_MSF, stream_MSE = run.drafted(layer.inside(run.stream_BXE)), run.drafted(run.stream_BXE)
                 for step in range(self.draft_steps):
-                    guess_ME = stream_MSE[:, step] + self.beside_guess(self.beside(one.batch, one.origin_M, step))
-                    ridge.add(inner_MSF[:, step], one.wanted(self, step) - guess_ME, _WEIGHT**step)
+                    beside_MI = self.beside(lesson.batch, lesson.origin_M, step)
+                    guess_ME = stream_MSE[:, step] + self.beside_guess(beside_MI)
+                    ridge.add(inner_MSF[:, step], lesson.wanted(self.norm, step) - guess_ME, _WEIGHT**step)
             layer.down.weight.copy_(ridge.solve())
-            for _, run, _ in runs:
+            for run in runs:
                 run.stream_BXE = run.stream_BXE + layer.down(layer.inside(run.stream_BXE))
-        sizes = torch.cat([run.drafted(run.stream_BXE).flatten(0, 1).square().mean(-1).sqrt() for _, run, _ in runs])
-        self.settle_beside(float(sizes.mean()))
+        sizes = [run.drafted(run.stream_BXE).flatten(0, 1).square().mean(-1).sqrt() for run in runs]
+        self.settle_beside(float(torch.cat(sizes).mean()))
 
     def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor | None:
         """What a family reads beside a slot, [M, I], as far as it enters linearly; None where there is nothing."""
@@ -197,10 +206,11 @@ class SolvedBlockHead(BlockHead):
     def settle_beside(self, size: float) -> None:
         """The streams have this size before the norm, on average."""
 
-    def _asked(self, layer: BlockLayer, tokens: Tensor, like: Tensor) -> Tensor:
-        """Normed embeddings as the first layer reads them."""
-        assert self._embedding_VE is not None and layer.input_norm is not None
-        return normed(layer.input_norm, F.embedding(tokens.to(self._embedding_VE.device), self._embedding_VE).to(like))
+    def _first_input(self, tokens: Tensor, like: Tensor) -> Tensor:
+        """Embeddings as the first layer reads them, normed."""
+        assert self.stack[0].input_norm is not None, "as of every layer of a block"
+        embedded = F.embedding(tokens.to(self.target_embeddings.device), self.target_embeddings).to(like)
+        return normed(self.stack[0].input_norm, embedded)
 
     def _angles(self) -> Tensor:
         """By how much each pair of a head turns over one position, [R]."""
@@ -210,6 +220,101 @@ class SolvedBlockHead(BlockHead):
         return angles_R
 
 
+# -- where heads look --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """What a query's pairs are set to, so that its scores are highest at one place from every slot of a block.
+
+    Attributes:
+        real_R: the first components of the pairs.
+        imaginary_R: the second ones.
+        margin: how far the least favoured of the wanted scores stands above the rest, for keys of size 1 in each pair.
+    """
+
+    real_R: Tensor
+    imaginary_R: Tensor
+    margin: float
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a head is to look from each slot.
+
+    Attributes:
+        wanted_K: distance of the place.
+        signs_KP: of the scores of the places at all distances, from 1 - K to `_FAR`: those of the block and of the
+            context have keys of opposite signs. 0 where there is no place, and at the place that is wanted.
+    """
+
+    wanted_K: Tensor
+    signs_KP: Tensor
+
+
+def newest(block: int) -> Places:
+    """Of a head that looks at the newest token of the context.
+
+    >>> places = newest(2)
+    >>> places.wanted_K.tolist(), places.signs_KP[:, :6].int().tolist()  # distances -1 to 4
+    ([1, 2], [[-1, -1, 0, 1, 1, 1], [0, -1, -1, 0, 1, 1]])
+    """
+    return _places(block, torch.arange(block) + 1, 1.0)
+
+
+def root(block: int) -> Places:
+    """Of a head that looks at the first slot.
+
+    >>> places = root(2)
+    >>> places.wanted_K.tolist(), places.signs_KP[:, :6].int().tolist()
+    ([0, 1], [[1, 0, -1, -1, -1, -1], [0, 1, 0, -1, -1, -1]])
+    """
+    return _places(block, torch.arange(block), -1.0)
+
+
+def _places(block: int, wanted_K: Tensor, context: float) -> Places:
+    slots_K1, distances_P = torch.arange(block)[:, None], torch.arange(1 - block, _FAR + 1)
+    signs_KP = torch.where(distances_P > slots_K1, context, -context)
+    signs_KP = signs_KP.masked_fill(distances_P < slots_K1 - block + 1, 0.0)
+    return Places(wanted_K, signs_KP.masked_fill(distances_P == wanted_K[:, None], 0.0))
+
+
+def pattern(angles_R: Tensor, places: Places) -> Pattern:
+    """The query whose wanted scores stand above all others by most, for its size.
+
+    A matrix game of places against pairs at phases, played by multiplicative weights; the mean of the later rounds is
+    near the best.
+
+    Args:
+        angles_R: by how much each pair turns over a distance of 1.
+        places: where to look.
+    """
+    block, count = places.signs_KP.shape
+    phases = torch.arange(_PHASES) * (2 * torch.pi / _PHASES)
+    angle_A = angles_R.repeat_interleave(_PHASES)
+    distances_P1 = torch.arange(1 - block, _FAR + 1)[:, None]
+    table_PA = (distances_P1 * angle_A - phases.repeat(len(angles_R))).cos()
+    wanted_K = places.wanted_K + block - 1
+
+    def above(shares_A: Tensor) -> Tensor:
+        scores_P = table_PA @ shares_A
+        above_KP = scores_P[wanted_K, None] - places.signs_KP * scores_P
+        return above_KP.masked_fill(places.signs_KP == 0, torch.inf)
+
+    logs_A, mean_A = torch.zeros(len(angle_A)), torch.zeros(len(angle_A))
+    for played in range(_ROUNDS):
+        shares_A = logs_A.softmax(0)
+        if played >= _ROUNDS // 2:
+            mean_A += shares_A
+        slot, place = divmod(int(above(shares_A).argmin()), count)
+        logs_A += _RATE * (table_PA[wanted_K[slot]] - places.signs_KP[slot, place] * table_PA[place])
+    mean_A /= mean_A.sum()
+    weights_RP = mean_A.view(-1, _PHASES)
+    real_R, imaginary_R = weights_RP @ phases.cos(), -(weights_RP @ phases.sin())
+    size = float((real_R.square() + imaginary_R.square()).sum().sqrt())
+    return Pattern(real_R / size, imaginary_R / size, float(above(mean_A).min()) / size)
+
+
 def fast_pairs(layer: BlockLayer) -> Tensor:
     """Components of a head that patterns take: the first half of its pairs, which turn quickly, bool [d]."""
     width = layer.config.head_dim
@@ -217,41 +322,37 @@ def fast_pairs(layer: BlockLayer) -> Tensor:
 
 
 @torch.no_grad()
-def look(layer: BlockLayer, heads: tuple[int, int], seen: tuple[Pattern, Pattern], number_E: Tensor) -> None:
+def look(layer: BlockLayer, counts: tuple[int, int], patterns: tuple[Pattern, Pattern], number_E: Tensor) -> None:
     """Set the queries and keys of a layer's first key heads so that they look at the context's newest token, and those
     of the next ones so that they look at the root; the others keep what the slow pairs hold.
 
     Args:
         layer: whose `qkv` and head norms are written.
-        heads: how many key heads look at the newest token, and how many at the root.
-        seen: patterns of the two kinds, with margins above 0.
+        counts: how many key heads look at the newest token, and how many at the root.
+        patterns: of the two kinds, with margins above 0.
         number_E: gives 1 for the context and -1 for a block.
     """
     config, width = layer.config, layer.config.head_dim
-    groups = config.num_attention_heads // config.num_key_value_heads
+    keys, taken, groups = config.num_attention_heads, sum(counts), layer.groups
     fast_d = fast_pairs(layer)
-    count = int(fast_d.sum()) // 2
-    weight_HdE = layer.qkv.weight.view(-1, width, layer.qkv.in_features)
-    keys = config.num_attention_heads
-    taken = sum(heads)
-    weight_HdE[groups * taken : keys, fast_d] = 0
-    weight_HdE[keys + taken : keys + config.num_key_value_heads, fast_d] = 0
+    pairs = int(fast_d.sum()) // 2
+    rows_HdE = layer.qkv.weight.view(-1, width, layer.qkv.in_features)
+    rows_HdE[groups * taken : keys, fast_d] = 0
+    rows_HdE[keys + taken : keys + config.num_key_value_heads, fast_d] = 0
     spare = int((~fast_d).nonzero()[-1])
     for head in range(taken):
-        kind = 0 if head < heads[0] else 1
-        sign = 1.0 if kind == 0 else -1.0
+        found, sign = (patterns[0], 1.0) if head < counts[0] else (patterns[1], -1.0)
         key_d = torch.zeros(width)
-        key_d[:count] = 1.0
-        weight_HdE[keys + head] = (key_d[:, None] * (sign * number_E)).to(weight_HdE)
-        one = seen[kind]
+        key_d[:pairs] = 1.0
+        rows_HdE[keys + head] = (key_d[:, None] * (sign * number_E)).to(rows_HdE)
         for group in range(groups):
             soft = _SOFT[min(group, len(_SOFT) - 1)]
             query_d = torch.zeros(width)
-            query_d[:count], query_d[width // 2 : width // 2 + count] = soft * one.real_R, soft * one.imaginary_R
+            query_d[:pairs], query_d[width // 2 : width // 2 + pairs] = soft * found.real_R, soft * found.imaginary_R
             query_d[spare] = (1 - soft**2) ** 0.5
-            weight_HdE[head * groups + group] = (query_d[:, None] * -number_E).to(weight_HdE)
-    margin = min(one.margin for one in seen)
-    layer.q_norm.weight[fast_d] = _MARGIN / (margin * (width / count) ** 0.5)
+            rows_HdE[head * groups + group] = (query_d[:, None] * -number_E).to(rows_HdE)
+    margin = min(found.margin for found in patterns)
+    layer.q_norm.weight[fast_d] = _MARGIN / (margin * (width / pairs) ** 0.5)
     layer.k_norm.weight[fast_d] = 1.0
 
 
@@ -282,10 +383,10 @@ class Ridge:
         self.rows = 0.0
 
     @torch.no_grad()
-    def add(self, read_MF: Tensor, wanted_ME: Tensor, weight_M1: Tensor | float = 1.0) -> None:
+    def add(self, read_MF: Tensor, wanted_ME: Tensor, weight: float = 1.0) -> None:
         read_MF = read_MF.float()
-        left_FM = (read_MF * weight_M1).T
-        gram_FF, cross_FE = left_FM @ read_MF, left_FM @ wanted_ME.float()
+        weighted_FM = (read_MF * weight).T
+        gram_FF, cross_FE = weighted_FM @ read_MF, weighted_FM @ wanted_ME.float()
         self.gram_FF = gram_FF if self.gram_FF is None else self.gram_FF.add_(gram_FF)
         self.cross_FE = cross_FE if self.cross_FE is None else self.cross_FE.add_(cross_FE)
         self.rows += len(read_MF)
@@ -297,8 +398,8 @@ class Ridge:
         sizes_F = self.gram_FF.diagonal().sqrt().clamp_min(1e-6)
         scaled_FF = self.gram_FF / sizes_F / sizes_F[:, None]
         ridged_FF = scaled_FF + _RIDGE * torch.eye(len(scaled_FF)).to(scaled_FF)
-        found_EF: Tensor = (torch.linalg.solve(ridged_FF, self.cross_FE / sizes_F[:, None]) / sizes_F[:, None]).T
-        return found_EF
+        map_EF: Tensor = (torch.linalg.solve(ridged_FF, self.cross_FE / sizes_F[:, None]) / sizes_F[:, None]).T
+        return map_EF
 
     def features(self, part: slice, count: int) -> Tensor:
         """Of some of what is read, the directions that say most about what is wanted, [count, part]."""
@@ -308,5 +409,5 @@ class Ridge:
         ridge = 1e-4 * gram_II.diagonal().mean()
         lower_II = torch.linalg.cholesky(gram_II + ridge * torch.eye(len(gram_II)).to(gram_II))
         axes_II = torch.linalg.svd(lower_II.T @ map_EI.T, full_matrices=False)[0][:, :count]
-        found_CI: Tensor = torch.linalg.solve(lower_II.T, axes_II).T
-        return found_CI
+        feature_CI: Tensor = torch.linalg.solve(lower_II.T, axes_II).T
+        return feature_CI

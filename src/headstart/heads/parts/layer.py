@@ -1,17 +1,17 @@
 """A decoder layer that belongs to the heads: Llama's arrangement, warm-started from a layer of the target.
 
-Training reads whole conversations (`chain_attention`; `text_attention` for long ones), drafting one tree level after
-the other with a KV cache (`LayerCache`, `cached_attention`). Both give the same numbers.
+Training reads whole conversations (`text_attention`), drafting one tree level after the other with keys and values that
+are kept (`cache`). Both give the same numbers.
 
-Shape suffixes: B rows, T tokens, A origins of a row, W nodes, S cache slots in sight, E hidden size, I width of what
-queries, keys and values read, G query heads that share a key head, N key heads, H query heads (G * N), d head size,
-F width of the MLP.
+Shape suffixes: B rows, T tokens, E hidden size, I width of what queries, keys and values read, G query heads that share
+a key head, N key heads, H all heads, d head size, F width of the MLP, R rows of a weight.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, cast
 
 import torch
@@ -24,7 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
-from headstart.heads.parts.int8_weights import Linear
+from headstart.heads.exchange.published import LayerSizes
+from headstart.heads.int8_weights import Linear
 from headstart.recipes.sections import FromTarget
 from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import is_packed
@@ -38,10 +39,6 @@ _ROTARY: dict[str, set[str]] = {
 """Rotary kinds whose angles depend on the position alone, and the settings that each needs."""
 _MIN_POSITIONS = 256
 """Positions of the first table of angles."""
-_SPARE = 256
-"""Cache slots beyond the prompt that a session starts with."""
-_QUERIES = 512
-"""Queries that attend together where a mask says what each of them sees: masks are as long as the text."""
 
 
 class LayerConfig(HeadConfig):
@@ -78,6 +75,11 @@ class LayerConfig(HeadConfig):
             complete = rope.get("rope_type", "default") in _ROTARY
             found["rope_parameters"] = rope if complete else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         return found
+
+    @property
+    def published_sizes(self) -> LayerSizes:
+        """What is published of these settings."""
+        return LayerSizes(**{field.name: getattr(self, field.name) for field in fields(LayerSizes)})
 
     @field_validator("hidden_act")
     @classmethod
@@ -182,6 +184,11 @@ class DraftLayer(nn.Module):
         self.down = Linear(config.intermediate_size, size, bias=False)
         self._act = ACT2FN[config.hidden_act]
 
+    @property
+    def groups(self) -> int:
+        """Query heads that share a key head."""
+        return self.config.num_attention_heads // self.config.num_key_value_heads
+
     def read(
         self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], learning_RI: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,6 +235,30 @@ class DraftLayer(nn.Module):
         halves = [slice(0, config.intermediate_size), slice(config.intermediate_size, 2 * config.intermediate_size)]
         found = {"qkv.weight": [queries, keys, values], "gate_up.weight": halves}
         return {name: [rows for rows in parts if rows.stop > rows.start] for name, parts in found.items()}
+
+    def by_published_name(self, number: int) -> dict[str, Tensor]:
+        """The weights as they are published, in the layer's own memory.
+
+        Args:
+            number: of the layer among those of the heads.
+        """
+        config = self.config
+        heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        queries, keys, values = torch.split(self.qkv.weight, [count * config.head_dim for count in heads])
+        gate, up = self.gate_up.weight.chunk(2)
+        tensors = {
+            "self_attn.q_proj": queries,
+            "self_attn.k_proj": keys,
+            "self_attn.v_proj": values,
+            "self_attn.o_proj": self.o.weight,
+            "post_attention_layernorm": self.mlp_norm.weight,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": self.down.weight,
+        }
+        if self.input_norm is not None:
+            tensors["input_layernorm"] = self.input_norm.weight
+        return {f"layers.{number}.{name}.weight": tensor for name, tensor in tensors.items()}
 
     def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
         """The stream after this layer, from the stream before it and what attention brought."""
@@ -319,102 +350,6 @@ def _without_bias(*parts: nn.Linear | None) -> bool:
 
 def _is_rms(norm: Any) -> bool:
     return "RMSNorm" in type(norm).__name__
-
-
-class LayerCache:
-    """Keys and values of committed tokens, and after them those of the tree that is being drafted.
-
-    Args:
-        config: sizes.
-        layers: that have keys and values.
-        rows: B.
-        prompt: tokens of the longest prompt; there is room for some more, and `reserve` makes further room.
-        like: a tensor of the dtype and device to use.
-
-    Attributes:
-        lengths: committed slots of each row.
-    """
-
-    def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
-        shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)
-        self.kv = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers)]
-        self.lengths = [0] * rows
-
-    def reserve(self, slots: int) -> None:
-        """Make room for this many slots of a row."""
-        have = self.kv[0][0].shape[2]
-        if slots > have:
-            more = max(slots, 2 * have) - have
-            self.kv = [(F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more))) for keys, values in self.kv]
-
-    def put(self, layer: int, starts: Sequence[int], keys_BNTd: Tensor, values_BNTd: Tensor) -> None:
-        """Write to each row's slots from `starts` on."""
-        (keys, values), width, device = self.kv[layer], keys_BNTd.shape[2], keys_BNTd.device
-        if len(set(starts)) == 1:
-            keys[:, :, starts[0] : starts[0] + width] = keys_BNTd
-            values[:, :, starts[0] : starts[0] + width] = values_BNTd
-            return
-        rows_B1 = torch.arange(len(starts), device=device)[:, None]
-        slots_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
-        keys[rows_B1, :, slots_BT] = keys_BNTd.transpose(1, 2)
-        values[rows_B1, :, slots_BT] = values_BNTd.transpose(1, 2)
-
-    def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-        self.kv = [(keys[list(rows)], values[list(rows)]) for keys, values in self.kv]
-        self.lengths = [self.lengths[row] for row in rows]
-
-
-def cached_attention(
-    queries_BNGWd: Tensor, kv: tuple[Tensor, Tensor], slots: int, allowed_BWS: Tensor | None
-) -> Tensor:
-    """What each query finds in the first `slots` slots of a cache, [B, N, G, W, d].
-
-    The queries that share a key head are rows of one attention, so that keys and values need no copy.
-    """
-    shape = queries_BNGWd.shape
-    mask = None
-    if allowed_BWS is not None:
-        if shape[3] > _QUERIES:
-            parts = zip(torch.split(queries_BNGWd, _QUERIES, 3), torch.split(allowed_BWS, _QUERIES, 1), strict=True)
-            return torch.cat([cached_attention(queries, kv, slots, allowed) for queries, allowed in parts], dim=3)
-        mask = torch.zeros(allowed_BWS.shape, dtype=queries_BNGWd.dtype, device=allowed_BWS.device)
-        mask = mask.masked_fill_(~allowed_BWS, float("-inf"))[:, None].repeat(1, 1, shape[2], 1)
-    keys, values = (cached[:, :, :slots] for cached in kv)
-    mixed = F.scaled_dot_product_attention(queries_BNGWd.flatten(2, 3), keys, values, attn_mask=mask)
-    return mixed.view(shape)
-
-
-def chain_attention(
-    queries_BNGAd: Tensor,
-    keys_BNTd: Tensor,
-    values_BNTd: Tensor,
-    hidden_BAT: Tensor,
-    chain: Sequence[tuple[Tensor, Tensor]] = (),
-) -> Tensor:
-    """Attention of one draft step of every origin at once: the text up to the origin, then its own draft so far.
-
-    Args:
-        queries_BNGAd: one query an origin.
-        keys_BNTd: of the text.
-        values_BNTd: of the text.
-        hidden_BAT: bool, positions of the text after the origin, which it must not see.
-        chain: keys and values [B, N, A, d] of the origin's own drafted tokens, first to last, this step's included.
-
-    Returns:
-        [B, N, G, A, d].
-    """
-    rows, kv_heads, groups, origins, size = queries_BNGAd.shape
-    queries_BNGAd = queries_BNGAd * size**-0.5
-    scores = (queries_BNGAd.flatten(2, 3) @ keys_BNTd.transpose(2, 3)).view(rows, kv_heads, groups, origins, -1)
-    scores = scores.masked_fill(hidden_BAT[:, None, None], float("-inf"))
-    own = [(queries_BNGAd * keys_BNAd[:, :, None]).sum(-1, keepdim=True) for keys_BNAd, _ in chain]
-    text = keys_BNTd.shape[2]
-    shares = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=torch.float32).to(values_BNTd.dtype)
-    mixed = (shares[..., :text].flatten(2, 3) @ values_BNTd).view(queries_BNGAd.shape)
-    for step, (_, values_BNAd) in enumerate(chain):
-        mixed = mixed + shares[..., text + step, None] * values_BNAd[:, :, None]
-    return mixed
 
 
 def with_own(own_BNTd: Tensor, mixed_BNGTd: Tensor, groups: int) -> Tensor:

@@ -38,6 +38,11 @@ _RIDGE = 1e-4
 """Of the number that all tokens share, as a share of the mean squared size of an embedding's component."""
 
 
+def heads_needed(hidden_size: int, head_dim: int) -> int:
+    """Key heads that hold any linear map of the hidden size."""
+    return -(-hidden_size // head_dim)
+
+
 def pair_shares(cos_PR: Tensor) -> tuple[Tensor, float]:
     """How the score is spread over pairs so that the most that any other distance gets is least.
 

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
-from headstart.heads.parts.int8_weights import linear
-from headstart.heads.parts.layer import DraftLayer, LayerCache, LayerConfig, Rotary, cached_attention, with_own
+from headstart.heads.int8_weights import linear
+from headstart.heads.parts.cache import LayerCache, cached_attention
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, with_own
 from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of
 from headstart.target.frozen import FrozenModel
 from headstart.tree.proposal import Committed
@@ -78,7 +79,6 @@ class RecurrentHead(DraftHead):
         self._draft_steps = draft_steps
         self.layers = nn.ModuleList(layers)
         self._rotary = Rotary(config)
-        self._embedding_VE: Tensor | None = None
 
     @property
     def draft_steps(self) -> int:
@@ -120,22 +120,8 @@ class RecurrentHead(DraftHead):
         """What is fed back, where it stands for the target's FINAL state."""
         return None
 
-    def learning_rows(self) -> dict[str, list[slice]]:
-        return {
-            f"layers.{number}.{name}": rows
-            for number, layer in enumerate(self.stack)
-            for name, rows in layer.learning_rows().items()
-        }
-
-    @property
-    def device_of_target(self) -> torch.device:
-        """Where the target's embeddings are."""
-        assert self._embedding_VE is not None, "heads are bound to their target"
-        return self._embedding_VE.device
-
     def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
-        assert self._embedding_VE is not None, "heads are bound to their target"
-        return F.embedding(tokens.to(self._embedding_VE.device), self._embedding_VE).to(like)
+        return F.embedding(tokens.to(self.target_embeddings.device), self.target_embeddings).to(like)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -158,9 +144,7 @@ class RecurrentHead(DraftHead):
                 text.keep(origin_M)
             hidden_BAE, text.feedback_BAE = self.layer_output(text.step(step))
             feature_ME = self.feature(text.feedback_BAE[text.real_BA])
-            own = (feature_ME, self.lm_bias_D, self.finish)
-            hidden_ME = hidden_BAE[text.real_BA]
-            yield StepPrediction(hidden_ME, self.lm_head_DE, origin_M + step + 1, origin_M, *own)
+            yield self.prediction(hidden_BAE[text.real_BA], self.lm_head_DE, origin_M, step, feature_ME)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch
-from headstart.heads.parts.int8_weights import linear, unstack
+from headstart.heads.int8_weights import linear, unstack
 
 _RIDGE = 1e-3
 """Ridge of the linear start, as a share of the mean squared size of the components that are read."""

@@ -1,16 +1,17 @@
 """Attention of training over whole texts, in memory that grows with their length and not with its square.
 
-Short texts attend in one piece, with a table of all scores (`layer.chain_attention`). Longer ones attend a few queries
-at a time: each part sees only the stretch of the text that its queries may see, and its scores are computed again in
-the backward pass instead of being kept. Several conversations in one row are a mask like any other; parts then leave
-out what lies in other conversations.
+Short texts attend in one piece, with a table of all scores. Longer ones attend a few queries at a time: each part sees
+only the stretch of the text that its queries may see, and its scores are computed again in the backward pass instead of
+being kept. Several conversations in one row are a mask like any other; parts then leave out what lies in other
+conversations.
 
-Where drafts are blocks (`attend_blocks`), each origin has several queries, one for each slot of its block: they see the
-same stretch of the text, and all slots of their own block.
+Beside the text, queries see tokens of their own: each origin its draft so far (`chain_attention`), or all slots of its
+block (`block_attention`), which has several queries, one for each slot. On CPUs torch's fused kernel for masks is
+slower than two products and a softmax; elsewhere the `_fused` twin of each runs, where a query's own tokens are further
+positions that it alone sees.
 
-Shape suffixes: B rows, T tokens, A queries of a row (origins, of blocks), C queries of a part, S positions that a part
-sees, G query heads that share a key head, N key heads, H query heads (G * N), d head size, K slots of a block, R query
-rows of an origin (G * K), M origins.
+Shape suffixes: B rows, T tokens, A queries of a row (origins, of blocks), S positions in sight, G query heads that
+share a key head, N key heads, d head size, K slots of a block, R query rows of an origin (G * K), M origins.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headstart.heads.parts.layer import chain_attention
-
-Chain = Sequence[tuple[Tensor, Tensor]]
+Kernel = Callable[..., Tensor]
+"""Queries, keys and values of the text, what each query must not see of it, and tensors of the queries' own."""
 
 _IN_ONE = {"cpu": 1 << 22}
 """Scores up to which queries attend in one piece; above, parts are faster as well, since they fit the cache."""
@@ -93,13 +93,13 @@ class Sight:
             most = (_QUERIES if kind == "cpu" else _QUERIES_ELSEWHERE) // slots
             size = max(1, _FEWEST // slots, min(most, fitting))
             queries = [slice(first, min(first + size, width)) for first in range(0, width, size)]
-            stops = [self.index_BA[:, one].max() + 1 for one in queries]
+            stops = [self.index_BA[:, columns].max() + 1 for columns in queries]
             starts = [
-                torch.zeros_like(stop) if self.starts_BA is None else self.starts_BA[:, one].min()
-                for one, stop in zip(queries, stops, strict=True)
+                torch.zeros_like(stop) if self.starts_BA is None else self.starts_BA[:, columns].min()
+                for columns, stop in zip(queries, stops, strict=True)
             ]
             bounds = torch.stack([*starts, *stops]).view(2, -1).T.tolist()
-            self._parts = [Part(one, slice(*bound)) for one, bound in zip(queries, bounds, strict=True)]
+            self._parts = [Part(columns, slice(*bound)) for columns, bound in zip(queries, bounds, strict=True)]
         return self._parts
 
     def columns(self, row_B1: Tensor, column_BA: Tensor) -> Sight:
@@ -152,7 +152,13 @@ def causal_attention(
     return mixed.view(queries_BNGTd.shape)
 
 
-def attend(queries_BNGAd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, sight: Sight, chain: Chain = ()) -> Tensor:
+def attend(
+    queries_BNGAd: Tensor,
+    keys_BNTd: Tensor,
+    values_BNTd: Tensor,
+    sight: Sight,
+    chain: Sequence[tuple[Tensor, Tensor]] = (),
+) -> Tensor:
     """What each query finds in the text that it sees and in its own draft so far, [B, N, G, A, d].
 
     Args:
@@ -160,60 +166,18 @@ def attend(queries_BNGAd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, sight:
         keys_BNTd: of the text.
         values_BNTd: of the text.
         sight: what each sees of the text.
-        chain: as `chain_attention` takes it.
+        chain: keys and values [B, N, A, d] of the origin's own drafted tokens, first to last, this step's included.
     """
-    heads = queries_BNGAd.shape[1] * queries_BNGAd.shape[2]
+    heads, own = queries_BNGAd.shape[1] * queries_BNGAd.shape[2], [tensor for step in chain for tensor in step]
     if sight.is_short(heads):
-        return chain_attention(queries_BNGAd, keys_BNTd, values_BNTd, sight.hidden_BAT, chain)
-    part_of = attend_part if queries_BNGAd.device.type == "cpu" else attend_part_fused
-    own = [pair for step in chain for pair in step]
-    found: Tensor = _in_parts(
-        lambda queries, keys, values, part, *own: part_of(
-            queries, keys, values, sight, part, list(zip(own[::2], own[1::2], strict=True))
-        ),
-        sight.parts(heads),
-        keys_BNTd,
-        values_BNTd,
-        [(queries_BNGAd, 3), *((one, 2) for one in own)],
-    )
-    return found
-
-
-def attend_part(
-    queries_BNGCd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, sight: Sight, part: Part, chain: Chain
-) -> Tensor:
-    """`attend` of one part."""
-    return chain_attention(queries_BNGCd, keys_BNSd, values_BNSd, sight.hidden(part), chain)
-
-
-def attend_part_fused(
-    queries_BNGCd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, sight: Sight, part: Part, chain: Chain
-) -> Tensor:
-    """The same by a fused kernel: drafted tokens are further positions, each seen by its own query alone.
-
-    On CPUs torch's kernel for masks is slower than two products and a softmax.
-    """
-    groups, columns = queries_BNGCd.shape[2:4]
-    seen_BCS = ~sight.hidden(part)
-    if chain:
-        own_CC = torch.eye(columns, dtype=torch.bool, device=seen_BCS.device)
-        seen_BCS = torch.cat([seen_BCS, own_CC.repeat(1, len(chain)).expand(len(seen_BCS), -1, -1)], dim=-1)
-        keys_BNSd = torch.cat([keys_BNSd, *(keys for keys, _ in chain)], dim=2)
-        values_BNSd = torch.cat([values_BNSd, *(values for _, values in chain)], dim=2)
-    keys, values = (
-        x_BNSd[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x_BNSd in (keys_BNSd, values_BNSd)
-    )
-    mixed = F.scaled_dot_product_attention(queries_BNGCd.flatten(1, 2), keys, values, attn_mask=seen_BCS[:, None])
-    return mixed.view(queries_BNGCd.shape)
+        return chain_attention(queries_BNGAd, keys_BNTd, values_BNTd, sight.hidden_BAT, *own)
+    kernel = chain_attention if queries_BNGAd.device.type == "cpu" else chain_attention_fused
+    columns = [(queries_BNGAd, 3), *((tensor, 2) for tensor in own)]
+    return _in_parts(kernel, sight, sight.parts(heads), (keys_BNTd, values_BNTd), columns)
 
 
 def attend_blocks(
-    queries_BNARd: Tensor,
-    keys_BNTd: Tensor,
-    values_BNTd: Tensor,
-    sight: Sight,
-    own_keys_BNAKd: Tensor,
-    own_values_BNAKd: Tensor,
+    queries_BNARd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, sight: Sight, own: tuple[Tensor, Tensor]
 ) -> Tensor:
     """What each row of each origin's block finds in the text up to the origin and in its own block, [B, N, A, R, d].
 
@@ -222,100 +186,110 @@ def attend_blocks(
         keys_BNTd: of the text.
         values_BNTd: of the text.
         sight: what each origin sees of the text.
-        own_keys_BNAKd: of the slots of each origin's block, all of which see each other.
-        own_values_BNAKd: likewise.
+        own: keys and values [B, N, A, K, d] of the slots of each origin's block, all of which see each other.
     """
-    rows = queries_BNARd.shape[3]
-    heads = queries_BNARd.shape[1] * rows
-    own = own_keys_BNAKd, own_values_BNAKd
-    if sight.is_short(heads):
+    heads, rows = queries_BNARd.shape[1], queries_BNARd.shape[3]
+    if sight.is_short(heads * rows):
         return block_attention(queries_BNARd, keys_BNTd, values_BNTd, sight.hidden_BAT, *own)
-    part_of = attend_blocks_part if queries_BNARd.device.type == "cpu" else attend_blocks_part_fused
-    found: Tensor = _in_parts(
-        lambda queries, keys, values, part, *own: part_of(queries, keys, values, sight, part, *own),
-        sight.parts(queries_BNARd.shape[1], rows),
-        keys_BNTd,
-        values_BNTd,
-        [(queries_BNARd, 2), (own_keys_BNAKd, 2), (own_values_BNAKd, 2)],
+    kernel = block_attention if queries_BNARd.device.type == "cpu" else block_attention_fused
+    columns = [(queries_BNARd, 2), *((tensor, 2) for tensor in own)]
+    return _in_parts(kernel, sight, sight.parts(heads, rows), (keys_BNTd, values_BNTd), columns)
+
+
+def chain_attention(
+    queries_BNGAd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden_BAS: Tensor, *chain: Tensor
+) -> Tensor:
+    """Attention of one draft step of every origin at once, [B, N, G, A, d].
+
+    Args:
+        queries_BNGAd: one query an origin.
+        keys_BNSd: of the text.
+        values_BNSd: of the text.
+        hidden_BAS: bool, positions of the text that each must not see.
+        chain: keys and values [B, N, A, d] of the origin's own drafted tokens in turn.
+    """
+    rows, kv_heads, groups, origins, size = queries_BNGAd.shape
+    queries_BNGAd = queries_BNGAd * size**-0.5
+    scores = (queries_BNGAd.flatten(2, 3) @ keys_BNSd.transpose(2, 3)).view(rows, kv_heads, groups, origins, -1)
+    scores = scores.masked_fill(hidden_BAS[:, None, None], float("-inf"))
+    own = [(queries_BNGAd * keys_BNAd[:, :, None]).sum(-1, keepdim=True) for keys_BNAd in chain[::2]]
+    text = keys_BNSd.shape[2]
+    shares = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
+    mixed = (shares[..., :text].flatten(2, 3) @ values_BNSd).view(queries_BNGAd.shape)
+    for step, values_BNAd in enumerate(chain[1::2]):
+        mixed = mixed + shares[..., text + step, None] * values_BNAd[:, :, None]
+    return mixed
+
+
+def chain_attention_fused(
+    queries_BNGAd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden_BAS: Tensor, *chain: Tensor
+) -> Tensor:
+    """`chain_attention` by torch's kernel."""
+    groups, origins = queries_BNGAd.shape[2:4]
+    seen_BAS = ~hidden_BAS
+    if chain:
+        own_AA = torch.eye(origins, dtype=torch.bool, device=seen_BAS.device)
+        seen_BAS = torch.cat([seen_BAS, own_AA.repeat(1, len(chain) // 2).expand(len(seen_BAS), -1, -1)], dim=-1)
+        keys_BNSd = torch.cat([keys_BNSd, *chain[::2]], dim=2)
+        values_BNSd = torch.cat([values_BNSd, *chain[1::2]], dim=2)
+    keys, values = (
+        x_BNSd[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x_BNSd in (keys_BNSd, values_BNSd)
     )
-    return found
+    mixed = F.scaled_dot_product_attention(queries_BNGAd.flatten(1, 2), keys, values, attn_mask=seen_BAS[:, None])
+    return mixed.view(queries_BNGAd.shape)
 
 
 def block_attention(
-    queries_BNARd: Tensor,
-    keys_BNTd: Tensor,
-    values_BNTd: Tensor,
-    hidden_BAT: Tensor,
-    own_keys_BNAKd: Tensor,
-    own_values_BNAKd: Tensor,
+    queries_BNARd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden_BAS: Tensor, *own: Tensor
 ) -> Tensor:
-    """`attend_blocks` in one piece: no origin sees the positions that are `hidden_BAT` from it."""
-    shape, text = queries_BNARd.shape, keys_BNTd.shape[2]
+    """Attention of the blocks of all origins at once, [B, N, A, R, d]; `own` are keys and values [B, N, A, K, d]."""
+    (own_keys_BNAKd, own_values_BNAKd), shape, text = own, queries_BNARd.shape, keys_BNSd.shape[2]
     queries_BNARd = queries_BNARd * shape[-1] ** -0.5
-    scores_BNART = (queries_BNARd.flatten(2, 3) @ keys_BNTd.mT).view(*shape[:4], text)
-    scores_BNART = scores_BNART.masked_fill(hidden_BAT[:, None, :, None], float("-inf"))
-    scores = torch.cat([scores_BNART, queries_BNARd @ own_keys_BNAKd.mT], dim=-1)
-    shares = scores.softmax(-1, dtype=torch.float32).to(values_BNTd.dtype)
-    mixed = (shares[..., :text].flatten(2, 3) @ values_BNTd).view(shape)
-    found: Tensor = mixed + shares[..., text:] @ own_values_BNAKd
-    return found
+    scores_BNARS = (queries_BNARd.flatten(2, 3) @ keys_BNSd.mT).view(*shape[:4], text)
+    scores_BNARS = scores_BNARS.masked_fill(hidden_BAS[:, None, :, None], float("-inf"))
+    scores = torch.cat([scores_BNARS, queries_BNARd @ own_keys_BNAKd.mT], dim=-1)
+    shares = scores.softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
+    mixed = (shares[..., :text].flatten(2, 3) @ values_BNSd).view(shape)
+    out: Tensor = mixed + shares[..., text:] @ own_values_BNAKd
+    return out
 
 
-def attend_blocks_part(
-    queries_BNCRd: Tensor,
-    keys_BNSd: Tensor,
-    values_BNSd: Tensor,
-    sight: Sight,
-    part: Part,
-    own_keys_BNCKd: Tensor,
-    own_values_BNCKd: Tensor,
+def block_attention_fused(
+    queries_BNARd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden_BAS: Tensor, *own: Tensor
 ) -> Tensor:
-    """`attend_blocks` of one part."""
-    return block_attention(queries_BNCRd, keys_BNSd, values_BNSd, sight.hidden(part), own_keys_BNCKd, own_values_BNCKd)
-
-
-def attend_blocks_part_fused(
-    queries_BNCRd: Tensor,
-    keys_BNSd: Tensor,
-    values_BNSd: Tensor,
-    sight: Sight,
-    part: Part,
-    own_keys_BNCKd: Tensor,
-    own_values_BNCKd: Tensor,
-) -> Tensor:
-    """The same by a fused kernel: blocks are further positions, each seen by its own rows alone."""
-    columns, rows = queries_BNCRd.shape[2:4]
-    slots = own_keys_BNCKd.shape[3]
-    seen_BCS = ~sight.hidden(part)
-    own_CX = torch.eye(columns, dtype=torch.bool, device=seen_BCS.device).repeat_interleave(slots, dim=1)
-    seen_BCX = torch.cat([seen_BCS, own_CX.expand(len(seen_BCS), -1, -1)], dim=-1)
+    """`block_attention` by torch's kernel."""
+    (own_keys_BNAKd, own_values_BNAKd), (origins, rows) = own, queries_BNARd.shape[2:4]
+    seen_BAS = ~hidden_BAS
+    own_AX = torch.eye(origins, dtype=torch.bool, device=seen_BAS.device)
+    own_AX = own_AX.repeat_interleave(own_keys_BNAKd.shape[3], dim=1)
+    seen_BAX = torch.cat([seen_BAS, own_AX.expand(len(seen_BAS), -1, -1)], dim=-1)
     mixed = F.scaled_dot_product_attention(
-        queries_BNCRd.flatten(2, 3),
-        torch.cat([keys_BNSd, own_keys_BNCKd.flatten(2, 3)], dim=2),
-        torch.cat([values_BNSd, own_values_BNCKd.flatten(2, 3)], dim=2),
-        attn_mask=seen_BCX.repeat_interleave(rows, dim=1)[:, None],
+        queries_BNARd.flatten(2, 3),
+        torch.cat([keys_BNSd, own_keys_BNAKd.flatten(2, 3)], dim=2),
+        torch.cat([values_BNSd, own_values_BNAKd.flatten(2, 3)], dim=2),
+        attn_mask=seen_BAX.repeat_interleave(rows, dim=1)[:, None],
     )
-    return mixed.view(queries_BNCRd.shape)
+    return mixed.view(queries_BNARd.shape)
 
 
 def _in_parts(
-    part_of: Callable[..., Tensor],
+    kernel: Kernel,
+    sight: Sight,
     parts: Sequence[Part],
-    keys_BNTd: Tensor,
-    values_BNTd: Tensor,
-    cut: Sequence[tuple[Tensor, int]],
+    text: tuple[Tensor, Tensor],
+    columns: Sequence[tuple[Tensor, int]],
 ) -> Tensor:
-    """What all parts find, each computed by `part_of(queries, keys, values, part, *own)`.
+    """What all parts find.
 
     Args:
-        part_of: computes one part; draws no random numbers.
+        kernel: computes one part; draws no random numbers.
+        sight: of all queries.
         parts: of the queries.
-        keys_BNTd: of the text; a part sees a stretch of them.
-        values_BNTd: likewise.
-        cut: the queries, and what else has as many columns, each with the dimension of those.
+        text: keys and values; a part sees a stretch of them.
+        columns: the queries, and what else has as many columns, each with the dimension of those.
     """
-    apply: Callable[..., Tensor] = _InParts.apply
-    return apply(part_of, parts, [dim for _, dim in cut], keys_BNTd, values_BNTd, *(one for one, _ in cut))
+    apply: Kernel = _InParts.apply
+    return apply((kernel, sight, parts), [dim for _, dim in columns], *text, *(tensor for tensor, _ in columns))
 
 
 class _InParts(torch.autograd.Function):
@@ -328,60 +302,50 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        part_of: Callable[..., Tensor],
-        parts: Sequence[Part],
+        how: tuple[Kernel, Sight, Sequence[Part]],
         dims: Sequence[int],
         keys_BNTd: Tensor,
         values_BNTd: Tensor,
-        *cut: Tensor,
+        *columns: Tensor,
     ) -> Tensor:
-        ctx.part_of, ctx.parts, ctx.dims = part_of, parts, dims
-        kind = keys_BNTd.device.type
+        kernel, sight, parts = ctx.how = how
+        ctx.dims, kind = dims, keys_BNTd.device.type
         ctx.autocast = {
             "device_type": kind,
             "dtype": torch.get_autocast_dtype(kind),
             "enabled": torch.is_autocast_enabled(kind),
         }
-        ctx.save_for_backward(keys_BNTd, values_BNTd, *cut)
-        found = [
-            part_of(
-                _columns(cut[0], dims[0], part), *_seen(keys_BNTd, values_BNTd, part), part, *_others(cut, dims, part)
-            )
-            # The last part first: it sees most, and the memory of its scores serves all others.
-            for part in reversed(parts)
-        ]
-        return torch.cat(found[::-1], dim=dims[0])
+        ctx.save_for_backward(keys_BNTd, values_BNTd, *columns)
+        made = []
+        for part in reversed(parts):  # the last one sees most: the memory of its scores serves all others
+            queries, *own = (_columns(x, dim, part) for x, dim in zip(columns, dims, strict=True))
+            keys, values = keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]
+            made.append(kernel(queries, keys, values, sight.hidden(part), *own))
+        return torch.cat(made[::-1], dim=dims[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (keys_BNTd, values_BNTd, *cut), dims = ctx.saved_tensors, ctx.dims
+        (keys_BNTd, values_BNTd, *columns), dims = ctx.saved_tensors, ctx.dims
+        kernel, sight, parts = ctx.how
         text = [
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (keys_BNTd, values_BNTd)
         ]
-        gradients = [torch.empty_like(x) for x in cut]
-        for part in reversed(ctx.parts):
-            pieces = [*_seen(keys_BNTd, values_BNTd, part)]
-            pieces += [_columns(x, dim, part) for x, dim in zip(cut, dims, strict=True)]
+        gradients = [torch.empty_like(x) for x in columns]
+        for part in reversed(parts):
+            pieces = [keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]]
+            pieces += [_columns(x, dim, part) for x, dim in zip(columns, dims, strict=True)]
             keys, values, queries, *own = (piece.detach().requires_grad_() for piece in pieces)
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                made = ctx.part_of(queries, keys, values, part, *own)
-            found = torch.autograd.grad(made, (keys, values, queries, *own), _columns(upstream, dims[0], part))
-            for whole, gradient in zip(text, found[:2], strict=True):
+                made = kernel(queries, keys, values, sight.hidden(part), *own)
+            of_part = torch.autograd.grad(made, (keys, values, queries, *own), _columns(upstream, dims[0], part))
+            for whole, gradient in zip(text, of_part[:2], strict=True):
                 whole[:, :, part.seen] += gradient
-            for whole, dim, gradient in zip(gradients, dims, found[2:], strict=True):
+            for whole, dim, gradient in zip(gradients, dims, of_part[2:], strict=True):
                 _columns(whole, dim, part).copy_(gradient)
-        own_text = (whole.to(x.dtype) for whole, x in zip(text, (keys_BNTd, values_BNTd), strict=True))
-        return None, None, None, *own_text, *gradients
+        of_text = (whole.to(x.dtype) for whole, x in zip(text, (keys_BNTd, values_BNTd), strict=True))
+        return None, None, *of_text, *gradients
 
 
 def _columns(x: Tensor, dim: int, part: Part) -> Tensor:
     return x.narrow(dim, part.queries.start, part.queries.stop - part.queries.start)
-
-
-def _seen(keys_BNTd: Tensor, values_BNTd: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    return keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]
-
-
-def _others(cut: Sequence[Tensor], dims: Sequence[int], part: Part) -> list[Tensor]:
-    return [_columns(x, dim, part) for x, dim in zip(cut[1:], dims[1:], strict=True)]

@@ -1,10 +1,15 @@
-"""How many rows of a matrix product may run together so that each row has the bits it has alone.
+"""How the linear layers of a target multiply a few rows by their weights in forwards of ours.
 
-Libraries choose another kernel, and with it another order of the sums, by the number of rows. Which numbers share a
-kernel differs from machine to machine and from shape to shape, so it is tried: with products whose exact result is 0,
-what comes out is rounding alone, and any other order of the sums shows. (With ordinary numbers it shows in one of ten
-thousand results.) Seen on an AVX-512 machine in bfloat16: up to 1024 inputs, all numbers of rows from 1 to 80 agree;
-beyond, 2 to 80 do, and 1 does not. A single row then runs beside an empty one.
+**Prepacked weights.** torch hands oneDNN the weights as they are stored, and for a handful of rows it spends as long
+reordering them as multiplying, in every call. Reordered once, the linear layers of SmolLM2-135M take 20 ms instead of
+40 for a tree of 12 nodes and 16 instead of 25 for a single token (bfloat16, two threads of an AVX-512 machine). The
+kernels are the same ones: in bfloat16 not a bit of a result changed. It costs a second copy of the weights in memory.
+
+**The bits a row has alone.** Libraries choose another kernel, and with it another order of the sums, by the number of
+rows. Which numbers share a kernel differs from machine to machine and from shape to shape, so it is tried: with
+products whose exact result is 0, what comes out is rounding alone, and any other order of the sums shows. (With
+ordinary numbers it shows in one of ten thousand results.) Seen on an AVX-512 machine in bfloat16: up to 1024 inputs,
+all numbers of rows from 1 to 80 agree; beyond, 2 to 80 do, and 1 does not. A single row then runs beside an empty one.
 
 Shape suffixes: M rows, I inputs, O outputs.
 """
@@ -14,14 +19,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from headstart.target.prepacked import prepack, product
+from headstart.target.attention import running
+from headstart.target.memory import free_bytes
+
+MAX_ROWS = 256
+"""With more rows the reordering hardly counts, and plain products are as fast."""
+_LAID_OUT_FOR = 32
+"""Rows that the order is chosen for; for 1 row it is a slower one for most other numbers."""
+_SHARE = 0.5
+"""Of free memory, what the copies may take."""
+_DTYPES = (torch.bfloat16, torch.float32)
+
 
 _LEVELS = (32, 64, 128)
 """Most rows that are tried, first and when more rows come."""
@@ -34,6 +50,133 @@ _PADDED = 4
 """A single row may be filled up to so many: that costs next to nothing, since the weights are read but once."""
 _COPIED = 1 << 28
 """Bytes of weights up to which a layer is tried with numbers of our own choice; larger ones with their own."""
+
+
+class Matrix:
+    """A linear layer's forward, the layer's own in forwards that are not ours.
+
+    Args:
+        module: the layer.
+        own: a forward that was put in its place before.
+        prepacked: whether its weights are to be prepacked.
+    """
+
+    def __init__(self, module: nn.Module, own: Any, prepacked: bool) -> None:
+        self._module, self._own = module, own or partial(type(module).forward, module)
+        self._prepacked = Prepacked(cast(nn.Linear, module), self._own) if prepacked and own is None else None
+        self._known: tuple[int, SameBits] | None = None  # and with how many threads
+
+    def refresh(self) -> None:
+        """See `Prepacked.refresh`."""
+        if self._prepacked is not None:
+            self._prepacked.refresh()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = running()
+        if forward is None or not args:
+            return self._own(*args, **kwargs)
+        product = self._prepacked or self._own
+        if not forward.bits:
+            return product(*args, **kwargs)
+        threads, rows = torch.get_num_threads(), args[0].numel() // args[0].shape[-1]
+        known = self._known
+        if known is None or known[0] != threads or rows > known[1].maximum:
+            known = self._known = threads, same_bits(self._module, rows, self._prepacked is not None)
+        same = known[1]
+        if same.fewest <= rows <= same.maximum:
+            return product(*args, **kwargs)
+        return in_pieces(product, same, args, kwargs)
+
+
+# -- prepacked weights -------------------------------------------------------------------------------------------------
+
+
+def prepack(weight_OI: Tensor) -> Tensor:
+    """The same weights in oneDNN's order; of use to `product` alone."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _LAID_OUT_FOR)
+    return packed
+
+
+def product(rows: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Rows [.., I] times prepacked weights, [.., O]."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias_O, "none", [], "")
+    return out
+
+
+def can_prepack(module: nn.Module) -> bool:
+    """Whether it is a plain linear layer in a dtype that oneDNN multiplies on this CPU."""
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    weight = module.weight
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu" and weight.is_contiguous()
+    return plain and weight.dtype in _DTYPES and _works(weight.dtype)
+
+
+def fits(modules: list[nn.Module]) -> bool:
+    """Whether there is memory for second copies of the weights of these layers."""
+    needed = sum(weight.nbytes for module in modules for weight in module.parameters(False))
+    return needed <= _SHARE * free_bytes(torch.device("cpu"))
+
+
+@cache
+def _works(dtype: torch.dtype) -> bool:
+    """Whether this build of torch has the operations, for this dtype on this CPU, and they do what they say."""
+    rows_MI, weight_OI = torch.eye(4, 32, dtype=dtype), torch.arange(64 * 32).view(64, 32).remainder(7).to(dtype)
+    try:
+        with torch.inference_mode():
+            found = product(rows_MI, prepack(weight_OI), None)
+            return torch.equal(found, F.linear(rows_MI, weight_OI))
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+
+
+def _sample(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """A row and a column: one number of each column and one of each row."""
+    weight_OI = weight_OI.detach()
+    return weight_OI[weight_OI.shape[0] // 2], weight_OI[:, weight_OI.shape[1] // 2]
+
+
+class Prepacked:
+    """The forward of a linear layer, with prepacked weights where they pay.
+
+    When the layer's weights change, they are packed again: at once where PyTorch counts the change, and at the next
+    `refresh` where it goes past the count, as through `weight.data` (merged adapters do that).
+
+    Args:
+        module: the layer.
+        own: its own forward.
+    """
+
+    def __init__(self, module: nn.Linear, own: Callable[..., Any]) -> None:
+        self._module, self._own = module, own
+        self._packed: tuple[Tensor, int, Tensor] | None = None  # the weights, their version, and they packed
+        self._sample: tuple[Tensor, Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies pack their own: prepacked tensors can be neither copied nor saved."""
+        return {**vars(self), "_packed": None, "_sample": None}
+
+    def refresh(self) -> None:
+        """Forget the packed weights when a row, a column or all of the layer's own are others by now."""
+        if self._sample is not None and not all(map(torch.equal, self._sample, _sample(self._module.weight))):
+            self._packed = self._sample = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rows, weight, known = args[0], self._module.weight, self._packed
+        few = rows.numel() <= MAX_ROWS * weight.shape[1]
+        if not few or kwargs or rows.dtype != weight.dtype or (torch.is_grad_enabled() and rows.requires_grad):
+            return self._own(*args, **kwargs)
+        version = 0 if weight.is_inference() else weight._version
+        if known is None or known[0] is not weight or known[1] != version:
+            if not can_prepack(self._module):
+                return self._own(*args, **kwargs)
+            row_I, column_O = _sample(weight)
+            self._sample = row_I.clone(), column_O.clone()
+            known = self._packed = weight, version, prepack(weight)
+        return product(rows, known[2], self._module.bias)
+
+
+# -- the bits a row has alone ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,126 @@
+"""What every family inherits and none overrides: its draft vocabulary, the target's frozen weights, and how training
+runs its layers.
+
+Shape suffixes: D draft vocabulary, V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from headstart.heads.int8_weights import drop_int8
+from headstart.target.frozen import FrozenModel
+from headstart.target.lm_head import Finish
+
+R = TypeVar("R")
+
+
+class HeadModule(nn.Module):
+    """The module below `DraftHead`.
+
+    Args:
+        draft_width: D.
+        chosen: whether these are chosen tokens, rather than the target's first ones.
+
+    Attributes:
+        draft_to_target_D: int64, the target's token id of each draft token (the identity without a draft vocabulary).
+        lm_bias_D: bias of the target's LM head, for heads that read logits through it.
+        finish: what the target does to its logits, likewise.
+        gradient_checkpointing: whether what training computes inside of layers is computed again for the gradients
+            instead of being kept.
+        compiler: compiles what training computes inside of layers; None runs it as it is.
+    """
+
+    gradient_checkpointing: bool = False
+    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    draft_to_target_D: Tensor
+    lm_bias_D: Tensor | None
+    finish: Finish | None
+
+    def __init__(self, draft_width: int, chosen: bool) -> None:
+        super().__init__()
+        self._chosen = chosen
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._embedding_VE: Tensor | None = None
+        self.register_buffer("draft_to_target_D", torch.arange(draft_width))
+        self.register_buffer("lm_bias_D", None, persistent=False)
+        self.finish = None
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's; training mode drops the weights in 8 bits, which would not learn."""
+        if mode:
+            drop_int8(self)
+        return super().train(mode)
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Number of parameters that training changes."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    def learning_rows(self) -> dict[str, list[slice]]:
+        """Rows of weights in which several matrices lie one below the other, by the weight's name and by matrix: those
+        that the heads' layers tell.
+
+        An optimiser that treats a matrix as a whole takes them one by one. Rows that are in none of them do not learn:
+        `unroll` gives them no gradient.
+        """
+        layers = [(path, module) for path, module in self.named_modules() if path and hasattr(module, "learning_rows")]
+        return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.learning_rows().items()}
+
+    def light(self, function: Callable[..., R], *inputs: Any) -> R:
+        """What a function makes of its inputs; with `gradient_checkpointing` only these are kept for the gradients.
+
+        The function draws no random numbers, and is the same object in every step: it may be compiled.
+        """
+        if self.compiler is not None:
+            if function not in self._compiled:
+                self._compiled[function] = self.compiler(function)
+            function = self._compiled[function]
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            return function(*inputs)
+        made: R = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return made
+
+    @property
+    def target_embeddings(self) -> Tensor:
+        """The target's embeddings [V, E], for families that take them when they are bound."""
+        assert self._embedding_VE is not None, "heads are bound to their target"
+        return self._embedding_VE
+
+    def frozen_lm_head(self, target: FrozenModel, like: Tensor) -> Tensor:
+        """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it.
+
+        Sets `lm_bias_D` and `finish`, which belong to such logits. In the dtype and on the device of `like`; no copy
+        where those are the target's own and there is no draft vocabulary.
+        """
+        bias_V = target.lm_head_bias
+        self.lm_bias_D = None if bias_V is None else self._drafted(bias_V.detach()).to(like)
+        self.finish = target.finish
+        return self._drafted(target.lm_head_weight.detach()).to(like)
+
+    def first_lm_head(self, target: FrozenModel) -> Tensor:
+        """What an LM head of the heads' own starts from, [D, E]: the target's, with the scale of its logits.
+
+        A bias or a cap is not part of it: such heads have none, in training and in the engines that serve them.
+        """
+        weight_DE, scale = self._drafted(target.lm_head_weight.detach()), target.finish.scale
+        return weight_DE if scale == 1 else weight_DE * scale
+
+    def _drafted(self, rows_V: Tensor) -> Tensor:
+        if not self._chosen:
+            return rows_V[: len(self.draft_to_target_D)]
+        return rows_V[self.draft_to_target_D.to(rows_V.device)]
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """Draft logits from the output of the LM head."""
+        return logits if self.finish is None else self.finish(logits)
+
+    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
+        """Draft only these tokens of the target (sorted int64 [D])."""
+        assert token_ids.shape == self.draft_to_target_D.shape, "the vocabulary has the configured size"
+        self.draft_to_target_D.copy_(token_ids)

@@ -1,0 +1,84 @@
+"""Keys and values that draft layers keep while drafting, and attention over them.
+
+Shape suffixes: B rows, T tokens, W nodes, S cache slots in sight, N key heads, G query heads that share a key head, d
+head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.heads.parts.layer import LayerConfig
+
+_SPARE = 256
+"""Cache slots beyond the prompt that a session starts with."""
+_QUERIES = 512
+"""Queries that attend together where a mask says what each of them sees: masks are as long as the text."""
+
+
+class LayerCache:
+    """Keys and values of committed tokens, and after them those of the tree that is being drafted.
+
+    Args:
+        config: sizes.
+        layers: that have keys and values.
+        rows: B.
+        prompt: tokens of the longest prompt; there is room for some more, and `reserve` makes further room.
+        like: a tensor of the dtype and device to use.
+
+    Attributes:
+        lengths: committed slots of each row.
+    """
+
+    def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
+        shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)
+        self.kv = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers)]
+        self.lengths = [0] * rows
+
+    def reserve(self, slots: int) -> None:
+        """Make room for this many slots of a row."""
+        held = self.kv[0][0].shape[2]
+        if slots > held:
+            more = max(slots, 2 * held) - held
+            self.kv = [(F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more))) for keys, values in self.kv]
+
+    def put(self, layer: int, starts: Sequence[int], keys_BNTd: Tensor, values_BNTd: Tensor) -> None:
+        """Write to each row's slots from `starts` on."""
+        (keys, values), width, device = self.kv[layer], keys_BNTd.shape[2], keys_BNTd.device
+        if len(set(starts)) == 1:
+            keys[:, :, starts[0] : starts[0] + width] = keys_BNTd
+            values[:, :, starts[0] : starts[0] + width] = values_BNTd
+            return
+        rows_B1 = torch.arange(len(starts), device=device)[:, None]
+        slots_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        keys[rows_B1, :, slots_BT] = keys_BNTd.transpose(1, 2)
+        values[rows_B1, :, slots_BT] = values_BNTd.transpose(1, 2)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self.kv = [(keys[list(rows)], values[list(rows)]) for keys, values in self.kv]
+        self.lengths = [self.lengths[row] for row in rows]
+
+
+def cached_attention(
+    queries_BNGWd: Tensor, kv: tuple[Tensor, Tensor], slots: int, allowed_BWS: Tensor | None
+) -> Tensor:
+    """What each query finds in the first `slots` slots of a cache, [B, N, G, W, d].
+
+    The queries that share a key head are rows of one attention, so that keys and values need no copy.
+    """
+    shape = queries_BNGWd.shape
+    mask = None
+    if allowed_BWS is not None:
+        if shape[3] > _QUERIES:
+            parts = zip(torch.split(queries_BNGWd, _QUERIES, 3), torch.split(allowed_BWS, _QUERIES, 1), strict=True)
+            return torch.cat([cached_attention(queries, kv, slots, allowed) for queries, allowed in parts], dim=3)
+        mask = torch.zeros(allowed_BWS.shape, dtype=queries_BNGWd.dtype, device=allowed_BWS.device)
+        mask = mask.masked_fill_(~allowed_BWS, float("-inf"))[:, None].repeat(1, 1, shape[2], 1)
+    keys, values = (cached[:, :, :slots] for cached in kv)
+    mixed = F.scaled_dot_product_attention(queries_BNGWd.flatten(2, 3), keys, values, attn_mask=mask)
+    return mixed.view(shape)

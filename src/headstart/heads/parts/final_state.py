@@ -1,0 +1,111 @@
+"""Heads that go from one final state of the target to the next, as EAGLE-1's and MTP's do.
+
+A linear map joins a final state and the embedding of the token that follows; a decoder layer makes of that a guess of
+the next final state, which the target's own frozen LM head reads and which is fed back.
+
+Shape suffixes: E hidden size, D draft vocabulary, M predictions, J inputs of the joining map, X = B * T flat positions.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headstart.heads.base import HeadBatch, supervised_origins
+from headstart.heads.int8_weights import Linear
+from headstart.heads.parts.layer import DraftLayer, LayerConfig
+from headstart.heads.parts.recurrent import RecurrentHead
+from headstart.heads.parts.residual import LinearStart
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+
+
+class FinalStateConfig(LayerConfig):
+    """Settings of heads that go from final state to final state."""
+
+    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
+    init: Literal["target", "random"] = Field(
+        "target", description="Start from the target's last layer and a linear guess, or from random numbers."
+    )
+
+
+class FinalStateHead(RecurrentHead):
+    """Joining map and decoder layer; families say what the map reads and what becomes of the layer's output."""
+
+    drafts_features: ClassVar[bool] = True
+    config: FinalStateConfig
+
+    def __init__(self, config: FinalStateConfig, layer: DraftLayer) -> None:
+        super().__init__(config, config.draft_steps, [layer])
+        self.register_buffer("_frozen_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
+
+    @property
+    @abstractmethod
+    def joining_map(self) -> Linear:
+        """From what `joined_inputs` gives to the stream."""
+
+    @abstractmethod
+    def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
+        """What the joining map reads, [..., J]; the embedding comes first."""
+
+    def stream_for(self, final_ME: Tensor) -> Tensor:
+        """The stream that leads to these final states."""
+        return final_ME
+
+    @property
+    def lm_head_DE(self) -> Tensor:
+        return self._frozen_DE
+
+    def bind(self, target: FrozenModel) -> None:
+        """Take the target's embeddings, and its LM head over the draft vocabulary."""
+        super().bind(target)
+        self._frozen_DE = self.frozen_lm_head(target, self.joining_map.weight)
+
+    @torch.no_grad()
+    def warm_start(self, target: FrozenModel) -> None:
+        """The target's last layer, which adds nothing yet; the state passes through the joining map."""
+        self.bind(target)
+        if self.config.init == "random":
+            return
+        size, joining_map = self.config.hidden_size, self.joining_map
+        self.stack[0].warm_start(target)
+        self.stack[0].zero_init()  # what is joined is a final state already
+        joining_map.weight.zero_()
+        joining_map.weight[:, size:] = torch.eye(size)
+        if joining_map.bias is not None:
+            joining_map.bias.zero_()
+
+    @torch.no_grad()
+    def fit(self, batches: Iterable[HeadBatch]) -> None:
+        """Join state and embedding into the best linear guess of the next final state, by ridge regression."""
+        if self.config.init == "random":
+            return
+
+        def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
+            final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
+            origin_M = supervised_origins(batch.supervised_BT, 0)
+            joined_MJ = self.joined_inputs(final_XE[origin_M], self._embed(tokens_X[origin_M + 1], final_XE))
+            return joined_MJ, [self.stream_for(final_XE[origin_M + 1])]
+
+        joining_map = self.joining_map
+        start = LinearStart([joining_map.in_features], joining_map.out_features, self.target_embeddings.device)
+        for map_EJ in start.solve(batches, read):
+            joining_map.weight.copy_(map_EJ)
+
+    def select_states(self, states: dict[int, Tensor]) -> Tensor:
+        return states[FINAL]
+
+    def project(self, seen: Tensor) -> Tensor:
+        return seen
+
+    def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        stream: Tensor = self.joining_map(self.joined_inputs(feedback, embedded))
+        return stream, stream
+
+    def feature(self, feedback_ME: Tensor) -> Tensor:
+        return feedback_ME
