@@ -163,16 +163,9 @@ def _drafted(
 
 def acceptance(subject: Subject) -> Finding:
     """Whether decoding accepts what training reached; and which of the two is low."""
-    target, heads = subject.target, subject.finite_heads
-    ranks_OK = measure_ranks(target, heads, subject.heldout, max_rank=1)
-    first, learned = float((ranks_OK[:, 0] == 0).float().mean()), replay(ranks_OK, _chain(heads).paths) - 1
+    heads = subject.finite_heads
     real = decoded(subject, [prompt_of(item) for item in subject.heldout])
-    figures = {
-        "first_draft": first,
-        "tau_on_stored_answers": learned + 1,
-        "tau_decoding": real.accepted + 1,
-        "tau_predicted_on_decoded_texts": None if real.predicted is None else real.predicted + 1,
-    }
+    figures = {"first_draft": real.first, "accepted": real.accepted, "accepted_as_predicted": real.predicted}
     drafts = f"{heads.draft_steps} drafts a round"
     if real.error:
         return bad(
@@ -180,24 +173,26 @@ def acceptance(subject: Subject) -> Finding:
             "Fix the family's prefill, draft_step (depth_logits) or commit.",
             **figures,
         )
-    if real.predicted is not None and real.accepted < 0.75 * real.predicted - 0.05:
+    if real.predicted is None or real.first is None:
+        return unknown(f"No answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead.")
+    if real.accepted < 0.75 * real.predicted - 0.05:
         return bad(
             f"Only decoding is low: on the same texts the training forward predicts {real.predicted:.2f} accepted of "
             f"{drafts}, decoding accepts {real.accepted:.2f}. Training is not the problem.",
             "Drafting does not match training: see equality; and load the heads with the target they were trained on.",
             **figures,
         )
-    if first < _LOW:
+    if real.first < _LOW:
         return bad(
-            f"Training accuracy itself is low: on held-out answers the first draft is right in {first:.0%} of cases, "
-            f"{learned:.2f} of {drafts} would be accepted; decoding accepts {real.accepted:.2f}, so it does what "
-            "training taught.",
+            f"Training accuracy itself is low: on answers to held-out prompts the first draft is right in "
+            f"{real.first:.0%} of cases, {real.predicted:.2f} of {drafts} would be accepted; decoding accepts "
+            f"{real.accepted:.2f}, so it does what training taught.",
             _train_more(subject),
             **figures,
         )
     if subject.question_prompts:
         asked = decoded(subject, subject.question_prompts)
-        figures["tau_on_questions"] = asked.accepted + 1
+        figures["accepted_on_questions"] = asked.accepted
         if asked.accepted < 0.6 * real.accepted - 0.05:
             return bad(
                 f"The data are too narrow for these questions: {asked.accepted:.2f} of {drafts} are accepted on them, "
@@ -205,9 +200,9 @@ def acceptance(subject: Subject) -> Finding:
                 "Train on prompts like these: data.prompts=FILE, data.seed_prompts=broad, or more data.conversations.",
                 **figures,
             )
-    predicted = learned if real.predicted is None else real.predicted
     return good(
-        f"Decoding accepts {real.accepted:.2f} of {drafts}; the training forward predicts {predicted:.2f}.", **figures
+        f"Decoding accepts {real.accepted:.2f} of {drafts}; the training forward predicts {real.predicted:.2f}.",
+        **figures,
     )
 
 
@@ -217,12 +212,14 @@ class Decoded:
 
     Attributes:
         accepted: drafts accepted a round.
-        predicted: the same as the training unroll predicts it; None where the texts are too short.
+        predicted: the same as the training unroll predicts it; None where all texts are too short.
+        first: share of positions where the training unroll's first draft is right; None with `predicted`.
         error: what the drafter raised.
     """
 
     accepted: float
     predicted: float | None
+    first: float | None
     error: str | None
 
 
@@ -233,13 +230,14 @@ def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
     rows = decode_chain(subject.target, subject.heads, prompts, max_new_tokens)
     accepted = [done.emitted - 1 for row in rows for done in row.rounds]
     texts = [Text.of(prompt, row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
+    error = next((row.drafter_error for row in rows if row.drafter_error), None)
+    mean = sum(accepted) / max(1, len(accepted))
     try:
         ranks_OK = measure_ranks(subject.target, subject.heads, texts, max_rank=1)
-        predicted = replay(ranks_OK, _chain(subject.heads).paths) - 1
     except UserError:  # every answer is shorter than the heads look ahead
-        predicted = None
-    error = next((row.drafter_error for row in rows if row.drafter_error), None)
-    return Decoded(sum(accepted) / max(1, len(accepted)), predicted, error)
+        return Decoded(mean, None, None, error)
+    predicted = replay(ranks_OK, _chain(subject.heads).paths) - 1
+    return Decoded(mean, predicted, float((ranks_OK[:, 0] == 0).float().mean()), error)
 
 
 def decode_chain(
