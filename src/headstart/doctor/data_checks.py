@@ -1,4 +1,4 @@
-"""Is the data what I think? It can be read, template and tokenizer still give it, and the target wrote the answers.
+"""Is the data what I think? Template and tokenizer still give these tokens, and the target wrote the answers.
 
 Shape suffixes: T tokens, S supervised tokens, E hidden size, V vocabulary.
 """
@@ -20,7 +20,6 @@ from headstart.data.conversations.conversations import (
 )
 from headstart.doctor.findings import Finding, bad, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject, spread
-from headstart.errors import UserError
 from headstart.target.fitting import FINAL
 
 RENDERED = 64
@@ -33,28 +32,6 @@ _EXCESS = 0.5
 of that."""
 _ROWS = 512
 """Logits rows that exist at once."""
-
-
-def files(subject: Subject) -> Finding:
-    """Whether what is there can be read."""
-    readable, broken = [], []
-    for what, read in (
-        ("conversations", lambda: subject.conversations),
-        ("hidden states", lambda: subject.stores),
-        ("heads", lambda: subject.heads),
-    ):
-        try:
-            read()
-            readable.append(what)
-        except Absent:
-            continue
-        except UserError as error:
-            broken.append(error)
-    if broken:
-        return bad(" ".join(error.problem for error in broken), " ".join(error.remedy for error in broken))
-    if not readable:
-        return unknown("There is no run yet: the target and a fresh training are all there is to look at.")
-    return good(f"{', '.join(readable).capitalize()} can be read.", found=readable)
 
 
 # -- the template ----------------------------------------------------------------------------------------------------
@@ -162,25 +139,18 @@ def teacher(subject: Subject) -> Finding:
         "excess_nats": round(excess, 4),
     }
     share = f"{agreement:.0%} of the answers' tokens ({tokens} looked at)"
-    remedy = "Let the target write the answers in the dtype it decodes in (data.regenerate=true), and train again."
-    if kind == "greedy" and agreement < _AGREE:
+    if excess > _EXCESS if kind == "sampled" else agreement < _AGREE:
+        reason = {
+            "greedy": f"they are said to be greedy, and the target itself chooses {share}",
+            "given": f"they were given, and the target itself would choose {share}; heads learn to draft texts that it "
+            "does not write",
+            "sampled": f"they are said to be drawn from the target, and surprise it by {excess:.2f} nats a token more "
+            f"than its own draws would ({tokens} tokens looked at)",
+        }[kind]
         return bad(
-            f"The answers are off-policy: they are said to be greedy, and the target itself chooses {share}.",
-            remedy,
-            **figures,
-        )
-    if kind == "given" and agreement < _AGREE:
-        return bad(
-            f"The answers are off-policy: they were given, and the target itself would choose {share}. Heads learn to "
-            "draft texts that the target does not write.",
-            "Set data.regenerate=true: the target then answers the same prompts itself.",
-            **figures,
-        )
-    if kind == "sampled" and excess > _EXCESS:
-        return bad(
-            f"The answers are off-policy: they are said to be drawn from the target, and surprise it by {excess:.2f} "
-            f"nats a token more than its own draws would ({tokens} tokens looked at).",
-            remedy,
+            f"The answers are off-policy: {reason}.",
+            "Set data.regenerate=true: the target then answers the same prompts itself, in the dtype it decodes in. "
+            "Then train again.",
             **figures,
         )
     return good(f"The target itself chooses {share}, which are {kind}.", **figures)

@@ -3,7 +3,7 @@
 A check is a function `(subject) -> Finding`. It returns `good`, `bad` or `unknown`, raises `Absent` when what it looks
 at is not there, and may break: whatever it raises becomes a finding, because broken input is what the doctor is for.
 
-The checks answer four questions. Is the data what I think: `files`, `template`, `teacher`. Is the mask right: `mask`.
+The checks answer four questions. Is the data what I think: `template`, `teacher`. Is the mask right: `mask`.
 Do the states belong to this target: `states`. Does drafting equal training: `vocabulary`, `weights`, `equality`,
 `acceptance`, `overfit`.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headstart.doctor.data_checks import files, teacher, template
+from headstart.doctor.data_checks import teacher, template
 from headstart.doctor.drafting_checks import acceptance, equality
 from headstart.doctor.findings import Finding, bad, unknown
 from headstart.doctor.heads_checks import vocabulary, weights
@@ -28,7 +28,6 @@ from headstart.errors import UserError
 Check = Callable[[Subject], Finding]
 
 CHECKS: list[tuple[str, Check]] = [
-    ("run", files),
     ("data", template),
     ("data", mask),
     ("states", states),

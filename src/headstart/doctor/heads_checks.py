@@ -32,17 +32,15 @@ def vocabulary(subject: Subject) -> Finding:
     figures: dict[str, float] = {"draft_tokens": size, "target_tokens": target.vocab_size}
     again = "Train again: the draft vocabulary is then picked from the data."
     strange = ids_D[(ids_D < 0) | (ids_D >= target.vocab_size)].tolist()
+    problem = ""
     if strange:
-        return bad(
-            f"{len(strange)} of the {size} draft tokens do not exist in the target, such as {strange[0]} of "
-            f"{target.vocab_size}.",
-            again,
-            **figures,
-        )
-    if duplicates := size - len(set(ids_D.tolist())):
-        return bad(f"{duplicates} draft tokens are there twice.", again, **figures)
-    if (ids_D.diff() < 0).any():
-        return bad("The draft vocabulary is not sorted, so LM heads cut to it do not fit.", again, **figures)
+        problem = f"{len(strange)} of the {size} draft tokens do not exist in the target, such as {strange[0]}."
+    elif duplicates := size - len(set(ids_D.tolist())):
+        problem = f"{duplicates} draft tokens are there twice."
+    elif (ids_D.diff() < 0).any():
+        problem = "The draft vocabulary is not sorted, so LM heads cut to it do not fit."
+    if problem:
+        return bad(problem, again, **figures)
     learned, heldout = _answers(subject)
     counts_V = _counts(subject, learned)
     covered, covered_heldout = coverage(counts_V, ids_D), coverage(_counts(subject, heldout), ids_D)

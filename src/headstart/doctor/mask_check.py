@@ -73,7 +73,7 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
     """What the conversation files and the stores say of the same conversations."""
     try:
         stores = subject.stores
-    except (Absent, UserError):  # none yet, or `files` has reported it
+    except (Absent, UserError):  # none yet, or `states` reports it
         stores = {}
     for split, index, item in subject.sampled(RENDERED):
         wanted: list[bool] | None = None

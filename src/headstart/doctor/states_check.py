@@ -60,5 +60,5 @@ def states(subject: Subject) -> Finding:
 def _read_by_heads(subject: Subject) -> tuple[int, ...]:
     try:
         return subject.heads.aux_layers
-    except (Absent, UserError):  # none yet, or reported by `files`
+    except (Absent, UserError):  # none yet, or `vocabulary` reports it
         return ()
