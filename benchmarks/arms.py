@@ -23,13 +23,13 @@ from headstart.data.conversations.conversations import Conversation, prompt_toke
 from headstart.data.prompts.questions import Question
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
-from headstart.decode.loop import Round
+from headstart.decode.loop import Engine, Round
 from headstart.errors import UserError
-from headstart.eval.audit import plain_answers
+from headstart.eval.audit import decode_in_batches
+from headstart.eval.figures import Prompt, Unit, acceptance_by_position, mean_round_ms, method_rounds, rate, speedup
+from headstart.eval.figures import tokens_per_round as mean_tokens
 from headstart.eval.labels import PLAIN
 from headstart.eval.methods import Method, Run
-from headstart.eval.summary import Prompt, Unit, acceptance_by_position, all_steps, mean_round_ms, rate, speedup
-from headstart.eval.summary import tokens_per_round as mean_tokens
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.heads.io import load_heads
 from headstart.hub.format import export_heads
@@ -212,7 +212,8 @@ def answered(target: Target, questions: Sequence[Question], file: Path, max_new_
     key = {"target": target.identity().fingerprint, "max_new_tokens": max_new_tokens, "prompts": prompts}
     known = read_json(file) if file.is_file() else {}
     if {name: known.get(name) for name in key} != key:
-        known = {**key, "answers": plain_answers(target, prompts, max_new_tokens, 16)}
+        outputs = decode_in_batches(Engine(target), prompts, max_new_tokens, 16)
+        known = {**key, "answers": [output.tokens for output in outputs]}
         write_json(file, known)
     return [Text.of(prompt, answer) for prompt, answer in zip(prompts, known["answers"], strict=True)]
 
@@ -282,7 +283,7 @@ def row_of(units: Sequence[Unit], method: str, over: Mapping[str, str], seed: in
         over: {key in the row: name of a baseline}.
         seed: of the bootstrap.
     """
-    drafted = all_steps(units, method)
+    drafted = method_rounds(units, method)
     row: dict[str, Any] = {
         "tokens_per_second": rate(units, method, seed),
         "tau": mean_tokens(drafted) if drafted else None,

@@ -20,9 +20,11 @@ import headstart
 from headstart.data.conversations.conversations import prompt_tokens
 from headstart.data.prompts.questions import read_questions
 from headstart.decode.drafting import Drafter
+from headstart.decode.loop import Engine
 from headstart.drafters.heads import HeadDrafter
-from headstart.eval.audit import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
-from headstart.eval.measure import environment
+from headstart.eval.audit import decode_in_batches, tokens_that_differ
+from headstart.eval.audit_drafters import AlwaysWrongDrafter, random_weights, unused_tokens
+from headstart.eval.environment import environment
 from headstart.tree.tree import TreeShape
 
 
@@ -40,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target = decoder.target
     questions = [question for path in options.questions for question in read_questions(path)]
     prompts = [prompt_tokens([{"role": "user", "content": item.turns[0]}], target.tokenizer) for item in questions]
+    batches = prompts, options.max_new_tokens, options.batch_size
     started = time.perf_counter()
-    answers = plain_answers(target, prompts, options.max_new_tokens, options.batch_size)
+    answers = [output.tokens for output in decode_in_batches(Engine(target), *batches)]
     print(f"plain answers to {len(prompts)} prompts: {time.perf_counter() - started:.0f} s", flush=True)
     narrow = TreeShape.chain(1)  # its drafts are read for nothing, nearly all of them
     drafters: dict[str, Drafter] = {
@@ -52,17 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for name, drafter in drafters.items():
         started = time.perf_counter()
-        found = audit(target, {name: drafter}, prompts, options.max_new_tokens, options.batch_size, answers)[name]
-        rows.append(
-            {
-                "drafter": name,
-                "different_tokens": found.different_tokens,
-                "tokens": found.tokens,
-                "accepted_drafts": found.accepted,
-                "rounds": found.rounds,
-                "seconds": round(time.perf_counter() - started),
-            }
-        )
+        differ = tokens_that_differ(answers, decode_in_batches(Engine(target, drafter), *batches))
+        rows.append({"drafter": name, **differ, "seconds": round(time.perf_counter() - started)})
         print(rows[-1], flush=True)
     what = (
         f"Tokens that differ from plain greedy decoding in float32: {len(prompts)} questions, "

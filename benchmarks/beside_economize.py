@@ -32,8 +32,8 @@ from headstart.data.states.store import StateStore
 from headstart.decode.loop import Round
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
+from headstart.eval.environment import environment
 from headstart.eval.labels import PLAIN
-from headstart.eval.measure import environment
 from headstart.eval.methods import Method, Ours, Run
 from headstart.pipeline.run import CONVERSATIONS
 from headstart.support.files import read_json, write_json, write_jsonl, write_text
@@ -99,8 +99,8 @@ class TheirMethod:
             cycle_length=self._drafts + 1,
             ends=self._theirs.ends,
         )
-        rounds = [Round(drafted + 1, accepted + 1, 0.0, 0.0, 0.0) for drafted, accepted in found["rounds"]]
-        return Run([found["tokens"]], found["seconds"], [], [rounds], [[one.nodes - 1 for one in rounds]])
+        rounds = [Round(drafted + 1, accepted + 1, 0.0, 0.0, 0.0, drafted) for drafted, accepted in found["rounds"]]
+        return Run([found["tokens"]], found["seconds"], [], [rounds])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -26,7 +26,7 @@ import headstart
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
-from headstart.eval.measure import environment
+from headstart.eval.environment import environment
 from headstart.heads.base import DraftHead
 from headstart.hub.engines.export import export_for
 from headstart.hub.engines.tune_engine import measure_drafts

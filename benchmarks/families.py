@@ -24,8 +24,8 @@ from headstart.api import Decoder
 from headstart.data.prompts.questions import read_questions
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
+from headstart.eval.environment import environment
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK
-from headstart.eval.measure import environment
 from headstart.eval.methods import Method, Ours, Transformers
 from headstart.support.files import write_text
 from headstart.target.loading import load_target

@@ -22,7 +22,7 @@ from record import record
 from tables import table
 from torch import Tensor
 
-from headstart.eval.measure import environment
+from headstart.eval.environment import environment
 from headstart.target.cache import TreeCache
 from headstart.target.loading import load_target
 from headstart.target.model import Target

@@ -29,7 +29,7 @@ from record import record
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from headstart.eval.measure import environment
+from headstart.eval.environment import environment
 from headstart.target.loading import load_target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' tiny target

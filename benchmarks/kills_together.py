@@ -28,7 +28,7 @@ from kills import by_command, made, missing, prepare
 from record import record
 from safetensors import safe_open
 
-from headstart.eval.measure import environment
+from headstart.eval.environment import environment
 from headstart.target.loading import load_target
 
 COMMANDS: tuple[tuple[str, ...], ...] = (

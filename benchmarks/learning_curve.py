@@ -24,7 +24,7 @@ from torch import Tensor
 
 from headstart.data.prompts.questions import read_questions
 from headstart.data.states.store import StateStore
-from headstart.eval.measure import environment
+from headstart.eval.environment import environment
 from headstart.support.files import read_jsonl, write_atomic, write_text
 from headstart.target.loading import load_target
 

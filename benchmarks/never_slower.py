@@ -42,7 +42,7 @@ from headstart.decode.costs import Conditions
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT
-from headstart.eval.measure import environment
+from headstart.eval.environment import environment
 from headstart.heads.base import DraftHead
 from headstart.target.loading import load_target
 from headstart.target.model import Target

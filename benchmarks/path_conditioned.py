@@ -43,9 +43,9 @@ from headstart.decode.options import DecodeOptions
 from headstart.decode.rules import RULES, drawn_children, ratio, residual
 from headstart.decode.verify import Accepted, Row, Rule, Streams
 from headstart.drafters.heads import HeadDrafter
-from headstart.eval.measure import environment
+from headstart.eval.environment import environment
+from headstart.eval.figures import Totals, Unit, method_rounds, ratio_interval
 from headstart.eval.methods import Method, Ours, Run
-from headstart.eval.summary import Unit, ratio_interval, steps
 from headstart.heads.base import DraftHead
 from headstart.support.rng import draw
 from headstart.target.fitting import FINAL
@@ -304,7 +304,7 @@ def rows_of(units: Sequence[Unit], nodes: Sequence[int], temperature: float) -> 
     for count in nodes:
         for arm in ARMS:
             method = named(arm, count)
-            taken = [one for unit in units for row in steps(unit.runs[method]) for one in row]
+            taken = method_rounds(units, method)
             tau = sum(one.emitted for one in taken) / len(taken)
             rows.append(
                 {
@@ -324,11 +324,12 @@ def rows_of(units: Sequence[Unit], nodes: Sequence[int], temperature: float) -> 
 
 def over(units: Sequence[Unit], method: str, base: str) -> Any:
     """Tokens a round of one arm over another's, with its interval."""
+    rounds = {name: [method_rounds([unit], name) for unit in units] for name in (method, base)}
     ours, theirs = (
-        [[one for row in steps(unit.runs[name]) for one in row] for unit in units] for name in (method, base)
+        Totals([sum(done.emitted for done in unit) for unit in rounds[name]], [*map(len, rounds[name])])
+        for name in (method, base)
     )
-    emitted, base_emitted = ([sum(one.emitted for one in taken) for taken in part] for part in (ours, theirs))
-    return ratio_interval(emitted, [*map(len, ours)], base_emitted, [*map(len, theirs)], seed=0)
+    return ratio_interval(ours, theirs, seed=0)
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -23,7 +23,7 @@ from tables import shares, table
 
 from headstart.data.conversations.conversations import Conversation
 from headstart.data.prompts.questions import read_questions
-from headstart.eval.measure import environment
+from headstart.eval.environment import environment
 from headstart.support.files import write_text
 from headstart.target.loading import load_target
 from headstart.tuning.measure import Text

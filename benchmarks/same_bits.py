@@ -26,7 +26,7 @@ import headstart
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.eval.bits import count_bits
-from headstart.eval.measure import environment
+from headstart.eval.environment import environment
 from headstart.support.files import write_json
 from headstart.target.model import Exact
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tables import table
 from torch import Tensor
 
-from headstart.eval.measure import environment
+from headstart.eval.environment import environment
 from headstart.heads.base import DraftHead
 from headstart.heads.exchange.published import BLOCKS
 from headstart.heads.io import load_heads

@@ -29,8 +29,8 @@ from headstart.data.states.extraction import Import, serve_arguments
 from headstart.data.states.from_server import take_from_servers
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
-from headstart.eval.measure import environment
-from headstart.pipeline.run import CONVERSATIONS
+from headstart.eval.environment import environment
+from headstart.pipeline.layout import CONVERSATIONS
 from headstart.servers.engines import ENGINES
 from headstart.servers.process import Server
 from headstart.support.files import write_text

@@ -21,8 +21,8 @@ from tables import table
 from headstart.data.conversations.conversations import Conversation, read_conversations
 from headstart.data.states.shards import Capture, build_store
 from headstart.data.states.store import StateStore
-from headstart.eval.measure import environment
-from headstart.pipeline.run import CONVERSATIONS
+from headstart.eval.environment import environment
+from headstart.pipeline.layout import CONVERSATIONS
 from headstart.support.files import format_bytes, write_text
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target

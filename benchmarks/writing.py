@@ -32,7 +32,7 @@ from headstart.data.conversations.answers import answer_prompts
 from headstart.data.conversations.conversations import prompt_tokens
 from headstart.data.prompts.prompts import Prompt
 from headstart.data.prompts.seed_prompts import TOPICS, seed_prompt_list
-from headstart.eval.measure import environment
+from headstart.eval.environment import environment
 from headstart.recipes.sections import DataSection
 from headstart.target.loading import load_target
 from headstart.target.model import Target

@@ -16,7 +16,7 @@ from headstart.data.conversations.write import build_conversations, identity
 from headstart.data.prompts.prompts import CHAT, load_prompts
 from headstart.data.prompts.questions import Question, read_questions
 from headstart.errors import UserError
-from headstart.eval.measure import EvalOptions, evaluate
+from headstart.eval.evaluate import EvalOptions, evaluate
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES

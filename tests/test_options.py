@@ -16,7 +16,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.decode.rules import RULES
 from headstart.decode.sampling import Sampling
 from headstart.drafters.catalog import DRAFTERS
-from headstart.eval.measure import EvalOptions
+from headstart.eval.evaluate import EvalOptions
 from headstart.hf_generate.call import CustomGenerate
 from headstart.hf_generate.request import _WARPERS
 from headstart.options import DraftingOptions, GenerateKeywords, GenerateOptions, LoopOptions, SamplingOptions, meaning

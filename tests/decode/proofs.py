@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from headstart.decode import rules
 from headstart.decode.verify import Accepted, Row, Streams, streams
+from headstart.eval.enumeration import Distribution, fit
 from headstart.support.rng import draw
 from tests.decode.tables import VOCAB, Grower, Pick, context, depth, exact_joint
 
@@ -250,16 +251,8 @@ def _table(counts: Counter[tuple[int, ...]], length: int) -> NDArray[np.int64]:
 
 
 def chi_square_p(counts: NDArray[np.int64], exact: NDArray[np.float64]) -> float:
-    """The probability that right samples deviate at least as much as `counts`; rare cells are counted as one."""
-    expected = exact.flatten() * counts.sum()
-    rare = expected < 5
-    observed = np.append(counts.flatten()[~rare], counts.flatten()[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    if expected[-1] < 5:
-        observed, expected = observed[:-1], expected[:-1]
-    statistic = float(((observed - expected) ** 2 / expected).sum())
-    half = torch.tensor([(len(expected) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    """The probability that right samples deviate at least as much as `counts`: the test of the audit."""
+    return fit(dict(np.ndenumerate(counts)), Distribution(counts.ndim, dict(np.ndenumerate(exact)))).p_value
 
 
 def variation_bound(cells: int, samples: int) -> float:

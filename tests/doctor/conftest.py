@@ -13,12 +13,12 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import headstart.doctor.all_checks  # noqa: F401
 from headstart.data.conversations.conversations import Conversation, read_conversations, write_conversations
 from headstart.data.states.checksums import KEY, checksums
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import MANIFEST, StateStore
-from headstart.doctor.findings import Finding, examine
+from headstart.doctor.examination import examine
+from headstart.doctor.findings import Finding
 from headstart.doctor.subject import Subject, find_subject
 from headstart.pipeline.run import CONVERSATIONS, STATES, Run, execute
 from headstart.pipeline.stages import stages_until

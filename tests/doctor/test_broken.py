@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from headstart.data.states.store import StateStore
-from headstart.doctor.findings import CHECKS, Finding, check, examine, good
+from headstart.doctor.examination import CHECKS, examine
+from headstart.doctor.findings import Finding, good
 from headstart.doctor.subject import Subject, find_subject
 from headstart.errors import UserError
 from headstart.recipes.recipe import parse_recipe, recipe_text
@@ -17,6 +17,7 @@ from headstart.target.model import Target
 from tests.hub.helpers import export
 from tests.test_cli import call, refused, works
 
+NAMES = [check.__name__ for _, check in CHECKS]
 MEDUSA = {"name": "tiny", "heads": {"family": "medusa", "num_heads": 2}}
 
 
@@ -41,10 +42,10 @@ def test_a_file_cut_short_is_named_once_and_the_rest_is_examined(run: Path, file
     path = StateStore(run / "data" / "states" / "train").files[0] if file == "a shard" else run / file
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     found = quickly(run)
-    assert set(found) == set(CHECKS)
-    assert [finding.check for finding in found.values() if finding.ok is False] == ["files"]
-    assert words in found["files"].sentence
-    assert path.name in found["files"].sentence
+    assert list(found) == NAMES
+    (wrong,) = [finding for finding in found.values() if finding.ok is False]
+    assert words in wrong.sentence
+    assert path.name in wrong.sentence
     assert any(finding.ok for finding in found.values()), "what does not need the file is examined"
 
 
@@ -57,30 +58,25 @@ def test_files_that_are_gone_are_nothing_wrong(run: Path) -> None:
     assert found["equality"].ok is True, "the target writes the texts"
 
 
-def test_a_check_that_breaks_off_is_a_finding(healthy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.doctor.findings.CHECKS", dict(CHECKS))
-
-    @check("run")
+def test_a_check_that_breaks_off_is_a_finding(healthy: Path) -> None:
     def fragile(subject: Subject) -> Finding:
         raise ZeroDivisionError("nothing to divide by")
 
-    found = quickly(healthy)
-    assert found["fragile"].ok is False
-    assert "ZeroDivisionError: nothing to divide by (test_broken.py, line" in found["fragile"].sentence
-    assert "fragile" in found["fragile"].figures["traceback"]
-    assert all(finding.ok is not False for name, finding in found.items() if name != "fragile")
+    first, second = examine(find_subject(str(healthy), quick=True), checks=[("run", fragile), CHECKS[0]])
+    assert (first.check, first.stage, first.ok) == ("fragile", "run", False)
+    assert "ZeroDivisionError: nothing to divide by (test_broken.py, line" in first.sentence
+    assert "fragile" in first.figures["traceback"]
+    assert second.ok is True
 
 
-def test_a_new_check_is_one_function(healthy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.doctor.findings.CHECKS", dict(CHECKS))
-
-    @check("data")
+def test_a_check_of_ones_own_is_one_function(healthy: Path) -> None:
     def greetings(subject: Subject) -> Finding:
+        assert begun == [("data", "greetings")], "told before it runs"
         return good("All is polite.", count=3)
 
-    found = quickly(healthy)
-    assert found["greetings"] == Finding("greetings", True, "All is polite.", "", {"count": 3}, "data")
-    assert list(found).index("greetings") < list(found).index("states")
+    begun: list[tuple[str, str]] = []
+    (finding,) = examine(Subject(None), lambda *names: begun.append(names), [("data", greetings)])
+    assert finding == Finding(True, "All is polite.", "", {"count": 3}, "greetings", "data")
 
 
 # -- without a run ---------------------------------------------------------------------------------------------------
@@ -91,8 +87,7 @@ def test_a_recipe_without_a_run(tmp_path: Path, tiny_target_folder: Path, monkey
     recipe = parse_recipe({**MEDUSA, "target": str(tiny_target_folder)})
     (tmp_path / "mine.yaml").write_text(recipe_text(recipe))
     found = {finding.check: finding for finding in examine(find_subject("mine.yaml"))}
-    assert found["files"].ok is None
-    assert {name for name, finding in found.items() if finding.ok} == {"vocabulary", "dtype", "overfit"}
+    assert {name for name, finding in found.items() if finding.ok} == {"overfit"}
     assert all(finding.ok is not False for finding in found.values())
 
 
@@ -129,27 +124,15 @@ def test_settings_that_the_family_does_not_have(tmp_path: Path) -> None:
 
 def test_the_command_says_that_nothing_is_wrong(healthy: Path) -> None:
     shown = works("doctor", healthy, "--quick").stdout
-    assert "Nothing wrong in 9 checks." in shown
+    assert "Nothing wrong in 8 checks." in shown
     assert "✓" in shown
     assert "Fix:" not in shown
 
 
-def test_a_log_is_told_what_is_going_on(healthy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each line is there before what it names begins; on a terminal one line changes instead."""
-    lines: list[str] = []
-    monkeypatch.setattr("rich.console.Console.print", lambda self, *words, **_: lines.append(str(words[0])))
-
-    def seen(name: str) -> Callable[[Subject], Finding]:
-        return lambda subject: good(f"{name} after {lines[-1]}")
-
-    checks = {name: (stage, seen(name)) for name, (stage, _) in CHECKS.items()}
-    monkeypatch.setattr("headstart.doctor.findings.CHECKS", checks)
-    found: list[Finding] = []
-    monkeypatch.setattr("headstart.doctor.show.show", lambda findings, console: found.extend(findings))
-    works("doctor", healthy, "--quick")
-    assert lines[0] == "loading the target"
-    assert [one.sentence for one in found] == [f"{one.check} after examining {one.stage}: {one.check}" for one in found]
-    assert {one.check for one in found} == set(CHECKS)
+def test_a_log_is_told_what_is_going_on(healthy: Path) -> None:
+    lines = works("doctor", healthy, "--quick").stdout.splitlines()
+    told = ["loading the target", *(f"examining {stage}: {check.__name__}" for stage, check in CHECKS)]
+    assert lines[: len(told)] == told
 
 
 def test_the_command_names_the_problem_and_fails(run: Path, tmp_path: Path) -> None:
@@ -179,4 +162,4 @@ def test_the_command_refuses_what_is_nothing_to_examine(tmp_path: Path) -> None:
 
 def test_the_page_describes_every_check() -> None:
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
-    assert [name for name in CHECKS if f"| `{name}` | {CHECKS[name][0]} |" not in page] == []
+    assert all(f"| `{check.__name__}` | {stage} |" in page for stage, check in CHECKS)

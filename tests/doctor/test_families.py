@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from headstart.doctor.findings import Finding, examine
-from headstart.doctor.overfit import overfit
+from headstart.doctor.examination import examine
+from headstart.doctor.findings import Finding
+from headstart.doctor.overfit_check import overfit
 from headstart.doctor.subject import Subject
 from headstart.heads.base import DraftHead
 from headstart.recipes.recipe import parse_recipe

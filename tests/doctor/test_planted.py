@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headstart.data.conversations.conversations import Conversation
-from headstart.doctor.findings import examine
+from headstart.doctor import drafting_checks, overfit_check
+from headstart.doctor.examination import CHECKS, examine
 from headstart.doctor.subject import Subject, find_subject
 from headstart.heads import base
 from headstart.heads.base import DraftHead
@@ -26,9 +27,7 @@ from tests.tiny import CHATML, SPECIAL, tiny_model, tiny_tokenizer
 
 def test_a_healthy_run_passes_every_check(healthy: Path) -> None:
     findings = list(examine(find_subject(str(healthy))))
-    assert [finding.check for finding in findings] == [
-        "files", "template", "mask", "states", "teacher", "vocabulary", "dtype", "equality", "acceptance", "overfit",
-    ]  # fmt: skip
+    assert [finding.check for finding in findings] == [check.__name__ for _, check in CHECKS]
     assert all(finding.ok is True for finding in findings), findings
     assert all(finding.sentence and not finding.remedy for finding in findings)
 
@@ -83,7 +82,7 @@ def test_nothing_supervised(run: Path, tiny_target: Target) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first = problems(run)[0]
     assert first.check == "mask"
-    assert "Nothing is supervised in " in first.sentence
+    assert "Nothing is supervised" in first.sentence
 
 
 @pytest.mark.parametrize(
@@ -153,9 +152,7 @@ def test_a_norm_too_many(run: Path, tiny_target: Target) -> None:
 
 def test_states_of_the_token_before(run: Path) -> None:
     rewrite_states(run, lambda tensors: {**tensors, "states.-1": tensors["states.-1"].roll(1, 0)})
-    found = {finding.check: finding for finding in problems(run)}
-    assert "FINAL is one token late" in found["states"].sentence
-    assert "the stored states are not what the LM head reads" in found["teacher"].sentence
+    assert "FINAL is one token late" in problems(run)[0].sentence
 
 
 def test_states_of_another_model(run: Path, tiny_target: Target) -> None:
@@ -257,7 +254,7 @@ def test_a_number_that_is_none(run: Path) -> None:
     weight[0, 0, 7] = torch.nan
     rewrite_heads(run, block_bias_KLE=weight)
     (only,) = problems(run)
-    assert only.check == "dtype"
+    assert only.check == "weights"
     assert "1 numbers of 'block_bias_KLE' are NaN or infinite" in only.sentence
 
 
@@ -267,8 +264,7 @@ def test_states_that_overflowed(run: Path) -> None:
         return tensors
 
     rewrite_states(run, overflow)
-    found = {finding.check: finding for finding in problems(run)}
-    assert "Stored states are not finite" in found["dtype"].sentence
+    assert "Stored states are not finite (the final state, conversation 0" in problems(run)[0].sentence
 
 
 def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
@@ -278,10 +274,10 @@ def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
     zero = {name: torch.zeros_like(weight) for name, weight in heads.named_parameters() if "block" in name}
     rewrite_heads(run, **zero)
     found = {finding.check: finding for finding in problems(run)}
-    assert "those of the warm start" in found["dtype"].sentence
+    assert "those of the warm start" in found["weights"].sentence
     rewrite_heads(run, **{name: torch.zeros_like(weight) for name, weight in heads.named_parameters()})
     found = {finding.check: finding for finding in problems(run)}
-    assert "All weights of the heads are zero" in found["dtype"].sentence
+    assert "All weights of the heads are zero" in found["weights"].sentence
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
@@ -361,19 +357,17 @@ def test_training_itself_is_low(run: Path) -> None:
 
 
 def test_questions_that_the_data_do_not_cover(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headstart.doctor import decoding
-
     file = tmp_path / "questions.jsonl"
     file.write_text('{"turns": ["what is a moon"]}\n')
     subject = find_subject(str(run), questions=file, quick=True)
     assert problems(subject) == []
-    honest = decoding._decode
+    honest = drafting_checks.decoded
 
     def worse(asked: Subject, prompts: Any) -> Any:
-        found = honest(asked, prompts)
-        return replace(found, tau=1.0) if prompts == subject.asked else found
+        real = honest(asked, prompts)
+        return replace(real, accepted=0.0) if prompts == subject.question_prompts else real
 
-    monkeypatch.setattr(decoding, "_decode", worse)
+    monkeypatch.setattr(drafting_checks, "decoded", worse)
     (only,) = problems(subject)
     assert "too narrow for these questions" in only.sentence
 
@@ -396,12 +390,10 @@ class ReadsNothing(MedusaHead):
 def test_a_family_that_cannot_learn_one_text(
     healthy: Path, cls: type[DraftHead], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headstart.doctor import overfit
-
-    monkeypatch.setattr(overfit, "STEPS", (150, 450))
+    monkeypatch.setattr(overfit_check, "STEPS", (150, 450))
     subject = find_subject(str(healthy))
     assert subject.heads.family == "medusa"
     monkeypatch.setitem(base._FAMILIES, "medusa", cls)
-    finding = overfit.overfit(subject)
+    finding = overfit_check.overfit(subject)
     assert finding.ok is False
     assert words in finding.sentence

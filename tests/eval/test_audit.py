@@ -1,111 +1,203 @@
-"""The audit finds nothing on honest drafters and everything on a broken verifier."""
+"""The audit: clean on honest decoding, and each kind of broken decoding is found; what it writes and prints."""
 
 from __future__ import annotations
 
-import copy
-import random
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from headstart.decode.loop import Engine
-from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import Accepted, GreedyVerifier, Outcome, argmax
+from headstart.api import Decoder
+from headstart.decode import rules
+from headstart.decode.budget import Costs
+from headstart.decode.rules import RULES, Rule
+from headstart.decode.verify import Accepted, Row, Streams, uniform
 from headstart.drafters.heads import HeadDrafter
-from headstart.eval.audit import AlwaysWrongDrafter, audit, plain_answers, random_weights, unused_tokens
-from headstart.heads.base import DraftHead, family, make_config
+from headstart.errors import UserError
+from headstart.eval.audit import _ROWS, RANDOM, WRONG, AuditOptions, costs_of_one_row, run_audit
+from headstart.eval.audit_report import sentence, show_audit, write_audit
+from headstart.support.rng import draw
 from headstart.target.model import Target
-from headstart.tree.proposal import ProposedTree
+from headstart.tree.proposal import Proposal
 from headstart.tree.tree import TreeShape
+from tests.decode.drafters import broken_trees
+from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model
 
-NEW = 16
-SHAPE = TreeShape.from_paths([(0, 0), (1, 0), (0, 1)])
+PROMPTS = [[5, 9, 7, 3], [1, 2, 3, 4, 5, 6], [8, 8]]
+QUICK = AuditOptions(
+    drafters=("static", RANDOM, WRONG), batch_sizes=(1, 3), max_new_tokens=8, samples=1000, texts=1, depth=3,
+    verifiers=("top_k", "greedy_draft"), temperatures=(0.0, 1.0),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=101))
+def decoder() -> Decoder:
+    model = tiny_model("llama", vocab_size=24)
+    model.lm_head.weight.data *= 8  # a peaked distribution, as real models have
+    target = Target(model, None, "tiny")
+    return Decoder(target, make_heads(target), TreeShape.from_paths(TUNING["paths"]), TUNING)
 
 
 @pytest.fixture(scope="module")
-def heads(target: Target) -> DraftHead:
-    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
-    heads.warm_start(target)
-    return heads
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(1, 101) for _ in range(rng.randrange(2, 20))] for _ in range(7)]
-
-
-def test_honest_drafters_change_nothing(target: Target, heads: DraftHead, prompts: list[list[int]]) -> None:
-    seen: list[tuple[str, int]] = []
-    answers = plain_answers(target, prompts, NEW, batch_size=3)
-    wrong = AlwaysWrongDrafter(SHAPE, unused_tokens(answers, target.vocab_size, SHAPE.width))
-    results = audit(
-        target,
-        {
-            "heads": HeadDrafter(heads, SHAPE),
-            "random": HeadDrafter(random_weights(heads), SHAPE),
-            "always wrong": wrong,
-        },
-        prompts,
-        NEW,
-        batch_size=3,
-        answers=answers,
-        advance=lambda name, count: seen.append((name, count)),
+def results(decoder: Decoder) -> dict[str, Any]:
+    options = AuditOptions(
+        drafters=("static", RANDOM, WRONG, "ngram"),
+        batch_sizes=(1, 3),
+        max_new_tokens=10,
+        samples=1000,
+        texts=1,
+        verifiers=tuple(RULES),
     )
-    for name, result in results.items():
-        assert result.prompts == 7
-        assert result.tokens == sum(map(len, answers))
-        assert result.different_tokens == result.different_prompts == 0, (name, result.differences)
-    assert results["always wrong"].accepted == 0
-    assert results["always wrong"].rounds == sum(len(answer) - 1 for answer in answers), "one token a round"
-    assert [count for name, count in seen if name == "random"] == [3, 3, 1]
+    return run_audit(decoder, PROMPTS, options, Console(quiet=True))
 
 
-def test_answers_do_not_depend_on_the_batch(target: Target, prompts: list[list[int]]) -> None:
-    assert plain_answers(target, prompts, NEW, batch_size=1) == plain_answers(target, prompts, NEW, batch_size=7)
+def test_honest_decoding_is_clean(results: dict[str, Any]) -> None:
+    json.dumps(results)
+    assert results["clean"] and results["problems"] == []
+    assert [(row["drafter"], row["batch_size"]) for row in results["greedy"]] == [
+        (name, batch) for name in ("static", RANDOM, WRONG, "ngram") for batch in (1, 3)
+    ]
+    for row in results["greedy"]:
+        assert (row["different_tokens"], row["differences"], row["tokens"]) == (0, [], 30)
+    assert sum(row["drafts_accepted"] for row in results["greedy"] if row["drafter"] == WRONG) == 0
+    assert len(results["sampling"]) == len(RULES) * 2
+    for row in results["sampling"]:
+        assert row["samples"] == 1000
+        assert row["samples"] <= row["rounds"] <= 2 * row["samples"], "two of three tokens, in one round or two"
+        if row["lossless"]:
+            assert row["cells"] > 2
+            assert row["fits"] and row["impossible"] == 0
+            assert row["level"] == pytest.approx(0.01 / 6)
+            assert row["total_variation"] < 3 * row["expected_variation"]
+    assert sum(row["drafts_accepted"] for row in results["sampling"]) > 0, "drafts were made"
+    lossy = [row for row in results["sampling"] if not row["lossless"]]
+    assert {row["verifier"] for row in lossy} == {"typical"}
+    assert not all(row["fits"] for row in lossy), "the test tells a lossy rule"
+    assert all(row["problem"] is None for row in lossy), "which nobody promised to be lossless"
 
 
-def test_a_verifier_that_accepts_anything_is_caught(
-    target: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    honest = GreedyVerifier.accept
-
-    def accept(self: GreedyVerifier, tree: ProposedTree, logits_BNV: torch.Tensor) -> Outcome:
-        if tree.size == 1:
-            return honest(self, tree, logits_BNV)
-        choice = argmax(logits_BNV).tolist()
-        return Outcome.of([Accepted([0, 1], [tree.tokens[row][1], choice[row][1]]) for row in range(len(choice))])
-
-    answers = plain_answers(target, prompts, NEW, batch_size=4)
-    wrong = AlwaysWrongDrafter(SHAPE, unused_tokens(answers, target.vocab_size, 2))
-    monkeypatch.setattr(GreedyVerifier, "accept", accept)
-    result = audit(target, {"wrong": wrong}, prompts, NEW, batch_size=4)["wrong"]
-    assert result.different_prompts == len(prompts)
-    assert result.different_tokens >= len(prompts)
-    assert {one.position for one in result.differences} == {1}, "the first draft of the first round"
+def test_the_evidence_is_written_and_shown(results: dict[str, Any], tmp_path: Path) -> None:
+    write_audit(results, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["audit.json", "audit.md"]
+    assert json.loads((tmp_path / "out" / "audit.json").read_text())["clean"] is True
+    text = (tmp_path / "out" / "audit.md").read_text()
+    assert "**Clean: 240 greedy tokens and 8000 samples" in text
+    assert "LOSSY (not counted)" in text
+    assert "Bonferroni" in text
+    console = Console(record=True, width=120)
+    show_audit(results, console)
+    shown = console.export_text()
+    for words in ("greedy, static, batch 3", "greedy_draft, temperature 0.7", "LOSSY", "clean", "noise"):
+        assert words in shown
 
 
-def test_random_weights_leave_the_original_alone(heads: DraftHead) -> None:
-    before = [parameter.clone() for parameter in heads.parameters()]
-    noisy = random_weights(copy.deepcopy(heads).requires_grad_(False), seed=1)  # frozen, as they are when loaded
-    assert all(torch.equal(one, two) for one, two in zip(before, heads.parameters(), strict=True))
-    assert not any(torch.equal(one, two) for one, two in zip(before, noisy.parameters(), strict=True))
-    again = random_weights(heads, seed=1)
-    assert all(torch.equal(one, two) for one, two in zip(noisy.parameters(), again.parameters(), strict=True))
+def broken(monkeypatch: pytest.MonkeyPatch, accept_row: Any) -> None:
+    """The default sampling rule, replaced."""
+    monkeypatch.setitem(rules.RULES, "top_k", Rule("top_k", accept_row, RULES["top_k"].children))
 
 
-def test_random_weights_share_what_is_the_targets(target: Target) -> None:
-    heads = family("eagle")(make_config({"family": "eagle", "draft_vocab_size": 30}, target))
-    heads.warm_start(target)
-    noisy = random_weights(heads)
-    assert noisy._embedding_VE.data_ptr() == target.embedding_weight.data_ptr()
-    assert noisy.lm_head_DE.data_ptr() == heads.lm_head_DE.data_ptr()
-    options = DecodeOptions(max_new_tokens=NEW, ignore_end=True)
-    (output,) = Engine(target, HeadDrafter(noisy, TreeShape.chain(2))).generate([[3, 4]], options)
-    assert output.drafter_error is None
+def raw_bonus(row: Row, streams: Streams) -> Accepted:
+    """Behind an accepted draft, the next token comes from a distribution without top-p."""
+    honest = RULES["greedy_draft"].accept_row(row, streams)
+    if len(honest.path) > 1:
+        honest.tokens[-1] = draw(torch.softmax(row.p_target(honest.path[-1]), -1), streams.residual)
+    return honest
+
+
+def eager(row: Row, streams: Streams) -> Accepted:
+    """Drafts are accepted twice as often as they should be."""
+    path, node = [0], 0
+    while row.children[node]:
+        child = row.children[node][0]
+        if uniform(streams.accept) >= 2 * float(row.p_target(node)[row.tokens[child]]):
+            break
+        path.append(node := child)
+    token = draw(row.p_target(node), streams.residual)
+    return Accepted(path, [*(row.tokens[one] for one in path[1:]), token])
+
+
+def outside(row: Row, streams: Streams) -> Accepted:
+    """Tokens that top-p leaves out are drawn now and then."""
+    token = int(row.p_target(0).argmin()) if uniform(streams.accept) < 0.02 else draw(row.p_target(0), streams.residual)
+    return Accepted([0], [token])
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"), [(raw_bonus, "should never be drawn"), (eager, "do not fit"), (outside, "should never be drawn")]
+)
+def test_a_broken_rule_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, rule: Any, words: str) -> None:
+    broken(monkeypatch, rule)
+    found = run_audit(decoder, PROMPTS, QUICK)
+    assert not found["clean"]
+    assert any(words in problem and "top_k" in problem for problem in found["problems"])
+    assert not any("greedy_draft" in problem for problem in found["problems"]), "the honest rule stays clean"
+    assert sentence(found).startswith("Not clean: ")
+    assert all(row["problem"] is None for row in found["greedy"])
+
+
+def test_a_wrong_greedy_token_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Target, "forward_tree", broken_trees(Target.forward_tree))
+    found = run_audit(decoder, PROMPTS, AuditOptions(("static",), (1,), 6, temperatures=()))
+    assert not found["clean"] and found["sampling"] == []
+    (row,) = found["greedy"]
+    assert row["different_prompts"] == 3
+    assert row["differences"][0]["margin"] > 0
+    assert "tokens differ" in found["problems"][0]
+    write_audit(found, tmp_path)
+    assert "**Not clean: 1 of 1 checks failed.**" in (tmp_path / "audit.md").read_text()
+
+
+@pytest.mark.drafter_fails
+def test_a_drafter_that_fails_proves_nothing(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> torch.Tensor:
+        raise ValueError("no drafts today")
+
+    monkeypatch.setattr(type(decoder.heads), "draft", fail)
+    found = run_audit(decoder, PROMPTS, AuditOptions(("static",), (1,), 6, ("top_k",), (1.0,), samples=50, texts=1))
+    assert [problem for problem in found["problems"] if "the drafter failed (ValueError: no drafts today)" in problem]
+    assert len(found["problems"]) == 2
+
+
+def test_a_batch_that_drafts_as_one_row_keeps_the_costs_of_drafting() -> None:
+    alone = costs_of_one_row(Costs((1, 4), (10.0, 13.0), 5.0, 1.0, 4))
+    assert alone == Costs((_ROWS, 4 * _ROWS), (10.0, 13.0), 5.0, 1.0, 4)
+    assert costs_of_one_row(None) is None
+
+
+def test_heads_without_a_tree_are_audited_with_a_small_one(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, propose = [], HeadDrafter.propose
+
+    def noted(*arguments: Any) -> Proposal:
+        sizes.append((tree := propose(*arguments)).size)
+        return tree
+
+    monkeypatch.setattr(HeadDrafter, "propose", noted)
+    bare = Decoder(decoder.target, decoder.heads, TreeShape.chain(0), {**TUNING, "paths": ()})
+    found = run_audit(bare, PROMPTS[:1], AuditOptions(("heads",), (1,), 6, temperatures=(0.0,)))
+    assert found["clean"]
+    assert sizes == [4] * found["greedy"][0]["rounds"] != [], "every round drafts two levels and a second child"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (AuditOptions(drafters=("ngrm",)), "ngram"),
+        (AuditOptions(verifiers=("topk",)), "Did you mean 'top_k'"),
+        (AuditOptions(temperatures=(-1.0,)), "temperature is -1"),
+        (AuditOptions(top_p=2.0), "top_p is 2"),
+        (AuditOptions(samples=0), "samples is 0"),
+        (AuditOptions(depth=1), "depth is 1"),
+        (AuditOptions(max_new_tokens=5000), "passes the 256 tokens"),
+    ],
+)
+def test_bad_options_are_refused(decoder: Decoder, options: AuditOptions, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run_audit(decoder, PROMPTS, options)
+    with pytest.raises(UserError, match="single token"):
+        run_audit(decoder, [[1]], AuditOptions())
+    with pytest.raises(UserError, match="no prompt"):
+        run_audit(decoder, [], AuditOptions())

@@ -16,11 +16,10 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Sampling
 from headstart.errors import UserError
-from headstart.eval.compare import ALL, wanted
 from headstart.eval.divergence import Judge
+from headstart.eval.evaluate import EvalOptions, evaluate, evaluate_decoder
 from headstart.eval.labels import METHODS
-from headstart.eval.measure import EvalOptions, evaluate, evaluate_decoder
-from headstart.eval.methods import Ours, Transformers
+from headstart.eval.methods import ALL, Ours, Transformers, wanted
 from headstart.target.model import Target
 from headstart.tree.proposal import Proposal, Request, Root
 from headstart.tree.tree import TreeShape

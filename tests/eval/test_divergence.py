@@ -10,8 +10,7 @@ import torch
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.eval import divergence
-from headstart.eval.divergence import EXACT_MARGIN, Judge, difference, gap_error
-from headstart.eval.exact import in_float32
+from headstart.eval.divergence import EXACT_MARGIN, Judge, first_difference, gap_error, in_float32
 from headstart.target.model import Target
 from tests.tiny import KINDS, tiny_model
 
@@ -117,7 +116,7 @@ def test_judging_makes_no_copy_and_says_what_it_does(monkeypatch: pytest.MonkeyP
         found = judge.judge(PROMPTS, answers, other)
         monkeypatch.setattr(divergence, "in_float32", copied)  # what was computed once is kept
     assert len(said) == 1 and "1 of 2 prompts" in said[0] and "float32, a layer at a time" in said[0]
-    assert found.verdicts[0].margin == float(logits_V.max() - logits_V[[answers[0][4], other[0][4]]].min())
+    assert found.differences[0].margin == float(logits_V.max() - logits_V[[answers[0][4], other[0][4]]].min())
 
 
 def test_any_other_token_is_unexplained_in_float32() -> None:
@@ -127,7 +126,7 @@ def test_any_other_token_is_unexplained_in_float32() -> None:
     found = Judge(exact).judge(PROMPTS, answers, other)
     assert found.margin_limit == EXACT_MARGIN
     assert found.tokens_compared == 10 + 5
-    (verdict,) = found.verdicts
+    (verdict,) = found.differences
     logits_V, _ = ranked(exact, PROMPTS[1] + answers[1][:4])
     assert (verdict.prompt, verdict.position, verdict.explained) == (1, 4, False)
     assert verdict.margin == pytest.approx(float(logits_V.max() - logits_V[other[1][4]]), abs=1e-5)
@@ -148,7 +147,7 @@ def test_a_near_tie_is_explained_and_a_wrong_token_is_not() -> None:
     worst = ranked(rounded, PROMPTS[1] + answers[1][:2])[1][-1]
     other = [[*answers[0][:position], twin], [*answers[1][:2], worst, 3, 3]]
     found = Judge(rounded).judge(PROMPTS, answers, other)
-    near, wrong = found.verdicts
+    near, wrong = found.differences
     assert (near.explained, near.margin) == (True, 0.0)
     assert not wrong.explained
     assert found.margin_limit is not None
@@ -160,13 +159,13 @@ def test_an_output_that_ends_early_is_unexplained() -> None:
     exact, _ = targets()
     answers = plain(exact)
     found = Judge(exact).judge(PROMPTS, answers, [answers[0][:-1], answers[1]])
-    assert found.verdicts[0].margin is None
-    assert not found.verdicts[0].explained
+    assert found.differences[0].margin is None
+    assert not found.differences[0].explained
 
 
 def test_first_difference() -> None:
-    assert difference(0, [1, 2], [1, 2]) is None
-    assert difference(3, [1, 2], [1, 2, 9]).tokens == (None, 9)
+    assert first_difference(0, [1, 2], [1, 2]) is None
+    assert first_difference(3, [1, 2], [1, 2, 9]).tokens == (None, 9)
 
 
 def test_common_shift_of_the_logits_is_no_error() -> None:
@@ -182,4 +181,4 @@ def test_rounding_is_measured_where_the_gaps_are_largest(monkeypatch: pytest.Mon
     monkeypatch.setattr(judge, "limit", lambda texts: seen.extend(prompt[0] for prompt, _ in texts) or 0.5)
     found = judge.judge([[number] for number in range(40)], [[1]] * 40, [[2]] * 40)
     assert seen == sorted(gaps, key=gaps.__getitem__, reverse=True)[:16]
-    assert [verdict.explained for verdict in found.verdicts] == [gaps[number] <= 0.5 for number in range(40)]
+    assert [verdict.explained for verdict in found.differences] == [gaps[number] <= 0.5 for number in range(40)]

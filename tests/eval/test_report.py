@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.eval.compare import OTHER, compare_rows
 from headstart.eval.divergence import Judgement
+from headstart.eval.figures import categories, compare_rows, per_prompt, summarise
+from headstart.eval.labels import OTHER
 from headstart.eval.report import LOSSY, divergence_sentence, show_compare, verdicts, write_report
-from headstart.eval.summary import categories, per_prompt, summarise
-from headstart.pipeline.results_table import show_summary
-from tests.eval.test_summary import unit
+from headstart.pipeline.summary import show_summary
+from tests.eval.test_figures import unit
 
 
 @pytest.fixture

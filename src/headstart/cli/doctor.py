@@ -46,9 +46,8 @@ def doctor(
                 console.print(doing, highlight=False, markup=False, soft_wrap=True)
 
         tell("loading the target")
-        import headstart.doctor.all_checks  # noqa: F401
-        from headstart.doctor.findings import examine
-        from headstart.doctor.show import show, write
+        from headstart.doctor.examination import examine
+        from headstart.doctor.findings import show, write
         from headstart.doctor.subject import find_subject
 
         subject = find_subject(path, run_dir, questions, target, quick)

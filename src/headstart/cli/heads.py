@@ -74,7 +74,7 @@ def evaluate(
 
     _check_out(out, REPORT_FILES, overwrite)
     asked = read_questions(questions)
-    from headstart.eval.measure import EvalOptions
+    from headstart.eval.evaluate import EvalOptions
     from headstart.eval.report import show_compare
     from headstart.pipeline.actions import report
     from headstart.pipeline.results_table import show_summary
@@ -129,8 +129,8 @@ def audit(
     if out is not None:
         _check_out(out, AUDIT_FILES, overwrite)
     asked = [question.turns[0] for file in questions or () for question in read_questions(file)]
-    from headstart.eval.audit_run import PROMPTS, AuditOptions, run_audit
-    from headstart.eval.verdict import show_audit, write_audit
+    from headstart.eval.audit import PROMPTS, AuditOptions, run_audit
+    from headstart.eval.audit_report import show_audit, write_audit
 
     standard, console = AuditOptions(), Console()
     options = AuditOptions(

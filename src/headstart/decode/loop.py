@@ -25,6 +25,7 @@ from headstart.decode.verify import GreedyVerifier, RuleVerifier, Verifier, stre
 from headstart.errors import UserError, nearest
 from headstart.target.model import Target
 from headstart.tree.proposal import ProposedTree, Request, Root
+from headstart.tree.tree import depths_of
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Round:
         draft_ms: proposing, and choosing which of the proposed nodes to verify.
         verify_ms: the tree forward and reading the target's choices.
         host_ms: everything else (accepting, committing, bookkeeping).
+        depth: of the verified tree; 0 without drafts.
     """
 
     nodes: int
@@ -44,6 +46,7 @@ class Round:
     draft_ms: float
     verify_ms: float
     host_ms: float
+    depth: int = 0
 
 
 @dataclass
@@ -258,4 +261,5 @@ class _Texts:
     ) -> None:
         """Note a round of these rows: its tree, what it emitted, and milliseconds as of `Round`."""
         for number, (row, tokens) in enumerate(zip(rows, emitted, strict=True)):
-            self.outputs[row].rounds.append(Round(len(tree.parents_of(number)), len(tokens), *ms))
+            parents = tree.parents_of(number)
+            self.outputs[row].rounds.append(Round(len(parents), len(tokens), *ms, depth=max(depths_of(parents))))

@@ -1,112 +1,83 @@
-"""What a check finds, the registry of checks, and the examination that runs them one after the other.
-
-A check is one function `(subject) -> Finding` under `@check(stage)`; its name is the function's. It returns `good`,
-`bad` or `unknown`, raises `Absent` when what it looks at is not there, and may break: whatever it raises becomes a
-finding that names it, because broken input is what the doctor is for.
-"""
+"""What a check reports, and how reports are shown to people and written for programs."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-from headstart.doctor.subject import Absent, Subject
-from headstart.errors import UserError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-Stage = Literal["run", "data", "states", "heads", "decoding", "training"]
-"""Where something can go wrong, in the order in which data flow: what an early stage does wrong explains later ones."""
+from headstart.support.files import write_json
+
+_MARKS = {True: Text("✓", "green"), False: Text("✗", "bold red"), None: Text("–", "dim")}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """What one check reports.
 
     Attributes:
-        check: its name.
         ok: true when all is well, false when something is wrong, None when there was nothing to look at.
-        sentence: what was found and where, in words.
+        sentence: what is so and where, in words.
         remedy: what to do about it; empty unless something is wrong.
         figures: the numbers that the sentence is about, for JSON.
-        stage: that the check looks at.
+        check: name of the check; the examination fills it in.
+        stage: that the check looks at; the examination fills it in.
     """
 
-    check: str
     ok: bool | None
     sentence: str
     remedy: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
+    check: str = ""
     stage: str = ""
-
-
-Check = Callable[[Subject], Finding]
-
-CHECKS: dict[str, tuple[Stage, Check]] = {}
-"""Every check by its name."""
-
-
-def check(stage: Stage) -> Callable[[Check], Check]:
-    """Decorator: make a function a check of a stage, after those that the stage has already."""
-
-    def add(run: Check) -> Check:
-        name = getattr(run, "__name__", "")
-        assert name not in CHECKS, f"two checks are called {name}"
-        CHECKS[name] = (stage, run)
-        return run
-
-    return add
 
 
 def good(sentence: str, **figures: Any) -> Finding:
     """All is well."""
-    return Finding("", True, sentence, "", figures)
+    return Finding(True, sentence, "", figures)
 
 
 def bad(sentence: str, remedy: str, **figures: Any) -> Finding:
     """Something is wrong: what and where, and what to do about it."""
-    return Finding("", False, sentence, remedy, figures)
+    return Finding(False, sentence, remedy, figures)
 
 
 def unknown(sentence: str, **figures: Any) -> Finding:
     """Neither can be said."""
-    return Finding("", None, sentence, "", figures)
+    return Finding(None, sentence, "", figures)
 
 
-def examine(subject: Subject, begin: Callable[[str, str], None] = lambda stage, name: None) -> Iterator[Finding]:
-    """Run every check; each finding comes as soon as it is there. No check ends the examination.
+def show(findings: Sequence[Finding], console: Console) -> None:
+    """A table of all checks, then a paragraph for each problem: what, where, and how to fix it."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "check", "stage", "finding"):
+        table.add_column(title)
+    for finding in findings:
+        short = finding.sentence if finding.ok is not False else "see below"
+        table.add_row(_MARKS[finding.ok], Text(finding.check, "bold"), finding.stage, Text(short))
+    console.print(table)
+    problems = [finding for finding in findings if finding.ok is False]
+    for finding in problems:
+        console.print()
+        console.print(Text(f"{finding.stage}: {finding.check}", "bold red"))
+        console.print(Text(finding.sentence))
+        console.print(Text.assemble(("Fix: ", "bold"), finding.remedy))
+    console.print()
+    checked = sum(finding.ok is not None for finding in findings)
+    if problems:
+        first = problems[0]
+        advice = f"Begin with {first.check} ({first.stage}): what an early stage does wrong explains later findings."
+        console.print(Text(f"{len(problems)} of {checked} checks found something. {advice}"))
+    else:
+        console.print(Text(f"Nothing wrong in {checked} checks."))
 
-    Args:
-        subject: what is examined.
-        begin: told the stage and the name of each check before it runs.
-    """
-    reported: list[str] = []
-    stages = get_args(Stage)
-    for name, (stage, run) in sorted(CHECKS.items(), key=lambda item: stages.index(item[1][0])):
-        begin(stage, name)
-        finding = replace(_outcome(run, subject, reported), check=name, stage=stage)
-        if finding.ok is False:
-            reported.append(finding.sentence)
-        yield finding
 
-
-def _outcome(run: Check, subject: Subject, reported: Sequence[str]) -> Finding:
-    """What a check says, or what its breaking says; an error that was reported already is not reported again."""
-    try:
-        return run(subject)
-    except Absent as absent:
-        return unknown(f"Not looked at: {absent}.")
-    except UserError as error:
-        if any(error.problem in sentence for sentence in reported):
-            return unknown("Not looked at, for a reason given above.")
-        return bad(error.problem, error.remedy)
-    except Exception as error:  # whatever breaks a check is what the user came to hear about
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return bad(
-            f"This check broke off with {reason} ({Path(where.filename).name}, line {where.lineno}, {where.name}).",
-            "What it looked at is damaged, or the code of this head family is: fix the findings above first; the "
-            "full traceback is in the file that --json writes.",
-            traceback="".join(traceback.format_exception(error)),
-        )
+def write(findings: Sequence[Finding], path: str, file: Path) -> None:
+    """The findings as JSON: {"path", "ok", "findings": [{ok, sentence, remedy, figures, check, stage}]}."""
+    healthy = all(finding.ok is not False for finding in findings)
+    write_json(file, {"path": path, "ok": healthy, "findings": [asdict(finding) for finding in findings]})

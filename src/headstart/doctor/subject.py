@@ -1,13 +1,9 @@
-"""What is examined: a recipe, a run or heads, with whatever of it is there. Everything is read when it is asked for.
-
-Shape suffixes: T tokens, V vocabulary.
-"""
+"""What is examined: a recipe, a run or heads, with whatever of it is there. Everything is read when it is asked for."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,7 +49,7 @@ class Absent(Exception):
 
 @dataclass
 class Subject:
-    """What is examined.
+    """What is examined. Its properties raise `Absent` for what is not there, and UserError for what cannot be read.
 
     Attributes:
         target: the frozen model.
@@ -73,12 +69,7 @@ class Subject:
 
     @cached_property
     def heads(self) -> DraftHead:
-        """The heads as they decode: bound to the target, in its dtype, frozen.
-
-        Raises:
-            Absent: there are none.
-            UserError: they cannot be read, or belong to another target.
-        """
+        """The heads as they decode: bound to the target, in its dtype, frozen."""
         if self.heads_folder is None:
             raise Absent("there are no trained heads yet")
         if is_exported(self.heads_folder):
@@ -87,50 +78,43 @@ class Subject:
             heads = load_heads(self.heads_folder, self.target)
         return heads.to(self.target.dtype).eval().requires_grad_(False)
 
+    @property
+    def finite_heads(self) -> DraftHead:
+        """The heads, for checks that NaN in their weights would mislead."""
+        if not all(weight.isfinite().all() for weight in self.heads.parameters()):
+            raise Absent("the heads' weights are not finite (see weights)")
+        return self.heads
+
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Family and settings of the heads, as a recipe gives them.
-
-        Raises:
-            Absent: neither heads nor a recipe.
-            UserError: the heads cannot be read.
-        """
+        """Family and settings of the heads, as a recipe gives them."""
         if self.recipe is not None:
             return self.recipe.heads.to_recipe()
         return self.heads.config.model_dump(mode="json", exclude={"hidden_size", "vocab_size"})
 
-    def conversations(self, split: str) -> list[Conversation]:
-        """The run's conversations of a split.
-
-        Raises:
-            Absent: there are none.
-            UserError: the file is damaged.
-        """
-        return self._conversations[split]
-
     @cached_property
-    def _conversations(self) -> dict[str, list[Conversation]]:
+    def conversations(self) -> dict[str, list[Conversation]]:
+        """The run's conversations by split."""
         return {split: read_conversations(self.conversation_file(split)) for split in SPLITS}
 
     def conversation_file(self, split: str) -> Path:
-        """Where the conversations of a split lie.
-
-        Raises:
-            Absent: there are none.
-        """
+        """Where the conversations of a split lie."""
         file = self.run / CONVERSATIONS / f"{split}.jsonl" if self.run else None
         if file is None or not file.is_file():
             raise Absent("there are no conversations of a run here")
         return file
 
+    def sampled(self, most: int) -> list[tuple[str, int, Conversation]]:
+        """Some conversations of each split, as (split, index in it, conversation); fewer when it is to be quick."""
+        return [
+            (split, index, items[index])
+            for split, items in self.conversations.items()
+            for index in spread(len(items), most // 8 if self.quick else most)
+        ]
+
     @cached_property
     def stores(self) -> dict[str, StateStore]:
-        """The run's hidden states by split.
-
-        Raises:
-            Absent: there are none.
-            UserError: a store is damaged or unfinished; unless it is to be quick, all of it is read.
-        """
+        """The run's hidden states by split; unless it is to be quick, all of them are read once."""
         if self.run is None or not (self.run / STATES / "train").is_dir():
             raise Absent("there are no stored hidden states here")
         stores = {split: StateStore(self.run / STATES / split) for split in SPLITS}
@@ -151,31 +135,26 @@ class Subject:
         return AutoTokenizer.from_pretrained(folder)
 
     @cached_property
-    def judged(self) -> list[Conversation]:
-        """A few texts that the heads did not learn from: the calibration answers, or some that the target writes now.
-
-        Raises:
-            UserError: the conversations are damaged, or the target cannot chat.
-        """
-        maximum = 3 if self.quick else 8
+    def heldout(self) -> list[Conversation]:
+        """A few texts that the heads did not learn from: calibration answers, or some that the target writes now."""
+        most = 3 if self.quick else 8
         try:
-            found = [item for item in self.conversations("calibration") if any(item.supervised)]
+            return [item for item in self.conversations["calibration"] if any(item.supervised)][:most]
         except Absent:
-            asked = self.asked or [self._prompt(text) for text in _QUESTIONS]
-            found = self.answered(asked[:maximum], 48 if self.quick else 96)
-        return found[:maximum]
+            prompts = self.question_prompts or [self._prompt(text) for text in _QUESTIONS]
+            return self.answered(prompts[:most], 48 if self.quick else 96)
 
     @cached_property
-    def asked(self) -> list[list[int]]:
+    def question_prompts(self) -> list[list[int]]:
         """The first turn of each question as the target reads it, a few of them."""
         return [self._prompt(question.turns[0]) for question in self.questions[: 3 if self.quick else 8]]
 
     def _prompt(self, text: str) -> list[int]:
         return prompt_tokens([{"role": "user", "content": text}], self.target.tokenizer)
 
-    def answered(self, prompts: Sequence[Sequence[int]], longest: int) -> list[Conversation]:
-        """These prompts with the target's own greedy answers of at most `longest` tokens."""
-        room = self.target.max_length - longest - 1
+    def answered(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Conversation]:
+        """These prompts with the target's own greedy answers."""
+        room = self.target.max_length - max_new_tokens - 1
         prompts = [prompt for prompt in prompts if len(prompt) <= room]
         if not prompts:
             raise UserError(
@@ -183,7 +162,7 @@ class Subject:
                 f"{self.target.name} reads.",
                 "Give shorter questions.",
             )
-        rows = Engine(self.target).generate(prompts, DecodeOptions(max_new_tokens=longest))
+        rows = Engine(self.target).generate(prompts, DecodeOptions(max_new_tokens=max_new_tokens))
         return [
             Conversation(
                 f"written now {number}",
@@ -196,13 +175,18 @@ class Subject:
         ]
 
 
+def prompt_of(item: Conversation) -> list[int]:
+    """What stands before the first answer."""
+    return item.tokens[: item.supervised.index(True)]
+
+
 def spread(count: int, maximum: int) -> list[int]:
     """At most `maximum` of the numbers below `count`, evenly spread.
 
     >>> spread(3, 5), spread(10, 4)
     ([0, 1, 2], [0, 2, 5, 7])
     """
-    return [math.floor(i * count / maximum) for i in range(maximum)] if count > maximum else list(range(count))
+    return [number * count // maximum for number in range(maximum)] if count > maximum else list(range(count))
 
 
 # -- finding it ------------------------------------------------------------------------------------------------------
@@ -228,44 +212,53 @@ def find_subject(
         UserError: nothing of the kind is there, or the target cannot be loaded.
     """
     asked = read_questions(questions) if questions else []
-    folder = Path(path).expanduser()
     if run_dir is not None and not run_dir.is_dir():
         raise UserError(f"No folder at {run_dir}.", "Give the folder of a run, such as runs/quickstart.")
-    if (folder / "recipe.yaml").is_file():
-        return _of_run(load_recipe(str(folder / "recipe.yaml")), folder, asked, target, quick)
-    if path in packaged_recipes() or folder.is_file() or (folder.suffix in (".yaml", ".yml")):
-        recipe = load_recipe(path)
-        run = run_dir or Path("runs") / recipe.name
-        return _of_run(recipe, run if run.is_dir() else None, asked, target, quick)
-    if "/" not in path and not folder.is_dir():
-        load_recipe(path)  # says what is known
-    folder = locate(path)
-    above = next((up for up in list(folder.absolute().parents)[:2] if (up / "recipe.yaml").is_file()), None)
-    home = run_dir or above
-    if home is not None and (home / "recipe.yaml").is_file():
-        return replace(_of_run(load_recipe(str(home / "recipe.yaml")), home, asked, target, quick), heads_folder=folder)
-    if target is None and not is_exported(folder):
-        raise UserError(f"The heads in {folder} do not name their target.", "Name it with --target.")
-    adapter = adapter_spec(folder) if is_exported(folder) else None
-    loaded = load_target(target or target_spec(folder)[0], adapter=adapter)
-    return Subject(loaded, None, home, folder, asked, quick)
-
-
-def _of_run(recipe: Recipe, run: Path | None, asked: list[Question], target: str | None, quick: bool) -> Subject:
-    section = recipe.target
+    recipe, run, heads_folder = _located(path, run_dir)
+    if recipe is None:
+        assert heads_folder is not None, "what is no recipe and no run is heads"
+        return Subject(_target_of_heads(heads_folder, target), None, run, heads_folder, asked, quick)
     paths = [run / HEADS, run / TRAIN / "best"] if run else []
-    heads = next((path for path in paths if path.is_dir()), None)
+    trained = next((folder for folder in paths if folder.is_dir()), None)
+    section = recipe.target
     revision, adapter = (None, None) if target else (section.revision, section.adapter)
-    if recipe.train.joint.rank and heads is not None:
+    if recipe.train.joint.rank and trained is not None:
         # Conversations and states are those of the target before training has changed it, which is not looked at.
-        run, adapter = None, str(heads / ADAPTER)
+        run, adapter = None, str(trained / ADAPTER)
     loaded = load_target(
         *(target or section.spec, section.dtype, section.device, revision),
         adapter=adapter,
         quantization=section.quantization,
     )
     loaded = loaded.with_tokenizer(with_template_kwargs(loaded.tokenizer, recipe.data.chat_template_kwargs))
-    return Subject(loaded, recipe, run, heads, asked, quick)
+    return Subject(loaded, recipe, run, heads_folder or trained, asked, quick)
+
+
+def _located(path: str, run_dir: Path | None) -> tuple[Recipe | None, Path | None, Path | None]:
+    """The recipe, the run and the folder of heads that a name or a path stands for."""
+    folder = Path(path).expanduser()
+    if (folder / "recipe.yaml").is_file():
+        return load_recipe(str(folder / "recipe.yaml")), folder, None
+    if path in packaged_recipes() or folder.is_file() or folder.suffix in (".yaml", ".yml"):
+        recipe = load_recipe(path)
+        run = run_dir or Path("runs") / recipe.name
+        return recipe, run if run.is_dir() else None, None
+    if "/" not in path and not folder.is_dir():
+        load_recipe(path)  # says what is known
+    folder = locate(path)
+    parents = list(folder.absolute().parents)[:2]
+    home = run_dir or next((parent for parent in parents if (parent / "recipe.yaml").is_file()), None)
+    if home is not None and (home / "recipe.yaml").is_file():
+        return load_recipe(str(home / "recipe.yaml")), home, folder
+    return None, home, folder
+
+
+def _target_of_heads(folder: Path, target: str | None) -> Target:
+    if not is_exported(folder):
+        if target is None:
+            raise UserError(f"The heads in {folder} do not name their target.", "Name it with --target.")
+        return load_target(target)
+    return load_target(target or target_spec(folder)[0], adapter=adapter_spec(folder))
 
 
 def is_exported(folder: Path) -> bool:

@@ -1,199 +1,401 @@
-"""The audit of losslessness: many prompts, decoded plainly and with drafters, compared token for token.
+"""The audit: proof that drafts change nothing, on a user's own target and heads.
 
-Run it in float32, where results must be equal; lower precisions round differently for different tree shapes. Drafters
-that know nothing and drafters that are always wrong take the paths that trained heads rarely take: no draft accepted,
-every node rolled back, round after round.
+Three parts, in float32 or where the bits are kept (`Target.exact`):
 
-Shape suffixes: B rows, N tree nodes, P committed tokens.
+- greedy: every drafter's tokens are those of plain decoding, at every batch size;
+- bits: whether the logits of a tree are those of single steps to the last bit;
+- sampling: under every verifier, the first tokens after a prompt come with the frequencies that transformers' own model
+  and logits warpers give them (`headstart.eval.enumeration`). The first token comes from the prefill; those after it
+  were decided by drafting and verifying.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from rich.console import Console
 
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
-from headstart.decode.loop import Engine, Generation
+from headstart.decode.loop import Engine, Generation, check
 from headstart.decode.options import DecodeOptions
-from headstart.eval.divergence import Difference, difference
+from headstart.decode.rules import RULES
+from headstart.decode.sampling import Sampling
+from headstart.drafters.heads import HeadDrafter
+from headstart.errors import UserError
+from headstart.eval.audit_drafters import AlwaysWrongDrafter, random_weights, unused_tokens
+from headstart.eval.bits import count_bits
+from headstart.eval.divergence import Judge
+from headstart.eval.enumeration import MIN_EXPECTED, Distribution, enumerate_texts, fit
+from headstart.eval.environment import environment
+from headstart.eval.methods import Drafters, named
+from headstart.eval.remembering import RememberingTarget
 from headstart.heads.base import DraftHead
+from headstart.support.terminal import Bar, progress_bar
 from headstart.target.model import Target
-from headstart.tree.proposal import Committed, Proposal, Request, Root
 from headstart.tree.tree import TreeShape
 
+SCHEMA_VERSION = 1
+"""Of audit.json."""
+LEVEL = 0.01
+"""How often an honest audit is called not clean by chance, all sampling tests taken together (Bonferroni)."""
+RANDOM, WRONG = "random heads", "always wrong"
+DRAFTERS = ("dynamic", "static", RANDOM, WRONG, "ngram", "heads+ngram", "lookahead")
+"""Drafters of the greedy proof."""
+PROMPTS = (
+    "What is the capital of France?",
+    "Say yes or no: is water wet?",
+    "Count from one to twenty.",
+    "Repeat after me: the quick brown fox jumps over the lazy dog.",
+    "Write a Python function that adds two numbers.",
+    "What is 17 + 25?",
+    "Translate 'good morning' to Spanish.",
+    "Name three primary colours.",
+    "Write a short poem about the sea.",
+    "Explain how a bicycle stays upright.",
+    "List the days of the week.",
+    "Who wrote Romeo and Juliet?",
+    "Give me a JSON object with the keys name and age.",
+    "Why is the sky blue?",
+    "Continue: 2, 4, 8, 16,",
+    "Summarise in one sentence: The cat sat on the mat and looked at the moon until morning came.",
+)
+"""What is asked when the user brings no questions: short, of many kinds, some with a nearly certain answer."""
 
-@dataclass
-class AuditResult:
-    """What one drafter's outputs were, against plain greedy decoding.
+_CANDIDATES = 8
+"""Prompts that those of the sampling proof are chosen from: the first ones."""
+_ROWS = 32
+"""Rows that are sampled together."""
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """What to audit.
 
     Attributes:
-        prompts: prompts decoded.
-        tokens: tokens of the plain outputs.
-        different_tokens: positions that differ; a missing or surplus token is one too.
-        different_prompts: prompts with any difference.
-        accepted: drafts that were accepted; 0 when every draft was wrong.
-        rounds: draft-verify rounds.
-        differences: the first difference of each prompt that has one.
-        drafter_error: what the drafter raised, when it did: then the audit says little about it.
+        drafters: of the greedy proof, by name: `DRAFTERS`, or what the catalog knows.
+        batch_sizes: of the greedy proof.
+        max_new_tokens: longest output of the greedy proof.
+        verifiers: of the sampling proof; by default every lossless rule. A lossy one is tested and shown, and does not
+            count in the verdict.
+        temperatures: of the sampling proof; 0 is the greedy proof and always there.
+        top_p: of the sampling proof.
+        samples: drawn for each prompt, verifier and temperature.
+        texts: prompts of the sampling proof: of the first few, the ones whose distribution is tested most sharply.
+        depth: tokens of a sample; all but the first are decided by verifying drafts.
+        seed: of sampling.
+        heads_name: what the report calls the heads.
     """
 
-    prompts: int = 0
-    tokens: int = 0
-    different_tokens: int = 0
-    different_prompts: int = 0
-    accepted: int = 0
-    rounds: int = 0
-    differences: list[Difference] = field(default_factory=list)
-    drafter_error: str | None = None
+    drafters: tuple[str, ...] = DRAFTERS
+    batch_sizes: tuple[int, ...] = (1, 16)
+    max_new_tokens: int = 32
+    verifiers: tuple[str, ...] = tuple(name for name, rule in RULES.items() if rule.lossless)
+    temperatures: tuple[float, ...] = (0.7, 1.0)
+    top_p: float = 0.9
+    samples: int = 2000
+    texts: int = 2
+    depth: int = 3
+    seed: int = 0
+    heads_name: str = "heads"
+
+    @property
+    def warm(self) -> list[float]:
+        """Temperatures of the sampling proof."""
+        return [temperature for temperature in self.temperatures if temperature != 0]
 
 
-class AlwaysWrongDrafter:
-    """Drafts fixed tokens, none of which the target ever chooses.
+class Source(Drafters, Protocol):
+    """What is audited: `headstart.decoder.Decoder`."""
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def heads(self) -> DraftHead: ...
+
+
+def run_audit(
+    source: Source, prompts: Prompts, options: AuditOptions | None = None, progress: Console | None = None
+) -> dict[str, Any]:
+    """Run all proofs.
 
     Args:
-        shape: the tree to fill.
-        tokens: one per rank of the tree, all different; see `unused_tokens`.
+        source: target and heads, in float32 or with exact="bits".
+        prompts: token ids of what is asked, at least two tokens each.
+        options: what to audit.
+        progress: where to draw progress bars; None for none.
+
+    Returns:
+        The content of audit.json: schema_version, clean, problems (a sentence each), prompts (as read by the target),
+        greedy, sampling, bits (rows of logits compared, and how many differ in any bit), settings, environment.
+
+    Raises:
+        UserError: no prompts, an option out of range, or an unknown drafter or verifier; all before anything runs.
     """
+    options = options or AuditOptions()
+    started = perf_counter()
+    target = source.target
+    _check(target, prompts, options)
+    drafters = {name: _drafter(source, name) for name in options.drafters if name != WRONG}
+    total = len(prompts) * (1 + len(options.drafters) * len(options.batch_sizes))
+    with progress_bar(progress, "greedy", total) as bar:
+        greedy, answers = _greedy(source, drafters, prompts, options, bar)
+    bits = count_bits(target, list(zip(prompts, answers, strict=True)))
+    drawn = options.texts * options.samples * len(options.warm) * len(options.verifiers)
+    with progress_bar(progress, "sampling", drawn) as bar:
+        sampling = _sampling(source, prompts, options, bar) if options.warm else []
+    problems = [problem for row in [*greedy, *sampling] if (problem := row["problem"])]
+    if target.exact == "bits" and bits.differ:
+        problems.append(f"{bits.differ} of {bits.rows} rows of logits differ from single steps in some bit.")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "clean": not problems,
+        "prompts": [_readable(target, prompt) for prompt in prompts],
+        "problems": problems,
+        "greedy": greedy,
+        "sampling": sampling,
+        "bits": asdict(bits),
+        "settings": {
+            **asdict(options),
+            "target": target.name,
+            "target_fingerprint": target.identity().fingerprint,
+            "prompts": len(prompts),
+            "level": LEVEL,
+            "least_expected": MIN_EXPECTED,
+            "seconds": round(perf_counter() - started, 1),
+        },
+        "environment": environment(target),
+    }
 
-    name = "always wrong"
-    aux_layers: tuple[int, ...] = ()
 
-    def __init__(self, shape: TreeShape, tokens: Sequence[int]) -> None:
-        assert len(set(tokens)) == len(tokens) >= shape.width, "each rank needs a token of its own"
-        self.shape = shape
-        self.max_nodes = shape.size
-        self._tokens = list(tokens)
-
-    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
-        return None
-
-    def propose(self, session: None, root: Root, request: Request) -> Proposal:
-        shape = TreeShape.chain(min(self.shape.depth, request.max_nodes - 1))
-        if self.shape.size <= request.max_nodes and not request.chain:
-            shape = self.shape
-        drafts = [self._tokens[rank] for rank in shape.ranks[1:]]
-        return Proposal([[token, *drafts] for token in root.tokens], [list(shape.parents) for _ in root.tokens])
-
-    def commit(self, session: None, committed: Committed) -> None:
-        return None
-
-    def reorder(self, session: None, rows: Sequence[int]) -> None:
-        return None
+def _readable(target: Target, tokens: Sequence[int]) -> str:
+    """Token ids as people read them, special tokens included."""
+    return str(target.tokenizer.decode(tokens)) if target.tokenizer is not None else " ".join(map(str, tokens))
 
 
-def random_weights(heads: DraftHead, seed: int = 0, scale: float = 0.05) -> DraftHead:
-    """A copy of these heads whose own weights are replaced by noise: normal, with this standard deviation.
+def _check(target: Target, prompts: Prompts, options: AuditOptions) -> None:
+    for name in ("max_new_tokens", "samples", "texts"):
+        if getattr(options, name) < 1:
+            raise UserError(f"{name} is {getattr(options, name)}.", "Give a number of at least 1.")
+    if options.depth < 2:
+        raise UserError(f"depth is {options.depth}.", "Sample 2 tokens or more: the first one is never drafted.")
+    if target.dtype not in (torch.float32, torch.float64) and target.exact != "bits":
+        raise UserError(
+            f"The target is in {target.dtype}, where trees and single tokens round differently.",
+            'Load it in float32, or with exact="bits".',
+        )
+    longest = max(options.max_new_tokens, options.depth)
+    for temperature in options.temperatures or (0.0,):
+        for verifier in options.verifiers or ("auto",):
+            check(target, prompts, DecodeOptions(longest, temperature, top_p=options.top_p, verifier=verifier))
+    if min(map(len, prompts)) < 2:
+        raise UserError("A prompt has a single token.", "Give each prompt at least two tokens.")
 
-    What is not theirs, such as the target's embeddings, is shared with the original.
+
+def _drafter(source: Source, name: str) -> Drafter:
+    """A drafter by its name in the audit. Where tuning found no tree that pays, heads are audited with a small one."""
+    if name == RANDOM:
+        return HeadDrafter(random_weights(source.heads), _narrow(source.heads))
+    return named(source, name) or HeadDrafter(source.heads, _narrow(source.heads))
+
+
+def _narrow(heads: DraftHead) -> TreeShape:
+    """A small tree for drafters that know nothing."""
+    return TreeShape.from_paths([(0,) * min(2, heads.draft_steps), (1,)])
+
+
+# -- greedy ----------------------------------------------------------------------------------------------------------
+
+
+def _greedy(
+    source: Source, drafters: Mapping[str, Drafter], prompts: Prompts, options: AuditOptions, bar: Bar
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """A row for every drafter at every batch size, compared with plain decoding one prompt at a time; and its answers.
+
+    Where bits are promised, in a short dtype, against plain decoding of the same batch: a prompt that is read beside
+    others rounds otherwise.
     """
-    held = [value for part in heads.modules() for value in [*vars(part).values(), *part.buffers(recurse=False)]]
-    noisy = copy.deepcopy(heads, {id(value): value for value in held if isinstance(value, torch.Tensor)})
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in noisy.parameters():  # loaded heads are frozen: requires_grad says nothing here
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-    return noisy
+    target, rows = source.target, list[dict[str, Any]]()
+    judge = Judge(target)
+
+    def decode(drafter: Drafter | None, name: str, batch_size: int) -> list[Generation]:
+        engine = Engine(target, drafter, source.costs if drafter else None)
+        advance = partial(bar.advance, title=f"greedy, {name}")
+        return decode_in_batches(engine, prompts, options.max_new_tokens, batch_size, advance)
+
+    alone = [output.tokens for output in decode(None, "plain", 1)]
+    answers = dict.fromkeys(options.batch_sizes, alone)
+    if target.dtype not in (torch.float32, torch.float64):
+        answers |= {
+            batch: [output.tokens for output in decode(None, "plain", batch)]
+            for batch in options.batch_sizes
+            if batch > 1
+        }
+    if WRONG in options.drafters:
+        shape = _narrow(source.heads)
+        unused = unused_tokens(
+            (answer for plain in answers.values() for answer in plain), target.vocab_size, shape.width
+        )
+        drafters = {**drafters, WRONG: AlwaysWrongDrafter(shape, unused)}
+    for name in options.drafters:
+        for batch in options.batch_sizes:
+            plain, outputs = answers[batch], decode(drafters[name], name, batch)
+            differences = judge.judge(prompts, plain, [output.tokens for output in outputs]).differences
+            counts = tokens_that_differ(plain, outputs)
+            error = next((output.drafter_error for output in outputs if output.drafter_error), None)
+            problem = None
+            if counts["different_tokens"]:
+                problem = f"{counts['different_tokens']} of {counts['tokens']} tokens differ."
+            elif error:
+                problem = f"the drafter failed ({error})."
+            rows.append(
+                {
+                    "drafter": name,
+                    "batch_size": batch,
+                    "prompts": len(prompts),
+                    **counts,
+                    "different_prompts": len(differences),
+                    "differences": [asdict(difference) for difference in differences],
+                    "problem": problem and f"{name}, batch {batch}: {problem}",
+                }
+            )
+    return rows, alone
 
 
-def unused_tokens(answers: Iterable[Sequence[int]], vocab_size: int, count: int) -> list[int]:
-    """The `count` highest token ids that no answer contains.
-
-    >>> unused_tokens([[0, 4], [2]], vocab_size=5, count=2)
-    [3, 1]
-    """
-    used = {token for answer in answers for token in answer}
-    free = (token for token in range(vocab_size - 1, -1, -1) if token not in used)
-    tokens = [token for token, _ in zip(free, range(count), strict=False)]
-    assert len(tokens) == count, "the answers use nearly the whole vocabulary"
-    return tokens
-
-
-def plain_answers(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int = 128,
-    batch_size: int = 16,
-    advance: Callable[[str, int], None] | None = None,
-) -> list[list[int]]:
-    """Plain greedy outputs, in the order of `prompts`; see `audit` for the arguments."""
-    outputs = _decode(target, None, prompts, max_new_tokens, batch_size, "plain", advance)
-    return [output.tokens for output in outputs]
-
-
-def audit(
-    target: Target,
-    drafters: Mapping[str, Drafter],
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int = 128,
-    batch_size: int = 16,
-    answers: Sequence[Sequence[int]] | None = None,
-    advance: Callable[[str, int], None] | None = None,
-    costs: Costs | None = None,
-) -> dict[str, AuditResult]:
-    """Count the tokens in which each drafter's greedy outputs differ from plain greedy decoding.
-
-    Args:
-        target: the frozen model; in float32 every count must be 0.
-        drafters: by name.
-        prompts: token ids.
-        max_new_tokens: longest output.
-        batch_size: prompts decoded together; prompts of like length share a batch, the same one for every drafter.
-        answers: the plain outputs, when they are known already (`plain_answers` with the same arguments).
-        advance: told (name of what runs, prompts done) after each batch.
-        costs: of verifying on this machine, so that trees are as wide as in use; without them they are at their widest.
-    """
-    if answers is None:
-        answers = plain_answers(target, prompts, max_new_tokens, batch_size, advance)
-    results = {}
-    for name, drafter in drafters.items():
-        outputs = _decode(target, drafter, prompts, max_new_tokens, batch_size, name, advance, costs)
-        result = AuditResult(prompts=len(prompts))
-        for number, (answer, output) in enumerate(zip(answers, outputs, strict=True)):
-            result.tokens += len(answer)
-            result.rounds += len(output.rounds)
-            result.accepted += sum(one.emitted - 1 for one in output.rounds)
-            result.drafter_error = result.drafter_error or output.drafter_error
-            first = difference(number, answer, output.tokens)
-            if first is not None:
-                result.different_prompts += 1
-                result.different_tokens += _different(answer, output.tokens)
-                result.differences.append(first)
-        results[name] = result
-    return results
-
-
-def _decode(
-    target: Target,
-    drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
+def decode_in_batches(
+    engine: Engine,
+    prompts: Prompts,
     max_new_tokens: int,
     batch_size: int,
-    name: str,
-    advance: Callable[[str, int], None] | None,
-    costs: Costs | None = None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> list[Generation]:
-    engine = Engine(target, drafter, costs)
+    """Greedy outputs in the order of `prompts`; prompts of like length share a batch, the same one for every engine.
+
+    Args:
+        engine: decodes, and drafts in every round.
+        prompts: token ids.
+        max_new_tokens: longest output.
+        batch_size: prompts decoded together.
+        advance: told how many prompts are done after each batch.
+    """
     options = DecodeOptions(max_new_tokens=max_new_tokens, draft="on")
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     outputs: dict[int, Generation] = {}
     for first in range(0, len(order), batch_size):
         numbers = order[first : first + batch_size]
         outputs.update(zip(numbers, engine.generate([prompts[number] for number in numbers], options), strict=True))
-        if advance is not None:
-            advance(name, len(numbers))
+        advance(len(numbers))
     return [outputs[number] for number in range(len(prompts))]
 
 
-def _different(plain: Sequence[int], other: Sequence[int]) -> int:
-    """Positions that differ; where one output is longer, its surplus counts.
+def tokens_that_differ(plain: Sequence[Sequence[int]], outputs: Sequence[Generation]) -> dict[str, int]:
+    """Tokens of the plain answers, and at how many positions outputs differ from them (a missing or surplus token is
+    one too); drafts accepted, which are 0 when every draft was wrong; rounds."""
+    different = 0
+    for answer, output in zip(plain, outputs, strict=True):
+        different += sum(expected != token for expected, token in zip(answer, output.tokens, strict=False))
+        different += abs(len(answer) - len(output.tokens))
+    return {
+        "tokens": sum(map(len, plain)),
+        "different_tokens": different,
+        "drafts_accepted": sum(done.emitted - 1 for output in outputs for done in output.rounds),
+        "rounds": sum(len(output.rounds) for output in outputs),
+    }
 
-    >>> _different([1, 2, 3], [1, 5])
-    2
+
+# -- sampling --------------------------------------------------------------------------------------------------------
+
+
+def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar) -> list[dict[str, Any]]:
+    """A row for every verifier at every temperature, on the prompts that test it most sharply."""
+    bar.update(title="sampling, choosing prompts")
+    hottest = Sampling(max(options.warm), top_p=options.top_p)
+    sharpness = [
+        _sharpness(enumerate_texts(source.target, prompt, hottest, options.depth), options.samples)
+        for prompt in prompts[:_CANDIDATES]
+    ]
+    chosen = sorted(range(len(sharpness)), key=lambda number: (-sharpness[number], number))[: options.texts]
+    lossless = [name for name in options.verifiers if RULES[name].lossless]
+    level = LEVEL / max(1, len(lossless) * len(options.warm) * len(chosen))
+    # A whole batch drafts as a single row would: large batches leave little to draft.
+    engine = Engine(
+        RememberingTarget(source.target, options.depth - 1), _drafter(source, "heads"), costs_of_one_row(source.costs)
+    )
+    rows = []
+    for number in chosen:
+        for temperature in options.warm:
+            sampling = Sampling(temperature, top_p=options.top_p)
+            exact = enumerate_texts(source.target, prompts[number], sampling, options.depth)
+            for verifier in options.verifiers:
+                bar.update(title=f"sampling, {verifier} at {temperature:g}")
+                asked = DecodeOptions(
+                    max_new_tokens=options.depth,
+                    temperature=temperature,
+                    seed=options.seed,
+                    ignore_end=True,
+                    top_p=options.top_p,
+                    verifier=verifier,
+                    draft="on",
+                )
+                outputs = _draw(engine, prompts[number], asked, options.samples, bar)
+                row = _tested(outputs, exact, verifier, level)
+                where = f"{verifier} at temperature {temperature:g}, prompt {number}"
+                row["problem"] = row["problem"] and f"{where}: {row['problem']}"
+                rows.append({**row, "temperature": temperature, "prompt": number})
+    return rows
+
+
+def _draw(engine: Engine, prompt: Sequence[int], options: DecodeOptions, samples: int, bar: Bar) -> list[Generation]:
+    outputs: list[Generation] = []
+    while len(outputs) < samples:
+        rows = min(_ROWS, samples - len(outputs))
+        outputs += engine.generate([prompt] * rows, replace(options, seed=options.seed + len(outputs)))
+        bar.advance(rows)
+    return outputs
+
+
+def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, level: float) -> dict[str, Any]:
+    """Samples against the enumerated distribution; a lossy rule is tested as well, and has no problem."""
+    result, lossless = fit(Counter(tuple(output.tokens) for output in outputs), exact), RULES[verifier].lossless
+    problem = None
+    if error := next((output.drafter_error for output in outputs if output.drafter_error), None):
+        problem = f"the drafter failed ({error})."
+    elif lossless and result.impossible:
+        problem = f"{result.impossible} of {result.samples} samples should never be drawn."
+    elif lossless and not result.clean(level):
+        problem = f"the samples do not fit (p = {result.p_value:.2g}, below {level:.2g})."
+    return {
+        "verifier": verifier,
+        "lossless": lossless,
+        **asdict(result),
+        "level": level,
+        "enumerated": 1.0 - exact.rest,
+        "drafts_accepted": sum(done.emitted - 1 for output in outputs for done in output.rounds),
+        "rounds": sum(len(output.rounds) for output in outputs),
+        "fits": result.clean(level),
+        "problem": problem,
+    }
+
+
+def costs_of_one_row(costs: Costs | None) -> Costs | None:
+    """Costs under which a batch of samples drafts as a single row would."""
+    return replace(costs, widths=tuple(_ROWS * width for width in costs.widths)) if costs is not None else None
+
+
+def _sharpness(exact: Distribution, samples: int) -> float:
+    """How much of a distribution can be tested: the probability in cells of their own, times their summed deviations.
+
+    It is 0 for a certain text, and for one that is spread over a thousand rare ones.
     """
-    pairs = zip(plain, other, strict=False)
-    return sum(one != two for one, two in pairs) + abs(len(plain) - len(other))
+    kept = [prob for prob in exact.probs.values() if prob * samples >= MIN_EXPECTED]
+    return sum(math.sqrt(prob * (1 - prob)) for prob in kept) * sum(kept)

@@ -21,12 +21,7 @@ _TEXTS, _TOKENS = 4, 16
 
 @dataclass(frozen=True)
 class BitCount:
-    """What came of the comparison.
-
-    Attributes:
-        rows: of logits compared.
-        differ: rows with at least one bit that differs.
-    """
+    """Rows of logits compared, and how many of them differ in at least one bit."""
 
     rows: int
     differ: int

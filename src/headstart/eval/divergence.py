@@ -12,15 +12,15 @@ Shape suffixes: T positions, V vocabulary, L leading tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.decode.sampling import Sampling
-from headstart.eval.exact import in_float32
 from headstart.target.model import Target
 
 EXACT_MARGIN = 1e-3
@@ -29,6 +29,8 @@ LEADERS = 4
 """How many of the best tokens of a position the rounding error is measured on."""
 MEASURED_PROMPTS = 16
 """On how many of the diverging prompts the rounding error is measured, those with the largest margins first."""
+
+Texts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,6 @@ class Difference:
         prompt: index among the compared prompts.
         position: of the first differing token, from 0.
         tokens: (plain's token, the other's); None where one output had ended.
-    """
-
-    prompt: int
-    position: int
-    tokens: tuple[int | None, int | None]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A difference, judged.
-
-    Attributes:
-        prompt: index among the compared prompts.
-        position: of the first differing token.
-        tokens: (plain's token, the other's).
         margin: how far, in float32 logits, the worse of both tokens lies below the best; None where an output ended.
         explained: whether the margin is within the limit.
     """
@@ -61,8 +48,14 @@ class Verdict:
     prompt: int
     position: int
     tokens: tuple[int | None, int | None]
-    margin: float | None
-    explained: bool
+    margin: float | None = None
+    explained: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As per_prompt of results.json holds it."""
+        entry = asdict(self)
+        del entry["prompt"]
+        return {**entry, "tokens": list(self.tokens)}
 
 
 @dataclass(frozen=True)
@@ -73,22 +66,22 @@ class Judgement:
         prompts: prompts compared.
         tokens_compared: positions compared, the first difference included; later ones follow from it.
         margin_limit: the margin within which a difference is explained; None when there was none to judge.
-        verdicts: one per prompt that differs.
+        differences: one per prompt that differs.
     """
 
-    prompts: int
-    tokens_compared: int
-    margin_limit: float | None
-    verdicts: list[Verdict]
+    prompts: int = 0
+    tokens_compared: int = 0
+    margin_limit: float | None = None
+    differences: list[Difference] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The entry of results.json."""
-        margins = [verdict.margin for verdict in self.verdicts if verdict.margin is not None]
+        margins = [difference.margin for difference in self.differences if difference.margin is not None]
         return {
             "prompts": self.prompts,
             "tokens_compared": self.tokens_compared,
-            "count": len(self.verdicts),
-            "unexplained": sum(not verdict.explained for verdict in self.verdicts),
+            "count": len(self.differences),
+            "unexplained": sum(not difference.explained for difference in self.differences),
             "margin_limit": self.margin_limit,
             "largest_margin": max(margins, default=None),
         }
@@ -112,49 +105,45 @@ class Judge:
         self._last: dict[tuple[int, ...], Tensor] = {}  # float32 logits [V] after each prefix that was looked at
         self._errors: dict[tuple[int, ...], float] = {}  # of each text that was measured
 
-    def judge(
-        self, prompts: Sequence[Sequence[int]], plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]
-    ) -> Judgement:
+    def judge(self, prompts: Texts, plain: Texts, other: Texts) -> Judgement:
         """Compare greedy outputs to the plain loop's, prompt by prompt, up to the first difference."""
-        found = [
-            difference(number, ours, theirs) for number, (ours, theirs) in enumerate(zip(plain, other, strict=True))
-        ]
-        compared = sum(
-            len(ours) if found_one is None else min(found_one.position + 1, len(ours))
-            for ours, found_one in zip(plain, found, strict=True)
-        )
-        differences = [one for one in found if one is not None]
+        differences: list[Difference] = []
+        compared = 0
+        for number, (expected, output) in enumerate(zip(plain, other, strict=True)):
+            difference = first_difference(number, expected, output)
+            compared += len(expected) if difference is None else min(difference.position + 1, len(expected))
+            if difference is not None:
+                differences.append(difference)
         if not differences:
-            return Judgement(len(prompts), compared, None, [])
+            return Judgement(len(prompts), compared)
         if self._say is not None:
             self._say(
                 f"Answers differ from the plain loop's, first on {len(differences)} of {len(prompts)} prompts: whether "
                 "rounding explains it is computed in float32, a layer at a time."
             )
             self._say = None
-        margins = [self._margin(prompts, plain, one) for one in differences]
+        measured = [replace(difference, margin=self._margin(prompts, plain, difference)) for difference in differences]
         # The text where the gap is largest is where rounding must have done most: the error is measured there first.
-        worst = sorted(range(len(differences)), key=lambda index: -(margins[index] or 0.0))[:MEASURED_PROMPTS]
-        limit = self.limit([(prompts[differences[k].prompt], plain[differences[k].prompt]) for k in worst])
-        verdicts = [
-            Verdict(one.prompt, one.position, one.tokens, margin, margin is not None and margin <= limit)
-            for one, margin in zip(differences, margins, strict=True)
+        worst = sorted(measured, key=lambda difference: -(difference.margin or 0.0))[:MEASURED_PROMPTS]
+        limit = self.limit([(prompts[difference.prompt], plain[difference.prompt]) for difference in worst])
+        judged = [
+            replace(difference, explained=difference.margin is not None and difference.margin <= limit)
+            for difference in measured
         ]
-        return Judgement(len(prompts), compared, limit, verdicts)
+        return Judgement(len(prompts), compared, limit, judged)
 
-    def _margin(
-        self, prompts: Sequence[Sequence[int]], plain: Sequence[Sequence[int]], one: Difference
-    ) -> float | None:
-        if None in one.tokens:
+    def _margin(self, prompts: Texts, plain: Texts, difference: Difference) -> float | None:
+        if None in difference.tokens:
             return None
-        return self.margin([*prompts[one.prompt], *plain[one.prompt][: one.position]], one.tokens)
+        prefix = [*prompts[difference.prompt], *plain[difference.prompt][: difference.position]]
+        return self.margin(prefix, difference.tokens)
 
     def margin(self, prefix: Sequence[int], tokens: Sequence[int | None]) -> float:
         """How far the worse of these tokens lies below the best one after `prefix`, in float32 logits."""
-        index = tuple(prefix)
-        if index not in self._last:  # several drafters often leave the plain loop at the same near-tie
-            self._last[index] = self._exact_logits(prefix, 1)[0]
-        logits_V = self._last[index]
+        text = tuple(prefix)
+        if text not in self._last:  # several drafters often leave the plain loop at the same near-tie
+            self._last[text] = self._exact_logits(prefix, 1)[0]
+        logits_V = self._last[text]
         if self._sampling.needs_prefix:
             logits_V = self._sampling.process(logits_V, prefix)
         return float(logits_V.max() - min(logits_V[token] for token in tokens if token is not None))
@@ -180,21 +169,20 @@ class Judge:
                 return _logits(model, tokens, keep)
 
 
-def difference(prompt: int, plain: Sequence[int], other: Sequence[int]) -> Difference | None:
+def first_difference(prompt: int, plain: Sequence[int], other: Sequence[int]) -> Difference | None:
     """Where `other` leaves `plain`; None when they are the same.
 
-    >>> difference(0, [5, 6, 7], [5, 8])
-    Difference(prompt=0, position=1, tokens=(6, 8))
-    >>> difference(0, [5, 6], [5]).tokens
+    >>> difference = first_difference(0, [5, 6, 7], [5, 8])
+    >>> difference.position, difference.tokens
+    (1, (6, 8))
+    >>> first_difference(0, [5, 6], [5]).tokens
     (6, None)
     """
     for position in range(max(len(plain), len(other))):
-        pair = (
-            plain[position] if position < len(plain) else None,
-            other[position] if position < len(other) else None,
-        )
-        if pair[0] != pair[1]:
-            return Difference(prompt, position, pair)
+        expected = plain[position] if position < len(plain) else None
+        token = other[position] if position < len(other) else None
+        if expected != token:
+            return Difference(prompt, position, (expected, token))
     return None
 
 
@@ -222,16 +210,57 @@ def gap_error(rounded_TV: Tensor, exact_TV: Tensor, dtype: torch.dtype) -> float
     return max(float((error_TL.amax(-1) - error_TL.amin(-1)).max()), step)
 
 
-def as_entry(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as per_prompt of results.json holds it."""
-    entry = asdict(verdict)
-    del entry["prompt"]
-    return {**entry, "tokens": list(verdict.tokens)}
-
-
 @torch.inference_mode()
 def _logits(model: Any, tokens: Sequence[int], keep: int) -> Tensor:
     tokens_1T = torch.tensor([list(tokens)], device=model.device)
     out = model(input_ids=tokens_1T, attention_mask=torch.ones_like(tokens_1T), use_cache=False, logits_to_keep=keep)
     logits_TV: Tensor = out.logits[0].float()
     return logits_TV
+
+
+# -- float32 ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_float32(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the model's forward compute in float32 with its own weights; the weights are as before when it ends.
+
+    The results are those of `copy.deepcopy(model).float()`, bit for bit; the memory is that of the largest part (a
+    layer, or the LM head) instead of the whole model's, because each part is cast while its own forward runs.
+
+    Args:
+        model: of any dtype.
+        layers: its decoder layers. Each is cast as a whole, since what is in it may read its neighbours' weights;
+            outside of them each module is cast on its own.
+    """
+    layers = list(layers)
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    with ExitStack() as hooks:
+        for layer in layers:
+            _cast(layer, hooks, recurse=True)
+        for module in model.modules():
+            if id(module) not in inside:
+                _cast(module, hooks, recurse=False)
+        yield
+
+
+def _cast(module: nn.Module, hooks: ExitStack, recurse: bool) -> None:
+    """Cast what a module holds before its forward, and give it back afterwards, also when the forward raises."""
+    every = [*module.parameters(recurse), *module.buffers(recurse)]
+    low = [tensor for tensor in every if tensor.is_floating_point() and tensor.dtype != torch.float32]
+    if not low:
+        return
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def before(*_: Any) -> None:
+        kept.extend((tensor, tensor.data) for tensor in low)
+        for tensor in low:
+            tensor.data = tensor.data.float()
+
+    def after(*_: Any) -> None:
+        while kept:
+            tensor, data = kept.pop()
+            tensor.data = data
+
+    hooks.callback(module.register_forward_pre_hook(before).remove)
+    hooks.callback(module.register_forward_hook(after, always_call=True).remove)

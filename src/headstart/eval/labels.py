@@ -8,6 +8,8 @@ from dataclasses import dataclass
 HEADS, PLAIN, STOCK, LOOKUP = "heads", "plain", "transformers", "transformers_prompt_lookup"
 METHODS = (HEADS, PLAIN, STOCK, LOOKUP)
 """The methods of every report, as results.json names them; `HEADS` stands for the drafter that the report is about."""
+OTHER = "other: "
+"""Before the names of compared drafters among a unit's runs, so that none is taken for a method of every report."""
 HEADS_NGRAM = "heads+ngram"
 """What decoding uses when nothing else is said; most reports compare it."""
 

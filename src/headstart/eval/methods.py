@@ -25,11 +25,16 @@ from headstart.decode.loop import Engine, Round
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import Sampling
 from headstart.errors import UserError
-from headstart.eval.target_wrappers import WatchedTarget
+from headstart.eval.labels import LOOKUP, PLAIN, STOCK
+from headstart.options import Tree
 from headstart.target.model import Target
 
 ASSISTANT = "transformers_assistant:"
 """Before the name of a model that drafts in transformers' own assisted generation."""
+TREES: dict[str, Tree] = {"dynamic": "dynamic", "static": "static", "chain": "chain"}
+"""Names of the heads with each kind of tree; "heads" has the one that tuning found best."""
+ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")
+"""Every drafter that needs no second model."""
 
 Arrivals = list[tuple[float, int]]
 """(milliseconds since the call, tokens that came at that moment), in order."""
@@ -44,7 +49,6 @@ class Run:
         seconds: wall-clock time of the whole batch, prefill included.
         arrivals: when the tokens of each row came.
         rounds: of each row; empty for methods that do not draft through our loop.
-        depths: depth of the tree verified in each of these rounds.
         drafter_error: what the drafter raised, when it did; decoding went on plainly.
     """
 
@@ -52,13 +56,46 @@ class Run:
     seconds: float
     arrivals: list[Arrivals]
     rounds: list[list[Round]] = field(default_factory=list)
-    depths: list[list[int]] = field(default_factory=list)
     drafter_error: str | None = None
 
     @property
     def count(self) -> int:
         """Tokens emitted by all rows."""
         return sum(map(len, self.tokens))
+
+
+class Drafters(Protocol):
+    """Where drafters come from: `headstart.decoder.Decoder`."""
+
+    @property
+    def costs(self) -> Costs | None: ...
+
+    def drafter(self, name: str = "heads", tree: Tree | None = None) -> Drafter | None: ...
+
+
+def named(source: Drafters, name: str) -> Drafter | None:
+    """A drafter by its name in a table: one of `TREES`, or what the catalog knows.
+
+    Raises:
+        UserError: no such drafter.
+    """
+    tree = TREES.get(name)
+    return source.drafter("heads", tree) if tree else source.drafter(name)
+
+
+def wanted(names: Sequence[str], drafter: str) -> tuple[str, ...]:
+    """The names to compare, each once, without those that every report has anyway; "all" stands for `ALL`.
+
+    Args:
+        names: as asked for; a name may be a comma-separated list.
+        drafter: the one under test.
+
+    >>> wanted(["ngram,none", "chain", "ngram"], "heads")
+    ('ngram', 'chain')
+    """
+    asked = [name.strip() for listed in names for name in listed.split(",")]
+    every = [method for name in asked if name for method in (ALL if name == "all" else (name,))]
+    return tuple(name for name in dict.fromkeys(every) if name not in (drafter, "none", PLAIN, STOCK, LOOKUP))
 
 
 class Method(Protocol):
@@ -86,8 +123,7 @@ class Ours:
         options: DecodeOptions | None = None,
         costs: Costs | None = None,
     ) -> None:
-        self._target = WatchedTarget(target)
-        self._engine = Engine(self._target, drafter, costs if drafter is not None else None)
+        self._engine = Engine(target, drafter, costs if drafter is not None else None)
         self._options = options or DecodeOptions()
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
@@ -100,7 +136,6 @@ class Ours:
             seconds,
             [_arrivals(output.token_ms) for output in outputs],
             [output.rounds for output in outputs],
-            self._target.depths([len(output.rounds) for output in outputs]),
             next((output.drafter_error for output in outputs if output.drafter_error), None),
         )
 

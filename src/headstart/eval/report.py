@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
@@ -79,20 +80,25 @@ def _compared(results: Mapping[str, Any], narrow: bool) -> Table:
     return table
 
 
-def render(results: Mapping[str, Any], template: str, drawn: list[dict[str, str]] | None = None) -> str:
-    """One of the templates, filled in."""
+def template(name: str) -> Template:
+    """One of the templates, with the filters below."""
     environment = Environment(
         loader=PackageLoader("headstart.eval"),
-        autoescape=template.endswith(".html.j2"),
+        autoescape=name.endswith(".html.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters.update(number=number, times=times, percent=percent, cell=cell)
     environment.filters.update(span=span, shares=shares, words=words)
-    summary = {**dict.fromkeys(_KEYS), **results["summary"]}
+    return environment.get_template(name)
+
+
+def render(results: Mapping[str, Any], name: str, drawn: list[dict[str, str]] | None = None) -> str:
+    """A report by the name of its template."""
+    summary = defaultdict(lambda: None, results["summary"])  # what was not measured is None
     compare = results.get("compare") or []
-    return environment.get_template(template).render(
+    return template(name).render(
         summary=summary,
         settings=results.get("settings") or {},
         machine=results.get("environment") or {},
@@ -288,34 +294,3 @@ def cell(value: Any) -> str:
     """Any setting, on one line of a table."""
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return "–" if value is None else text.replace("|", "\\|").replace("\n", " ")
-
-
-_KEYS = (
-    "tokens_per_round",
-    "acceptance_by_position",
-    "tokens_per_second",
-    "tokens_per_second_interval",
-    "speedup_vs_plain",
-    "speedup_vs_transformers",
-    "speedup_vs_prompt_lookup",
-    "plain_vs_transformers",
-    "divergences",
-    "bits",
-    "transformers_divergences",
-    "prompt_lookup_divergences",
-    "predicted_speedup",
-    "ttft_ms",
-    "inter_token_ms",
-    "round_ms",
-    "host_share",
-    "plain_round_ms",
-    "drafter",
-    "drafter_error",
-    "lossless",
-    "nodes_per_round",
-    "rounds",
-    "drafts_accepted",
-    "drafts_proposed",
-    "accepted_per_proposed",
-    "wasted_per_token",
-)

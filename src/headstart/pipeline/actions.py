@@ -18,7 +18,7 @@ from headstart.support.files import write_atomic
 if TYPE_CHECKING:
     from headstart.api import Decoder
     from headstart.data.prompts.questions import Question
-    from headstart.eval.measure import EvalOptions
+    from headstart.eval.evaluate import EvalOptions
     from headstart.tuning.tune import Tuning
 
 
@@ -38,9 +38,9 @@ def report(
         The content of results.json.
 
     Raises:
-        UserError: as `headstart.eval.measure.evaluate`.
+        UserError: as `headstart.eval.evaluate.evaluate`.
     """
-    from headstart.eval.measure import evaluate_decoder
+    from headstart.eval.evaluate import evaluate_decoder
     from headstart.eval.report import write_report
 
     results = evaluate_decoder(decoder, questions, options, console)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from headstart.data.conversations.conversations import read_conversations
 from headstart.errors import UserError, nearest
-from headstart.eval.measure import machine
+from headstart.eval.environment import machine
 from headstart.heads.io import heads_folder
 from headstart.hub.card import add_engine_figures
 from headstart.hub.engines.base import drafts_to_try

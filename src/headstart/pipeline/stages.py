@@ -35,8 +35,7 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     """
     from headstart.data.prompts.questions import read_questions
     from headstart.drafters.catalog import check_drafter
-    from headstart.eval.compare import TREES, wanted
-    from headstart.eval.methods import ASSISTANT
+    from headstart.eval.methods import ASSISTANT, TREES, wanted
     from headstart.train.setup import check_training
 
     names = {stage.name for stage in stages}

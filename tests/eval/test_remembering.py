@@ -1,4 +1,4 @@
-"""Views of a target give what the target gives."""
+"""A target that remembers says what the target says."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
-from headstart.eval import target_wrappers
-from headstart.eval.target_wrappers import RememberingTarget, WatchedTarget
+from headstart.eval import remembering
+from headstart.eval.remembering import RememberingTarget
 from headstart.heads.base import family, make_config
 from headstart.target.model import Target
 from headstart.tree.tree import DraftTree, TreeShape
@@ -34,28 +34,12 @@ def drafter(target: Target) -> HeadDrafter:
 
 
 def test_a_view_has_what_the_target_has(target: Target) -> None:
-    view = WatchedTarget(target)
+    view = RememberingTarget(target)
     assert (view.name, view.dtype, view.vocab_size, view.end_tokens) == (
         target.name, target.dtype, target.vocab_size, target.end_tokens,
     )  # fmt: skip
     with pytest.raises(AttributeError, match="nothing_like_it"):
         _ = view.nothing_like_it
-
-
-def test_depths_are_those_of_the_trees_that_were_verified(target: Target, drafter: HeadDrafter) -> None:
-    view = WatchedTarget(target)
-    free = Engine(target).generate([[5, 9]], DecodeOptions(max_new_tokens=12, ignore_end=True))[0].tokens
-    texts = [[5, 9], [7, 8, 9]]
-    target.__dict__["end_tokens"] = view.__dict__["end_tokens"] = frozenset({free[4]})
-    try:
-        outputs = Engine(view, drafter).generate(texts, DecodeOptions(max_new_tokens=12))
-    finally:
-        target.__dict__["end_tokens"] = frozenset()
-    depths = view.depths([len(output.rounds) for output in outputs])
-    assert [len(row) for row in depths] == [len(output.rounds) for output in outputs]
-    assert {depth for row in depths for depth in row} == {2}
-    plain = Engine(view).generate(texts, DecodeOptions(max_new_tokens=3, ignore_end=True))
-    assert view.depths([len(output.rounds) for output in plain]) == [[0, 0], [0, 0]], "of the last generation only"
 
 
 @torch.inference_mode()
@@ -92,8 +76,8 @@ def test_samples_through_the_memory_are_those_without_it(
     target: Target, drafter: HeadDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = DecodeOptions(max_new_tokens=5, temperature=1.0, ignore_end=True, draft="on")
-    monkeypatch.setattr(target_wrappers, "_MAX_NODES", 16)
-    monkeypatch.setattr(target_wrappers, "MAX_TEXTS", 100)
+    monkeypatch.setattr(remembering, "_MAX_NODES", 16)
+    monkeypatch.setattr(remembering, "MAX_TEXTS", 100)
     for prompt in ([3, 1, 4, 1], [2, 7]):
         expected = [row.tokens for row in Engine(target, drafter).generate([prompt] * 16, options)]
         view = RememberingTarget(target)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from headstart.decode.loop import Round
-from headstart.eval.methods import Run
-from headstart.eval.summary import (
+from headstart.eval.figures import (
     Prompt,
-    Step,
+    Totals,
     Unit,
     acceptance_by_position,
     categories,
@@ -19,17 +18,18 @@ from headstart.eval.summary import (
     summarise,
     tokens_per_round,
 )
+from headstart.eval.methods import Run
 
 
 def unit(group: int, category: str, emitted: list[int], seconds: tuple[float, float] = (1.0, 2.0)) -> Unit:
     """One prompt: a chain of 3 drafts (4 nodes) a round, first token from the prefill."""
-    rounds = [Round(4, count, 1.0, 6.0, 3.0) for count in emitted]
+    rounds = [Round(4, count, 1.0, 6.0, 3.0, depth=3) for count in emitted]
     total = 1 + sum(emitted)
     arrivals = [(10.0, 1)]
     for count in emitted:
         arrivals.append((arrivals[-1][0] + 12.0, count))
-    heads = Run([[7] * total], seconds[0], [arrivals], [rounds], [[3] * len(emitted)])
-    plain = Run([[7] * total], seconds[1], [[(10.0 + 8.0 * i, 1) for i in range(total)]], [[]], [[]])
+    heads = Run([[7] * total], seconds[0], [arrivals], [rounds])
+    plain = Run([[7] * total], seconds[1], [[(10.0 + 8.0 * i, 1) for i in range(total)]], [[]])
     return Unit(group, [Prompt(str(group), category, [1, 2])], {"heads": heads, "plain": plain})
 
 
@@ -42,11 +42,11 @@ def test_tokens_per_round_weighs_rounds_not_prompts() -> None:
 
 
 def test_acceptance_is_conditional() -> None:
-    rounds = [Step(3, 4, 1), Step(3, 4, 2), Step(3, 4, 3), Step(3, 4, 4), Step(1, 2, 2)]
+    rounds = [Round(4, emitted, 0, 0, 0, depth=3) for emitted in (1, 2, 3, 4)] + [Round(2, 2, 0, 0, 0, depth=1)]
     # Position 1: 4 of 5. Position 2: the shallow tree never got there, 2 of 3. Position 3: 1 of 2.
     assert acceptance_by_position(rounds) == [4 / 5, 2 / 3, 1 / 2]
-    assert acceptance_by_position([Step(3, 4, 1)]) == [0.0], "nothing ever reached the second position"
-    assert acceptance_by_position([Step(0, 1, 1)]) == [], "no drafts"
+    assert acceptance_by_position([Round(4, 1, 0, 0, 0, depth=3)]) == [0.0], "nothing ever reached the second position"
+    assert acceptance_by_position([Round(1, 1, 0, 0, 0)]) == [], "no drafts"
 
 
 def test_drafting_costs() -> None:
@@ -86,7 +86,7 @@ def test_interval_covers_the_truth_and_narrows() -> None:
         tokens = rng.integers(50, 130, size)
         slow = tokens / rng.normal(20, 2, size)
         fast = slow / 1.5 * rng.normal(1, 0.15, size)
-        ratio = ratio_interval(tokens, fast, tokens, slow, seed=0)
+        ratio = ratio_interval(Totals(tokens, fast), Totals(tokens, slow), seed=0)
         assert ratio["low"] <= 1.5 <= ratio["high"]
         return ratio["high"] - ratio["low"]
 
@@ -96,9 +96,9 @@ def test_interval_covers_the_truth_and_narrows() -> None:
 def test_pairing_cancels_what_both_share() -> None:
     """A prompt that is slow for both methods does not widen the interval of their ratio."""
     tokens, seconds = [10.0] * 6, [1.0, 9.0, 2.0, 7.0, 1.0, 5.0]
-    ratio = ratio_interval(tokens, seconds, tokens, [2 * one for one in seconds], seed=0)
+    ratio = ratio_interval(Totals(tokens, seconds), Totals(tokens, [2 * share for share in seconds]), seed=0)
     assert (ratio["low"], ratio["mean"], ratio["high"]) == pytest.approx((2, 2, 2))
-    rate = rate_interval(tokens, seconds, seed=0)
+    rate = rate_interval(Totals(tokens, seconds), seed=0)
     assert rate["low"] < rate["mean"] < rate["high"]
 
 

@@ -14,8 +14,8 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
+from headstart.eval.evaluate import EvalOptions, evaluate, make_methods
 from headstart.eval.labels import METHODS
-from headstart.eval.measure import EvalOptions, _methods, evaluate
 from headstart.eval.methods import _TokenTimes
 from headstart.heads.base import family, make_config
 from headstart.target.model import Target
@@ -81,6 +81,13 @@ def test_schema(results: dict[str, Any]) -> None:
     } <= set(results["environment"])
     assert [row["id"] for row in results["per_prompt"]] == ["81", "b", "83"]
     assert all(set(row["seconds"]) == set(METHODS) for row in results["per_prompt"])
+
+
+def test_rounds_say_how_deep_they_drafted(tiny_target: Target, drafter: HeadDrafter) -> None:
+    options = DecodeOptions(max_new_tokens=12, ignore_end=True, draft="on")
+    for engine, depth in ((Engine(tiny_target, drafter), 2), (Engine(tiny_target), 0)):
+        outputs = engine.generate([[5, 9], [7, 8, 9]], options)
+        assert {done.depth for output in outputs for done in output.rounds} == {depth}
 
 
 def test_figures_follow_from_the_rows(results: dict[str, Any]) -> None:
@@ -168,7 +175,7 @@ def test_every_method_stops_at_the_end_of_the_turn(batch: int, drafter: HeadDraf
     # The model's own defaults would change the output, were they not set aside.
     target.model.generation_config.repetition_penalty = 5.0
     expected = free[: free.index(end) + 1]
-    for name, method in _methods(target, drafter, EvalOptions(batch_size=batch)).items():
+    for name, method in make_methods(target, drafter, EvalOptions(batch_size=batch)).items():
         prompts = [text, [4, *text], [8, 8]][:batch]
         run = method.run(prompts, 20, seed=0)
         assert run.tokens[0] == expected, name

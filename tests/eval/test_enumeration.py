@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headstart.decode.sampling import Sampling
-from headstart.eval.distribution import Exact, chi_square_p, compare, enumerate_texts, expected_variation
+from headstart.eval.enumeration import Distribution, chi_square_p, enumerate_texts, expected_variation, fit
 from headstart.target.model import Target
 from tests.tiny import tiny_model
 
@@ -61,32 +61,32 @@ def draw(probs: dict[tuple[int, ...], float], samples: int, seed: int) -> Counte
 
 def test_honest_samples_fit_and_others_do_not(target: Target) -> None:
     exact = enumerate_texts(target, PROMPT, Sampling(1.0, top_p=0.9), depth=2)
-    fits = [compare(draw(exact.probs, 2000, seed), exact) for seed in range(200)]
-    assert 0.02 < sum(fit.p_value < 0.1 for fit in fits) / 200 < 0.2, "a tenth, give or take"
-    assert all(fit.clean(1e-4) for fit in fits)
-    noise = sum(fit.total_variation for fit in fits) / 200
+    fits = [fit(draw(exact.probs, 2000, seed), exact) for seed in range(200)]
+    assert 0.02 < sum(result.p_value < 0.1 for result in fits) / 200 < 0.2, "a tenth, give or take"
+    assert all(result.clean(1e-4) for result in fits)
+    noise = sum(result.total_variation for result in fits) / 200
     assert noise == pytest.approx(fits[0].expected_variation, rel=0.1)
     other = enumerate_texts(target, PROMPT, Sampling(1.15, top_p=0.9), depth=2)
     shared = {text: prob for text, prob in other.probs.items() if text in exact.probs}
-    wrong = compare(draw(shared, 2000, 0), exact)
+    wrong = fit(draw(shared, 2000, 0), exact)
     assert not wrong.clean(1e-3)
     assert wrong.total_variation > 1.5 * wrong.expected_variation
 
 
 def test_a_single_impossible_sample_is_caught() -> None:
-    exact = Exact(1, {(0,): 0.5, (1,): 0.5}, 0.0, {(): frozenset({0, 1})})
-    assert compare({(0,): 50, (1,): 50}, exact).clean(0.01)
-    caught = compare({(0,): 50, (1,): 49, (7,): 1}, exact)
+    exact = Distribution(1, {(0,): 0.5, (1,): 0.5}, 0.0, {(): frozenset({0, 1})})
+    assert fit({(0,): 50, (1,): 50}, exact).clean(0.01)
+    caught = fit({(0,): 50, (1,): 49, (7,): 1}, exact)
     assert caught.impossible == 1
     assert not caught.clean(0.01)
 
 
 def test_rare_cells_are_pooled() -> None:
     probs = {(0,): 0.9, (1,): 0.06, **{(token,): 0.001 for token in range(2, 42)}}
-    exact = Exact(1, probs, 0.0, {(): frozenset(range(42))})
-    assert compare({(0,): 900, (1,): 60, (5,): 40}, exact).cells == 3
-    assert compare({(0,): 96, (1,): 4}, exact).cells == 2, "the pool of 4 joins the least likely cell"
-    only = compare({(0,): 3}, Exact(1, {(0,): 1.0}, 0.0, {(): frozenset({0})}))
+    exact = Distribution(1, probs, 0.0, {(): frozenset(range(42))})
+    assert fit({(0,): 900, (1,): 60, (5,): 40}, exact).cells == 3
+    assert fit({(0,): 96, (1,): 4}, exact).cells == 2, "the pool of 4 joins the least likely cell"
+    only = fit({(0,): 3}, Distribution(1, {(0,): 1.0}, 0.0, {(): frozenset({0})}))
     assert (only.cells, only.p_value, only.total_variation) == (1, 1.0, 0.0)
 
 

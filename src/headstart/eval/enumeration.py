@@ -38,20 +38,20 @@ Text = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Exact:
-    """The exact distribution of the first tokens after a prompt, enumerated as far as it was affordable.
+class Distribution:
+    """The exact distribution of texts of a few tokens, enumerated as far as it was affordable.
 
     Attributes:
-        depth: how many tokens.
-        probs: probability of each text of `depth` tokens that was enumerated.
+        depth: tokens of a text.
+        probs: probability of each text that was enumerated.
         rest: probability of all other texts together; they begin with a text that was not read on.
         following: possible next tokens of each shorter text that was read on.
     """
 
     depth: int
-    probs: dict[Text, float]
-    rest: float
-    following: dict[Text, frozenset[int]] = field(repr=False, default_factory=dict)
+    probs: Mapping[Text, float]
+    rest: float = 0.0
+    following: Mapping[Text, frozenset[int]] = field(repr=False, default_factory=dict)
 
     def possible(self, text: Text) -> bool:
         """False for a text that has no probability; true for one that has, or that begins with a text not read on."""
@@ -92,7 +92,9 @@ class Fit:
 
 
 @torch.inference_mode()
-def enumerate_texts(target: Target, prompt: Sequence[int], sampling: Sampling, depth: int, maximum: int = 64) -> Exact:
+def enumerate_texts(
+    target: Target, prompt: Sequence[int], sampling: Sampling, depth: int, maximum: int = 64
+) -> Distribution:
     """The exact distribution of the first `depth` tokens after a prompt.
 
     Args:
@@ -115,69 +117,17 @@ def enumerate_texts(target: Target, prompt: Sequence[int], sampling: Sampling, d
             rest += sum(level[text] for text in ranked[maximum:])
             texts, longer = ranked[:maximum], dict[Text, float]()
             for first in range(0, len(texts), _ROWS):
-                some = texts[first : first + _ROWS]
-                logits_NV = read.logits[:, -1] if length == 0 else _read_on(model, prompt_1T, read, some)
-                ids_NT = torch.tensor([[*prompt, *text] for text in some], device=target.device)
+                block = texts[first : first + _ROWS]
+                logits_NV = read.logits[:, -1] if length == 0 else _read_on(model, prompt_1T, read, block)
+                ids_NT = torch.tensor([[*prompt, *text] for text in block], device=target.device)
                 probs_NV = warpers(ids_NT, logits_NV.float()).softmax(-1)
-                for text, probs_V in zip(some, probs_NV, strict=True):
+                for text, probs_V in zip(block, probs_NV, strict=True):
                     tokens = probs_V.nonzero()[:, 0].tolist()
                     following[text] = frozenset(tokens)
                     for token, prob in zip(tokens, probs_V[tokens].tolist(), strict=True):
                         longer[(*text, token)] = level[text] * prob
             level = longer
-    return Exact(depth, level, rest, following)
-
-
-def compare(counts: Mapping[Text, int], exact: Exact) -> Fit:
-    """Test samples (texts of `exact.depth` tokens, with how often each was drawn) against the exact distribution."""
-    samples = sum(counts.values())
-    kept = [text for text, prob in exact.probs.items() if prob * samples >= MIN_EXPECTED]
-    probs_C = torch.tensor([exact.probs[text] for text in kept], dtype=torch.float64)
-    seen_C = torch.tensor([counts.get(text, 0) for text in kept], dtype=torch.float64)
-    impossible = sum(count for text, count in counts.items() if not exact.possible(text))
-    # Everything rare stands together in a last cell. Too small for one of its own, it joins the least likely cell.
-    rare, seen_rare = max(0.0, 1.0 - float(probs_C.sum())), samples - float(seen_C.sum())
-    if rare * samples >= MIN_EXPECTED or not kept:
-        probs_C = torch.cat([probs_C, probs_C.new_tensor([rare])])
-        seen_C = torch.cat([seen_C, seen_C.new_tensor([seen_rare])])
-    else:
-        minimum = int(probs_C.argmin())
-        probs_C[minimum] += rare
-        seen_C[minimum] += seen_rare
-    statistic = float((((seen_C - samples * probs_C) ** 2) / (samples * probs_C)).sum())
-    return Fit(
-        samples=samples,
-        cells=len(probs_C),
-        chi_square=statistic,
-        p_value=chi_square_p(statistic, len(probs_C) - 1),
-        total_variation=float((seen_C / samples - probs_C).abs().sum() / 2),
-        expected_variation=expected_variation(probs_C, samples),
-        impossible=impossible,
-    )
-
-
-def chi_square_p(statistic: float, freedom: int) -> float:
-    """Probability that a chi-square variable with `freedom` degrees of freedom is at least as large.
-
-    >>> round(chi_square_p(3.841, 1), 3), round(chi_square_p(18.307, 10), 3), chi_square_p(0.0, 0)
-    (0.05, 0.05, 1.0)
-    """
-    if freedom == 0:
-        return 1.0
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def expected_variation(probs_C: Tensor, samples: int) -> float:
-    """Total variation that honest samples have on average: half the sum of their mean absolute deviations.
-
-    Each share is close to normal, with standard deviation sqrt(p (1 - p) / samples), and its mean absolute deviation
-    is sqrt(2 / pi) of that.
-
-    >>> round(expected_variation(torch.tensor([0.5, 0.5]), 100), 3)
-    0.04
-    """
-    return float((probs_C * (1 - probs_C)).clamp(min=0).sqrt().sum()) * math.sqrt(2 / math.pi / samples) / 2
+    return Distribution(depth, level, rest, following)
 
 
 def _read_on(model: Any, prompt_1T: Tensor, read: Any, texts: Sequence[Text]) -> Tensor:
@@ -204,3 +154,57 @@ def _warpers(sampling: Sampling) -> LogitsProcessorList:
     if sampling.min_p > 0:
         warpers.append(MinPLogitsWarper(sampling.min_p))
     return warpers
+
+
+# -- the test --------------------------------------------------------------------------------------------------------
+
+
+def fit(counts: Mapping[Text, int], exact: Distribution) -> Fit:
+    """Test samples (texts of `exact.depth` tokens, with how often each was drawn) against the exact distribution."""
+    samples = sum(counts.values())
+    kept = [text for text, prob in exact.probs.items() if prob * samples >= MIN_EXPECTED]
+    probs_C = torch.tensor([exact.probs[text] for text in kept], dtype=torch.float64)
+    seen_C = torch.tensor([counts.get(text, 0) for text in kept], dtype=torch.float64)
+    # Everything rare stands together in a last cell. Too small for one of its own, it joins the least likely cell.
+    rare, seen_rare = max(0.0, 1.0 - float(probs_C.sum())), samples - float(seen_C.sum())
+    if rare * samples >= MIN_EXPECTED or not kept:
+        probs_C = torch.cat([probs_C, probs_C.new_tensor([rare])])
+        seen_C = torch.cat([seen_C, seen_C.new_tensor([seen_rare])])
+    else:
+        least_likely = int(probs_C.argmin())
+        probs_C[least_likely] += rare
+        seen_C[least_likely] += seen_rare
+    statistic = float((((seen_C - samples * probs_C) ** 2) / (samples * probs_C)).sum())
+    return Fit(
+        samples=samples,
+        cells=len(probs_C),
+        chi_square=statistic,
+        p_value=chi_square_p(statistic, len(probs_C) - 1),
+        total_variation=float((seen_C / samples - probs_C).abs().sum() / 2),
+        expected_variation=expected_variation(probs_C, samples),
+        impossible=sum(count for text, count in counts.items() if not exact.possible(text)),
+    )
+
+
+def chi_square_p(statistic: float, freedom: int) -> float:
+    """Probability that a chi-square variable with `freedom` degrees of freedom is at least as large.
+
+    >>> round(chi_square_p(3.841, 1), 3), round(chi_square_p(18.307, 10), 3), chi_square_p(0.0, 0)
+    (0.05, 0.05, 1.0)
+    """
+    if freedom == 0:
+        return 1.0
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def expected_variation(probs_C: Tensor, samples: int) -> float:
+    """Total variation that honest samples have on average: half the sum of their mean absolute deviations.
+
+    Each share is close to normal, with standard deviation sqrt(p (1 - p) / samples), and its mean absolute deviation
+    is sqrt(2 / pi) of that.
+
+    >>> round(expected_variation(torch.tensor([0.5, 0.5]), 100), 3)
+    0.04
+    """
+    return float((probs_C * (1 - probs_C)).clamp(min=0).sqrt().sum()) * math.sqrt(2 / math.pi / samples) / 2

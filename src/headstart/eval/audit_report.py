@@ -6,21 +6,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 
-from headstart.eval.report import cell
+from headstart.eval.report import template
 from headstart.support.files import write_json, write_text
 
 
 def write_audit(results: Mapping[str, Any], out: Path) -> None:
     """Write audit.json and audit.md into the folder `out`, each in one step."""
-    environment = Environment(
-        loader=PackageLoader("headstart.eval"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["cell"] = cell
-    text = environment.get_template("audit.md.j2").render(verdict=sentence(results), **results)
+    text = template("audit.md.j2").render(verdict=sentence(results), **results)
     write_json(out / "audit.json", results)
     write_text(out / "audit.md", text)
 

@@ -8,34 +8,29 @@ that users have today, and its prompt lookup the strongest one that needs no tra
 
 from __future__ import annotations
 
-import platform
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-import transformers
 from rich.console import Console
 
-import headstart
 from headstart.data.conversations.conversations import check_template, has_template, prompt_tokens
 from headstart.data.prompts.questions import Question
 from headstart.decode.budget import Costs
-from headstart.decode.costs import core_count, cpu_model
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import check
 from headstart.decode.options import DecodeOptions
 from headstart.decode.rules import RULES
 from headstart.errors import UserError
 from headstart.eval.bits import count_bits
-from headstart.eval.compare import OTHER, Drafters, compare_rows, named, wanted
-from headstart.eval.divergence import Judge, Judgement, as_entry
-from headstart.eval.labels import HEADS, LOOKUP, PLAIN, STOCK
-from headstart.eval.methods import ASSISTANT, Method, Ours, Transformers
-from headstart.eval.summary import RESAMPLES, Prompt, Unit, categories, per_prompt, summarise
+from headstart.eval.divergence import Judge, Judgement
+from headstart.eval.environment import dtype_name, environment
+from headstart.eval.figures import RESAMPLES, Prompt, Unit, categories, compare_rows, per_prompt, summarise
+from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
+from headstart.eval.methods import ASSISTANT, Drafters, Method, Ours, Transformers, named, wanted
 from headstart.options import DraftingOptions
 from headstart.support.terminal import progress_bar
 from headstart.target.loading import load_target
@@ -134,34 +129,29 @@ def evaluate(
     for question in questions:
         _check_fits(target, question, options)
 
-    methods = _methods(target, drafter, options, costs, others or {})
+    methods = make_methods(target, drafter, options, costs, others or {})
     units = _measure(target, questions, options, methods, progress)
-    summary = summarise(units, options.seed)
-    rows = per_prompt(units)
-    judged = dict.fromkeys(methods, _nothing_compared())
-    if options.temperature == 0:
-        say = partial(progress.print, style="dim", highlight=False, soft_wrap=True) if progress is not None else None
-        judge = Judge(target, options.decoding.sampling, say)
-        for name in methods:
-            judged[name] = _judge(judge, units, name)
-        for verdict in judged[HEADS].verdicts:
-            rows[verdict.prompt]["divergence"] = as_entry(verdict)
-    compared = options.temperature == 0
-    summary["divergences"] = judged[HEADS].to_json()
-    answers = [
-        (prompt.tokens, run) for one in units for prompt, run in zip(one.prompts, one.runs[PLAIN].tokens, strict=True)
-    ]
-    summary["bits"] = asdict(count_bits(target, answers))
-    for name, key in ((STOCK, "transformers_divergences"), (LOOKUP, "prompt_lookup_divergences")):
-        summary[key] = judged[name].to_json() if compared and name in methods else None
-    summary["predicted_speedup"] = options.predicted_speedup
-    summary["drafter"], summary["lossless"] = options.drafter, options.lossless
+    judged = _judge(target, units, options, list(methods), progress)
+    summary, rows = summarise(units, options.seed), per_prompt(units)
+    for difference in judged[HEADS].differences:
+        rows[difference.prompt]["divergence"] = difference.to_json()
+    answers = [pair for unit in units for pair in zip(_tokens(unit), unit.runs[PLAIN].tokens, strict=True)]
+    compared = {name: judged[name].to_json() for name in methods if options.temperature == 0}
+    summary |= {
+        "divergences": judged[HEADS].to_json(),
+        "transformers_divergences": compared.get(STOCK),
+        "prompt_lookup_divergences": compared.get(LOOKUP),
+        "bits": asdict(count_bits(target, answers)),
+        "predicted_speedup": options.predicted_speedup,
+        "drafter": options.drafter,
+        "lossless": options.lossless,
+    }
     return {
         "schema_version": SCHEMA_VERSION,
         "summary": summary,
         "compare": compare_rows(units, judged, options.seed, options.drafter, options.lossless),
         "categories": categories(units, options.seed),
-        "settings": _settings(target, drafter, questions, options, methods),
+        "settings": _settings(target, drafter, len(questions), options, methods),
         "environment": environment(target),
         "per_prompt": rows,
     }
@@ -179,7 +169,7 @@ def evaluate_decoder(
         source: target, heads and their tuning.
         questions: what to ask.
         options: how to measure; names to compare may be comma-separated, and "all" stands for several, see
-            `headstart.eval.compare.wanted`. `drafter` is a catalog name.
+            `headstart.eval.methods.wanted`. `drafter` is a catalog name.
         progress: see `evaluate`.
 
     Raises:
@@ -193,56 +183,24 @@ def evaluate_decoder(
     compare = wanted(options.compare, name)
     predicted = source.calibration.get("predicted", {}).get("speedup") if name == "heads" else None
     tuned_dtype = source.calibration.get("settings", {}).get("dtype")
-    if options.temperature > 0 or options.batch_size > 1 or tuned_dtype != _dtype(source.target):
+    if options.temperature > 0 or options.batch_size > 1 or tuned_dtype != dtype_name(source.target):
         predicted = None  # tuning spoke of greedy decoding, one prompt at a time, in the dtype it ran in
-    others = {one: named(source, one) for one in compare if not one.startswith(ASSISTANT)}
+    others = {other: named(source, other) for other in compare if not other.startswith(ASSISTANT)}
     options = replace(options, drafter=name, compare=compare, predicted_speedup=predicted)
     return evaluate(source.target, drafter, questions, options, progress, source.costs, others)
-
-
-def environment(target: Target) -> dict[str, Any]:
-    """The machine and the versions that a measurement belongs to."""
-    device = target.device
-    return {
-        "threads": torch.get_num_threads(),
-        "device": str(device),
-        "dtype": _dtype(target),
-        "exact": target.exact,
-        "prepacked": target.prepacked,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        **machine(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-    }
-
-
-def machine() -> dict[str, Any]:
-    """The machine, and when it was measured."""
-    return {
-        "cpu": cpu_model(),
-        "cores": core_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "headstart": headstart.__version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _dtype(target: Target) -> str:
-    return str(target.dtype).removeprefix("torch.")
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
 
 
-def _methods(
+def make_methods(
     target: Target,
     drafter: Drafter | None,
     options: EvalOptions,
     costs: Costs | None = None,
     others: Mapping[str, Drafter | None] | None = None,
 ) -> dict[str, Method]:
+    """Every way of decoding that the options ask for, by its name among the runs; see `evaluate`."""
     sampling = options.decoding.sampling
     methods: dict[str, Method] = {
         HEADS: Ours(target, drafter, options.decoding, costs),
@@ -254,8 +212,7 @@ def _methods(
             methods[LOOKUP] = Transformers(target, sampling, options.prompt_lookup_tokens)
     for name in options.compare:
         if name.startswith(ASSISTANT):
-            dtype = str(target.dtype).removeprefix("torch.")
-            assistant = load_target(name.removeprefix(ASSISTANT), dtype, str(target.device))
+            assistant = load_target(name.removeprefix(ASSISTANT), dtype_name(target), str(target.device))
             methods[OTHER + name] = Transformers(target, sampling, assistant=assistant)
         else:
             methods[OTHER + name] = Ours(target, (others or {})[name], options.decoding, costs)
@@ -326,17 +283,21 @@ def _speeds(units: Sequence[Unit]) -> str:
 # -- judging ---------------------------------------------------------------------------------------------------------
 
 
-def _judge(judge: Judge, units: Sequence[Unit], name: str) -> Judgement:
-    prompts = [prompt.tokens for unit in units for prompt in unit.prompts]
-    outputs: dict[str, list[list[int]]] = {
-        method: [tokens for unit in units for tokens in unit.runs[method].tokens] for method in (PLAIN, name)
-    }
-    return judge.judge(prompts, outputs[PLAIN], outputs[name])
+def _judge(
+    target: Target, units: Sequence[Unit], options: EvalOptions, names: Sequence[str], console: Console | None
+) -> dict[str, Judgement]:
+    """How each method's words compare with the plain loop's; sampled ones do not: each draws its own random numbers."""
+    if options.temperature != 0:
+        return dict.fromkeys(names, Judgement())
+    say = partial(console.print, style="dim", highlight=False, soft_wrap=True) if console is not None else None
+    judge = Judge(target, options.decoding.sampling, say)
+    prompts = [tokens for unit in units for tokens in _tokens(unit)]
+    outputs = {name: [tokens for unit in units for tokens in unit.runs[name].tokens] for name in names}
+    return {name: judge.judge(prompts, outputs[PLAIN], outputs[name]) for name in names}
 
 
-def _nothing_compared() -> Judgement:
-    """Sampled outputs are not compared token by token: each method draws its own random numbers."""
-    return Judgement(0, 0, None, [])
+def _tokens(unit: Unit) -> list[list[int]]:
+    return [prompt.tokens for prompt in unit.prompts]
 
 
 # -- settings and checks ---------------------------------------------------------------------------------------------
@@ -345,19 +306,18 @@ def _nothing_compared() -> Judgement:
 def _settings(
     target: Target,
     drafter: Drafter | None,
-    questions: Sequence[Question],
+    questions: int,
     options: EvalOptions,
     methods: dict[str, Method],
 ) -> dict[str, Any]:
-    identity = target.identity()
     return {
         **asdict(options),
         "target": target.name,
-        "target_fingerprint": identity.fingerprint,
+        "target_fingerprint": target.identity().fingerprint,
         **({} if target.quantization == "none" else {"quantization": target.quantization}),
         **({} if target.adapter is None else {"adapter": {"hash": target.adapter.hash, **target.adapter.note}}),
         "tree_nodes": drafter.max_nodes if drafter is not None else 1,
-        "questions": len(questions),
+        "questions": questions,
         "methods": [name.removeprefix(OTHER) for name in methods],
         "order": "rotated from prompt to prompt",
         "warm_up_tokens": min(WARM_UP_TOKENS, options.max_new_tokens),

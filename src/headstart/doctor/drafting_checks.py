@@ -1,0 +1,264 @@
+"""Does drafting equal training? Logits step by step, then what real decoding accepts.
+
+Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, K steps, W width of a tree level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headstart.data.conversations.conversations import Conversation
+from headstart.decode.loop import Engine, Generation
+from headstart.decode.options import DecodeOptions
+from headstart.doctor.findings import Finding, bad, good, unknown
+from headstart.doctor.subject import Subject, prompt_of
+from headstart.drafters.heads import HeadDrafter
+from headstart.errors import UserError
+from headstart.heads.base import DraftHead, HeadBatch
+from headstart.pipeline.layout import TRAIN
+from headstart.support.files import read_jsonl
+from headstart.target.model import Target
+from headstart.tree.proposal import Committed
+from headstart.tree.tree import TreeShape
+from headstart.tuning.measure import Text, measure_ranks
+from headstart.tuning.tune import replay
+
+_TOLERANCE = 5e-3
+"""Largest difference of two logits that are the same, as a share of the largest logit. Both are computed in float32
+from the same states: sums in another order are off by 1e-6 of it, and a head that feeds back its own states can make a
+thousand times that of it in a few steps. Another state, token, position or norm changes logits by about their size."""
+
+_ROUNDS = (1, 2, 3, 1, 4)
+"""Tokens committed in the rounds that are compared: whatever a family does after each length shows."""
+
+_LOW = 0.2
+"""Acceptance of the first draft below which drafting is hardly worth its cost."""
+
+
+# -- equality --------------------------------------------------------------------------------------------------------
+
+
+def equality(subject: Subject) -> Finding:
+    """Whether drafting gives the logits that training unrolled, at the same positions, at every step."""
+    target, heads = subject.target, subject.finite_heads
+    compared, largest = 0, 0.0
+    for item in subject.heldout:
+        with _in_float32(heads, target):
+            states = {
+                layer: state_TE[None].float()
+                for layer, state_TE in target.hidden_states([item.tokens], heads.aux_layers)[0].items()
+            }
+            trained = _unrolled(target, heads, item, states)
+            drafted = _drafted(target, heads, item, states)
+        for rounds, (origin, steps) in enumerate(drafted.items()):
+            if origin not in trained:
+                continue
+            compared += 1
+            for step, (drafted_D, trained_D) in enumerate(zip(steps, trained[origin], strict=True)):
+                scale = float(trained_D.abs().max().clamp_min(1e-30))
+                difference = float((drafted_D - trained_D).abs().max()) / scale
+                largest = max(largest, difference)
+                if difference > _TOLERANCE:
+                    after = (
+                        f"after {rounds} committed round{'s' * (rounds > 1)}" if rounds else "right after the prefill"
+                    )
+                    return bad(
+                        f"Decoding does not draft what training taught: {after}, draft {step + 1} of "
+                        f"{heads.draft_steps} has other logits than the training unroll at the same position "
+                        f"({difference:.1%} of the largest; token {origin} of {item.id!r}).",
+                        f"{_cause(rounds, step)} Fix the family in heads/; its test compares drafting with `unroll`.",
+                        step=step,
+                        origin=origin,
+                        observed_rounds=rounds,
+                        difference=difference,
+                    )
+    if not compared:
+        return unknown(f"No answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead.")
+    return good(
+        f"Drafting equals the training unroll at {compared} positions, all {heads.draft_steps} steps.",
+        positions=compared,
+        difference=largest,
+    )
+
+
+def _cause(rounds: int, step: int) -> str:
+    if step:
+        return (
+            f"`draft_step` goes on from draft {step} otherwise than `unroll` does (tokens, positions, norms, what is "
+            "fed back)."
+        )
+    if rounds:
+        return "`commit` leaves the state of the draft otherwise than reading the text does."
+    return "`prefill` and `unroll` read other states, positions or norms."
+
+
+@contextmanager
+def _in_float32(heads: DraftHead, target: Target) -> Iterator[None]:
+    """Heads in float32 for a while: in bfloat16 rounding grows from draft to draft as a mistake would."""
+    heads.float().bind(target)
+    try:
+        yield
+    finally:
+        heads.to(target.dtype).bind(target)
+
+
+@torch.no_grad()
+def _unrolled(
+    target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]
+) -> dict[int, list[Tensor]]:
+    """Logits of every step, by origin, where each step has them."""
+    batch = HeadBatch(
+        torch.tensor([item.tokens], device=target.device), torch.tensor([item.supervised], device=target.device), states
+    )
+    wanted = set(_origins(item))
+    steps: dict[int, list[Tensor]] = {}
+    for prediction in heads.unroll(batch):
+        rows = [row for row, origin in enumerate(prediction.origin_M.tolist()) if origin in wanted]
+        compared = replace(prediction, hidden_MH=prediction.hidden_MH[rows])
+        for row, logits_D in zip(rows, compared.logits_MD.float(), strict=True):
+            steps.setdefault(int(prediction.origin_M[row]), []).append(logits_D)
+    return {origin: logits for origin, logits in steps.items() if len(logits) == heads.draft_steps}
+
+
+def _origins(item: Conversation) -> list[int]:
+    """The last token read when each round of `_ROUNDS` drafts, in the first answer."""
+    start, stop = item.supervised_spans[0]
+    origins = [start - 1]
+    for count in _ROUNDS:
+        origins.append(origins[-1] + count)
+    return [origin for origin in origins if 0 <= origin < stop]
+
+
+@torch.no_grad()
+def _drafted(
+    target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]
+) -> dict[int, list[Tensor]]:
+    """Logits of every step, by origin, as decoding would draft along this text: a prefill, then round after round."""
+    tokens, steps = item.tokens, dict[int, list[Tensor]]()
+    origins = [origin for origin in _origins(item) if origin + heads.draft_steps < len(tokens)]
+    if not origins:
+        return steps
+    read = origins[0] + 1
+    session = heads.prefill([tokens[:read]], {layer: state_BTE[:, :read] for layer, state_BTE in states.items()})
+    level_BW = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    for origin in origins:
+        if origin >= read:
+            committed = {layer: state_BTE[:, read : origin + 1] for layer, state_BTE in states.items()}
+            heads.commit(session, Committed.of([tokens[read : origin + 1]], committed, target.device))
+            read = origin + 1
+        steps[origin] = []
+        for depth in range(heads.draft_steps):
+            token_BW = torch.tensor([[tokens[origin + 1 + depth]]], device=target.device)
+            steps[origin].append(heads.draft_step(session, token_BW, level_BW, depth)[0, 0].float())
+    return steps
+
+
+# -- acceptance ------------------------------------------------------------------------------------------------------
+
+
+def acceptance(subject: Subject) -> Finding:
+    """Whether decoding accepts what training reached; and which of the two is low."""
+    heads = subject.finite_heads
+    real = decoded(subject, [prompt_of(item) for item in subject.heldout])
+    figures = {"first_draft": real.first, "accepted": real.accepted, "accepted_as_predicted": real.predicted}
+    drafts = f"{heads.draft_steps} drafts a round"
+    if real.error:
+        return bad(
+            f"The drafter fails in decoding ({real.error}); decoding then goes on plainly.",
+            "Fix the family's prefill, draft_step (depth_logits) or commit.",
+            **figures,
+        )
+    if real.predicted is None or real.first is None:
+        return unknown(f"No answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead.")
+    if real.accepted < 0.75 * real.predicted - 0.05:
+        return bad(
+            f"Only decoding is low: on the same texts the training forward predicts {real.predicted:.2f} accepted of "
+            f"{drafts}, decoding accepts {real.accepted:.2f}. Training is not the problem.",
+            "Drafting does not match training: see equality; and load the heads with the target they were trained on.",
+            **figures,
+        )
+    if real.first < _LOW:
+        return bad(
+            f"Training accuracy itself is low: on answers to held-out prompts the first draft is right in "
+            f"{real.first:.0%} of cases, {real.predicted:.2f} of {drafts} would be accepted; decoding accepts "
+            f"{real.accepted:.2f}, so it does what training taught.",
+            _train_more(subject),
+            **figures,
+        )
+    if subject.question_prompts:
+        asked = decoded(subject, subject.question_prompts)
+        figures["accepted_on_questions"] = asked.accepted
+        if asked.accepted < 0.6 * real.accepted - 0.05:
+            return bad(
+                f"The data are too narrow for these questions: {asked.accepted:.2f} of {drafts} are accepted on them, "
+                f"{real.accepted:.2f} on prompts like those of the training.",
+                "Train on prompts like these: data.prompts=FILE, data.seed_prompts=broad, or more data.conversations.",
+                **figures,
+            )
+    return good(
+        f"Decoding accepts {real.accepted:.2f} of {drafts}; the training forward predicts {real.predicted:.2f}.",
+        **figures,
+    )
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Real decoding of some prompts with a chain, beside what the training forward predicts on the very same texts.
+
+    Attributes:
+        accepted: drafts accepted a round.
+        predicted: the same as the training unroll predicts it; None where all texts are too short.
+        first: share of positions where the training unroll's first draft is right; None with `predicted`.
+        error: what the drafter raised.
+    """
+
+    accepted: float
+    predicted: float | None
+    first: float | None
+    error: str | None
+
+
+def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
+    """What decoding accepts after these prompts."""
+    max_new_tokens = 32 if subject.quick else 96
+    prompts = [prompt for prompt in prompts if len(prompt) + max_new_tokens <= subject.target.max_length]
+    rows = decode_chain(subject.target, subject.heads, prompts, max_new_tokens)
+    accepted = [done.emitted - 1 for row in rows for done in row.rounds]
+    texts = [Text.of(prompt, row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
+    error = next((row.drafter_error for row in rows if row.drafter_error), None)
+    mean = sum(accepted) / max(1, len(accepted))
+    try:
+        ranks_OK = measure_ranks(subject.target, subject.heads, texts, max_rank=1)
+    except UserError:  # every answer is shorter than the heads look ahead
+        return Decoded(mean, None, None, error)
+    predicted = replay(ranks_OK, _chain(subject.heads).paths) - 1
+    return Decoded(mean, predicted, float((ranks_OK[:, 0] == 0).float().mean()), error)
+
+
+def decode_chain(
+    target: Target, heads: DraftHead, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[Generation]:
+    """Greedy decoding that drafts a chain as deep as the heads go in every round."""
+    engine = Engine(target, HeadDrafter(heads, _chain(heads), "chain"))
+    options = DecodeOptions(max_new_tokens=max_new_tokens, draft="on")
+    return [engine.generate([prompt], options)[0] for prompt in prompts]
+
+
+def _chain(heads: DraftHead) -> TreeShape:
+    return TreeShape.chain(heads.draft_steps)
+
+
+def _train_more(subject: Subject) -> str:
+    """Longer or on more data, as the validations say."""
+    file = subject.run / TRAIN / "metrics.jsonl" if subject.run else None
+    taus = [float(row["tau"]) for _, row in read_jsonl(file)] if file is not None and file.is_file() else []
+    if len(taus) < 3:
+        return "Train longer (train.minutes, train.steps), then on more conversations (data.conversations)."
+    if taus[-1] >= max(taus) and taus[-1] - taus[len(taus) // 2] > 0.02:
+        return "Validation was still rising when training ended: train longer (train.minutes, train.steps)."
+    return "Validation has stopped rising: more conversations (data.conversations), or another family or depth."

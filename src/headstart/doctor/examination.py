@@ -1,0 +1,84 @@
+"""The examination: every check in the order in which data flow, so that an early mistake explains later findings.
+
+A check is a function `(subject) -> Finding`. It returns `good`, `bad` or `unknown`, raises `Absent` when what it looks
+at is not there, and may break: whatever it raises becomes a finding, because broken input is what the doctor is for.
+
+The checks answer four questions. Is the data what I think: `template`, `teacher`. Is the mask right: `mask`.
+Do the states belong to this target: `states`. Does drafting equal training: `vocabulary`, `weights`, `equality`,
+`acceptance`, `overfit`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from headstart.doctor.data_checks import teacher, template
+from headstart.doctor.drafting_checks import acceptance, equality
+from headstart.doctor.findings import Finding, bad, unknown
+from headstart.doctor.heads_checks import vocabulary, weights
+from headstart.doctor.mask_check import mask
+from headstart.doctor.overfit_check import overfit
+from headstart.doctor.states_check import states
+from headstart.doctor.subject import Absent, Subject
+from headstart.errors import UserError
+
+Check = Callable[[Subject], Finding]
+
+CHECKS: list[tuple[str, Check]] = [
+    ("data", template),
+    ("data", mask),
+    ("states", states),
+    ("states", teacher),
+    ("heads", vocabulary),
+    ("heads", weights),
+    ("decoding", equality),
+    ("decoding", acceptance),
+    ("training", overfit),
+]
+"""(the stage that it looks at, the check); a check is called what its function is called."""
+
+
+def examine(
+    subject: Subject,
+    begin: Callable[[str, str], None] = lambda stage, name: None,
+    checks: Sequence[tuple[str, Check]] = CHECKS,
+) -> Iterator[Finding]:
+    """Run the checks; each finding comes as soon as it is there. No check ends the examination.
+
+    Args:
+        subject: what is examined.
+        begin: told the stage and the name of each check before it runs.
+        checks: which ones, in their order.
+    """
+    reported: list[str] = []
+    for stage, check in checks:
+        name = getattr(check, "__name__", "")
+        begin(stage, name)
+        finding = replace(_outcome(check, subject, reported), check=name, stage=stage)
+        if finding.ok is False:
+            reported.append(finding.sentence)
+        yield finding
+
+
+def _outcome(check: Check, subject: Subject, reported: Sequence[str]) -> Finding:
+    """What a check reports, or that it broke; an error that was reported already is not reported again."""
+    try:
+        return check(subject)
+    except Absent as absent:
+        return unknown(f"Not looked at: {absent}.")
+    except UserError as error:
+        if any(error.problem in sentence for sentence in reported):
+            return unknown("Not looked at, for a reason given above.")
+        return bad(error.problem, error.remedy)
+    except Exception as error:  # whatever breaks a check is what the user came to hear about
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return bad(
+            f"This check broke off with {reason} ({Path(where.filename).name}, line {where.lineno}, {where.name}).",
+            "What it looked at is damaged, or the code of this head family is: fix the findings above first; the "
+            "full traceback is in the file that --json writes.",
+            traceback="".join(traceback.format_exception(error)),
+        )

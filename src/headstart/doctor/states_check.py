@@ -1,0 +1,64 @@
+"""Do the stored states belong to this target? At the aux layers that they are filed under, token by token.
+
+Shape suffixes: T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from headstart.data.conversations.encoding import AUTO
+from headstart.data.states.identify import called, every_layer, identify
+from headstart.doctor.findings import Finding, bad, good
+from headstart.doctor.subject import Absent, Subject, spread
+from headstart.errors import UserError
+
+_READ = 128
+"""Tokens of a conversation that are read again: a causal model's first states do not depend on the rest."""
+
+
+def states(subject: Subject) -> Finding:
+    """Whether the stored states are those of the target at the aux layers they are filed under, and finite."""
+    target = subject.target
+    problems: dict[int, str] = {}
+    largest_distance = 0.0
+    for store in subject.stores.values():
+        if store.target_fingerprint not in (None, target.identity().fingerprint):
+            return bad(
+                f"The states in {store.folder} are those of another model than {target.name}, or of other weights.",
+                "Use the target that the data were written with, or build the data again in another --run-dir.",
+            )
+        for index in spread(len(store), 8 if subject.quick else 64):
+            for aux_layer, state_TE in store.get(index).states.items():
+                if not state_TE.isfinite().all():
+                    where = f"{called(aux_layer)}, conversation {index} of {store.folder}"
+                    problems.setdefault(aux_layer, f"Stored states are not finite ({where})")
+        for index in spread(len(store), 1 if subject.quick else 3):
+            sample, rounded = store.get(index), store.states_dtype != AUTO
+            fresh = target.hidden_states([sample.tokens_T[:_READ].tolist()], every_layer(target))[0]
+            for aux_layer in store.aux_layers:
+                distance, problem = identify(aux_layer, sample.states[aux_layer][:_READ], fresh, target, rounded)
+                largest_distance = max(largest_distance, distance)
+                if problem:
+                    problems.setdefault(aux_layer, f"The store's {problem} (conversation {index} of {store.folder})")
+    stored = set.intersection(*(set(store.aux_layers) for store in subject.stores.values()))
+    if missing := [aux_layer for aux_layer in _read_by_heads(subject) if aux_layer not in stored]:
+        problems[missing[0]] = f"The heads read {called(missing[0])}, and the store does not hold it"
+    figures = {
+        "aux_layers": sorted(stored),
+        "distance": largest_distance,
+        "wrong": {str(aux_layer): problem for aux_layer, problem in problems.items()},
+    }
+    if problems:
+        return bad(
+            f"{'; '.join(problems.values())}.",
+            "Remove the shards that its manifest names and build the states again (headstart data build), with "
+            "target.dtype=float32 if numbers stay infinite; then train again.",
+            **figures,
+        )
+    return good(f"The stored states are the target's own at {len(stored)} layer{'s' * (len(stored) > 1)}.", **figures)
+
+
+def _read_by_heads(subject: Subject) -> tuple[int, ...]:
+    try:
+        return subject.heads.aux_layers
+    except (Absent, UserError):  # none yet, or `vocabulary` reports it
+        return ()

@@ -1,0 +1,48 @@
+"""The machine and the versions that a measurement belongs to."""
+
+from __future__ import annotations
+
+import platform
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import transformers
+
+import headstart
+from headstart.decode.costs import core_count, cpu_model
+from headstart.target.model import Target
+
+
+def environment(target: Target) -> dict[str, Any]:
+    """The machine, the versions, and how the target computes."""
+    device = target.device
+    return {
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+        "dtype": dtype_name(target),
+        "exact": target.exact,
+        "prepacked": target.prepacked,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **machine(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The machine, and when it was measured."""
+    return {
+        "cpu": cpu_model(),
+        "cores": core_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "headstart": headstart.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def dtype_name(target: Target) -> str:
+    """The target's dtype as it is typed, such as "bfloat16"."""
+    return str(target.dtype).removeprefix("torch.")

@@ -1,0 +1,323 @@
+"""From timed runs to the numbers of a report. Each number is defined here, once.
+
+Shape suffixes: N resampled units (questions or batches of them), R resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.decode.loop import Round
+from headstart.eval.divergence import Judgement
+from headstart.eval.labels import HEADS, LABELS, METHODS, OTHER, PLAIN, STOCK
+from headstart.eval.methods import Run
+
+RESAMPLES = 10_000
+"""Bootstrap resamples for each interval."""
+
+
+class Interval(TypedDict):
+    """A point estimate ("mean") with its 95 % interval; without one where there is a single unit to draw from."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One measured prompt.
+
+    Attributes:
+        id: of its question; the second turn of question 81 is "81/2".
+        category: of its question.
+        tokens: token ids of the whole conversation up to the answer.
+    """
+
+    id: str
+    category: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Prompts that were decoded together, and what each method did with them.
+
+    Attributes:
+        group: what the bootstrap draws: turns of the same questions are not independent, so they share a group.
+        prompts: as many as the batch size.
+        runs: by method.
+    """
+
+    group: int
+    prompts: list[Prompt]
+    runs: Mapping[str, Run]
+
+
+def method_rounds(units: Sequence[Unit], method: str) -> list[Round]:
+    """Rounds of all rows that a method decoded; none where it did not draft through our loop."""
+    return [done for unit in units if method in unit.runs for row in unit.runs[method].rounds for done in row]
+
+
+# -- drafting --------------------------------------------------------------------------------------------------------
+
+
+def tokens_per_round(rounds: Sequence[Round]) -> float:
+    """τ: tokens emitted per round, the target's own included; plain decoding is 1.
+
+    >>> tokens_per_round([Round(3, emitted, 0, 0, 0) for emitted in (1, 3, 1)])  # (1 + 3 + 1) / 3
+    1.6666666666666667
+    """
+    return sum(done.emitted for done in rounds) / len(rounds) if rounds else 1.0
+
+
+def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
+    """Conditional acceptance: of the rounds that drafted k tokens ahead or more and whose first k - 1 drafts were
+    accepted, the share whose k-th was accepted too. It ends at the last position that any round reached.
+
+    >>> rounds = [Round(3, emitted, 0, 0, 0, depth=2) for emitted in (1, 3, 2)]
+    >>> acceptance_by_position([*rounds, Round(2, 2, 0, 0, 0, depth=1)])  # 3 of 4, then 1 of 2
+    [0.75, 0.5]
+    """
+    shares = []
+    for position in range(1, max((done.depth for done in rounds), default=0) + 1):
+        reached = [done for done in rounds if done.depth >= position and done.emitted >= position]
+        if not reached:
+            break
+        shares.append(sum(done.emitted > position for done in reached) / len(reached))
+    return shares
+
+
+def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None:
+    """Mean milliseconds of a round, by part. The rows of a batch share its rounds: the longest row has them all."""
+    rounds: list[Round] = [
+        done for unit in units if method in unit.runs for done in max(unit.runs[method].rounds, key=len, default=[])
+    ]
+    if not rounds:
+        return None
+    return {
+        "draft": float(np.mean([done.draft_ms for done in rounds])),
+        "verify": float(np.mean([done.verify_ms for done in rounds])),
+        "host": float(np.mean([done.host_ms for done in rounds])),
+    }
+
+
+# -- speed -----------------------------------------------------------------------------------------------------------
+
+
+class Totals(NamedTuple):
+    """Tokens and seconds of a method in each unit."""
+
+    tokens_N: Sequence[float]
+    seconds_N: Sequence[float]
+
+    def rates(self, seed: int) -> tuple[float, NDArray[np.float64]]:
+        """Total tokens over total seconds: as measured, and of each bootstrap resample."""
+        size = len(self.tokens_N)
+        counts_RN = np.random.default_rng(seed).multinomial(size, np.full(size, 1 / size), RESAMPLES).astype(float)
+        tokens_N, seconds_N = np.asarray(self.tokens_N, float), np.asarray(self.seconds_N, float)
+        return tokens_N.sum() / seconds_N.sum(), (counts_RN @ tokens_N) / (counts_RN @ seconds_N)
+
+
+def rate_interval(totals: Totals, seed: int) -> Interval:
+    """Total tokens over total seconds, with its 95 % bootstrap interval over units; one unit has none."""
+    return _interval(*totals.rates(seed), len(totals.tokens_N))
+
+
+def ratio_interval(totals: Totals, base: Totals, seed: int) -> Interval:
+    """Speed-up: the ratio of two throughputs (total tokens over total seconds), with its 95 % interval.
+
+    Paired bootstrap: a resample draws units, and takes both methods' runs of each unit drawn. One unit has none.
+
+    >>> ratio_interval(Totals([10, 20], [1, 2]), Totals([10, 20], [2, 4]), seed=0)
+    {'mean': 2.0, 'low': 2.0, 'high': 2.0}
+    """
+    (rate, rate_R), (base_rate, base_rate_R) = totals.rates(seed), base.rates(seed)
+    return _interval(rate / base_rate, rate_R / base_rate_R, len(totals.tokens_N))
+
+
+def _interval(point: float, resampled_R: NDArray[np.float64], units: int) -> Interval:
+    if units < 2:
+        return {"mean": float(point), "low": None, "high": None}
+    low, high = np.percentile(resampled_R, [2.5, 97.5])
+    return {"mean": float(point), "low": float(low), "high": float(high)}
+
+
+def _totals(units: Sequence[Unit], method: str) -> Totals | None:
+    """Tokens and seconds of a method, per group; None when it did not run."""
+    tokens: dict[int, float] = {}
+    seconds: dict[int, float] = {}
+    for unit in units:
+        if method not in unit.runs:
+            return None
+        run = unit.runs[method]
+        tokens[unit.group] = tokens.get(unit.group, 0.0) + run.count
+        seconds[unit.group] = seconds.get(unit.group, 0.0) + run.seconds
+    return Totals(list(tokens.values()), list(seconds.values()))
+
+
+def rate(units: Sequence[Unit], method: str, seed: int) -> Interval | None:
+    """Tokens per second of a method; None when it did not run."""
+    totals = _totals(units, method)
+    return rate_interval(totals, seed) if totals else None
+
+
+def speedup(units: Sequence[Unit], base: str, seed: int, method: str = HEADS) -> Interval | None:
+    """A method's tokens per second over another's; None when one of them did not run."""
+    totals, base_totals = _totals(units, method), _totals(units, base)
+    return ratio_interval(totals, base_totals, seed) if totals and base_totals else None
+
+
+def _speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interval | None]:
+    """Over each baseline, by the names of these figures in results.json."""
+    baselines = {name: label.speedup for name, label in LABELS.items() if label.speedup}
+    return {figure: speedup(units, base, seed, method) for base, figure in baselines.items()}
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, Any]:
+    """What a report says of any method; what does not apply to it is None."""
+    rounds, round_ms, speed = method_rounds(units, method), mean_round_ms(units, method), rate(units, method, seed)
+    errors = [unit.runs[method].drafter_error for unit in units if method in unit.runs]
+    return {
+        "tokens_per_second": speed["mean"] if speed else None,
+        "tokens_per_second_interval": speed,
+        **_speedups(units, method, seed),
+        "tokens_per_round": tokens_per_round(rounds) if rounds else None,
+        "acceptance_by_position": acceptance_by_position(rounds),
+        "nodes_per_round": sum(done.nodes for done in rounds) / len(rounds) if rounds else None,
+        "round_ms": round_ms,
+        "host_share": round_ms["host"] / sum(round_ms.values()) if round_ms else None,
+        "drafter_error": next((error for error in errors if error), None),
+    }
+
+
+def compare_rows(
+    units: Sequence[Unit], judged: Mapping[str, Judgement], seed: int, drafter: str, lossless: bool
+) -> list[dict[str, Any]]:
+    """One row per method that ran, the drafter under test first: the `compare` of results.json.
+
+    Args:
+        units: what ran.
+        judged: for each method, how its words compare with the plain loop's.
+        seed: of the bootstrap.
+        drafter: name of the one under test.
+        lossless: whether our verifier is; methods that do not go through it are.
+    """
+    rows = []
+    for method, judgement in judged.items():
+        figures = method_figures(units, method, seed)
+        verified = method != PLAIN and figures["tokens_per_round"] is not None  # by our verifier
+        rows.append(
+            {
+                "name": drafter if method == HEADS else method.removeprefix(OTHER),
+                **figures,
+                "tested_over_it": speedup(units, method, seed, HEADS),
+                "divergences": judgement.to_json(),
+                "lossless": lossless or not verified,
+            }
+        )
+    return rows
+
+
+def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
+    """The part of `summary` that follows from the runs."""
+    rounds = method_rounds(units, HEADS)
+    emitted, nodes = sum(done.emitted for done in rounds), sum(done.nodes for done in rounds)
+    proposed, accepted = nodes - len(rounds), emitted - len(rounds)
+    speeds = {name: rate(units, name, seed) for name in METHODS}
+    longest = max((done.emitted for done in rounds), default=1)
+    return {
+        **method_figures(units, HEADS, seed),
+        "tokens_per_round": tokens_per_round(rounds),
+        "tokens_per_second": {name: speed["mean"] if speed else None for name, speed in speeds.items()},
+        "tokens_per_second_interval": speeds,
+        "plain_vs_transformers": speedup(units, STOCK, seed, PLAIN),
+        "rounds": len(rounds),
+        "tokens_per_round_histogram": [sum(done.emitted == count for done in rounds) for count in range(longest + 1)],
+        "drafts_proposed": proposed,
+        "drafts_accepted": accepted,
+        "accepted_per_proposed": accepted / proposed if proposed else None,
+        "wasted_per_token": (nodes - emitted) / emitted if emitted else None,
+        "plain_round_ms": mean_round_ms(units, PLAIN),
+        "ttft_ms": _percentiles(units, _first_ms),
+        "inter_token_ms": _percentiles(units, _gaps_ms),
+    }
+
+
+def categories(units: Sequence[Unit], seed: int) -> list[dict[str, Any]]:
+    """One row per category, in order of appearance. Speeds are null where prompts of several were decoded together."""
+    alone = all(len(unit.prompts) == 1 for unit in units)
+    rows = []
+    for name in dict.fromkeys(prompt.category for unit in units for prompt in unit.prompts):
+        within = [unit for unit in units if any(prompt.category == name for prompt in unit.prompts)]
+        of_prompts = [
+            row
+            for unit in within
+            for prompt, row in zip(unit.prompts, unit.runs[HEADS].rounds, strict=True)
+            if prompt.category == name
+        ]
+        rounds = [done for row in of_prompts for done in row]
+        speeds = {method: rate(within, method, seed) if alone else None for method in METHODS}
+        speedups = _speedups(within, HEADS, seed)
+        rows.append(
+            {
+                "category": name,
+                "prompts": len(of_prompts),
+                "tokens_per_round": tokens_per_round(rounds),
+                "acceptance_by_position": acceptance_by_position(rounds),
+                "tokens_per_second": {method: speed["mean"] if speed else None for method, speed in speeds.items()},
+                **(speedups if alone else dict.fromkeys(speedups)),
+            }
+        )
+    return rows
+
+
+def per_prompt(units: Sequence[Unit]) -> list[dict[str, Any]]:
+    """One row per prompt. In a batch each prompt is given an equal share of the batch's seconds."""
+    rows = []
+    for number, unit in enumerate(units):
+        runs = {name: unit.runs.get(name) for name in METHODS}
+        for index, prompt in enumerate(unit.prompts):
+            rows.append(
+                {
+                    "id": prompt.id,
+                    "category": prompt.category,
+                    "unit": number,
+                    "prompt_tokens": len(prompt.tokens),
+                    "tokens": {name: len(run.tokens[index]) if run else None for name, run in runs.items()},
+                    "seconds": {name: run.seconds / len(unit.prompts) if run else None for name, run in runs.items()},
+                    "tokens_per_round": tokens_per_round(unit.runs[HEADS].rounds[index]),
+                    "divergence": None,
+                }
+            )
+    return rows
+
+
+def _percentiles(units: Sequence[Unit], values: Callable[[Run], Iterable[float]]) -> dict[str, dict[str, float] | None]:
+    """Median and 95th percentile per method."""
+    table: dict[str, dict[str, float] | None] = {}
+    for name in METHODS:
+        seen = [value for unit in units if name in unit.runs for value in values(unit.runs[name])]
+        table[name] = {"p50": float(np.percentile(seen, 50)), "p95": float(np.percentile(seen, 95))} if seen else None
+    return table
+
+
+def _first_ms(run: Run) -> Iterable[float]:
+    """Time to the first token of each row, prefill included."""
+    return (row[0][0] for row in run.arrivals if row)
+
+
+def _gaps_ms(run: Run) -> Iterable[float]:
+    """Time between tokens: the wait for an arrival, shared evenly by the tokens that came with it."""
+    for row in run.arrivals:
+        for (before, _), (now, tokens) in pairwise(row):
+            yield from [(now - before) / tokens] * tokens

@@ -1,0 +1,153 @@
+"""A target that reads every text only once, for drawing thousands of samples after one prompt.
+
+Shape suffixes: B rows, N tree nodes, X = B * N, V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.target.model import Target, TargetOutput
+from headstart.tree.tree import DraftTree
+
+MAX_TEXTS = 4000
+"""Texts that are remembered at most."""
+MAX_BYTES = 1 << 30
+"""Memory for their logits; a vocabulary of 50k takes 0.2 MB a text."""
+_MAX_NODES = 256
+"""Nodes read in one forward."""
+
+Text = tuple[int, ...]
+
+
+class RememberingTarget(Target):
+    """A view of a target that looks up what it has read before.
+
+    Thousands of rows with the same prompt take the same few paths. What the target says after a text does not depend on
+    the row, so it is computed once, by the target's own tree forward on top of its own cache, and looked up from then
+    on. The decode loop, drafter, rules and random streams run as always; only the batched cache is left out (batches
+    have a proof of their own, the greedy one). All rows must have the same prompt, of at least two tokens. Logits are
+    good until the next forward.
+
+    Args:
+        target: what is asked; every other attribute is the original's.
+        horizon: longer texts are answered as their first `horizon` tokens are. This is another model, with the same
+            distribution of the first `horizon` + 1 tokens; trees reach far beyond them, and need not be read there.
+    """
+
+    def __init__(self, target: Target, horizon: int | None = None) -> None:
+        self.original = target
+        self.__dict__["end_tokens"] = target.end_tokens
+        self._horizon = horizon
+        self._asked: tuple[Text, tuple[int, ...]] = ((), ())  # prompt and aux layers
+        self._known: dict[Text, tuple[Tensor, dict[int, Tensor]]] = {}  # logits [V] and states [E] after each text
+        with torch.inference_mode():
+            self._logits_XV = torch.empty(0, self.vocab_size, device=self.device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["original"], name)
+
+    def new_cache(self, rows: int, capacity: int) -> Any:
+        return _Texts(0, [()] * rows)
+
+    def prefill(self, cache: Any, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
+        prompt = tuple(rows[0])
+        assert len(prompt) > 1 and all(tuple(row) == prompt for row in rows), "one prompt for all rows"
+        if (prompt, tuple(aux_layers)) != self._asked:
+            self._asked = prompt, tuple(aux_layers)
+            self._known.clear()
+            self._first = self.original.prefill(self.original.new_cache(1, len(prompt)), [prompt], aux_layers)
+            # The prompt's last token is the root of every tree read, so that one tree can hold many first tokens.
+            self._cache = self.original.new_cache(1, len(prompt) + _MAX_NODES)
+            self.original.prefill(self._cache, [prompt[:-1]])
+        cache.prompt_length = len(prompt)
+        return TargetOutput(
+            self._first.logits_BTV.expand(len(rows), -1, -1),
+            {layer: state.expand(len(rows), -1, -1) for layer, state in self._first.aux_hidden_states.items()},
+        )
+
+    @torch.inference_mode()
+    def forward_tree(self, cache: Any, tree: DraftTree, aux_layers: Sequence[int] = ()) -> TargetOutput:
+        cache.tree = tree
+        texts_X = [
+            text[: self._horizon] for row, committed in enumerate(cache.rows_B) for text in _texts(committed, tree, row)
+        ]
+        self._read(set(texts_X))
+        if len(texts_X) > len(self._logits_XV):  # kept from call to call: fresh memory costs more than the copy
+            self._logits_XV = torch.empty(len(texts_X), self.vocab_size, device=self.device)
+        known_X = [self._known[text] for text in texts_X]
+        logits_XV = torch.stack([logits_V for logits_V, _ in known_X], out=self._logits_XV[: len(texts_X)])
+        states = {layer: torch.stack([states[layer] for _, states in known_X]) for layer in aux_layers}
+        shape = cache.rows, tree.size, -1
+        return TargetOutput(logits_XV.view(shape), {layer: state_XE.view(shape) for layer, state_XE in states.items()})
+
+    def _read(self, texts: Collection[Text]) -> None:
+        """Compute what is not known yet, as trees after the prompt."""
+        room = max(_MAX_NODES, min(MAX_TEXTS, MAX_BYTES // (4 * self.vocab_size)))
+        if len(self._known.keys() | texts) > room:
+            self._known.clear()
+        prompt, aux_layers = self._asked
+        unread = sorted(texts - self._known.keys())
+        while unread:
+            nodes: dict[Text, int] = {(): 0}
+            count = 0
+            for text in unread:
+                if count and len(nodes) + len(text) > _MAX_NODES:
+                    break
+                for length in range(1, len(text) + 1):
+                    nodes.setdefault(text[:length], len(nodes))
+                count += 1
+            drafted = [text for text in nodes if text]
+            tree = DraftTree.from_rows(
+                [[prompt[-1], *(text[-1] for text in drafted)]],
+                [[-1, *(nodes[text[:-1]] for text in drafted)]],
+                self.device,
+            )
+            out = self.original.forward_tree(self._cache, tree, aux_layers)
+            for text in unread[:count]:
+                node = nodes[text]
+                states = {layer: state_BNE[0, node].clone() for layer, state_BNE in out.aux_hidden_states.items()}
+                self._known[text] = out.logits_BTV[0, node].clone(), states
+            unread = unread[count:]
+
+
+@dataclass
+class _Texts:
+    """What stands in for the cache: the tokens that each row has committed after the prompt."""
+
+    prompt_length: int
+    rows_B: list[Text]
+    tree: DraftTree | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.rows_B)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.prompt_length + len(text) for text in self.rows_B]
+
+    def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
+        assert self.tree is not None, "a forward comes before its commit"
+        tokens = self.tree.tokens_BN.tolist()
+        self.rows_B = [
+            (*text, *(tokens[row][node] for node in path))
+            for row, (text, path) in enumerate(zip(self.rows_B, paths, strict=True))
+        ]
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        self.rows_B = [self.rows_B[row] for row in rows]
+
+
+def _texts(committed: Text, tree: DraftTree, row: int) -> list[Text]:
+    """The text that ends with each node of a row; padding nodes stand for the root."""
+    parents, tokens = tree.parents_of(row), tree.tokens_BN[row].tolist()
+    texts = [(*committed, tokens[0])]
+    for node in range(1, len(parents)):
+        texts.append((*texts[parents[node]], tokens[node]))
+    return texts + [texts[0]] * (len(tokens) - len(parents))
