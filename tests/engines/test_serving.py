@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from headstart.data.conversations.conversations import Conversation, write_conversations
+from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.hub.engines.export import export_for
 from headstart.hub.engines.tune_engine import measure_drafts
 from headstart.hub.measured import FILE, EngineTuning, read_engine_tunings, write_engine_tuning
-from headstart.options import EngineOptions
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
 from headstart.servers.engines import ENGINES

@@ -22,9 +22,8 @@ from rich.console import Console
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, check
-from headstart.decode.options import DecodeOptions
+from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.rules import RULES
-from headstart.decode.sampling import Sampling
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit import AlwaysWrongDrafter, AuditResult, audit, plain_answers, random_weights, unused_tokens
@@ -259,7 +258,7 @@ def _sampling(
 ) -> list[dict[str, Any]]:
     """Every verifier at every temperature, on the prompts that test it most sharply."""
     target = source.target
-    hottest = Sampling(max(warm), top_p=options.top_p)
+    hottest = SamplingOptions(temperature=max(warm), top_p=options.top_p)
     bar.update(title="sampling, choosing prompts")
     at_hand = enumerate(prompts[:_CANDIDATES])
     known = {number: enumerate_texts(target, prompt, hottest, options.depth) for number, prompt in at_hand}
@@ -270,7 +269,7 @@ def _sampling(
     rows = []
     for number in chosen:
         for temperature in warm:
-            sampling = Sampling(temperature, top_p=options.top_p)
+            sampling = SamplingOptions(temperature=temperature, top_p=options.top_p)
             exact = enumerate_texts(target, prompts[number], sampling, options.depth)
             for verifier in options.verifiers:
                 done = partial(bar.advance, title=f"sampling, {verifier} at {temperature:g}")
@@ -308,7 +307,7 @@ def draw_texts(
     source: Source,
     target: Target,
     prompt: Sequence[int],
-    sampling: Sampling,
+    sampling: SamplingOptions,
     verifier: str,
     options: AuditOptions,
     advance: Callable[[float], None] = lambda _: None,
@@ -378,6 +377,8 @@ def _check(target: Target, prompts: Sequence[Sequence[int]], options: AuditOptio
     longest = max(options.max_new_tokens, options.depth)
     for temperature in options.temperatures or (0.0,):
         for verifier in options.verifiers or ("auto",):
-            check(target, prompts, DecodeOptions(longest, temperature, top_p=options.top_p, verifier=verifier))
+            check(
+                target, prompts, DecodeOptions(longest, temperature=temperature, top_p=options.top_p, verifier=verifier)
+            )
     if min(map(len, prompts)) < 2:
         raise UserError("A prompt has a single token.", "Give each prompt at least two tokens.")

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
+from headstart.decode.options import Tree
 from headstart.eval.divergence import Judgement
 from headstart.eval.labels import HEADS, LOOKUP, PLAIN, STOCK
 from headstart.eval.summary import (
@@ -20,7 +21,6 @@ from headstart.eval.summary import (
     speedup,
     tokens_per_round,
 )
-from headstart.options import Tree
 
 OTHER = "other: "
 """Before the names of compared drafters among a unit's runs, so that none is taken for a method of every report."""

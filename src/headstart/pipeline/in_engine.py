@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from rich.console import Console
 
 from headstart.data.conversations.conversations import read_conversations
+from headstart.decode.options import EngineOptions
 from headstart.errors import UserError, nearest
 from headstart.eval.measure import machine
 from headstart.heads.io import heads_folder
@@ -20,7 +21,6 @@ from headstart.hub.engines.export import Exported, export_for
 from headstart.hub.engines.tune_engine import DRAFTS, tune_engine
 from headstart.hub.format import CALIBRATION
 from headstart.hub.measured import EngineTuning, write_engine_tuning
-from headstart.options import EngineOptions
 from headstart.pipeline.actions import calibration_file, refuse_other_files
 from headstart.servers.engines import ENGINES
 from headstart.servers.process import Engine, Server
