@@ -8,10 +8,9 @@ from pathlib import Path
 from headstart.errors import UserError
 from headstart.heads.exchange.published import Layout, Published
 from headstart.hub.engines.base import TargetFacts, drafts_of
-from headstart.hub.engines.block_files import block_files
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
-from headstart.hub.engines.huggingface import files_of, fused_files, joined_files, write_files
+from headstart.hub.engines.huggingface import block_files, files_of, fused_files, joined_files, write_files
 
 _JOINED = "LlamaForCausalLMEagle"
 """What EAGLE-1 heads are called."""

@@ -9,7 +9,6 @@ from typing import Any
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, Layout, Published
 from headstart.hub.engines.base import NOTE, TargetFacts, drafts_of, refuse_activation
-from headstart.hub.engines.block_files import speculators_keys
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.huggingface import (
@@ -18,10 +17,10 @@ from headstart.hub.engines.huggingface import (
     llama_config,
     note,
     rounded,
+    speculators_keys,
     vocabulary_map,
     write_files,
 )
-from headstart.hub.engines.reading import is_speculators
 from headstart.hub.engines.vllm import block_remarks, vllm_command
 
 _VERSION = "0.9.0"
@@ -96,7 +95,7 @@ class Speculators(FolderFormat):
         write_files(folder, config, {**held.tensors, **vocabulary_map(published)})
 
     def knows(self, checkpoint: Checkpoint) -> bool:
-        return is_speculators(checkpoint)
+        return checkpoint.is_speculators
 
     def commands(
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
