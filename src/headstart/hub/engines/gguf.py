@@ -10,7 +10,7 @@ import torch
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, Layout, Published
-from headstart.hub.engines.base import Finding, Format, TargetFacts, drafts_of, refuse_activation
+from headstart.hub.engines.base import Finding, Format, TargetFacts, drafts_of, kind_of, refuse_activation
 from headstart.hub.engines.gguf_file import (
     AGAIN,
     ARCHITECTURES,
@@ -29,7 +29,6 @@ from headstart.hub.engines.gguf_file import (
     wrong_tensors,
 )
 from headstart.hub.engines.gguf_writing import write_gguf
-from headstart.hub.engines.huggingface import files_of
 from headstart.hub.engines.rules import unchanged
 
 HOOKS = frozenset(
@@ -47,13 +46,12 @@ class Gguf(Format):
 
     name = "gguf"
     engines = ("llama.cpp",)
-    about = "a GGUF file for llama.cpp"
     dtypes = ("bfloat16", "float16", "float32", "q8_0")
 
     def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
         if published.layout not in ARCHITECTURES:
             raise UserError(
-                f"llama.cpp drafts with EAGLE-3, DFlash and DSpark heads, and these are {files_of(published)} heads.",
+                f"llama.cpp drafts with EAGLE-3, DFlash and DSpark heads, and these are {kind_of(published)} heads.",
                 "Train eagle3, dflash or dspark heads for it.",
             )
         refuse_activation(published, "llama.cpp")

@@ -23,13 +23,6 @@ from headstart.hub.engines.reading import DFLASH, DSPARK, SPECULATORS
 from headstart.support.files import write_json
 
 WEIGHTS = "model.safetensors"
-_NAMES = {
-    Layout.EAGLE3: "EAGLE-3",
-    Layout.EAGLE: "EAGLE-1",
-    Layout.MEDUSA: "Medusa",
-    Layout.DFLASH: "DFlash",
-    Layout.DSPARK: "DSpark",
-}
 
 
 def rounded(published: Published, dtype: str) -> Published:
@@ -264,8 +257,3 @@ def write_files(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]
     write_json(folder / CONFIG, config)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def files_of(published: Published) -> str:
-    """What the arrangement is called in messages."""
-    return _NAMES[published.layout]

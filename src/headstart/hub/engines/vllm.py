@@ -34,7 +34,6 @@ class Vllm(FolderFormat):
 
     name = "vllm"
     engines = ("vllm", "sglang")
-    about = "a Hugging Face folder for vLLM, which SGLang reads too where it knows such heads"
 
     def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
         refuse_activation(published, "vLLM")
