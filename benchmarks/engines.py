@@ -29,7 +29,7 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.eval.environment import environment
 from headstart.heads.base import DraftHead
 from headstart.hub.engines.export import export_for
-from headstart.hub.engines.tune_engine import measure_drafts
+from headstart.hub.engines.tune_engine import Asked, measure_drafts
 from headstart.hub.format import CALIBRATION
 from headstart.pipeline.in_engine import served_with
 from headstart.servers.engines import ENGINES
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     engine = ENGINES[options.engine]
     decoder = headstart.load(options.heads, options.target, dtype=options.dtype)
     prompts = prompts_of(decoder.target, options.questions, options.limit)
-    acceptance = read_json(options.heads / CALIBRATION)["acceptance"]
+    asked = Asked(prompts, options.max_new_tokens, read_json(options.heads / CALIBRATION)["acceptance"])
     rows: list[dict[str, Any]] = []
     texts: list[list[Text]] = []
     with TemporaryDirectory() as place:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with start((), "plain") as plain:
             for drafts in options.drafts:
                 with start(served_with(engine, exported, drafts), f"{drafts}-drafts") as drafted:
-                    compared = measure_drafts(plain, drafted, drafts, prompts, acceptance, options.max_new_tokens)
+                    compared = measure_drafts(plain, drafted, drafts, asked)
                 texts.append([Text.of(*one) for one in zip(prompts, map(list, compared.drafted), strict=True)])
                 found = compared.row
                 rows.append(

@@ -92,8 +92,8 @@ def methods_of(target: Target, decoders: Mapping[str, Decoder], chain: int, temp
     always = DecodeOptions(temperature=temperature, draft="on")
     methods: dict[str, Method] = {
         PLAIN: Ours(target, None, decoding),
-        STOCK: Transformers(target, decoding.sampling),
-        LOOKUP: Transformers(target, decoding.sampling, 4),
+        STOCK: Transformers(target, decoding),
+        LOOKUP: Transformers(target, decoding, 4),
     }
     for name, decoder in decoders.items():
         fixed = HeadDrafter(decoder.heads, TreeShape.chain(min(chain, decoder.heads.draft_steps)))

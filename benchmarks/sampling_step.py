@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from record import here, record
 
+from headstart.decode.options import SamplingOptions
 from headstart.decode.rules import RULES
-from headstart.decode.sampling import Sampling
 from headstart.decode.verify import RuleVerifier, streams
 from headstart.tree.proposal import Proposal, ProposedTree, SampledChildren
 from headstart.tree.tree import TreeShape
@@ -66,7 +66,7 @@ def compared(rule: str, shape: TreeShape, vocab: int, options: argparse.Namespac
         for form in sorted(spent, reverse=bool(number % 2)):
             own = RULES[rule] if form == "side_by_side_ms" else replace(RULES[rule], next_tokens=None)
             seeds = [streams(options.rows * number + row)[0] for row in range(options.rows)]
-            verifier = RuleVerifier(own, Sampling(temperature=1.0), [[1]] * options.rows, seeds)
+            verifier = RuleVerifier(own, SamplingOptions(temperature=1.0), [[1]] * options.rows, seeds)
             ms = timed(lambda verifier=verifier: verifier.accept(tree, logits_BNV), options.device)  # type: ignore[misc]  # a default's type
             if number:  # the first round warms up
                 spent[form].append(ms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headstart.decode.options import DecodeOptions as DecodeOptions
 from headstart.decoder import Decoder as Decoder
 from headstart.errors import UserError
 from headstart.hub.engines import importing
@@ -12,7 +13,6 @@ from headstart.hub.engines.export import export_for
 from headstart.hub.format import adapter_spec, check_folder, read_heads, target_spec
 from headstart.hub.format import quantization as known_quantization
 from headstart.hub.pull import locate
-from headstart.options import GenerateOptions as GenerateOptions
 from headstart.streaming import Answer as Answer
 from headstart.streaming import Stream as Stream
 from headstart.target.loading import load_target

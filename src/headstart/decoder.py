@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, Unpack, get_args
 
 from headstart.data.conversations.conversations import Message, prompt_tokens
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Generation, check
-from headstart.decode.options import DecodeOptions
+from headstart.decode.options import DecodeKeywords, DecodeOptions, Tree
 from headstart.drafters.catalog import DEFAULT, DRAFTERS, make_drafter, parts_of
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, nearest
 from headstart.heads.base import DraftHead
-from headstart.options import GenerateKeywords, GenerateOptions, Tree
 from headstart.streaming import Answer, IncrementalDetokenizer, Stream, decode_text
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
@@ -79,7 +77,7 @@ class Decoder:
         return here.costs if here else None
 
     def drafter(self, name: str = "heads", tree: Tree | None = None) -> Drafter | None:
-        """A drafter by its name, see `GenerateOptions`; None decodes plainly.
+        """A drafter by its name, see `DecodeOptions`; None decodes plainly.
 
         Raises:
             UserError: no such drafter, one that cannot draft for this target, or heads not tuned for such trees.
@@ -105,13 +103,13 @@ class Decoder:
                 self._engines[key] = Engine(self.target, self._drafter(drafter, tree, tuning), costs)
             return self._engines[key]
 
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateKeywords]) -> Answer:
+    def generate(self, prompt: Prompt, **options: Unpack[DecodeKeywords]) -> Answer:
         """Answer one prompt.
 
         Args:
             prompt: a text becomes one user message; messages are rendered by the target's chat template; token ids
                 are read as they are.
-            **options: see `GenerateOptions`.
+            **options: see `DecodeOptions`.
 
         Raises:
             UserError: a prompt that is empty, too long or of another kind, a target without a chat template, or an
@@ -119,19 +117,19 @@ class Decoder:
         """
         return self.generate_batch([prompt], **options)[0]
 
-    def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[GenerateKeywords]) -> list[Answer]:
+    def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[DecodeKeywords]) -> list[Answer]:
         """Answer several prompts at once; prompt b samples with seed + b.
 
         Raises:
             UserError: as `generate`.
         """
-        asked, decoding = _asked(options)
+        asked = DecodeOptions.of(options)
         tokens = [self.tokens(prompt, asked.raw) for prompt in prompts]
-        check(self.target, tokens, decoding)
+        check(self.target, tokens, asked)
         engine = self.engine(asked.drafter, asked.tree, asked.draft != "off")
-        return [self._answer(generation) for generation in engine.generate(tokens, decoding)]
+        return [self._answer(generation) for generation in engine.generate(tokens, asked)]
 
-    def stream(self, prompt: Prompt, **options: Unpack[GenerateKeywords]) -> Stream:
+    def stream(self, prompt: Prompt, **options: Unpack[DecodeKeywords]) -> Stream:
         """Answer one prompt, piece by piece.
 
         Returns:
@@ -144,12 +142,12 @@ class Decoder:
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
-        asked, decoding = _asked(options)
+        asked = DecodeOptions.of(options)
         tokens = self.tokens(prompt, asked.raw)
-        check(self.target, [tokens], decoding)
+        check(self.target, [tokens], asked)
         engine = self.engine(asked.drafter, asked.tree, asked.draft != "off")
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
-        return Stream(lambda on_tokens: self._answer(engine.generate([tokens], decoding, on_tokens)[0]), pieces)
+        return Stream(lambda on_tokens: self._answer(engine.generate([tokens], asked, on_tokens)[0]), pieces)
 
     def tokens(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids that the target reads for a prompt, see `generate`.
@@ -244,18 +242,6 @@ def _drafts(name: str, tree: Tree | None) -> bool:
     """Whether a drafter of this name needs costs: not plain decoding, nor one that is refused."""
     known = all(part.partition(":")[0] in DRAFTERS for part in parts_of(name))
     return known and name != "none" and tree in (None, *TREES)
-
-
-def _asked(keywords: GenerateKeywords) -> tuple[GenerateOptions, DecodeOptions]:
-    """The options of a call, and those of them that are the decode loop's."""
-    known = [one.name for one in fields(GenerateOptions)]
-    if unknown := sorted(set(keywords) - set(known)):
-        raise UserError(f"Unknown option {unknown[0]!r}.", nearest(unknown[0], known))
-    asked = GenerateOptions(**keywords)
-    stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop)
-    if not all(stops):
-        raise UserError("A stop string is empty.", "Leave it out.")
-    return asked, DecodeOptions.of(asked, stop_strings=stops, processors=tuple(asked.processors))
 
 
 def _tuning(calibration: dict[str, Any]) -> Tuning | None:

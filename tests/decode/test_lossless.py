@@ -126,7 +126,7 @@ def test_stop_string_across_tokens(tiny_target: Target) -> None:
     whole = Engine(tiny_target).generate(text, options)[0].tokens
     decoded = tiny_target.tokenizer.decode(whole[:12], skip_special_tokens=True)
     stop = decoded[len(decoded) // 2 :][:3]
-    stopped = DecodeOptions(max_new_tokens=40, ignore_end=True, stop_strings=(stop,))
+    stopped = DecodeOptions(max_new_tokens=40, ignore_end=True, stop=(stop,))
     expected = Engine(tiny_target).generate(text, stopped)[0]
     assert expected.finish_reason == "stop"
     assert stop in tiny_target.tokenizer.decode(expected.tokens, skip_special_tokens=True)
@@ -142,7 +142,7 @@ def test_a_stop_string_with_a_space_before_punctuation_is_seen(tiny_target: Targ
     tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     tokens = tokenizer("to a . b")["input_ids"]
     assert " ." not in tokenizer.decode(tokens), "this tokenizer tidies"
-    stopper = Stopper(tokenizer, DecodeOptions(max_new_tokens=40, stop_strings=(" .",)), frozenset())
+    stopper = Stopper(tokenizer, DecodeOptions(max_new_tokens=40, stop=(" .",)), frozenset())
     taken, finish = stopper.take(tokens)
     assert finish == "stop"
     assert tokenizer.decode(taken, clean_up_tokenization_spaces=False) == "to a ."
@@ -194,7 +194,7 @@ def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch) ->
         (DecodeOptions(max_new_tokens=0), "at least 1 token"),
         (DecodeOptions(temperature=-1.0), "temperature is -1.0"),
         (DecodeOptions(temperature=float("nan")), "temperature is nan"),
-        (DecodeOptions(stop_strings=("x",)), "need a tokenizer"),
+        (DecodeOptions(stop=("x",)), "need a tokenizer"),
     ],
 )
 def test_bad_options_are_refused(options: DecodeOptions, message: str) -> None:

@@ -16,11 +16,10 @@ from transformers import (
 )
 
 from headstart.decode.loop import Engine
-from headstart.decode.options import DecodeOptions
-from headstart.decode.sampling import Sampling
+from headstart.decode.options import DecodeOptions, Processor, SamplingOptions
+from headstart.decode.sampling import process, warp
 from headstart.decode.verify import streams
 from headstart.errors import UserError
-from headstart.options import Processor
 from headstart.support.rng import draw
 from headstart.target.model import Target
 from tests.decode.drafters import ReplayDrafter
@@ -31,15 +30,15 @@ from tests.tiny import tiny_model
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=0.7),
-        Sampling(temperature=1.0, top_k=5),
-        Sampling(temperature=1.0, top_p=0.9),
-        Sampling(temperature=3.0, top_p=0.99),  # more tokens than the short look of top-p holds
-        Sampling(temperature=0.8, min_p=0.05),
-        Sampling(temperature=1.3, top_k=20, top_p=0.8, min_p=0.02),
+        SamplingOptions(temperature=0.7),
+        SamplingOptions(temperature=1.0, top_k=5),
+        SamplingOptions(temperature=1.0, top_p=0.9),
+        SamplingOptions(temperature=3.0, top_p=0.99),  # more tokens than the short look of top-p holds
+        SamplingOptions(temperature=0.8, min_p=0.05),
+        SamplingOptions(temperature=1.3, top_k=20, top_p=0.8, min_p=0.02),
     ],
 )
-def test_warping_is_that_of_transformers(sampling: Sampling, size: int) -> None:
+def test_warping_is_that_of_transformers(sampling: SamplingOptions, size: int) -> None:
     torch.manual_seed(0)
     logits = 3 * torch.randn(6, size)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
@@ -50,7 +49,7 @@ def test_warping_is_that_of_transformers(sampling: Sampling, size: int) -> None:
     if sampling.min_p:
         warpers.append(MinPLogitsWarper(sampling.min_p))
     expected = warpers(torch.zeros(6, 1, dtype=torch.long), logits).softmax(-1)
-    found = sampling.warp(logits)
+    found = warp(sampling, logits)
     assert torch.equal(found > 0, expected > 0)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)  # float32 sums in another order
 
@@ -59,11 +58,11 @@ def test_processing_is_that_of_transformers() -> None:
     torch.manual_seed(0)
     logits, prefix = torch.randn(30), [3, 5, 5]
     expected = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([prefix]), logits[None].clone())[0]
-    assert torch.equal(Sampling(repetition_penalty=1.4).process(logits, prefix), expected)
+    assert torch.equal(process(SamplingOptions(repetition_penalty=1.4), logits, prefix), expected)
 
 
 def test_greedy_warping_is_certain() -> None:
-    probs = Sampling().warp(torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]]))
+    probs = warp(SamplingOptions(), torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]]))
     assert probs.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
 

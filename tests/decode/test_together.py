@@ -15,9 +15,9 @@ from torch import Tensor
 
 from headstart.decode import rules
 from headstart.decode.loop import Engine
-from headstart.decode.options import DecodeOptions
+from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.rules import RULES
-from headstart.decode.sampling import Sampling
+from headstart.decode.sampling import warp
 from headstart.decode.verify import Accepted, Outcome, Row, RuleVerifier, Streams, Visited, streams
 from headstart.drafters.ngram import NgramDrafter
 from headstart.support.rng import Numbers, draw_at
@@ -30,7 +30,7 @@ from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model
 
 TOGETHER = [name for name, rule in RULES.items() if rule.next_tokens is not None]
-PLAIN = Sampling(temperature=1.0)
+PLAIN = SamplingOptions(temperature=1.0)
 
 
 def drafts(kind: str, shape: str, rows: int, seed: int = 0) -> list[Draft]:
@@ -54,7 +54,7 @@ def batch(grown: list[Draft]) -> tuple[ProposedTree, Tensor]:
     return tree, torch.stack(logits).float()
 
 
-def verifier(rule: str, rows: int, seed: int = 0, sampling: Sampling = PLAIN) -> RuleVerifier:
+def verifier(rule: str, rows: int, seed: int = 0, sampling: SamplingOptions = PLAIN) -> RuleVerifier:
     return RuleVerifier(RULES[rule], sampling, [[1]] * rows, [streams(seed + row)[0] for row in range(rows)])
 
 
@@ -76,7 +76,7 @@ def by_reference(rule: str, draft: Draft, logits_NV: Tensor, seed: int) -> Accep
     def sampled(probs_V: Tensor, stream: Any) -> int:
         return int(draw_at(probs_V[None], torch.tensor([number(stream)]))[0])
 
-    row = Counting(draft.tokens, draft.parents, draft.sampled, logits_NV, lambda logits_V, _: PLAIN.warp(logits_V))
+    row = Counting(draft.tokens, draft.parents, draft.sampled, logits_NV, lambda logits_V, _: warp(PLAIN, logits_V))
     with patch.multiple(rules, uniform=number, draw=sampled):
         return RULES[rule].accept_row(row, Streams("accept", "residual"))  # type: ignore[arg-type]  # names of streams
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from headstart.decode.loop import Engine
-from headstart.decode.options import DecodeOptions
-from headstart.decode.sampling import Sampling
+from headstart.decode.options import DecodeOptions, SamplingOptions
+from headstart.decode.sampling import warp
 from headstart.drafters.draft_model import DraftModelDrafter, check_tokenizers, early_exit
 from headstart.errors import UserError
 from headstart.target.fitting import FINAL
@@ -58,7 +59,12 @@ def test_embeddings_may_be_padded_differently(vocab: int, monkeypatch: pytest.Mo
     assert all(row.drafter_error is None for row in rows)
     assert [row.tokens for row in rows] == plain(target)
     session = drafter.prefill(texts(), {})
-    request = Request(5, children=Children.SAMPLED, warp=Sampling(1.0).warp, streams=[torch.Generator()] * 3)
+    request = Request(
+        5,
+        children=Children.SAMPLED,
+        warp=partial(warp, SamplingOptions(temperature=1.0)),
+        streams=[torch.Generator()] * 3,
+    )
     tree = drafter.propose(session, Root.of([60, 1, 2]), request)
     assert tree.sampled is not None
     for row in tree.sampled:
@@ -128,15 +134,15 @@ def test_probabilities_are_the_draft_models_own_and_end_the_chain() -> None:
 def test_sampled_chains_follow_the_warped_distribution() -> None:
     draft = tiny()
     drafter = DraftModelDrafter(draft, draft, draft_steps=2)
-    warp = Sampling(temperature=1.0, top_k=3).warp
+    warper = partial(warp, SamplingOptions(temperature=1.0, top_k=3))
     root, text = 5, texts()[0]
     cache = draft.new_cache(1, 8)
-    q_draft_V = warp(draft.prefill(cache, [[*text, root]]).logits_BTV[0, 0])
+    q_draft_V = warper(draft.prefill(cache, [[*text, root]]).logits_BTV[0, 0])
     stream = torch.Generator().manual_seed(0)
     counts = torch.zeros(61)
     rows = 40
     for _ in range(10):
-        request = Request(3, children=Children.TOP_K_AND_SAMPLED, warp=warp, streams=[stream] * rows)
+        request = Request(3, children=Children.TOP_K_AND_SAMPLED, warp=warper, streams=[stream] * rows)
         tree = drafted(drafter, [text] * rows, [root] * rows, request)
         assert tree.sampled is not None
         for row, sampled in zip(tree.tokens, tree.sampled, strict=True):

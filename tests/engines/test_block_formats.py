@@ -227,10 +227,10 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     ),
     "no ids": (Layout.DFLASH, "vllm", no("target_layer_ids"), "vllm", "takes layers of its own choice"),
     "words for ids": (Layout.DFLASH, "vllm", nested(target_layer_ids="all"), "sglang", "target_layer_ids is 'all'"),
-    "no mask": (Layout.DFLASH, "vllm", no("mask_token_id"), "sglang", "names no mask_token_id"),
-    "mask outside": (Layout.DFLASH, "vllm", nested(mask_token_id=5000), "vllm", "no token of a vocabulary"),
+    "no mask": (Layout.DFLASH, "vllm", no("mask_token_id"), "sglang", "mask_token_id is None"),
+    "mask outside": (Layout.DFLASH, "vllm", nested(mask_token_id=5000), "vllm", "mask_token_id is 5000"),
     "another mask": (Layout.DFLASH, "vllm", nested(mask_token_id=8), "vllm", "headstart wrote"),
-    "no block size": (Layout.DFLASH, "vllm", no("block_size"), "sglang", "then take 16"),
+    "no block size": (Layout.DFLASH, "vllm", no("block_size"), "sglang", "block_size is None"),
     "d2t": (Layout.DFLASH, "vllm", lambda _, t: t.update(d2t=torch.zeros(40).long()), "vllm", "There is a d2t"),
     "t2d": (Layout.DFLASH, "vllm", lambda _, t: t.update(t2d=torch.ones(9)), "vllm", "converter stops at it"),
     "one sliding layer": (

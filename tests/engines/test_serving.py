@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from headstart.data.conversations.conversations import Conversation, write_conversations
+from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.hub.engines.export import export_for
-from headstart.hub.engines.tune_engine import measure_drafts
+from headstart.hub.engines.tune_engine import Asked, measure_drafts
 from headstart.hub.measured import FILE, EngineTuning, read_engine_tunings, write_engine_tuning
-from headstart.options import EngineOptions
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
 from headstart.servers.engines import ENGINES
@@ -232,7 +232,7 @@ def test_drafts_beyond_the_end_of_an_answer_do_not_make_rounds_longer(tmp_path: 
         Server(engine, "target", (), tmp_path / "plain.log", command=words["plain"]) as plain,
         Server(engine, "target", drafting, tmp_path / "drafts.log", command=words["drafts"]) as drafted,
     ):
-        compared = measure_drafts(plain, drafted, 1, [[1, 2]], [[0.5]], 4)
+        compared = measure_drafts(plain, drafted, 1, Asked([[1, 2]], 4, [[0.5]]))
     row = compared.row
     assert row.accepted == 1 and compared.same == 1
     seconds = 4 / row.tokens_per_second

@@ -13,8 +13,8 @@ from headstart.api import Decoder
 from headstart.data.prompts.questions import Question
 from headstart.decode.drafting import NoDrafter
 from headstart.decode.loop import Engine
-from headstart.decode.options import DecodeOptions
-from headstart.decode.sampling import Sampling
+from headstart.decode.options import DecodeOptions, SamplingOptions
+from headstart.decode.sampling import process, warp
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge
 from headstart.eval.evaluate import EvalOptions, evaluate, evaluate_decoder
@@ -119,18 +119,18 @@ def test_a_drafter_that_fails_is_reported(tiny_target: Target) -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(0.8, top_p=0.5),
-        Sampling(1.3, top_k=3),
-        Sampling(1.0, min_p=0.2),
-        Sampling(1.0, top_k=5, repetition_penalty=3.0),
+        SamplingOptions(temperature=0.8, top_p=0.5),
+        SamplingOptions(temperature=1.3, top_k=3),
+        SamplingOptions(temperature=1.0, min_p=0.2),
+        SamplingOptions(temperature=1.0, top_k=5, repetition_penalty=3.0),
     ],
 )
-def test_both_loops_draw_from_the_same_tokens(tiny_target: Target, sampling: Sampling) -> None:
+def test_both_loops_draw_from_the_same_tokens(tiny_target: Target, sampling: SamplingOptions) -> None:
     """First tokens, many times: each loop draws all of the tokens that the settings leave, and only those."""
     prompt = [5, 9, 7, 30]
     with tiny_target.stock() as model, torch.inference_mode():
         logits_V = model(torch.tensor([prompt])).logits[0, -1]
-    sharp = sampling.warp(sampling.process(8 * logits_V, prompt))
+    sharp = warp(sampling, process(sampling, 8 * logits_V, prompt))
     left = set(sharp.nonzero()[:, 0].tolist())
     assert 1 < len(left) < 60
     scaled = Target(tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024), tiny_target.tokenizer, "t")
@@ -157,7 +157,7 @@ def test_margins_are_measured_after_the_repetition_penalty(tiny_target: Target) 
     prompt = [5, 9, 7, 30]
     options = DecodeOptions(max_new_tokens=12, repetition_penalty=1.5)
     answer = Engine(tiny_target).generate([prompt], options)[0].tokens
-    judge = Judge(tiny_target, options.sampling)
+    judge = Judge(tiny_target, options)
     for index, token in enumerate(answer):
         assert judge.margin([*prompt, *answer[:index]], [token]) < 1e-4, "what was chosen is the best"
     results = evaluate(

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from headstart.decode.sampling import Sampling
+from headstart.decode.options import SamplingOptions
+from headstart.decode.sampling import process
 from headstart.eval.enumeration import Distribution, chi_square_p, enumerate_texts, expected_variation, fit
 from headstart.target.model import Target
 from tests.tiny import tiny_model
@@ -25,9 +26,14 @@ def target() -> Target:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1.0), Sampling(0.7, top_p=0.9), Sampling(1.0, top_k=3, min_p=0.1), Sampling(1.0, repetition_penalty=2.0)],
+    [
+        SamplingOptions(temperature=1.0),
+        SamplingOptions(temperature=0.7, top_p=0.9),
+        SamplingOptions(temperature=1.0, top_k=3, min_p=0.1),
+        SamplingOptions(temperature=1.0, repetition_penalty=2.0),
+    ],
 )
-def test_enumeration_is_brute_force(target: Target, sampling: Sampling) -> None:
+def test_enumeration_is_brute_force(target: Target, sampling: SamplingOptions) -> None:
     exact = enumerate_texts(target, PROMPT, sampling, depth=2, maximum=100)
     assert exact.rest == 0
     assert sum(exact.probs.values()) == pytest.approx(1, abs=1e-5)
@@ -36,15 +42,15 @@ def test_enumeration_is_brute_force(target: Target, sampling: Sampling) -> None:
             expected, prefix = 1.0, list(PROMPT)
             for token in text:
                 logits_V = model(torch.tensor([prefix])).logits[0, -1]
-                expected *= float(sampling.warp(sampling.process(logits_V, prefix))[token])
+                expected *= float(warp(sampling, process(sampling, logits_V, prefix))[token])
                 prefix.append(token)
             assert exact.probs.get(text, 0.0) == pytest.approx(expected, abs=1e-5)
             assert exact.possible(text) == (expected > 0)
 
 
 def test_what_is_not_read_on_stays_in_the_rest(target: Target) -> None:
-    whole = enumerate_texts(target, PROMPT, Sampling(1.0), depth=3, maximum=200)
-    part = enumerate_texts(target, PROMPT, Sampling(1.0), depth=3, maximum=4)
+    whole = enumerate_texts(target, PROMPT, SamplingOptions(temperature=1.0), depth=3, maximum=200)
+    part = enumerate_texts(target, PROMPT, SamplingOptions(temperature=1.0), depth=3, maximum=4)
     assert 0 < part.rest < 1
     assert part.rest + sum(part.probs.values()) == pytest.approx(1, abs=1e-5)
     assert all(whole.probs[text] == pytest.approx(prob, abs=1e-6) for text, prob in part.probs.items())
@@ -60,13 +66,13 @@ def draw(probs: dict[tuple[int, ...], float], samples: int, seed: int) -> Counte
 
 
 def test_honest_samples_fit_and_others_do_not(target: Target) -> None:
-    exact = enumerate_texts(target, PROMPT, Sampling(1.0, top_p=0.9), depth=2)
+    exact = enumerate_texts(target, PROMPT, SamplingOptions(temperature=1.0, top_p=0.9), depth=2)
     fits = [fit(draw(exact.probs, 2000, seed), exact) for seed in range(200)]
     assert 0.02 < sum(result.p_value < 0.1 for result in fits) / 200 < 0.2, "a tenth, give or take"
     assert all(result.clean(1e-4) for result in fits)
     noise = sum(result.total_variation for result in fits) / 200
     assert noise == pytest.approx(fits[0].expected_variation, rel=0.1)
-    other = enumerate_texts(target, PROMPT, Sampling(1.15, top_p=0.9), depth=2)
+    other = enumerate_texts(target, PROMPT, SamplingOptions(temperature=1.15, top_p=0.9), depth=2)
     shared = {text: prob for text, prob in other.probs.items() if text in exact.probs}
     wrong = fit(draw(shared, 2000, 0), exact)
     assert not wrong.clean(1e-3)

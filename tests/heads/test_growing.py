@@ -7,13 +7,15 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from headstart.decode.sampling import Sampling
+from headstart.decode.options import SamplingOptions
+from headstart.decode.sampling import warp
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import DraftHead, HeadConfig
 from headstart.tree.calibration import Calibration
@@ -196,7 +198,7 @@ def test_what_heads_say_of_a_node_counts_for_its_children() -> None:
 def test_a_drawn_first_child_may_have_left_the_best_path() -> None:
     """As likely as the heads draw another token than their best one; whichever is drawn."""
     heads, streams = TableHead(), [torch.Generator().manual_seed(2)]
-    request = Request(3, 0.0, 0.0, True, Children.SAMPLED, Sampling(temperature=1.0).warp, streams)
+    request = Request(3, 0.0, 0.0, True, Children.SAMPLED, partial(warp, SamplingOptions(temperature=1.0)), streams)
     tree = grown(heads, [3], request, LEFT)
     assert tree.accept_probs is not None and LEFT.left is not None
     best = [heads.table(path).log_softmax(-1).max() for path in ((), (tree.tokens[0][1],))]
@@ -209,12 +211,12 @@ def test_a_drawn_first_child_may_have_left_the_best_path() -> None:
 
 def test_a_drawn_node_is_never_pushed_out_and_leaves_room_below() -> None:
     """Whatever is drawn for them, the root has the same children; what is expected below keeps its room."""
-    heads, warp = TableHead(), Sampling(temperature=1.0).warp
+    heads, warper = TableHead(), partial(warp, SamplingOptions(temperature=1.0))
     for children in (Children.TOP_K_AND_SAMPLED, Children.SAMPLED):
         counts = set()
         for seed in range(20):
             streams = [torch.Generator().manual_seed(seed)]
-            tree = grown(heads, [3], Request(9, 0.0, 0.0, False, children, warp, streams), LEFT)
+            tree = grown(heads, [3], Request(9, 0.0, 0.0, False, children, warper, streams), LEFT)
             assert tree.size <= 9 and tree.depth == 3
             counts.add(tree.parents[0].count(0))
         assert len(counts) == 1
@@ -234,11 +236,11 @@ def test_rows_of_different_size_are_padded_and_room_is_kept() -> None:
 def test_sampled_children_are_described_and_distinct(children: Children, shape: TreeShape | None) -> None:
     heads = TableHead(size=8)
     heads.set_draft_vocabulary(torch.arange(4, 12))
-    sampling = Sampling(temperature=1.0)
+    sampling = SamplingOptions(temperature=1.0)
     counts = []
     for seed in range(20):
         stream = torch.Generator().manual_seed(seed)
-        request = Request(12, 0.04, 0.0, False, children, sampling.warp, [stream])
+        request = Request(12, 0.04, 0.0, False, children, partial(warp, sampling), [stream])
         tree = grown(heads, [3], request, Calibration(), shape)
         assert tree.sampled is not None
         parents, tokens = tree.parents[0], tree.tokens[0]
@@ -264,7 +266,13 @@ def test_children_are_added_for_what_they_bring_together() -> None:
 
     def accept_probs(threshold: float, children: Children) -> list[float]:
         request = Request(
-            5, threshold, 0.1, False, children, Sampling(temperature=1.0).warp, [torch.Generator().manual_seed(0)]
+            5,
+            threshold,
+            0.1,
+            False,
+            children,
+            partial(warp, SamplingOptions(temperature=1.0)),
+            [torch.Generator().manual_seed(0)],
         )
         tree = grown(TableHead(), [3], request, calibration)
         assert tree.accept_probs is not None
@@ -306,7 +314,7 @@ def test_draws_are_those_of_drawing_one_after_the_other() -> None:
 def test_a_row_draws_with_its_own_numbers_whatever_rows_are_beside_it(children: Children) -> None:
     def request(rows: list[int]) -> Request:
         streams = [torch.Generator().manual_seed(row) for row in rows]
-        return Request(9, 0.03, 0.0, False, children, Sampling(temperature=1.0).warp, streams)
+        return Request(9, 0.03, 0.0, False, children, partial(warp, SamplingOptions(temperature=1.0)), streams)
 
     together = grown(TableHead(), [3, 4, 5], request([0, 1, 2]), Calibration())
     assert len({len(tokens) for tokens in together.tokens}) > 1 or len(set(map(tuple, together.tokens))) == 3
@@ -329,11 +337,11 @@ class OnceHead(TableHead):
 def test_drawing_all_levels_at_once_gives_the_trees_of_drawing_each_by_itself(children: Children, top_k: int) -> None:
     """On a device one read serves all levels. Nodes that turn out to hold nothing go, with all that grew on them."""
     shape = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
-    warp = Sampling(temperature=1.0, top_k=top_k).warp
+    warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))
 
     def tree(root: Root) -> Proposal:
         streams = [torch.Generator().manual_seed(row) for row in range(3)]
-        request = Request(shape.size, 0.0, 0.0, False, children, warp, streams, shape=shape)
+        request = Request(shape.size, 0.0, 0.0, False, children, warper, streams, shape=shape)
         return grow(heads, None, root, request, depth_logits=heads.depth_logits)
 
     heads = OnceHead(shared=True)
@@ -358,14 +366,14 @@ def test_drawing_all_levels_at_once_gives_the_trees_of_drawing_each_by_itself(ch
 def test_each_row_draws_from_its_own_nodes(shared: bool) -> None:
     """As many rows as there are, and families whose nodes share their drafts: q is that of the node without guesses."""
     heads = TableHead(shared)
-    sampling = Sampling(temperature=1.0)
+    sampling = SamplingOptions(temperature=1.0)
     request = Request(
         9,
         0.05,
         0.0,
         False,
         Children.TOP_K_AND_SAMPLED,
-        sampling.warp,
+        partial(warp, sampling),
         [torch.Generator().manual_seed(i) for i in range(3)],
     )
     tree = grown(heads, [3, 4, 5], request, Calibration())
@@ -385,8 +393,8 @@ def test_each_row_draws_from_its_own_nodes(shared: bool) -> None:
 
 def test_what_top_p_leaves_out_is_not_sampled() -> None:
     heads = TableHead()
-    narrow = Sampling(temperature=1.0, top_k=2)
-    request = Request(9, 0.0, 0.0, False, Children.SAMPLED, narrow.warp, [torch.Generator().manual_seed(0)])
+    narrow = SamplingOptions(temperature=1.0, top_k=2)
+    request = Request(9, 0.0, 0.0, False, Children.SAMPLED, partial(warp, narrow), [torch.Generator().manual_seed(0)])
     tree = grown(heads, [3], request, Calibration(), TreeShape.from_paths([(0,), (1,), (2,), (3,)]))
     assert tree.size == 3, "only two tokens can be drawn"
 

@@ -132,14 +132,6 @@ def test_any_target_takes_what_fits(folder: Path, tiny_target: Target) -> None:
         read_heads(folder, narrow, any_target=True)
 
 
-def test_folders_without_a_sketch_go_by_the_fingerprint(folder: Path, tiny_target: Target) -> None:
-    edit(folder / "config.json", lambda config: config["target"].pop("sketch"))
-    assert read_heads(folder, tiny_target)[0].family == "medusa"
-    copy = Target(tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024).half(), None, "copy")
-    with pytest.raises(UserError, match=r"did not note how to know it in another dtype.*--any-target"):
-        read_heads(folder, copy)
-
-
 def test_raw_heads_of_another_size_are_refused(tmp_path: Path, tiny_target: Target) -> None:
     save_heads(make_heads(tiny_target), tmp_path / "a")
     other = Target(tiny_model("llama", vocab_size=101), None, "other-model")

@@ -224,7 +224,7 @@ def test_a_released_model_computes_as_before() -> None:
 def test_drafted_texts_are_the_plain_loops(kind: str, batch: int) -> None:
     """Right and wrong drafts in random trees: every token, and the same rows when others have left the batch."""
     target = Target(tiny_model(kind).bfloat16(), exact="bits")
-    options = DecodeOptions(max_new_tokens=24, draft="on", stop=lambda row, tokens: len(tokens) > 12 + 4 * row)
+    options = DecodeOptions(max_new_tokens=24, draft="on", stop_test=lambda row, tokens: len(tokens) > 12 + 4 * row)
     prompts = TEXTS[:batch]
     plain = Engine(target).generate(prompts, options)
     drafter = ReplayDrafter([output.tokens for output in plain], target.vocab_size, right=0.6, nodes=12, seed=3)

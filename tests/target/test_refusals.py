@@ -84,7 +84,7 @@ def test_a_target_is_called_by_what_is_known_of_it() -> None:
 
 def test_stop_strings_need_a_tokenizer() -> None:
     with pytest.raises(UserError, match="Stop strings need a tokenizer"):
-        Engine(Target(tiny_model("llama"))).generate([[1, 2]], DecodeOptions(stop_strings=("the",)))
+        Engine(Target(tiny_model("llama"))).generate([[1, 2]], DecodeOptions(stop=("the",)))
 
 
 def test_gguf_files_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ from headstart.cli.options import (
     with_options,
 )
 from headstart.cli.states import import_states
+from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
-from headstart.options import EngineOptions
 from headstart.support.terminal import Commands, DataCommands, format_seconds, program, say
 
 if TYPE_CHECKING:

@@ -36,8 +36,8 @@ from headstart.cli.options import (
     listed,
     with_options,
 )
+from headstart.decode.options import DecodeKeywords, DecodeOptions
 from headstart.errors import UserError
-from headstart.options import DraftingOptions, GenerateKeywords, GenerateOptions
 from headstart.support.files import check_writable
 from headstart.support.terminal import ask, complain, say
 
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 
 REPORT_FILES = ("results.json", "report.md", "report.html")
 AUDIT_FILES = ("audit.json", "audit.md")
+_OF_ONE_ANSWER = ("stop", "raw")
 
 
-@with_options(DraftingOptions, drafter="heads")
+@with_options(DecodeOptions, without=_OF_ONE_ANSWER, drafter="heads")
 def evaluate(
     heads: Heads,
     questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
@@ -57,7 +58,7 @@ def evaluate(
     overwrite: Overwrite = False,
     limit: Limit = None,
     dtype: DtypeOption = Dtype.auto,
-    options: DraftingOptions = DraftingOptions(),
+    options: DecodeOptions = DecodeOptions(),
     batch_size: BatchSize = 1,
     multi_turn: MultiTurn = False,
     target: TargetOption = None,
@@ -155,11 +156,11 @@ def audit(
         raise typer.Exit(1)
 
 
-@with_options(GenerateOptions)
+@with_options(DecodeOptions)
 def generate(
     heads: Heads,
     prompt: Annotated[str, typer.Option(help="What the user says.")],
-    options: GenerateOptions = GenerateOptions(),
+    options: DecodeOptions = DecodeOptions(),
     dtype: DtypeOption = Dtype.auto,
     target: TargetOption = None,
     any_target: AnyTarget = False,
@@ -179,10 +180,10 @@ def generate(
     _remark(stream, options.verifier)
 
 
-@with_options(DraftingOptions, max_new_tokens=512)
+@with_options(DecodeOptions, without=_OF_ONE_ANSWER, max_new_tokens=512)
 def chat(
     heads: Heads,
-    options: DraftingOptions = DraftingOptions(),
+    options: DecodeOptions = DecodeOptions(),
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     dtype: DtypeOption = Dtype.auto,
     target: TargetOption = None,
@@ -218,9 +219,9 @@ def chat(
         messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _keywords(options: DraftingOptions) -> GenerateKeywords:
+def _keywords(options: DecodeOptions) -> DecodeKeywords:
     """The options as keyword arguments of `Decoder.stream`."""
-    return cast(GenerateKeywords, vars(options))
+    return cast(DecodeKeywords, vars(options))
 
 
 def load_decoder(

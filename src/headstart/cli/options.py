@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import typer
 
-from headstart.options import LoopOptions, Meaning, meaning
+from headstart.decode.options import DecodeOptions, Meaning, meaning
 
 Command = Callable[..., None]
 T = TypeVar("T")
@@ -119,8 +119,8 @@ Temperatures = Annotated[
     typer.Option(min=0.0, help="Of sampling; may be repeated.", show_default="0.7 and 1"),
 ]
 Samples = Annotated[int, typer.Option(min=1, help="Drawn for each prompt, verifier and temperature.")]
-TopP = Annotated[float, typer.Option(help=meaning(LoopOptions, "top_p").text)]
-Seed = Annotated[int, typer.Option(help=meaning(LoopOptions, "seed").text)]
+TopP = Annotated[float, typer.Option(help=meaning(DecodeOptions, "top_p").text)]
+Seed = Annotated[int, typer.Option(help=meaning(DecodeOptions, "seed").text)]
 AuditDrafters = Annotated[
     list[str] | None,
     typer.Option(
@@ -149,16 +149,17 @@ def listed(values: Sequence[str] | None) -> tuple[str, ...]:
 # -- what decoding can be asked ----------------------------------------------------------------------------------------
 
 
-def with_options(options: type[T], **defaults: Any) -> Callable[[Command], Command]:
+def with_options(options: type[T], without: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:
     """Decorator of a command: its parameter `options` becomes one option of the command line for each field of a class,
     described as there, and the command gets an instance of the class.
 
     Args:
-        options: a class of `headstart.options`.
+        options: a class of `headstart.decode.options`.
+        without: its options that this command does not take.
         defaults: where this command has others than the class.
     """
     every: tuple[Field[Any], ...] = fields(options)  # type: ignore[arg-type]  # a dataclass
-    asked = [one for one in every if one.metadata["meaning"].typed]
+    asked = [one for one in every if one.metadata["meaning"].typed and one.name not in without]
     types = get_type_hints(options)
 
     def decorated(command: Command) -> Command:

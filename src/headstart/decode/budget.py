@@ -25,7 +25,7 @@ from typing import Protocol
 
 from headstart.decode.costs import Costs as Costs
 from headstart.decode.learned import Experience, Rounds, size_of
-from headstart.options import Draft
+from headstart.decode.options import Draft
 from headstart.tree.proposal import Proposal
 
 _PATIENCE = 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -19,6 +20,7 @@ from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
 from headstart.decode.rules import RULES
+from headstart.decode.sampling import check_sampling, warp
 from headstart.decode.session import Session
 from headstart.decode.stopping import Stopper
 from headstart.decode.verify import GreedyVerifier, RuleVerifier, Verifier, streams
@@ -142,7 +144,7 @@ class Engine:
                     controller.level_threshold,
                     verifier.chains_only or target.chains_only,
                     verifier.children,
-                    options.sampling.warp,
+                    partial(warp, options),
                     draft_streams,
                     options.temperature,
                 )
@@ -172,7 +174,7 @@ class Engine:
         share = getattr(self.drafter, "draft_share", None)
         draft_ms = None if self.costs is None or share is None else float(share) * self.costs.verify(1)
         experience = None
-        if options.sampling.greedy:
+        if options.greedy:
             experience = self._experience.setdefault(size_of(len(prompts)), Experience())
         longest = max(map(len, prompts))
         return Controller(
@@ -188,11 +190,13 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
     """
     if options.max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
-    options.sampling.check(target.vocab_size, target.device)
+    check_sampling(options, target.vocab_size, target.device)
     if options.verifier != "auto" and options.verifier not in RULES:
         raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *RULES]))
     if options.draft not in ("auto", "on", "off"):
         raise UserError(f"draft is {options.draft!r}.", "Use auto, on or off.")
+    if not all(options.stop_strings):
+        raise UserError("A stop string is empty.", "Leave it out.")
     if not prompts:
         raise UserError("There is no prompt.", "Give at least one prompt.")
     if not -(1 << 63) <= options.seed <= (1 << 63) - len(prompts):
@@ -212,11 +216,10 @@ def make_verifier(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> t
     """The verifier for these options, and each row's random stream for drafting."""
     seeded = [streams(options.seed + row) for row in range(len(prompts))]
     drafting = [draft for _, draft in seeded]
-    sampling = options.sampling
-    if options.verifier == "auto" and sampling.greedy and not sampling.needs_prefix:
+    if options.verifier == "auto" and options.greedy and not options.needs_prefix:
         return GreedyVerifier(), drafting
-    rule = RULES[("top_k" if sampling.greedy else "greedy_draft") if options.verifier == "auto" else options.verifier]
-    return RuleVerifier(rule, sampling, prompts, [own for own, _ in seeded]), drafting
+    rule = RULES[("top_k" if options.greedy else "greedy_draft") if options.verifier == "auto" else options.verifier]
+    return RuleVerifier(rule, options, prompts, [own for own, _ in seeded]), drafting
 
 
 class _Texts:

@@ -1,41 +1,195 @@
-"""What a caller may ask of the decode loop."""
+"""What can be asked of decoding, defined once: for Python, the command line, eval, recipes and transformers.
+
+Each option is a field with its type, its default and its meaning. The command line makes its own options from the same
+fields (`headstart.cli.options`), so this file loads neither torch nor transformers. Names and order of application of
+the sampling options are those of transformers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
-from headstart.decode.sampling import Sampling
-from headstart.options import LoopOptions, Processor, SamplingOptions
+from headstart.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = Any
+
+Draft = Literal["auto", "on", "off"]
+Tree = Literal["dynamic", "static", "chain"]
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""A transformers LogitsProcessor: (input_ids [1, T], scores [1, V]) to scores [1, V]."""
+StopTest = Callable[[int, list[int]], bool]
+"""Called with (row, tokens emitted so far) after each token; true ends the row's text with that token."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class DecodeOptions(LoopOptions):
-    """How to decode: `LoopOptions`, and what only callers of the loop itself may ask.
-
-    Row b samples with seed + b. Greedy output, and samples without drafts, do not depend on the batch that a row is in.
-    With drafts and measured costs the number of drafts does, and with it which text of the same distribution is drawn.
+class Meaning:
+    """What is known of an option beside its type and default.
 
     Attributes:
-        stop_strings: emission ends with the token that completes one of these; it is kept, as in transformers.
-        ignore_end: go on past the end-of-turn token (for measuring).
-        processors: see `Sampling`.
-        stop: called with (row, tokens emitted so far) after each token; true ends the row's text with that token.
+        text: what it means, in a sentence or two.
+        minimum: its smallest value, where the command line refuses smaller ones by itself.
+        metavar: of its value there.
+        unset: the word that stands for None there.
+        typed: whether it can be given there at all.
     """
 
-    stop_strings: tuple[str, ...] = ()
-    ignore_end: bool = False
-    processors: tuple[Processor, ...] = ()
-    stop: Callable[[int, list[int]], bool] | None = None
+    text: str
+    minimum: float | None = None
+    metavar: str | None = None
+    unset: str = ""
+    typed: bool = True
 
-    @classmethod
-    def of(cls, options: LoopOptions, **more: Any) -> DecodeOptions:
-        """The same options for the loop; `more` are further fields."""
-        return cls(**{one.name: getattr(options, one.name) for one in fields(LoopOptions)}, **more)
+
+def option(default: T, text: str, **known: Any) -> T:
+    """A field with its meaning, see `Meaning`."""
+    return field(default=default, metadata={"meaning": Meaning(text, **known)})
+
+
+def meaning(options: type[Any], name: str) -> Meaning:
+    """What one of the options of a class means."""
+    known: Meaning = next(item for item in fields(options) if item.name == name).metadata["meaning"]
+    return known
+
+
+def explained(options: type[T]) -> type[T]:
+    """Class decorator: the docstring lists the options with their meanings."""
+    lines = [f"    {item.name}: {item.metadata['meaning'].text}" for item in fields(options)]  # type: ignore[arg-type]  # a dataclass
+    options.__doc__ = "\n".join([(options.__doc__ or "").rstrip(), "", "Attributes:", *lines])
+    return options
+
+
+@explained
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Which distribution a token is drawn from; `headstart.decode.sampling` computes it."""
+
+    temperature: float = option(0.0, "0 is greedy; above 0 the target's distribution is sampled.", minimum=0)
+    top_k: int = option(0, "Sample from this many of the most likely tokens; 0 for all.", minimum=0)
+    top_p: float = option(1.0, "Sample from the fewest tokens that hold this share of the probability; 1 for all.")
+    min_p: float = option(0.0, "Leave out tokens less likely than this share of the most likely one; 0 for none.")
+    repetition_penalty: float = option(
+        1.0, "Above 1 makes tokens that were read or written already less likely; 1 changes nothing."
+    )
+    processors: Sequence[Processor] = option(
+        (), "transformers LogitsProcessors that depend on the text so far and the scores alone.", typed=False
+    )
 
     @property
-    def sampling(self) -> Sampling:
-        """The distribution to draw from."""
-        named = {one.name: getattr(self, one.name) for one in fields(SamplingOptions)}
-        return Sampling(**named, processors=tuple(self.processors))
+    def greedy(self) -> bool:
+        """Whether no randomness is involved."""
+        return self.temperature == 0
+
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether the distribution after a token depends on more than the logits there."""
+        return self.repetition_penalty != 1 or bool(self.processors)
+
+    def for_transformers(self) -> dict[str, Any]:
+        """The same for the generation config of transformers."""
+        drawn = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        drawn["min_p"] = self.min_p or None
+        sampling = {"do_sample": False} if self.greedy else {"do_sample": True, **drawn}
+        return {**sampling, "repetition_penalty": self.repetition_penalty}
+
+
+@explained
+@dataclass(frozen=True)
+class DecodeOptions(SamplingOptions):
+    """How to answer.
+
+    A `headstart.decoder.Decoder` reads `drafter`, `tree` and `raw`; the decode loop, which is given a drafter and token
+    ids, reads all others. Greedy output, and samples without drafts, do not depend on the batch that a row is in. With
+    drafts and measured costs the number of drafts does, and with it which text of the same distribution is drawn.
+    """
+
+    max_new_tokens: int = option(128, "Longest answer in tokens, the one that ends the turn included.", minimum=1)
+    _: KW_ONLY
+    seed: int = option(0, "Of sampling; prompt b of a batch takes seed + b.")
+    verifier: str = option(
+        "auto",
+        "How drafts are accepted when sampling: auto, top_k, greedy_draft, traversal, or typical (LOSSY).",
+        metavar="NAME",
+    )
+    draft: Draft = option("auto", "auto pauses drafting where it does not pay, on always drafts, off never.")
+    drafter: str = option(
+        "heads+ngram",
+        "heads, none (plain decoding), ngram, lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own modules), "
+        "draft-model:SPEC, or several joined with +, such as heads+ngram.",
+        metavar="NAME",
+    )
+    tree: Tree | None = option(None, "How the heads draft; by default as tuning found best.", unset="tuned")
+    stop: str | Sequence[str] = option((), "Ends the answer; several may be given.", metavar="TEXT")
+    raw: bool = option(False, "Read a text prompt as it is, without the chat template.")
+    ignore_end: bool = option(False, "Go on past the end-of-turn token, for measuring.", typed=False)
+    stop_test: StopTest | None = option(None, "A test of your own that ends a row's text.", typed=False)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple. Emission ends with the token that completes one; it is kept, as in transformers."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @classmethod
+    def of(cls, keywords: DecodeKeywords) -> DecodeOptions:
+        """Options from keyword arguments.
+
+        Raises:
+            UserError: an unknown name; the nearest known one is named.
+        """
+        known = [item.name for item in fields(cls)]
+        if unknown := sorted(set(keywords) - set(known)):
+            raise UserError(f"Unknown option {unknown[0]!r}.", nearest(unknown[0], known))
+        return cls(**keywords)
+
+
+class DecodeKeywords(TypedDict, total=False):
+    """The fields of `DecodeOptions` as keyword arguments; what they mean is said there."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    processors: Sequence[Processor]
+    seed: int
+    verifier: str
+    draft: Draft
+    drafter: str
+    tree: Tree | None
+    stop: str | Sequence[str]
+    raw: bool
+    ignore_end: bool
+    stop_test: StopTest | None
+
+
+@explained
+@dataclass(frozen=True)
+class EngineOptions:
+    """A serving engine to measure: how it is started, and what it is asked."""
+
+    engine: str = option(
+        "",
+        "Measure a serving engine instead, with heads and without: vllm or llama.cpp. Says how many drafts pay there.",
+        metavar="NAME",
+    )
+    engine_command: str = option(
+        "", "What starts it, such as a path; else `vllm serve` or `llama-server`.", metavar="COMMAND"
+    )
+    engine_target: str = option(
+        "", "The target as the engine takes it, such as another GGUF file; else the heads' own.", metavar="TARGET"
+    )
+    engine_arguments: str = option(
+        "", "More of its own arguments, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
+    )
+    engine_drafts: str = option(
+        "", "Numbers of drafts to try; else 1, 2, 3 and 5, and all of a block.", metavar="N,N..."
+    )
+    engine_prompts: int = option(8, "Prompts to ask, those of calibration conversations.", minimum=1)
+    engine_tokens: int = option(64, "Longest answer of the engine in tokens.", minimum=2)

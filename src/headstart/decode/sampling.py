@@ -9,15 +9,14 @@ Shape suffixes: V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from headstart.decode.options import SamplingOptions
 from headstart.errors import UserError
-from headstart.options import Processor, SamplingOptions
 
 _COLDEST = 1e-6
 """Lowest temperature above 0; logits divided by less leave the range of float32."""
@@ -25,76 +24,62 @@ _HEAD = 512
 """Tokens that top-p looks at before it sorts the whole vocabulary; a share of 0.9 seldom needs more."""
 
 
-@dataclass(frozen=True)
-class Sampling(SamplingOptions):
-    """How the next token is chosen: `SamplingOptions`, and logits processors.
+def check_sampling(options: SamplingOptions, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    """Refuse what cannot be sampled, before any work.
 
-    Attributes:
-        processors: transformers LogitsProcessors; each must depend on the tokens before and the scores alone. They are
-            applied at every node of a tree, with that node's own prefix.
+    Raises:
+        UserError: a setting out of its range, or a processor whose result depends on more than its arguments.
     """
+    defined = options.greedy or options.temperature >= _COLDEST
+    for wrong, name, remedy in (
+        (not defined, "temperature", f"Use 0 for greedy decoding, or at least {_COLDEST:g}."),
+        (options.top_k < 0, "top_k", "Use 0 for all tokens, or the number of tokens to keep."),
+        (not 0 < options.top_p <= 1, "top_p", "Use a share above 0, at most 1; 1 keeps every token."),
+        (not 0 <= options.min_p <= 1, "min_p", "Use a share from 0 to 1; 0 keeps every token."),
+        (not options.repetition_penalty > 0, "repetition_penalty", "Use a value above 0; 1 changes nothing."),
+    ):
+        if wrong:
+            raise UserError(f"{name} is {getattr(options, name)}.", remedy)
+    for processor in options.processors:
+        _check_processor(processor, vocab_size, device)
 
-    processors: tuple[Processor, ...] = ()
 
-    @property
-    def _temperature_fits(self) -> bool:
-        return self.greedy or self.temperature >= _COLDEST
+def process(options: SamplingOptions, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
+    """Logits [V] after the repetition penalty and the processors, for the token after `prefix`.
 
-    @property
-    def needs_prefix(self) -> bool:
-        """Whether the distribution after a node depends on more than the node's logits."""
-        return self.repetition_penalty != 1 or bool(self.processors)
+    Processors run at every node of a tree, with that node's own prefix.
+    """
+    ids_1T = torch.tensor([list(prefix)], device=logits_V.device)
+    scores_1V = logits_V[None].to(torch.float32, copy=True)  # processors may write in place
+    if options.repetition_penalty != 1:
+        scores_1V = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)(ids_1T, scores_1V)
+    for processor in options.processors:
+        scores_1V = processor(ids_1T, scores_1V)
+    return scores_1V[0]
 
-    def check(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        """Refuse what cannot be sampled, before any work.
 
-        Raises:
-            UserError: a setting out of its range, or a processor whose result depends on more than its arguments.
-        """
-        for wrong, name, remedy in (
-            (not self._temperature_fits, "temperature", f"Use 0 for greedy decoding, or at least {_COLDEST:g}."),
-            (self.top_k < 0, "top_k", "Use 0 for all tokens, or the number of tokens to keep."),
-            (not 0 < self.top_p <= 1, "top_p", "Use a share above 0, at most 1; 1 keeps every token."),
-            (not 0 <= self.min_p <= 1, "min_p", "Use a share from 0 to 1; 0 keeps every token."),
-            (not self.repetition_penalty > 0, "repetition_penalty", "Use a value above 0; 1 changes nothing."),
-        ):
-            if wrong:
-                raise UserError(f"{name} is {getattr(self, name)}.", remedy)
-        for processor in self.processors:
-            _check_processor(processor, vocab_size, device)
+def warp(options: SamplingOptions, logits: Tensor) -> Tensor:
+    """Logits [..., V] to probabilities, float32 of the same shape: temperature, top-k, top-p, min-p, in this order.
 
-    def process(self, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
-        """Logits [V] after the repetition penalty and the processors, for the token after `prefix`."""
-        ids_1T = torch.tensor([list(prefix)], device=logits_V.device)
-        scores_1V = logits_V[None].to(torch.float32, copy=True)  # processors may write in place
-        if self.repetition_penalty != 1:
-            scores_1V = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)(ids_1T, scores_1V)
-        for processor in self.processors:
-            scores_1V = processor(ids_1T, scores_1V)
-        return scores_1V[0]
-
-    def warp(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] to probabilities, float32 of the same shape: temperature, top-k, top-p, min-p, in this order.
-
-        >>> Sampling(temperature=1.0, top_k=2).warp(torch.tensor([0.0, 0.0, -9.0])).tolist()
-        [0.5, 0.5, 0.0]
-        """
-        if self.greedy:
-            best = logits.max(-1, keepdim=True).indices
-            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
-        scores = logits.float()
-        if self.temperature != 1:
-            scores = scores / self.temperature
-        if 0 < self.top_k < scores.shape[-1]:
-            minimum = scores.topk(self.top_k).values[..., -1:]
-            scores = scores.masked_fill(scores < minimum, float("-inf"))
-        probs = scores.softmax(-1)
-        if self.top_p < 1:
-            probs = nucleus(probs, self.top_p)
-        if self.min_p > 0:
-            probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
-            probs = probs / probs.sum(-1, keepdim=True)
-        return probs
+    >>> warp(SamplingOptions(temperature=1.0, top_k=2), torch.tensor([0.0, 0.0, -9.0])).tolist()
+    [0.5, 0.5, 0.0]
+    """
+    if options.greedy:
+        best = logits.max(-1, keepdim=True).indices
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
+    scores = logits.float()
+    if options.temperature != 1:
+        scores = scores / options.temperature
+    if 0 < options.top_k < scores.shape[-1]:
+        minimum = scores.topk(options.top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < minimum, float("-inf"))
+    probs = scores.softmax(-1)
+    if options.top_p < 1:
+        probs = nucleus(probs, options.top_p)
+    if options.min_p > 0:
+        probs = probs.masked_fill(probs < options.min_p * probs.amax(-1, keepdim=True), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
 
 
 def nucleus(probs: Tensor, share: float) -> Tensor:

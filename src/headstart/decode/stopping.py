@@ -28,7 +28,7 @@ class Stopper:
         self._ends = frozenset() if options.ignore_end else ends
         self._left = options.max_new_tokens
         self._stops = options.stop_strings
-        self._stop = options.stop
+        self._stop = options.stop_test
         self._row = row
         self._tokens: list[int] = []
 

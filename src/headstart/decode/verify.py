@@ -20,7 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headstart.decode.sampling import Sampling
+from headstart.decode.options import SamplingOptions
+from headstart.decode.sampling import process, warp
 from headstart.support.rng import Numbers, draw_at, in_parts
 from headstart.tree.proposal import Children, ProposedTree, Root, SampledChildren
 
@@ -297,7 +298,7 @@ class RuleVerifier:
     """
 
     def __init__(
-        self, rule: Rule, sampling: Sampling, prompts: Sequence[Sequence[int]], streams_B: Sequence[Streams]
+        self, rule: Rule, sampling: SamplingOptions, prompts: Sequence[Sequence[int]], streams_B: Sequence[Streams]
     ) -> None:
         self.rule = rule
         self.lossless = rule.lossless
@@ -407,10 +408,10 @@ class RuleVerifier:
         """What to draw from after each text, float [M, V]."""
         if self._sampling.needs_prefix:
             processed = [
-                self._sampling.process(logits_V, text) for logits_V, text in zip(logits_MV, texts, strict=True)
+                process(self._sampling, logits_V, text) for logits_V, text in zip(logits_MV, texts, strict=True)
             ]
             logits_MV = torch.stack(processed)
-        return self._sampling.warp(logits_MV)
+        return warp(self._sampling, logits_MV)
 
 
 class _Draws:

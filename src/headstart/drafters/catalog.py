@@ -6,13 +6,13 @@ import re
 from functools import reduce
 
 from headstart.decode.drafting import Drafter
+from headstart.decode.options import DecodeOptions
 from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.mtp import MtpDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError, nearest
-from headstart.options import DraftingOptions
 from headstart.target.loading import DTYPES, load_target
 from headstart.target.model import Target
 
@@ -30,7 +30,7 @@ DRAFTERS = {
 
 _MOST_STEPS = 16
 
-DEFAULT = DraftingOptions.drafter
+DEFAULT = DecodeOptions.drafter
 """What generation drafts with when nothing else is said: n-grams cost next to nothing and see what heads miss."""
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from headstart.decode.options import Tree
 from headstart.heads.base import DraftHead
-from headstart.options import Tree
 from headstart.tree.calibration import Calibration
 from headstart.tree.proposal import Committed, Proposal, Request, Root
 from headstart.tree.tree import TreeShape

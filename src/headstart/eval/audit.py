@@ -25,9 +25,8 @@ from rich.console import Console
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Generation, check
-from headstart.decode.options import DecodeOptions
+from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.rules import RULES
-from headstart.decode.sampling import Sampling
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit_drafters import AlwaysWrongDrafter, random_weights, unused_tokens
@@ -197,7 +196,9 @@ def _check(target: Target, prompts: Prompts, options: AuditOptions) -> None:
     longest = max(options.max_new_tokens, options.depth)
     for temperature in options.temperatures or (0.0,):
         for verifier in options.verifiers or ("auto",):
-            check(target, prompts, DecodeOptions(longest, temperature, top_p=options.top_p, verifier=verifier))
+            check(
+                target, prompts, DecodeOptions(longest, temperature=temperature, top_p=options.top_p, verifier=verifier)
+            )
     if min(map(len, prompts)) < 2:
         raise UserError("A prompt has a single token.", "Give each prompt at least two tokens.")
 
@@ -319,7 +320,7 @@ def tokens_that_differ(plain: Sequence[Sequence[int]], outputs: Sequence[Generat
 def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar) -> list[dict[str, Any]]:
     """A row for every verifier at every temperature, on the prompts that test it most sharply."""
     bar.update(title="sampling, choosing prompts")
-    hottest = Sampling(max(options.warm), top_p=options.top_p)
+    hottest = SamplingOptions(temperature=max(options.warm), top_p=options.top_p)
     sharpness = [
         _sharpness(enumerate_texts(source.target, prompt, hottest, options.depth), options.samples)
         for prompt in prompts[:_CANDIDATES]
@@ -334,7 +335,7 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
     rows = []
     for number in chosen:
         for temperature in options.warm:
-            sampling = Sampling(temperature, top_p=options.top_p)
+            sampling = SamplingOptions(temperature=temperature, top_p=options.top_p)
             exact = enumerate_texts(source.target, prompts[number], sampling, options.depth)
             for verifier in options.verifiers:
                 bar.update(title=f"sampling, {verifier} at {temperature:g}")

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.decode.sampling import Sampling
+from headstart.decode.options import SamplingOptions
+from headstart.decode.sampling import process
 from headstart.target.model import Target
 
 EXACT_MARGIN = 1e-3
@@ -97,10 +98,10 @@ class Judge:
     """
 
     def __init__(
-        self, target: Target, sampling: Sampling | None = None, say: Callable[[str], None] | None = None
+        self, target: Target, sampling: SamplingOptions | None = None, say: Callable[[str], None] | None = None
     ) -> None:
         self._target = target
-        self._sampling = sampling or Sampling()
+        self._sampling = sampling or SamplingOptions()
         self._say = say
         self._last: dict[tuple[int, ...], Tensor] = {}  # float32 logits [V] after each prefix that was looked at
         self._errors: dict[tuple[int, ...], float] = {}  # of each text that was measured
@@ -145,7 +146,7 @@ class Judge:
             self._last[text] = self._exact_logits(prefix, 1)[0]
         logits_V = self._last[text]
         if self._sampling.needs_prefix:
-            logits_V = self._sampling.process(logits_V, prefix)
+            logits_V = process(self._sampling, logits_V, prefix)
         return float(logits_V.max() - min(logits_V[token] for token in tokens if token is not None))
 
     def limit(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:

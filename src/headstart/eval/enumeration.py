@@ -26,7 +26,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headstart.decode.sampling import Sampling
+from headstart.decode.options import SamplingOptions
 from headstart.target.model import Target
 
 MIN_EXPECTED = 5.0
@@ -93,7 +93,7 @@ class Fit:
 
 @torch.inference_mode()
 def enumerate_texts(
-    target: Target, prompt: Sequence[int], sampling: Sampling, depth: int, maximum: int = 64
+    target: Target, prompt: Sequence[int], sampling: SamplingOptions, depth: int, maximum: int = 64
 ) -> Distribution:
     """The exact distribution of the first `depth` tokens after a prompt.
 
@@ -141,7 +141,7 @@ def _read_on(model: Any, prompt_1T: Tensor, read: Any, texts: Sequence[Text]) ->
     return logits_NV
 
 
-def _warpers(sampling: Sampling) -> LogitsProcessorList:
+def _warpers(sampling: SamplingOptions) -> LogitsProcessorList:
     """transformers' own processing for these settings, in the order in which its `generate` applies them."""
     warpers = LogitsProcessorList()
     if sampling.repetition_penalty != 1:

@@ -31,20 +31,21 @@ from headstart.eval.environment import dtype_name, environment
 from headstart.eval.figures import RESAMPLES, Prompt, Unit, categories, compare_rows, per_prompt, summarise
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
 from headstart.eval.methods import ASSISTANT, Drafters, Method, Ours, Transformers, named, wanted
-from headstart.options import DraftingOptions
 from headstart.support.terminal import progress_bar
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 
 SCHEMA_VERSION = 1
 """Of results.json; raised when a key changes its meaning or goes."""
+_NOT_OF_RESULTS = ("processors", "stop", "raw", "ignore_end", "stop_test")
+"""Options of decoding that measuring does not take."""
 WARM_UP_TOKENS = 32
 """Most tokens of the unmeasured generation that each method starts with."""
 
 
 @dataclass(frozen=True)
-class EvalOptions(DraftingOptions):
-    """How to measure: `DraftingOptions` for every method as far as they apply to it, and what else there is to say.
+class EvalOptions(DecodeOptions):
+    """How to measure: `DecodeOptions` for every method as far as they apply to it, and what else there is to say.
 
     Attributes:
         drafter: the one under test.
@@ -68,11 +69,6 @@ class EvalOptions(DraftingOptions):
     predicted_speedup: float | None = None
     heads_name: str = "heads"
     compare: tuple[str, ...] = ()
-
-    @property
-    def decoding(self) -> DecodeOptions:
-        """The same for our loop; length and seed change from prompt to prompt."""
-        return DecodeOptions.of(self)
 
     @property
     def lossless(self) -> bool:
@@ -201,21 +197,20 @@ def make_methods(
     others: Mapping[str, Drafter | None] | None = None,
 ) -> dict[str, Method]:
     """Every way of decoding that the options ask for, by its name among the runs; see `evaluate`."""
-    sampling = options.decoding.sampling
     methods: dict[str, Method] = {
-        HEADS: Ours(target, drafter, options.decoding, costs),
-        PLAIN: Ours(target, None, options.decoding),
+        HEADS: Ours(target, drafter, options, costs),
+        PLAIN: Ours(target, None, options),
     }
     if options.baselines:
-        methods[STOCK] = Transformers(target, sampling)
+        methods[STOCK] = Transformers(target, options)
         if options.batch_size == 1:
-            methods[LOOKUP] = Transformers(target, sampling, options.prompt_lookup_tokens)
+            methods[LOOKUP] = Transformers(target, options, options.prompt_lookup_tokens)
     for name in options.compare:
         if name.startswith(ASSISTANT):
             assistant = load_target(name.removeprefix(ASSISTANT), dtype_name(target), str(target.device))
-            methods[OTHER + name] = Transformers(target, sampling, assistant=assistant)
+            methods[OTHER + name] = Transformers(target, options, assistant=assistant)
         else:
-            methods[OTHER + name] = Ours(target, (others or {})[name], options.decoding, costs)
+            methods[OTHER + name] = Ours(target, (others or {})[name], options, costs)
     return methods
 
 
@@ -290,7 +285,7 @@ def _judge(
     if options.temperature != 0:
         return dict.fromkeys(names, Judgement())
     say = partial(console.print, style="dim", highlight=False, soft_wrap=True) if console is not None else None
-    judge = Judge(target, options.decoding.sampling, say)
+    judge = Judge(target, options, say)
     prompts = [tokens for unit in units for tokens in _tokens(unit)]
     outputs = {name: [tokens for unit in units for tokens in unit.runs[name].tokens] for name in names}
     return {name: judge.judge(prompts, outputs[PLAIN], outputs[name]) for name in names}
@@ -311,7 +306,7 @@ def _settings(
     methods: dict[str, Method],
 ) -> dict[str, Any]:
     return {
-        **asdict(options),
+        **{name: value for name, value in asdict(options).items() if name not in _NOT_OF_RESULTS},
         "target": target.name,
         "target_fingerprint": target.identity().fingerprint,
         **({} if target.quantization == "none" else {"quantization": target.quantization}),
@@ -336,7 +331,7 @@ def _check_options(target: Target, options: EvalOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}.", "Give a number of at least 1.")
-    check(target, [[0]], replace(options.decoding, max_new_tokens=1))
+    check(target, [[0]], replace(options, max_new_tokens=1))
     if options.batch_size > 1 and any(name.startswith(ASSISTANT) for name in options.compare):
         raise UserError(
             "transformers' assisted generation takes one prompt at a time.", "Use --batch-size 1, or leave it out."

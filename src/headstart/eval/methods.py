@@ -22,8 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Round
-from headstart.decode.options import DecodeOptions
-from headstart.decode.sampling import Sampling
+from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.errors import UserError
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK
 from headstart.options import Tree
@@ -159,11 +158,11 @@ class Transformers:
     def __init__(
         self,
         target: Target,
-        sampling: Sampling | None = None,
+        sampling: SamplingOptions | None = None,
         lookup_tokens: int | None = None,
         assistant: Target | None = None,
     ) -> None:
-        sampling = sampling or Sampling()
+        sampling = sampling or SamplingOptions()
         if sampling.processors:
             raise UserError("Logits processors cannot be measured beside transformers.", "Leave them out.")
         if assistant is not None:

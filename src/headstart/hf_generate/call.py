@@ -21,11 +21,10 @@ from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from headstart.decode.loop import Engine, Generation
-from headstart.decode.options import DecodeOptions
+from headstart.decode.options import DecodeOptions, Draft, Tree
 from headstart.errors import UserError
 from headstart.hf_generate.heads_by_model import lent
 from headstart.hf_generate.request import Ending, LogitsChain, Prompts, check_mode
-from headstart.options import Draft, GenerateOptions, Tree
 
 
 def custom_generate(heads: str | Path, *, revision: str | None = None, tokenizer: Any = None) -> CustomGenerate:
@@ -116,10 +115,10 @@ class CustomGenerate:
         generation_config: Any,
         *,
         stop_strings: str | Sequence[str] | None = None,
-        drafter: str = GenerateOptions.drafter,
-        tree: Tree | None = GenerateOptions.tree,
-        draft: Draft = GenerateOptions.draft,
-        verifier: str = GenerateOptions.verifier,
+        drafter: str = DecodeOptions.drafter,
+        tree: Tree | None = DecodeOptions.tree,
+        draft: Draft = DecodeOptions.draft,
+        verifier: str = DecodeOptions.verifier,
         **model_kwargs: Any,
     ) -> Any:
         """Decode a batch that transformers has prepared.
@@ -131,7 +130,7 @@ class CustomGenerate:
             stopping_criteria: likewise.
             generation_config: with every default filled in.
             stop_strings: end a row with the token that completes one of them.
-            drafter: see `headstart.options.GenerateOptions`; can be given to `model.generate`, like the next three.
+            drafter: see `DecodeOptions`; can be given to `model.generate`, like the next three.
             tree: see there.
             draft: see there.
             verifier: see there.
@@ -161,7 +160,7 @@ class CustomGenerate:
                 processors=chain.processors(input_ids[group[0], :padding].tolist()),
                 verifier=verifier,
                 draft=draft,
-                stop=lambda index, tokens: text.ends(group[index], tokens),
+                stop_test=lambda index, tokens: text.ends(group[index], tokens),
                 **chain.settings,
             )
             rows = [prompts.rows[row] for row in group]

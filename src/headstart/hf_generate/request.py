@@ -34,8 +34,8 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
+from headstart.decode.options import Processor
 from headstart.errors import UserError
-from headstart.options import Processor
 
 PLAIN = "leave out custom_generate to decode with transformers' own loop"
 

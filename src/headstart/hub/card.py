@@ -20,6 +20,7 @@ from headstart.tree.tree import TreeShape
 FACTS = ("measurements", "training", "license", "limits")
 LICENSES = {"smollm2-135m": "apache-2.0"}
 """Licences of the packaged targets. Heads that start from a target's LM head are derived from it."""
+_OF_THE_TARGET = "license-of-the-target-model"
 _ENGINES_SECTION = re.compile(r"^## In serving engines\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -82,20 +83,20 @@ def add_engine_figures(folder: Path) -> None:
 
 def metadata(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
     """The YAML block that the Hub reads."""
-    spec = config["target"]["spec"]
-    values: dict[str, Any] = {}
-    license_id = facts.get("license") or LICENSES.get(spec)
-    values["license"] = license_id or "other"
-    if license_id is None:
-        values["license_name"] = "license-of-the-target-model"
-    if is_hub_id(spec):
-        values["base_model"] = spec
-        values["base_model_relation"] = "adapter"
-    values["library_name"] = "headstart"
-    values["pipeline_tag"] = "text-generation"
     family = str(config["heads"]["family"])
-    values["tags"] = ["headstart", "speculative-decoding", "draft-heads", "custom_generate", family]
-    return values
+    return {
+        **license_and_base(config["target"]["spec"], facts.get("license")),
+        "library_name": "headstart",
+        "pipeline_tag": "text-generation",
+        "tags": ["headstart", "speculative-decoding", "draft-heads", "custom_generate", family],
+    }
+
+
+def license_and_base(spec: str, license_id: str | None = None) -> dict[str, str]:
+    """What the Hub reads of a card about the target: the heads' licence, by default a packaged target's, and its id."""
+    license_id = license_id or LICENSES.get(spec)
+    licence = {"license": license_id} if license_id else {"license": "other", "license_name": _OF_THE_TARGET}
+    return {**licence, **({"base_model": spec, "base_model_relation": "adapter"} if is_hub_id(spec) else {})}
 
 
 def is_hub_id(spec: str) -> bool:
@@ -111,25 +112,21 @@ def is_hub_id(spec: str) -> bool:
 def _setting(results: Mapping[str, Any]) -> str:
     """One sentence with everything a figure depends on; what was not recorded is left out."""
     settings, machine = results.get("settings", {}), results.get("environment", {})
-    parts = [
-        _part(settings, "questions", "{} prompts"),
-        _part(settings, "max_new_tokens", "at most {} new tokens each"),
-        _part(settings, "temperature", "temperature {}"),
-        _part(settings, "batch_size", "batch size {}"),
-        _part(machine, "dtype", "{}"),
-        _part(machine, "threads", "{} threads"),
-        _part(machine, "gpu", "on one {}") or _part(machine, "cpu", "on {}"),
-        _part(machine, "torch", "torch {}"),
-        _part(machine, "transformers", "transformers {}"),
-        _part(machine, "headstart", "headstart {}"),
-        _part(machine, "date", "{}"),
-    ]
-    return ", ".join(part for part in parts if part)
-
-
-def _part(values: Mapping[str, Any], key: str, text: str) -> str:
-    value = values.get(key)
-    return "" if value is None else text.format(value)
+    parts = {
+        "{} prompts": settings.get("questions"),
+        "at most {} new tokens each": settings.get("max_new_tokens"),
+        "temperature {}": settings.get("temperature"),
+        "batch size {}": settings.get("batch_size"),
+        "{}": machine.get("dtype"),
+        "{} threads": machine.get("threads"),
+        "on one {}": machine.get("gpu"),
+        "on {}": machine.get("cpu") if machine.get("gpu") is None else None,
+        "torch {}": machine.get("torch"),
+        "transformers {}": machine.get("transformers"),
+        "headstart {}": machine.get("headstart"),
+    }
+    sentence = [text.format(value) for text, value in parts.items() if value is not None]
+    return ", ".join([*sentence, *([machine["date"]] if machine.get("date") else [])])
 
 
 def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -150,12 +147,12 @@ def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     for position, share in enumerate(summary.get("acceptance_by_position") or (), start=1):
         if share is not None:
             rows.append((f"draft {position} accepted, when those before it were", f"{100 * share:.0f} %"))
-    found = summary.get("divergences")
-    if found and found.get("prompts"):
+    divergences = summary.get("divergences")
+    if divergences and divergences.get("prompts"):
         rows.append(
             (
-                f"prompts answered in other words than without drafts, of {found['prompts']}",
-                f"{found['count']}, of which {found['unexplained']} not explained by rounding",
+                f"prompts answered in other words than without drafts, of {divergences['prompts']}",
+                f"{divergences['count']}, of which {divergences['unexplained']} not explained by rounding",
             )
         )
     return rows

@@ -64,9 +64,8 @@ def export_heads(
 
     Args:
         folder: where to.
-        heads: trained heads; they are kept in the dtype they have.
-        target: the model they were trained on; its fingerprint and sketch are kept, and no other model is accepted at
-            loading.
+        heads: are kept in the dtype they have.
+        target: the model they were trained on; no other one is accepted at loading.
         tuning: `Tuning.to_json()`; `paths` go to tree.json, the rest to calibration.json.
         facts: for the model card, see `headstart.hub.card.write_card`.
 
@@ -142,17 +141,10 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
 def _check_target(folder: Path, trained_on: Mapping[str, Any], target: Target) -> None:
     """Refuse a model that the heads were not trained on; every rounding of the same model passes."""
     given = target.identity()
-    if given.fingerprint == trained_on["fingerprint"]:
+    if given.fingerprint == trained_on["fingerprint"] or (why := target.differs_from(trained_on["sketch"])) is None:
         return
-    drawn = trained_on.get("sketch")
-    if drawn is None:
-        why = "the heads were exported by a headstart that did not note how to know it in another dtype"
-    elif (found := target.differs_from(drawn)) is None:
-        return
-    else:
-        why = found
-    adapted, load = "adapter" in trained_on, f"Load {trained_on['name']}"
-    if adapted:
+    load = f"Load {trained_on['name']}"
+    if "adapter" in trained_on:
         load = f"Load it with load_target(SPEC, adapter={str(adapter_spec(folder))!r}), or let headstart.load do it"
     raise UserError(
         f"The heads in {folder} were trained on {trained_on['name']} (fingerprint {trained_on['fingerprint'][:12]}), "
@@ -182,9 +174,7 @@ def adapter_spec(folder: Path) -> str | None:
         UserError: as `target_spec`.
     """
     adapter = read_config(folder)["target"].get("adapter")
-    if adapter is None:
-        return None
-    return adapter["spec"] or str(folder / BUNDLED)
+    return None if adapter is None else adapter["spec"] or str(folder / BUNDLED)
 
 
 def quantization(folder: Path) -> str:
@@ -232,9 +222,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder} has no {CONFIG}.", "Give a folder that headstart export wrote.")
     config = read_json(path)
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise _not_ours(path)
-    version = config.get("format_version")
+    version = config.get("format_version") if isinstance(config, dict) and config.get("format") == FORMAT else None
     if not isinstance(version, int) or version < 1:
         raise _not_ours(path)
     if version > FORMAT_VERSION:
@@ -244,16 +232,15 @@ def read_config(folder: Path) -> dict[str, Any]:
             "Upgrade: pip install --upgrade headstart",
         )
     target = config.get("target")
-    if not isinstance(target, dict) or not all(
-        isinstance(target.get(key), str) for key in ("spec", "name", "fingerprint")
-    ):
+    if not _has_texts(target, "spec", "name", "fingerprint") or not isinstance(target.get("sketch"), dict):
         raise _not_ours(path)
-    adapter = target.get("adapter")
-    if adapter is not None and not (
-        isinstance(adapter, dict) and all(isinstance(adapter.get(key), str) for key in ("spec", "hash"))
-    ):
+    if "adapter" in target and not _has_texts(target["adapter"], "spec", "hash"):
         raise _not_ours(path)
-    return config
+    return dict(config)
+
+
+def _has_texts(section: Any, *keys: str) -> bool:
+    return isinstance(section, dict) and all(isinstance(section.get(key), str) for key in keys)
 
 
 def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:

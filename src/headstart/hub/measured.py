@@ -51,13 +51,10 @@ class EngineTuning:
     """What was measured in an engine, and the number of drafts that follows.
 
     Attributes:
-        engine: its name.
-        version: as it says itself.
+        version: as the engine says itself.
         target: that it served.
-        prompts: asked.
-        max_new_tokens: of each answer.
         same_texts: answers that were the same with heads as without, of all that were asked.
-        rows: a number of drafts each.
+        rows: one for each number of drafts.
         environment: the machine.
     """
 
@@ -101,15 +98,15 @@ def write_engine_tuning(folder: Path, tuning: EngineTuning) -> None:
 
 def tuned_drafts(measured: dict[str, EngineTuning]) -> dict[str, int]:
     """Tokens of the chain that pay most, by engine, where any pay."""
-    return {name: one.drafts for name, one in measured.items() if one.drafts}
+    return {name: tuning.drafts for name, tuning in measured.items() if tuning.drafts}
 
 
 def engine_rows(measured: dict[str, EngineTuning]) -> list[dict[str, str]]:
     """A row of the cards' table for each number of drafts in each engine."""
     return [
         {
-            "engine": " ".join((name, one.version)).strip(),
-            "target": one.target,
+            "engine": " ".join((name, tuning.version)).strip(),
+            "target": tuning.target,
             "drafts": str(row.drafts),
             "plain, tokens/s": f"{row.plain_tokens_per_second:.1f}",
             "with heads, tokens/s": f"{row.tokens_per_second:.1f}",
@@ -119,17 +116,17 @@ def engine_rows(measured: dict[str, EngineTuning]) -> list[dict[str, str]]:
             "round": f"{row.round_ms:.1f} ms",
             "plain step": f"{row.plain_ms:.1f} ms",
         }
-        for name, one in measured.items()
-        for row in one.rows
+        for name, tuning in measured.items()
+        for row in tuning.rows
     ]
 
 
 def setting_of(measured: dict[str, EngineTuning]) -> str:
     """What the figures depend on, as a sentence."""
     parts = [
-        f"{name}: {one.prompts} prompts, greedy, at most {one.max_new_tokens} new tokens, on {one.machine}; "
-        f"{one.same_texts[0]} of {one.same_texts[1]} answers are the same with heads as without."
-        for name, one in measured.items()
+        f"{name}: {tuning.prompts} prompts, greedy, at most {tuning.max_new_tokens} new tokens, on {tuning.machine}; "
+        f"{tuning.same_texts[0]} of {tuning.same_texts[1]} answers are the same with heads as without."
+        for name, tuning in measured.items()
     ]
     return " ".join(parts)
 

@@ -11,7 +11,7 @@ from typing import Any
 import huggingface_hub
 
 from headstart.errors import UserError
-from headstart.heads.io import CONFIG, WEIGHTS, heads_folder
+from headstart.heads.io import CONFIG, heads_folder
 from headstart.hub.engines.card import ENGINE_FILES, is_engine_folder
 from headstart.hub.engines.export import check_export
 from headstart.hub.format import CARD, FILES, check_folder
@@ -28,11 +28,9 @@ class Upload:
     """What a push did, or with `dry_run` would do.
 
     Attributes:
-        repo_id: user/name.
         files: (path in the repository, size in bytes).
         left_out: what lies in the folder and stays there, since headstart did not write it.
-        url: page of the repository; empty after a dry run.
-        commit: hash of the commit; empty after a dry run.
+        url: page of the repository; empty after a dry run, like `commit`, its hash.
     """
 
     repo_id: str
@@ -88,8 +86,8 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
                 f"{repo_id} is there already, and public.", "Make it private in its settings, or choose another name."
             )
         # Files of a format that this folder does not have, from an earlier push: the new card says nothing of them.
-        there = huggingface_hub.list_repo_files(repo_id) if known is ENGINE_FILES else ()
-        gone = sorted(set(there) & set(ENGINE_FILES) - set(contents))
+        uploaded = huggingface_hub.list_repo_files(repo_id) if known is ENGINE_FILES else ()
+        gone = sorted(set(uploaded) & set(ENGINE_FILES) - set(contents))
         commit = huggingface_hub.create_commit(
             repo_id,
             [
@@ -104,22 +102,24 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
 def _contents(folder: Path) -> dict[str, bytes | Path]:
     """What is uploaded, by its path in the repository: the weights as they lie there, texts without local paths."""
     config = read_json(folder / CONFIG)
-    texts = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if _is_text(folder / name)}
-    base = _adapter_of(folder).get("base_model_name_or_path")
-    local = [value for value in (config["target"]["spec"], base, *_training(config).values()) if _is_local(value)]
+    files = [name for name in FILES if (folder / name).is_file()]
+    texts = {name: (folder / name).read_text(encoding="utf-8") for name in files if not name.endswith(".safetensors")}
+    training = config.get("training")
+    paths = [config["target"]["spec"], *(training.values() if isinstance(training, dict) else ())]
+    if (adapter := folder / BUNDLED / ADAPTER).is_file():
+        paths.append(read_json(adapter).get("base_model_name_or_path"))
+    local = [path for path in paths if _is_local(path)]
     for path in sorted(local, key=len, reverse=True):
         texts = {name: text.replace(path, Path(path).name) for name, text in texts.items()}
     if config["target"]["spec"] in local:  # a bare name would be looked for as if it were somewhere
         texts[CONFIG] = _dumped({**json.loads(texts[CONFIG]), "target": {**config["target"], "spec": ""}})
-    return {
-        name: texts[name].encode() if name in texts else folder / name for name in FILES if (folder / name).is_file()
-    }
+    return {name: texts[name].encode() if name in texts else folder / name for name in files}
 
 
 def _engine_contents(folder: Path) -> dict[str, bytes | Path]:
     """The same of a folder for engines, which its own check must find whole."""
-    if found := check_export(folder):
-        raise UserError(f"{found[0].engine} cannot serve {folder}: {found[0].problem}", found[0].remedy)
+    for finding in check_export(folder):
+        raise UserError(f"{finding.engine} cannot serve {folder}: {finding.problem}", finding.remedy)
     contents: dict[str, bytes | Path] = {name: folder / name for name in ENGINE_FILES if (folder / name).is_file()}
     if CONFIG in contents:
         contents[CONFIG] = _dumped(_without_paths(read_json(folder / CONFIG))).encode()
@@ -133,22 +133,6 @@ def _without_paths(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_paths(inner) for inner in value]
     return Path(value).name if _is_local(value) else value
-
-
-def _is_text(path: Path) -> bool:
-    return path.is_file() and path.suffix != Path(WEIGHTS).suffix
-
-
-def _adapter_of(folder: Path) -> dict[str, Any]:
-    """What peft noted of the target's adapter, where that lies with the heads."""
-    file = folder / BUNDLED / ADAPTER
-    return dict(read_json(file)) if file.is_file() else {}
-
-
-def _training(config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says about the training, such as the file of its prompts."""
-    training = config.get("training")
-    return training if isinstance(training, dict) else {}
 
 
 def _is_local(value: Any) -> bool:
@@ -170,12 +154,6 @@ def _size(content: bytes | Path) -> int:
 def _left_out(folder: Path, files: Sequence[str]) -> tuple[str, ...]:
     """What is not ours, folders with a slash; of a folder with something of ours, what in it is not."""
     ours = {part for name in files for part in (name, name.partition("/")[0])}
-    found = []
-    for path in [
-        *folder.iterdir(),
-        *(inner for name in ours if (folder / name).is_dir() for inner in (folder / name).iterdir()),
-    ]:
-        name = path.relative_to(folder).as_posix()
-        if name not in ours:
-            found.append(f"{name}/" if path.is_dir() else name)
-    return tuple(sorted(found))
+    folders = [folder, *(folder / name for name in ours if (folder / name).is_dir())]
+    paths = {path.relative_to(folder).as_posix(): path for place in folders for path in place.iterdir()}
+    return tuple(sorted(f"{name}/" if path.is_dir() else name for name, path in paths.items() if name not in ours))

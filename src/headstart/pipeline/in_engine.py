@@ -11,16 +11,16 @@ from tempfile import TemporaryDirectory, mkdtemp
 from rich.console import Console
 
 from headstart.data.conversations.conversations import read_conversations
+from headstart.decode.options import EngineOptions
 from headstart.errors import UserError, nearest
 from headstart.eval.environment import machine
 from headstart.heads.io import heads_folder
 from headstart.hub.card import add_engine_figures
 from headstart.hub.engines.base import drafts_to_try
 from headstart.hub.engines.export import Exported, export_for
-from headstart.hub.engines.tune_engine import DRAFTS, tune_engine
+from headstart.hub.engines.tune_engine import DRAFTS, Asked, tune_engine
 from headstart.hub.format import CALIBRATION
 from headstart.hub.measured import EngineTuning, write_engine_tuning
-from headstart.options import EngineOptions
 from headstart.pipeline.actions import calibration_file, refuse_other_files
 from headstart.servers.engines import ENGINES
 from headstart.servers.process import Engine, Server
@@ -55,28 +55,27 @@ def tune_in_engine(
         raise UserError(f"Unknown engine {name!r}.", nearest(name, list(ENGINES)))
     engine, drafts = ENGINES[name], _numbers(options.engine_drafts)
     refuse_other_files(folder)
-    texts = read_conversations(calibration_file(folder, calibration))
-    calibration_of = read_json(folder / CALIBRATION)
-    prompts = [one.tokens[: one.supervised_spans[0][0]] for one in texts if one.supervised_spans][
-        : options.engine_prompts
-    ]
+    conversations = read_conversations(calibration_file(folder, calibration))
+    prompts = [item.tokens[: item.supervised_spans[0][0]] for item in conversations if item.supervised_spans]
+    measured_here = read_json(folder / CALIBRATION)
     with TemporaryDirectory(prefix="headstart-engine-") as place, console.status("exporting") as status:
         exported = export_for(folder, Path(place) / "heads", engine.format, target)
+        steps = exported.published.steps
         served = options.engine_target or engine.own_target(exported.facts.folder, exported.facts.gguf)
         if not served:
             raise UserError(
                 f"{name} cannot load {exported.facts.name} from where the heads have it.",
                 f"Say where {name} finds it with --engine-target.",
             )
-        if calibration_of.get("settings", {}).get("imported"):
+        if measured_here.get("settings", {}).get("imported"):
             raise UserError(
                 "These heads were imported, and how often their drafts are accepted was never measured.",
                 f"Tune them first: {program()} tune {heads} --conversations FILE.jsonl",
             )
-        if max(drafts, default=0) > exported.published.steps:
+        if max(drafts, default=0) > steps:
             raise UserError(
-                f"The heads were trained to draft {exported.published.steps} tokens in a row, not {max(drafts)}.",
-                f"Give --engine-drafts up to {exported.published.steps}.",
+                f"The heads were trained to draft {steps} tokens in a row, not {max(drafts)}.",
+                f"Give --engine-drafts up to {steps}.",
             )
 
         def start(drafting: Sequence[str], what: str) -> Server:
@@ -85,21 +84,27 @@ def tune_in_engine(
                 engine, served, drafting, log, command=options.engine_command, options=options.engine_arguments
             )
 
+        asked = Asked(prompts[: options.engine_prompts], options.engine_tokens, measured_here["acceptance"])
         try:
-            tuning = tune_engine(
-                engine,
+            version, compared = tune_engine(
                 start,
                 lambda count: served_with(engine, exported, count),
-                prompts,
-                calibration_of["acceptance"],
-                target=Path(served).name,
-                drafts=drafts or drafts_to_try(exported.published, DRAFTS),
-                max_new_tokens=options.engine_tokens,
-                environment=machine(),
-                progress=status.update,
+                drafts or drafts_to_try(exported.published, DRAFTS),
+                asked,
+                status.update,
             )
         except UserError as error:
             raise UserError(error.problem, error.remedy.replace(place, _kept(Path(place)))) from None
+    tuning = EngineTuning(
+        engine=name,
+        version=version,
+        target=Path(served).name,
+        prompts=len(asked.prompts),
+        max_new_tokens=asked.max_new_tokens,
+        same_texts=(sum(each.same for each in compared), len(asked.prompts) * len(compared)),
+        rows=tuple(each.row for each in compared),
+        environment=machine(),
+    )
     write_engine_tuning(folder, tuning)
     add_engine_figures(folder)
     return tuning

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from headstart.errors import UserError, nearest
-from headstart.options import LengthOptions, SamplingOptions, meaning
 
 PositionWeight = Literal["exponential", "subsampled", "dpace", "accept_until_failure"]
 """What a recipe can ask for: `exponential`, `dpace` and `accept_until_failure` are in
@@ -375,8 +374,8 @@ class EvalSection(Section):
 
     questions: str = Field("heldout", description="'heldout' (the run's own held-out prompts) or a question file.")
     limit: int | None = Field(16, ge=1, description="Prompts measured at most.")
-    max_new_tokens: int = Field(128, ge=1, description=meaning(LengthOptions, "max_new_tokens").text)
-    temperature: float = Field(0.0, ge=0, description=meaning(SamplingOptions, "temperature").text)
+    max_new_tokens: int = Field(128, ge=1, description="Longest answer in tokens, the one that ends the turn included.")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy; above 0 the target's distribution is sampled.")
     compare: tuple[str, ...] = Field(
         ("heads+ngram",), description="Other drafters in the same report; see `headstart eval --compare`."
     )

@@ -22,11 +22,11 @@ from rich.console import Console
 from torch import Tensor
 
 from headstart.decode.costs import Conditions, Costs, Measured
+from headstart.decode.options import Tree
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.int8_weights import drop_int8, to_int8
-from headstart.options import Tree
 from headstart.target.model import Target
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import RankPath, TreeShape

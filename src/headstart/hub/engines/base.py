@@ -11,11 +11,18 @@ from typing import Any
 import torch
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, Published
+from headstart.heads.exchange.published import BLOCKS, Layout, Published
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOTE = "headstart"
 """Where a file of ours says what it was written from, see `Written`."""
+_KINDS = {
+    Layout.EAGLE3: "EAGLE-3",
+    Layout.EAGLE: "EAGLE-1",
+    Layout.MEDUSA: "Medusa",
+    Layout.DFLASH: "DFlash",
+    Layout.DSPARK: "DSpark",
+}
 
 
 @dataclass(frozen=True)
@@ -24,11 +31,6 @@ class TargetFacts:
 
     Attributes:
         spec: what `load_target` takes; empty where it is not known here.
-        name: what people call it.
-        fingerprint: see `headstart.target.identity.Identity`.
-        model_type: of transformers.
-        num_layers: decoder layers.
-        hidden_size: of the target.
         vocab_size: rows of the LM head.
         folder: that transformers loads, or a Hub id; empty where there is none.
         gguf: the target as a GGUF file, where it is one.
@@ -51,13 +53,7 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class Finding:
-    """What an engine would get wrong.
-
-    Attributes:
-        engine: that is meant.
-        problem: what is wrong, as one sentence.
-        remedy: what to do about it, as one sentence.
-    """
+    """What an engine would get wrong, and what to do about it, each as one sentence."""
 
     engine: str
     problem: str
@@ -99,14 +95,12 @@ class Format(ABC):
 
     Attributes:
         name: that users type.
-        engines: that read it.
-        about: one line for help texts.
+        engines: that read it, the one it is mainly for first.
         dtypes: that weights can be written in, the usual one first.
     """
 
     name: str
     engines: tuple[str, ...]
-    about: str
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
 
     def holds_embeddings(self, published: Published) -> bool:
@@ -158,12 +152,13 @@ class Format(ABC):
     ) -> dict[str, list[str]]:
         """The words of the command that serves target and heads, for each engine that can.
 
-        Args:
-            folder: where the files are.
-            published: the heads.
-            facts: of their target.
-            drafts: tokens of a chain by engine, where they were measured.
+        `drafts` are tokens of a chain by engine, where they were measured.
         """
+
+
+def kind_of(published: Published) -> str:
+    """What the arrangement is called in messages."""
+    return _KINDS[published.layout]
 
 
 def drafts_of(published: Published, drafts: int = 0) -> int:

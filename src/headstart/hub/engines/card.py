@@ -9,16 +9,13 @@ from pathlib import Path
 import yaml
 
 from headstart.heads.exchange.published import Published
-from headstart.hub.card import LICENSES, environment, is_hub_id
-from headstart.hub.engines.base import Format, TargetFacts
-from headstart.hub.engines.huggingface import files_of
+from headstart.hub.card import environment, is_hub_id, license_and_base
+from headstart.hub.engines.base import Format, TargetFacts, kind_of
 from headstart.hub.measured import EngineTuning, engine_rows, setting_of, tuned_drafts
 from headstart.support.files import write_text
 
 MARK = "<!-- written by headstart export -->"
 """By which a folder is known as one that may be written anew."""
-
-
 ENGINE_FILES = ("README.md", "config.json", "heads.gguf", "model.safetensors")
 """All that a folder of formats of engines holds."""
 
@@ -36,35 +33,24 @@ def write_engine_card(
     facts: TargetFacts,
     measured: dict[str, EngineTuning],
 ) -> None:
-    """Write README.md beside the files of some formats: what the heads are, and how each engine serves them.
-
-    Args:
-        folder: with the files.
-        formats: that they are of.
-        published: the heads.
-        facts: of their target.
-        measured: in serving engines, by engine.
-    """
+    """Write README.md beside the files of some formats: what the heads are, and how each engine serves them."""
     drafts = tuned_drafts(measured)
     hub_id = facts.spec if facts.spec and is_hub_id(facts.spec) else None
-    license_id = LICENSES.get(facts.spec)
-    metadata = {"license": license_id or "other"}
-    if license_id is None:
-        metadata["license_name"] = "license-of-the-target-model"
-    if hub_id is not None:
-        metadata |= {"base_model": hub_id, "base_model_relation": "adapter"}
-    metadata["pipeline_tag"] = "text-generation"
     public = TargetFacts(**{**vars(facts), "folder": hub_id or "TARGET", "gguf": None})
     commands = {
         engine: shlex.join(words)
-        for one in formats
-        for engine, words in one.commands("HEADS", published, public, drafts).items()
+        for format in formats
+        for engine, words in format.commands("HEADS", published, public, drafts).items()
     }
     engines = sorted(commands)
-    tags = {"tags": ["headstart", "speculative-decoding", "draft-heads", str(published.layout), *engines]}
+    metadata = {
+        **license_and_base(facts.spec),
+        "pipeline_tag": "text-generation",
+        "tags": ["headstart", "speculative-decoding", "draft-heads", str(published.layout), *engines],
+    }
     rows = {
         "target": f"{facts.name}, fingerprint {facts.fingerprint}",
-        "arrangement": files_of(published),
+        "arrangement": kind_of(published),
         "trained to draft": f"{published.steps} tokens in a row",
         "draft vocabulary": f"{published.draft_width} of {published.vocab_size} tokens",
     }
@@ -77,10 +63,10 @@ def write_engine_card(
         environment()
         .get_template("engine.md.j2")
         .render(
-            metadata=yaml.safe_dump({**metadata, **tags}, sort_keys=False, allow_unicode=True),
+            metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
             mark=MARK,
             name=facts.name,
-            kind=files_of(published),
+            kind=kind_of(published),
             hub_id=hub_id,
             commands=commands,
             plain_is_faster=[name for name, tuning in measured.items() if name in engines and not tuning.drafts],

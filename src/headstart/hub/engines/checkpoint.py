@@ -7,9 +7,12 @@ from the files' headers, which are checked against the files' sizes; tensors are
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.errors import UserError
+from headstart.hub.engines.base import NOTE, Written
 from headstart.support.files import read_json
 
 CONFIG = "config.json"
@@ -26,34 +30,19 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _HEADER = 100_000_000
 """Bytes of the longest header that safetensors itself reads."""
 _BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U16": 2,
-    "U32": 4,
-    "U64": 8,
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
 }
+_PREFIXES = ("model.", "medusa_head.", "medusa_heads.")
+_RENAMED = {"midlayer.": "layers.0.", "fusion_fc.": "fc.", "embed_in.": "embed_tokens."}
+_OLD_MEDUSA = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor as the header of its file describes it.
-
-    Attributes:
-        file: that holds it.
-        name: in that file.
-        dtype: as safetensors writes it.
-        shape: of the tensor.
-    """
+    """A tensor as the header of its file describes it; the dtype is in safetensors' words."""
 
     file: Path
     name: str
@@ -74,24 +63,57 @@ class Checkpoint:
     config: Mapping[str, Any]
     tensors: Mapping[str, Kept]
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor; None where there is no such tensor."""
-        kept = self.tensors.get(name)
-        return None if kept is None else kept.shape
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The config, with what speculators nests at the top."""
+        nested = self.config.get("transformer_layer_config")
+        return {**nested, **self.config} if isinstance(nested, Mapping) else dict(self.config)
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The tensors' names in the files, by their published ones (see `headstart.heads.exchange.published`)."""
+        return {_published_name(name): name for name in self.tensors}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the tensors, by their published names."""
+        return {name: self.tensors[in_file].shape for name, in_file in self.names.items()}
+
+    @property
+    def is_speculators(self) -> bool:
+        """Whether the config is one of the speculators library."""
+        return "speculators_model_type" in self.config
+
+    @property
+    def written(self) -> Written | None:
+        """What a folder of ours says of itself."""
+        return Written.of(self.config.get(NOTE))
 
     def read(self, name: str) -> Tensor:
-        """A tensor, on the CPU.
+        """A tensor by its published name, on the CPU.
 
         Raises:
             UserError: its file is damaged.
         """
-        kept = self.tensors[name]
+        kept = self.tensors[self.names[name]]
         try:
             with safe_open(kept.file, framework="pt") as handle:
                 tensor: Tensor = handle.get_tensor(kept.name)
         except SafetensorError as error:
             raise _damaged(kept.file, str(error)) from None
         return tensor
+
+
+def _published_name(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    for theirs, published in _RENAMED.items():
+        if name.startswith(theirs):
+            name = published + name.removeprefix(theirs)
+    if old_name := _OLD_MEDUSA.fullmatch(name):
+        head, block, linear, kind = old_name.groups()
+        return f"blocks.{head}.layers.{block}.{kind}" if linear else f"lm_heads.{head}.{kind}"
+    return name
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -190,7 +212,7 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             raise _damaged(file, str(error)) from None
     if not isinstance(header, dict):
         raise _damaged(file, "its header is no table")
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    described: dict[str, tuple[str, tuple[int, ...]]] = {}
     room = total - 8 - length
     for name, entry in header.items():
         if name == "__metadata__":
@@ -198,13 +220,10 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         dtype, shape, span = (_of(entry, key) for key in ("dtype", "shape", "data_offsets"))
         if not _sizes(shape) or not _sizes(span) or len(span) != 2 or dtype not in _BYTES:
             raise _damaged(file, f"tensor {name!r} is not described as one")
-        count = 1
-        for size in shape:
-            count *= size
-        if span[1] - span[0] != count * _BYTES[dtype] or span[1] > room:
+        if span[1] - span[0] != math.prod(shape) * _BYTES[dtype] or span[1] > room:
             raise _damaged(file, f"tensor {name!r} of shape {shape} does not fit its {span[1] - span[0]} bytes")
-        found[name] = (dtype, tuple(shape))
-    return found
+        described[name] = (dtype, tuple(shape))
+    return described
 
 
 def _of(entry: Any, key: str) -> Any:

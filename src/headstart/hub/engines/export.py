@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from headstart.errors import UserError, nearest
-from headstart.heads.base import DraftHead, families
 from headstart.heads.exchange.published import EMBEDDINGS, MARKOV_LM_HEAD, Published, digest
 from headstart.heads.io import WEIGHTS, build_heads, heads_folder
 from headstart.hub.engines.base import Finding, Format, TargetFacts
@@ -28,9 +27,9 @@ from headstart.support.files import write_atomic
 from headstart.target.loading import load_target, read_embeddings
 from headstart.target.model import Target
 
-HEADSTART = "headstart"
-"""The name of our own format."""
-FORMATS: dict[str, Format] = {one.name: one for one in (Vllm(), Sglang(), Speculators(), Gguf())}
+FORMATS: dict[str, Format] = {format.name: format for format in (Vllm(), Sglang(), Speculators(), Gguf())}
+_SAME = 0.02
+"""How far, as a share of their size, numbers in 8 bits or bfloat16 are from those they stand for."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,6 @@ class Exported:
     """What an export wrote.
 
     Attributes:
-        folder: where.
-        formats: their names.
         published: the heads, as engines know them.
         facts: of their target.
         drafts: tokens of the chain by engine, where they were measured.
@@ -71,13 +68,8 @@ def format_named(name: str) -> Format:
         UserError: there is none.
     """
     if name not in FORMATS:
-        raise UserError(f"Unknown format {name!r}.", nearest(name, [HEADSTART, *FORMATS]))
+        raise UserError(f"Unknown format {name!r}.", nearest(name, ["headstart", *FORMATS]))
     return FORMATS[name]
-
-
-def engine_names() -> list[str]:
-    """Every engine that a format is for."""
-    return sorted({engine for one in FORMATS.values() for engine in one.engines})
 
 
 def export_for(
@@ -101,36 +93,38 @@ def export_for(
             cannot hold, or a folder in use.
     """
     asked = [format_named(name) for name in dict.fromkeys([formats] if isinstance(formats, str) else formats)]
-    of_folders = [one.name for one in asked if isinstance(one, FolderFormat)]
+    of_folders = [format.name for format in asked if isinstance(format, FolderFormat)]
     if len(of_folders) > 1:
         raise UserError(
             f"{' and '.join(of_folders)} both write config.json and model.safetensors.",
             "Write each into a folder of its own; --format gguf goes with any of them.",
         )
-    for one in asked:
-        if dtype and dtype not in one.dtypes:
-            raise UserError(f"{one.name} has no dtype {dtype!r}.", nearest(dtype, one.dtypes))
+    for format in asked:
+        if dtype and dtype not in format.dtypes:
+            raise UserError(f"{format.name} has no dtype {dtype!r}.", nearest(dtype, format.dtypes))
     refuse_used(out)
     published, facts = publish(heads, target)
     measured = read_engine_tunings(heads_folder(heads))
-    remarks = [said for one in asked for said in (*one.check_heads(published, facts), *_not_paying(one, measured))]
+    remarks = [remark for format in asked for remark in format.check_heads(published, facts)]
+    remarks += [remark for format in asked for remark in _not_paying(format, measured)]
     remarks += _uncorrected(published)
-    embeddings_VE = _embeddings(target, facts) if any(one.holds_embeddings(published) for one in asked) else None
+    embeddings_VE = _embeddings(target, facts) if any(format.holds_embeddings(published) for format in asked) else None
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
-        for one in asked:
+        for format in asked:
             held = published
-            if embeddings_VE is not None and one.holds_embeddings(published):
+            if embeddings_VE is not None and format.holds_embeddings(published):
                 held = held.with_tensors({**held.tensors, EMBEDDINGS: embeddings_VE})
-            one.write(held, facts, partial, dtype or one.dtypes[0])
+            format.write(held, facts, partial, dtype or format.dtypes[0])
         write_engine_card(partial, asked, published, facts, measured)
-        for one in asked:
-            if found := one.check(partial, one.engines[0], None):
-                raise AssertionError(f"an export that its own check refuses: {found[0].problem}")
+        for format in asked:
+            if findings := format.check(partial, format.engines[0], None):
+                raise AssertionError(f"an export that its own check refuses: {findings[0].problem}")
 
     write_atomic(out, write)
-    return Exported(out, tuple(one.name for one in asked), published, facts, tuned_drafts(measured), tuple(remarks))
+    names = tuple(format.name for format in asked)
+    return Exported(out, names, published, facts, tuned_drafts(measured), tuple(remarks))
 
 
 def _uncorrected(published: Published) -> Iterator[str]:
@@ -144,9 +138,9 @@ def _uncorrected(published: Published) -> Iterator[str]:
         )
 
 
-def _not_paying(one: Format, measured: Mapping[str, EngineTuning]) -> Iterator[str]:
+def _not_paying(format: Format, measured: Mapping[str, EngineTuning]) -> Iterator[str]:
     """What to say of engines in which plain decoding was found to be faster."""
-    for engine in one.engines:
+    for engine in format.engines:
         if engine in measured and not measured[engine].drafts:
             row = measured[engine].best
             yield (
@@ -163,27 +157,23 @@ def publish(heads: Path, target: Target | str | None = None) -> tuple[Published,
     """
     folder = heads_folder(heads)
     check_folder(folder)
-    settings = read_config(folder)["heads"]
-    built = build_heads(settings, folder / WEIGHTS)
+    built = build_heads(read_config(folder)["heads"], folder / WEIGHTS)
     if built.publishes is None:
         built.publish()  # says why not
     facts = facts_of_heads(folder, None if isinstance(target, Target) else target)
     if built.publishing_reads_target:
-        built.bind(_loaded(target, facts))
+        built.bind(target if isinstance(target, Target) else load_target(_spec(facts), "float32", "cpu"))
     return built.float().publish(), facts
-
-
-def _loaded(target: Target | str | None, facts: TargetFacts) -> Target:
-    """The target itself, where heads are published with weights of it."""
-    return target if isinstance(target, Target) else load_target(_spec(facts), "float32", "cpu")
 
 
 def _embeddings(target: Target | str | None, facts: TargetFacts) -> torch.Tensor:
     """The target's embeddings [V, E], without the rest of it where its files allow."""
     if isinstance(target, Target):
         return target.embedding_weight.detach()
-    found = read_embeddings(_spec(facts))
-    return load_target(facts.spec, "auto", "cpu").embedding_weight.detach() if found is None else found
+    embeddings_VE = read_embeddings(_spec(facts))
+    if embeddings_VE is None:
+        return load_target(facts.spec, "auto", "cpu").embedding_weight.detach()
+    return embeddings_VE
 
 
 def _spec(facts: TargetFacts) -> str:
@@ -206,13 +196,14 @@ def refuse_used(out: Path) -> None:
     if not out.is_dir():
         raise UserError(f"{out} is a file.", "Give a folder with --out.")
     names = {path.name for path in out.iterdir()}
-    known = set(ENGINE_FILES)
-    ours = not names or is_engine_folder(out)
-    if others := sorted(names - known) or ([] if ours else sorted(names)):
+    if lost := sorted(names - set(ENGINE_FILES) if is_engine_folder(out) else names):
         raise UserError(
-            f"{out} holds something else, which would be lost: {', '.join(others[:3])}.",
+            f"{out} holds something else, which would be lost: {', '.join(lost[:3])}.",
             "Move that away, or choose another folder.",
         )
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def formats_of(folder: Path) -> list[Format]:
@@ -225,15 +216,31 @@ def formats_of(folder: Path) -> list[Format]:
         return [FORMATS["gguf"]]
     if not folder.is_dir():
         raise UserError(f"No folder at {folder}.", "Give a folder of draft heads, or a GGUF file.")
-    found = [one for one in FORMATS.values() if one.holds(folder)]
-    if not found:
+    formats = [format for format in FORMATS.values() if format.holds(folder)]
+    if not formats:
         raise UserError(f"{folder} holds no draft heads.", "Give a folder with config.json, or a GGUF file.")
-    return found
+    return formats
 
 
-def format_of(folder: Path) -> Format:
-    """The first of `formats_of`."""
-    return formats_of(folder)[0]
+def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
+    """For each engine the format by which it reads a folder; by default the engines that its formats are mainly for.
+
+    Raises:
+        UserError: no such folder or engine.
+    """
+    formats = formats_of(folder)
+    known = {engine for format in FORMATS.values() for engine in format.engines}
+    read_by = {engine: format for format in reversed(formats) for engine in format.engines}
+    for engine in engines:
+        if engine not in known:
+            raise UserError(f"Unknown engine {engine!r}.", nearest(engine, sorted(known)))
+        if engine not in read_by:
+            raise UserError(
+                f"{engine} does not read the format {' or '.join(format.name for format in formats)}, which {folder} "
+                "has.",
+                f"Export with --format {next(name for name, other in FORMATS.items() if engine in other.engines)}.",
+            )
+    return {engine: read_by[engine] for engine in engines or [format.engines[0] for format in formats]}
 
 
 def check_export(
@@ -250,78 +257,56 @@ def check_export(
     Raises:
         UserError: no such folder or engine.
     """
-    formats = formats_of(folder)
-    read_by = {engine: one for one in reversed(formats) for engine in one.engines}
-    for engine in engines:
-        if engine not in engine_names():
-            raise UserError(f"Unknown engine {engine!r}.", nearest(engine, engine_names()))
-        if engine not in read_by:
-            raise UserError(
-                f"{engine} does not read the format {' or '.join(one.name for one in formats)}, which {folder} has.",
-                f"Export with --format {next(name for name, other in FORMATS.items() if engine in other.engines)}.",
-            )
+    readers = readers_of(folder, engines)
     held, facts = (None, None) if against is None else publish(against, target)
-    asked = engines or [one.engines[0] for one in formats]
-    found = [finding for engine in asked for finding in read_by[engine].check(folder, engine, facts)]
-    if held is not None and not found:
-        for one in dict.fromkeys(read_by[engine] for engine in asked):
-            found += _compare(one, folder, one.as_held(held))
-    return found
+    findings = [finding for engine, format in readers.items() for finding in format.check(folder, engine, facts)]
+    if held is not None and not findings:
+        for format in dict.fromkeys(readers.values()):
+            findings += _differences(format, folder, format.as_held(held))
+    return findings
 
 
 def export_remarks(folder: Path, engines: Sequence[str] = ()) -> list[str]:
     """What the user should know of a folder without faults; see `check_export` for the arguments."""
-    formats = formats_of(folder)
-    read_by = {engine: one for one in reversed(formats) for engine in one.engines}
-    asked = engines or [one.engines[0] for one in formats]
-    return [said for engine in asked for said in read_by[engine].remarks(read_by[engine].read(folder), engine)]
+    readers = readers_of(folder, engines).items()
+    return [remark for engine, format in readers for remark in format.remarks(format.read(folder), engine)]
 
 
-_SAME = 0.02
-"""How far, as a share of their size, numbers in 8 bits or bfloat16 are from those they stand for."""
-
-
-def _compare(one: Format, folder: Path, held: Published) -> list[Finding]:
+def _differences(format: Format, folder: Path, ours: Published) -> list[Finding]:
     """In what a folder's heads are not those given, but for rounding."""
-    engine, again = one.engines[0], "Export these heads again."
+    engine = format.engines[0]
     try:
-        read = one.read(folder)
+        theirs = format.read(folder)
     except UserError as error:
         return [Finding(engine, error.problem, error.remedy)]
-    if digest(read) == digest(rounded(held, "float32")):
+    if digest(theirs) == digest(rounded(ours, "float32")):
         return []
-    found = []
-    theirs, ours = read.settings, held.settings
-    for name in ours:
-        if name != "layer" and theirs[name] != ours[name]:
-            found.append(Finding(engine, f"{name} is {theirs[name]!r}, and the heads have {ours[name]!r}.", again))
-    if read.layer is not None and held.layer is not None:
-        base, own = (layer.rope_parameters["rope_theta"] for layer in (read.layer, held.layer))
-        if abs(base - own) > 1e-5 * own:
-            found.append(Finding(engine, f"The rotary base is {base:g}, and the heads have {own:g}.", again))
-    ids, own_ids = read.draft_ids_D, held.draft_ids_D
-    if (ids is None) != (own_ids is None) or (
-        ids is not None and own_ids is not None and not torch.equal(ids, own_ids)
-    ):
-        found.append(Finding(engine, "The drafted tokens (d2t) are not those of the heads.", again))
-    for name, tensor in held.tensors.items():
-        other = read.tensors.get(name)
+    return [Finding(engine, problem, "Export these heads again.") for problem in _problems(theirs, ours)]
+
+
+def _problems(theirs: Published, ours: Published) -> Iterator[str]:
+    for name, setting in ours.settings.items():
+        if name != "layer" and theirs.settings[name] != setting:
+            yield f"{name} is {theirs.settings[name]!r}, and the heads have {setting!r}."
+    if theirs.layer is not None and ours.layer is not None:
+        base, our_base = (layer.rope_parameters["rope_theta"] for layer in (theirs.layer, ours.layer))
+        if abs(base - our_base) > 1e-5 * our_base:
+            yield f"The rotary base is {base:g}, and the heads have {our_base:g}."
+    ids_D, our_ids_D = theirs.draft_ids_D, ours.draft_ids_D
+    if ids_D is not our_ids_D and (ids_D is None or our_ids_D is None or not torch.equal(ids_D, our_ids_D)):
+        yield "The drafted tokens (d2t) are not those of the heads."
+    for name, tensor in ours.tensors.items():
+        other = theirs.tensors.get(name)
         if other is None or other.shape != tensor.shape:
             continue
         if (other.float() - tensor.float()).norm() > _SAME * tensor.float().norm():
-            found.append(Finding(engine, f"{name} holds other numbers than the heads{_turned(other, tensor)}.", again))
-    return found
+            yield f"{name} holds other numbers than the heads{_reordered(other, tensor)}."
 
 
-def _turned(other: torch.Tensor, tensor: torch.Tensor) -> str:
+def _reordered(theirs: torch.Tensor, ours: torch.Tensor) -> str:
     """Says so where the rows are the heads' own in another order: queries and keys that were not permuted."""
-    if tensor.dim() == 2:
-        sums, own = (part.float().double().sum(1).sort().values for part in (other, tensor))
-        if (sums - own).norm() <= _SAME * own.norm():
+    if ours.dim() == 2:
+        sums, our_sums = (tensor.float().double().sum(1).sort().values for tensor in (theirs, ours))
+        if (sums - our_sums).norm() <= _SAME * our_sums.norm():
             return " in the order of its rows; GGUF files permute queries and keys"
     return ""
-
-
-def heads_of(published: Published) -> type[DraftHead]:
-    """The family that holds a published arrangement."""
-    return next(one for one in families().values() if one.publishes is published.layout)

@@ -15,32 +15,23 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def facts_of_heads(folder: Path, spec: str | None = None) -> TargetFacts:
-    """The target of an exported folder of heads; its weights are not loaded.
-
-    Args:
-        folder: of heads.
-        spec: where the target is, when it is not where the heads say.
+    """The target of a folder of heads, wherever it lies or where `spec` says; its weights are not loaded.
 
     Raises:
-        UserError: not a folder of ours, or heads of an old headstart that does not say what the target is like.
+        UserError: not a folder of ours, or a target with an adapter, which engines cannot serve.
     """
-    config = read_config(folder)
-    target = config["target"]
-    where = spec or target["spec"]
+    target = read_config(folder)["target"]
     if adapter_spec(folder) is not None and spec is None:
         raise UserError(
             f"The heads in {folder} belong to {target['name']}, and engines serve whole models.",
             "Save it with its adapter merged, then name that folder with --target. In Python: "
             f"headstart.load({str(folder)!r}).target.save('merged').",
         )
-    sketch = target.get("sketch")
-    parts = str(sketch.get("architecture", "")).split() if isinstance(sketch, dict) else []
-    if len(parts) != 4 or not all(part.isdigit() for part in parts[1:]):
-        raise UserError(
-            f"{folder} does not say what its target is like; an older headstart wrote it.",
-            "Export the run again with this version.",
-        )
-    model_type, layers, size, vocab = parts[0], *map(int, parts[1:])
+    architecture = str(target["sketch"].get("architecture", "")).split()
+    if len(architecture) != 4 or not all(part.isdigit() for part in architecture[1:]):
+        raise UserError(f"{folder} does not say what its target is like.", "Export or fetch the heads again.")
+    model_type, layers, size, vocab = architecture
+    where = spec or target["spec"]
     if where and not spec and not _is_here(where):
         where = ""  # it was on another machine, or was never a file
     return TargetFacts(
@@ -48,12 +39,25 @@ def facts_of_heads(folder: Path, spec: str | None = None) -> TargetFacts:
         name=target["name"],
         fingerprint=target["fingerprint"],
         model_type=model_type,
-        num_layers=layers,
-        hidden_size=size,
-        vocab_size=vocab,
+        num_layers=int(layers),
+        hidden_size=int(size),
+        vocab_size=int(vocab),
         folder=loadable_folder(where) if where else "",
         gguf=gguf_file(where) if where else None,
         **_config_facts(where),
+    )
+
+
+def facts_of_target(target: FrozenModel) -> TargetFacts:
+    """The same from a loaded target."""
+    return TargetFacts(
+        spec=target.spec,
+        name=named(target),
+        fingerprint=target.identity().fingerprint,
+        model_type=target.config.model_type,
+        num_layers=target.num_layers,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
     )
 
 
@@ -66,21 +70,6 @@ def _is_here(spec: str) -> bool:
     return True
 
 
-def facts_of_target(target: FrozenModel) -> TargetFacts:
-    """The same from a loaded target."""
-    identity = target.identity()
-    known = TargetFacts(
-        spec=target.spec,
-        name=named(target),
-        fingerprint=identity.fingerprint,
-        model_type=target.config.model_type,
-        num_layers=target.num_layers,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-    )
-    return known
-
-
 def _config_facts(spec: str) -> dict[str, Any]:
     """Architecture and special tokens, where the target's config can be had."""
     config = load_config(spec) if spec else None
@@ -89,5 +78,5 @@ def _config_facts(spec: str) -> dict[str, Any]:
     tokens = {name: getattr(config, name, None) for name in _SPECIAL}
     return {
         "architectures": tuple(config.architectures or ()),
-        "tokens": {name: value for name, value in tokens.items() if isinstance(value, int)},
+        "tokens": {name: number for name, number in tokens.items() if isinstance(number, int)},
     }

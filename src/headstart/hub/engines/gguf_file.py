@@ -1,15 +1,19 @@
-"""What GGUF files of all kinds of heads have in common: the keys of decoder layers and tensors, read and written.
+"""What GGUF files of draft heads hold, and how they are read. There are two architectures:
 
-Shape suffixes: I inputs, N rows, R pairs of a head.
+    eagle3  EAGLE-3 heads of one layer. Rows of queries and keys are permuted, since llama.cpp turns pairs of neighbours
+            where transformers turns the two halves of a head; `d2t` holds token ids, not offsets.
+    dflash  block drafters, DSpark where a Markov head lies beside. Rows are as in a Hugging Face checkpoint; embeddings
+            and LM head are the target's; the mask token is one of the tokenizer's fields.
+
+Shape suffixes: D draft vocabulary, I inputs, N rows, R pairs of a head.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,75 +22,93 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import LayerSizes, Layout, Published
-from headstart.hub.engines.base import NOTE, Written
-from headstart.hub.engines.gguf_library import library
-
-HOOKS = frozenset(
-    {
-        *("llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "gpt_oss"),
-        *("gemma4", "gemma4_text", "lfm2", "minimax_m2"),
-    }
+from headstart.heads.exchange.published import (
+    BLOCKS,
+    LM_HEAD,
+    MARKOV_EMBEDDING,
+    MARKOV_LM_HEAD,
+    LayerSizes,
+    Layout,
+    Published,
 )
-"""transformers' types of targets whose layers llama.cpp gives to heads; never the last one's output."""
-FACTORS = "rope_freqs.weight"
-D2T = "d2t"
+from headstart.hub.engines.base import NOTE, Written
+
+FILE = "heads.gguf"
+EAGLE3, BLOCK = "eagle3", "dflash"
+ARCHITECTURES = {Layout.EAGLE3: EAGLE3, **dict.fromkeys(BLOCKS, BLOCK)}
+FACTORS, D2T, MASK = "rope_freqs.weight", "d2t", "tokenizer.ggml.mask_token_id"
 AGAIN = "Export or convert the heads again."
-OTHER = "Export with --format vllm, or train without that."
-Limit = tuple[bool, str, str]
-"""Whether it is so, what llama.cpp would get wrong, what to do."""
+DEFAULT_BLOCK = 16
+"""What llama.cpp takes where a file says no block size."""
+_MARKOV, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
+_WHOLE = {
+    "fc.weight": "fc.weight",
+    "input_norm.weight": "enc.output_norm.weight",
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    LM_HEAD: "output.weight",
+    MARKOV_EMBEDDING: _MARKOV,
+    MARKOV_LM_HEAD: "markov_w2.weight",
+    "confidence_head.proj.weight": _CONFIDENCE,
+    "confidence_head.proj.bias": "conf_proj.bias",
+}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "hidden_norm": "attn_norm_2",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_REFUSED = {
+    "selector_rank": "is of DFlash 2",
+    "attention.sliding_window": "has sliding layers",
+    "attention.causal": "has blocks whose slots do not see those after them",
+}
+"""Keys of variants that headstart does not have."""
 
 
-class Arrangement(ABC):
-    """How llama.cpp knows a kind of heads.
+def library() -> Any:
+    """The package `gguf` with its `quants`.
 
-    Attributes:
-        architecture: of the file.
-        layouts: that it holds.
+    Raises:
+        UserError: it is not installed.
     """
+    try:
+        gguf = importlib.import_module("gguf")
+        importlib.import_module("gguf.quants")
+    except ImportError:
+        raise UserError("GGUF files need the package gguf.", "Run: pip install 'headstart[gguf]'") from None
+    return gguf
 
-    architecture: str
-    layouts: frozenset[Layout]
 
-    @abstractmethod
-    def spec_type(self, published: Published) -> str:
-        """What `--spec-type` of llama-server calls it."""
+def tensor_names(published: Published) -> dict[str, str]:
+    """Names of the file's tensors by those of `published`."""
+    return {name: _tensor_name(name) for name in published.expected()}
 
-    @abstractmethod
-    def limits(self, published: Published, layers: int) -> Iterator[Limit]:
-        """What llama.cpp cannot do; `layers` of the target, 0 where that is not known."""
 
-    @abstractmethod
-    def keys(self, published: Published) -> dict[str, Any]:
-        """Keys of its own, beside those of the layers."""
+def _tensor_name(name: str) -> str:
+    if name in _WHOLE:
+        return _WHOLE[name]
+    _, number, part = name.removesuffix(".weight").split(".", 2)
+    return f"blk.{number}.{_LAYER[part]}.weight"
 
-    @abstractmethod
-    def names(self, published: Published) -> dict[str, str]:
-        """Names of the file's tensors by those of `published`."""
 
-    def permuted(self, published: Published) -> dict[str, int]:
-        """Heads of the matrices whose rows go in pairs of neighbours, by the published name."""
+def permuted_heads(published: Published) -> dict[str, int]:
+    """How many heads each permuted matrix has, by its published name."""
+    if published.layout is not Layout.EAGLE3:
         return {}
-
-    @abstractmethod
-    def settings(self, reader: Any) -> Published:
-        """Everything of a file's heads but their tensors.
-
-        Raises:
-            UserError: a key is missing, or says what headstart does not have.
-        """
-
-    def beside(self, published: Published) -> dict[str, tuple[int, ...]]:
-        """Shapes of tensors that a file may hold beside those of the heads."""
-        assert published.layer is not None, "these heads have decoder layers"
-        return {
-            "token_embd.weight": (published.vocab_size, published.hidden_size),
-            FACTORS: (published.layer.head_dim // 2,),
-        }
-
-    def faults(self, reader: Any, published: Published) -> Iterator[tuple[str, str]]:
-        """What else is wrong with a file."""
-        yield from ()
+    assert published.layer is not None, "these heads have a decoder layer"
+    return {
+        "layers.0.self_attn.q_proj.weight": published.layer.num_attention_heads,
+        "layers.0.self_attn.k_proj.weight": published.layer.num_key_value_heads,
+    }
 
 
 def permuted(weight_NI: Tensor, heads: int) -> Tensor:
@@ -105,49 +127,7 @@ def unpermuted(weight_NI: Tensor, heads: int) -> Tensor:
     return weight_NI.reshape(heads, rows // heads // 2, 2, inputs).transpose(1, 2).reshape(rows, inputs)
 
 
-def layer_keys(of: str, published: Published) -> dict[str, Any]:
-    """The keys of decoder layers and of the vocabulary, for a file of the architecture `of`."""
-    layer = published.layer
-    assert layer is not None, "these heads have decoder layers"
-    rope = layer.rope_parameters
-    keys: dict[str, Any] = {
-        f"{of}.context_length": layer.max_position_embeddings,
-        f"{of}.embedding_length": published.hidden_size,
-        f"{of}.block_count": published.num_layers,
-        f"{of}.feed_forward_length": layer.intermediate_size,
-        f"{of}.attention.head_count": layer.num_attention_heads,
-        f"{of}.attention.head_count_kv": layer.num_key_value_heads,
-        f"{of}.attention.key_length": layer.head_dim,
-        f"{of}.attention.value_length": layer.head_dim,
-        f"{of}.attention.layer_norm_rms_epsilon": float(layer.rms_norm_eps),
-        f"{of}.rope.dimension_count": layer.head_dim,
-        f"{of}.rope.freq_base": float(rope["rope_theta"]),
-        f"{of}.vocab_size": published.vocab_size,
-        f"{of}.target_layers": list(published.aux_layers),
-    }
-    if rope.get("rope_type") == "linear":
-        keys |= {f"{of}.rope.scaling.type": "linear", f"{of}.rope.scaling.factor": float(rope["factor"])}
-    return keys
-
-
-def as_kept(published: Published) -> Published:
-    """The same with numbers as a GGUF file keeps them, and as they are read back."""
-    layer = published.layer
-    assert layer is not None, "these heads have decoder layers"
-    factors_R = frequency_factors(layer)
-    kept = replace(
-        layer,
-        rms_norm_eps=float(np.float32(layer.rms_norm_eps)),
-        rope_parameters=_rope(
-            float(np.float32(layer.rope_parameters["rope_theta"])),
-            float(np.float32(layer.rope_parameters["factor"])) if layer.rope_parameters.get("factor") else None,
-            None if factors_R is None else factors_R.tolist(),
-        ),
-    )
-    return replace(published, layer=kept)
-
-
-def _rope(base: float, factor: float | None, factors: list[float] | None) -> dict[str, Any]:
+def rope_in_file(base: float, factor: float | None, factors: list[float] | None) -> dict[str, Any]:
     """Rotary positions as a GGUF file says them: of those of the kind llama3 each pair's factor."""
     if factors is not None:
         return {"rope_type": "llama3", "rope_theta": base, "factors": factors}
@@ -202,54 +182,128 @@ def value(reader: Any, key: str, default: Any = None) -> Any:
     return default if field is None else field.contents()
 
 
-def needed(reader: Any, of: str, key: str) -> Any:
-    """A key that a file of the architecture `of` must have.
-
-    Raises:
-        UserError: it has not.
-    """
-    found = value(reader, f"{of}.{key}")
-    if found is None:
-        raise UserError(f"The GGUF file does not say {of}.{key}.", AGAIN)
-    return found
-
-
 def written(reader: Any) -> Written | None:
     """What the file says of itself, where it is ours."""
-    noted = value(reader, f"{NOTE}.note")
-    return Written.of(json.loads(noted)) if isinstance(noted, str) else None
+    note = value(reader, f"{NOTE}.note")
+    return Written.of(json.loads(note)) if isinstance(note, str) else None
 
 
-def layer_sizes_of(reader: Any, of: str) -> LayerSizes:
-    """Sizes of the decoder layers in a file.
+def read_settings(reader: Any) -> Published:
+    """Everything of a file's heads but their tensors.
 
     Raises:
-        UserError: it does not say them.
+        UserError: no heads, a key is missing, or one says what headstart does not have.
     """
+    of = value(reader, "general.architecture")
+    if of not in (EAGLE3, BLOCK):
+        raise UserError(
+            f"The GGUF file is of the architecture {of!r}, and draft heads are of {EAGLE3!r} or {BLOCK!r}.",
+            "Give the file of the draft heads, not that of a model.",
+        )
+    tensors, note = {tensor.name: tensor for tensor in reader.tensors}, written(reader)
+    d2t = tensors.get(D2T)
+    layout, steps, block_size = Layout.EAGLE3, note.steps if note and note.steps else 5, 0
+    if of == BLOCK:
+        layout, d2t = Layout.DSPARK if _MARKOV in tensors else Layout.DFLASH, None
+        _refuse_variants(reader, layout)
+        block_size = int(value(reader, f"{BLOCK}.block_size", DEFAULT_BLOCK))
+        steps = block_size - (layout is Layout.DFLASH)
+    tokens = reader.fields.get("tokenizer.ggml.tokens")
+    return Published(
+        layout=layout,
+        hidden_size=int(_needed(reader, of, "embedding_length")),
+        vocab_size=len(tokens.data) if tokens is not None else int(_needed(reader, of, "vocab_size")),
+        steps=steps,
+        tensors={},
+        draft_ids_D=None if d2t is None else torch.from_numpy(np.array(d2t.data)).reshape(-1),
+        layer=_layer_sizes(reader, of),
+        num_layers=int(_needed(reader, of, "block_count")),
+        aux_layers=tuple(int(layer) for layer in _needed(reader, of, "target_layers")),
+        norm_before_residual=bool(value(reader, f"{of}.norm_before_residual", False)),
+        norm_before_fc=bool(value(reader, f"{of}.norm_before_fc", False)),
+        block_size=block_size,
+        mask_token_id=int(value(reader, MASK, -1)) if of == BLOCK else -1,
+        markov_rank=shape_of(tensors[_MARKOV])[1] if _MARKOV in tensors else 0,
+        confidence=_CONFIDENCE in tensors,
+    )
+
+
+def _refuse_variants(reader: Any, layout: Layout) -> None:
+    refused = {key: what for key, what in _REFUSED.items() if value(reader, f"{BLOCK}.{key}")}
+    if layout is Layout.DSPARK and value(reader, f"{BLOCK}.sample_from_anchor", True) is False:
+        refused["sample_from_anchor"] = "drafts each slot's own place"
+    for key, what in refused.items():
+        raise UserError(f"The GGUF file {what} ({BLOCK}.{key}), which headstart has not.", "Take another file.")
+
+
+def _layer_sizes(reader: Any, of: str) -> LayerSizes:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    heads, size = int(needed(reader, of, "attention.head_count")), int(needed(reader, of, "embedding_length"))
+    heads, size = int(_needed(reader, of, "attention.head_count")), int(_needed(reader, of, "embedding_length"))
     scaled = value(reader, f"{of}.rope.scaling.type") == "linear"
-    rope = _rope(
-        float(needed(reader, of, "rope.freq_base")),
-        float(needed(reader, of, "rope.scaling.factor")) if scaled else None,
+    rope = rope_in_file(
+        float(_needed(reader, of, "rope.freq_base")),
+        float(_needed(reader, of, "rope.scaling.factor")) if scaled else None,
         np.array(tensors[FACTORS].data).reshape(-1).tolist() if FACTORS in tensors else None,
     )
     return LayerSizes(
-        intermediate_size=int(needed(reader, of, "feed_forward_length")),
+        intermediate_size=int(_needed(reader, of, "feed_forward_length")),
         num_attention_heads=heads,
         num_key_value_heads=int(value(reader, f"{of}.attention.head_count_kv", heads)),
         head_dim=int(value(reader, f"{of}.attention.key_length", size // heads)),
         hidden_act="silu",
-        rms_norm_eps=float(needed(reader, of, "attention.layer_norm_rms_epsilon")),
+        rms_norm_eps=float(_needed(reader, of, "attention.layer_norm_rms_epsilon")),
         rope_parameters=rope,
-        max_position_embeddings=int(needed(reader, of, "context_length")),
+        max_position_embeddings=int(_needed(reader, of, "context_length")),
     )
 
 
-def tokens_of(reader: Any, of: str) -> int:
-    """How many tokens a file's vocabulary has."""
-    tokens = reader.fields.get("tokenizer.ggml.tokens")
-    return len(tokens.data) if tokens is not None else int(needed(reader, of, "vocab_size"))
+def _needed(reader: Any, of: str, key: str) -> Any:
+    """A key that a file of this architecture must have."""
+    content = value(reader, f"{of}.{key}")
+    if content is None:
+        raise UserError(f"The GGUF file does not say {of}.{key}.", AGAIN)
+    return content
+
+
+def read_heads(reader: Any) -> Published:
+    """The heads of a file.
+
+    Raises:
+        UserError: as `read_settings`, or tensors that are missing, unknown or of other shapes.
+    """
+    settings = read_settings(reader)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if fault := next(wrong_tensors(settings, {name: shape_of(tensor) for name, tensor in tensors.items()}), None):
+        raise UserError(*fault)
+    head_counts, weights = permuted_heads(settings), {}
+    for name, in_file in tensor_names(settings).items():
+        tensor = tensors[in_file]
+        numbers = library().quants.dequantize(np.array(tensor.data), tensor.tensor_type)
+        weight = torch.from_numpy(np.array(numbers, dtype=np.float32)).reshape(shape_of(tensor))
+        weights[name] = unpermuted(weight, head_counts[name]) if name in head_counts else weight
+    return settings.with_tensors(weights)
+
+
+def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str]]:
+    """What is wrong with a file's tensors of these shapes."""
+    if settings.num_layers != 1 and settings.layout not in BLOCKS:
+        yield f"llama.cpp runs one layer, and the heads have {settings.num_layers}.", AGAIN
+        return
+    assert settings.layer is not None, "these heads have decoder layers"
+    whole = (settings.vocab_size, settings.hidden_size)
+    beside = {"token_embd.weight": whole, FACTORS: (settings.layer.head_dim // 2,)}
+    beside |= {_WHOLE[LM_HEAD]: whole} if settings.layout in BLOCKS else {D2T: (settings.draft_width,)}
+    wanted = {_tensor_name(name): shape for name, shape in settings.expected().items()}
+    for name, shape in wanted.items():
+        if name not in shapes:
+            yield f"The tensor {name} is missing, and llama.cpp stops without it.", AGAIN
+        elif shapes[name] != shape:
+            yield f"The tensor {name} is {list(shapes[name])}, and {list(shape)} is expected.", AGAIN
+    for name in sorted(set(shapes) - set(wanted)):
+        if name not in beside:
+            yield f"llama.cpp has no tensor {name} in such heads, and stops at it.", AGAIN
+        elif shapes[name] != beside[name]:
+            yield f"The tensor {name} is {list(shapes[name])}, and {list(beside[name])} is expected.", AGAIN
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:

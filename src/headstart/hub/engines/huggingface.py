@@ -1,7 +1,8 @@
 """config.json and model.safetensors of heads for engines that read Hugging Face folders: vLLM and SGLang.
 
 Layer ids: our aux layers index transformers' `hidden_states`. vLLM and llama.cpp count so too, and read the ids at the
-top of the config. SGLang reads those nested in `eagle_config` alone, and counts layers' outputs from 0: one less.
+top of the config, and so does `aux_hidden_state_layer_ids` of speculators. SGLang reads those nested in `eagle_config`
+alone, and counts layers' outputs from 0: one less. So do the `target_layer_ids` of block drafters.
 """
 
 from __future__ import annotations
@@ -18,16 +19,10 @@ from headstart.errors import UserError
 from headstart.heads.exchange.published import LayerSizes, Layout, Published, digest
 from headstart.hub.engines.base import DTYPES, NOTE, TargetFacts
 from headstart.hub.engines.checkpoint import CONFIG, offsets
+from headstart.hub.engines.reading import DFLASH, DSPARK, SPECULATORS
 from headstart.support.files import write_json
 
 WEIGHTS = "model.safetensors"
-_NAMES = {
-    Layout.EAGLE3: "EAGLE-3",
-    Layout.EAGLE: "EAGLE-1",
-    Layout.MEDUSA: "Medusa",
-    Layout.DFLASH: "DFlash",
-    Layout.DSPARK: "DSpark",
-}
 
 
 def rounded(published: Published, dtype: str) -> Published:
@@ -191,13 +186,74 @@ def parallel_files(published: Published, facts: TargetFacts, dtype: str) -> tupl
     return config, tensors
 
 
+def block_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors as the kinds were first published; embeddings and LM head are the target's."""
+    held = rounded(published, dtype)
+    of_target = {"mask_token_id": published.mask_token_id, "target_layer_ids": target_layer_ids(published)}
+    if published.layout is Layout.DFLASH:
+        own: dict[str, Any] = {"architectures": [DFLASH], "dflash_config": of_target}
+    else:
+        own = {"architectures": [DSPARK], **of_target, "sample_from_anchor": True, **_markov_keys(published)}
+    config = {
+        **qwen3_config(published, facts, dtype),
+        **own,
+        "block_size": published.block_size,
+        "num_target_layers": facts.num_layers,
+        NOTE: note(held, facts),
+    }
+    return config, dict(held.tensors)
+
+
+def speculators_keys(published: Published, facts: TargetFacts, dtype: str) -> dict[str, Any]:
+    """What the config of the speculators library says of these heads.
+
+    `sliding_window_non_causal` is about sliding layers, and there are none; but vLLM takes false for all layers, and
+    lets no slot of a block see those after it.
+    """
+    markov = _markov_keys(published) if published.layout is Layout.DSPARK else {}
+    return {
+        "architectures": [SPECULATORS[published.layout]],
+        "speculators_model_type": str(published.layout),
+        "aux_hidden_state_layer_ids": list(published.aux_layers),
+        "block_size": published.block_size,
+        "draft_vocab_size": published.vocab_size,
+        "mask_token_id": published.mask_token_id,
+        "sample_from_anchor": published.layout is Layout.DSPARK,
+        "sliding_window_non_causal": True,
+        "target_hidden_size": published.hidden_size,
+        **markov,
+        "transformer_layer_config": qwen3_config(published, facts, dtype),
+    }
+
+
+def qwen3_config(published: Published, facts: TargetFacts, dtype: str) -> dict[str, Any]:
+    """The keys of a Qwen3 that has only the heads' layers, whatever the target is."""
+    assert published.layer is not None, "these heads have decoder layers"
+    return {
+        **llama_config(published, published.layer, facts, dtype),
+        "model_type": "qwen3",
+        "layer_types": ["full_attention"] * published.num_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
+
+
+def target_layer_ids(published: Published) -> list[int]:
+    """The aux layers as layers' outputs from 0 on."""
+    return [layer - 1 for layer in published.aux_layers]
+
+
+def _markov_keys(published: Published) -> dict[str, Any]:
+    return {
+        "markov_rank": published.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": published.confidence,
+        "confidence_head_with_markov": published.confidence,
+    }
+
+
 def write_files(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """config.json and model.safetensors; the folder is there."""
     write_json(folder / CONFIG, config)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def files_of(published: Published) -> str:
-    """What the arrangement is called in messages."""
-    return _NAMES[published.layout]

@@ -9,17 +9,15 @@ from huggingface_hub import snapshot_download
 from pydantic import ValidationError
 
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, families
 from headstart.heads.exchange.published import Published
-from headstart.hub.engines.export import format_of, heads_of
+from headstart.hub.engines.base import kind_of
+from headstart.hub.engines.export import formats_of
 from headstart.hub.engines.facts import facts_of_target
-from headstart.hub.engines.huggingface import files_of
 from headstart.hub.format import export_heads
 from headstart.hub.pull import HUB_ID
 from headstart.support.hub_errors import explained
 from headstart.target.model import Target
-
-_WANTED = ["*.json", "*.safetensors"]
 
 
 def import_heads(source: str | Path, target: Target, out: Path, revision: str | None = None) -> DraftHead:
@@ -37,8 +35,9 @@ def import_heads(source: str | Path, target: Target, out: Path, revision: str | 
     """
     folder = _folder(source, revision)
     published = read_checked(folder, target)
+    family = next(family for family in families().values() if family.publishes is published.layout)
     try:
-        heads = heads_of(published).from_published(published, target)
+        heads = family.from_published(published, target)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(
@@ -47,7 +46,7 @@ def import_heads(source: str | Path, target: Target, out: Path, revision: str | 
             "Take another checkpoint, or upgrade: pip install --upgrade headstart",
         ) from None
     name = source if isinstance(source, str) and HUB_ID.fullmatch(source) else folder.name
-    facts = {"training": {"imported from": str(name), "arrangement": files_of(published)}}
+    facts = {"training": {"imported from": str(name), "arrangement": kind_of(published)}}
     export_heads(out, heads, target, untuned(heads), facts)
     return heads
 
@@ -59,7 +58,7 @@ def read_checked(folder: Path, target: Target) -> Published:
         UserError: they do not.
     """
     facts = facts_of_target(target)
-    published = format_of(folder).read(folder, facts)
+    published = formats_of(folder)[0].read(folder, facts)
     if (published.hidden_size, published.vocab_size) != (facts.hidden_size, facts.vocab_size):
         raise UserError(
             f"The heads in {folder} are for a target of size {published.hidden_size} over {published.vocab_size} "
@@ -91,4 +90,4 @@ def _folder(source: str | Path, revision: str | None) -> Path:
     if not isinstance(source, str) or not HUB_ID.fullmatch(source):
         raise UserError(f"No folder at {source}.", "Give a folder of draft heads, or a Hub id (user/name).")
     with explained("Cannot fetch", source, revision):
-        return Path(snapshot_download(source, revision=revision, allow_patterns=_WANTED))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=["*.json", "*.safetensors"]))

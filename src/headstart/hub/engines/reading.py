@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,41 +11,38 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
-from headstart.hub.engines.base import NOTE, TargetFacts, Written
-from headstart.hub.engines.block_reading import block_layout, block_settings
+from headstart.hub.engines.base import TargetFacts
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, absolute_ids, small, whole
 
+DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
+"""What engines call block drafters."""
+SPECULATORS = {Layout.DFLASH: "DFlashSpeculator", Layout.DSPARK: "DSparkSpeculator"}
+"""What the speculators library calls them."""
+_DFLASH = {DFLASH, SPECULATORS[Layout.DFLASH], "dflash"}
+_DSPARK = {DSPARK, "DSparkDraftModel", SPECULATORS[Layout.DSPARK], "dspark"}
 _STEPS = 5
 """Drafts in a row, where a checkpoint does not say how many it was trained for."""
-_PREFIXES = ("model.", "medusa_head.", "medusa_heads.")
-_RENAMED = {"midlayer.": "layers.0.", "fusion_fc.": "fc.", "embed_in.": "embed_tokens."}
-_OLD_MEDUSA = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 _WITHOUT = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that say nothing that others do not."""
+_MASK = "mask_embedding.pt"
+_ANOTHER = "Take another checkpoint."
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout | None:
     """Which arrangement a folder holds; None for none of them."""
-    names = set(canonical_names(checkpoint).values())
+    config, names = checkpoint.config, checkpoint.names
+    architectures = config.get("architectures")
+    kinds = set(map(str, architectures if isinstance(architectures, list) else []))
+    kinds.add(str(config.get("speculators_model_type")))
     if any(name.startswith("blocks.0.") for name in names):
         return Layout.MEDUSA
-    if (layout := block_layout(checkpoint.config, names)) is not None:
-        return layout
-    if "layers.0.hidden_norm.weight" in names or "d2t" in names or "draft_vocab_size" in checkpoint.config:
+    if kinds & _DSPARK or any(name.startswith("markov_head.") for name in names):
+        return Layout.DSPARK
+    if kinds & _DFLASH or "dflash_config" in config or {"hidden_norm.weight", "fc.weight"} <= names.keys():
+        return Layout.DFLASH
+    if "layers.0.hidden_norm.weight" in names or "d2t" in names or "draft_vocab_size" in config:
         return Layout.EAGLE3
     return Layout.EAGLE if "fc.weight" in names else None
-
-
-def is_speculators(checkpoint: Checkpoint) -> bool:
-    """Whether the config is one of the speculators library."""
-    return "speculators_model_type" in checkpoint.config
-
-
-def canonical_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """The tensors' names in `published`, by those in the files."""
-    config = checkpoint.config
-    blocks = next((config[key] for key in ("medusa_num_layers", "num_hidden_layers") if key in config), 1)
-    return {name: _canonical(name, blocks) for name in checkpoint.tensors}
 
 
 def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> Published:
@@ -67,8 +63,7 @@ def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> 
             "Give the folder of draft heads, not that of a model.",
         )
     settings = settings_of(checkpoint, layout, facts)
-    ids_D = draft_ids(checkpoint, settings.vocab_size)
-    settings = replace(settings, draft_ids_D=ids_D)
+    settings = replace(settings, draft_ids_D=draft_ids(checkpoint, settings.vocab_size))
     return settings.with_tensors(_tensors(checkpoint, settings))
 
 
@@ -79,22 +74,12 @@ def settings_of(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | Non
         UserError: as `read_published`.
     """
     if layout is Layout.MEDUSA:
-        return medusa_settings(checkpoint)
-    if layout in BLOCKS:
-        config, names = flat(checkpoint.config), set(canonical_names(checkpoint).values())
-        return block_settings(checkpoint, config, layout, layer_of(config), names, facts)
-    return eagle_settings(checkpoint, layout, facts)
+        return _medusa_settings(checkpoint)
+    return (_block_settings if layout in BLOCKS else _eagle_settings)(checkpoint, layout, facts)
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with what speculators nests at the top."""
-    nested = config.get("transformer_layer_config")
-    return {**nested, **config} if isinstance(nested, Mapping) else dict(config)
-
-
-def eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
-    """Everything of EAGLE and EAGLE-3 heads but their tensors."""
-    config = flat(checkpoint.config)
+def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
+    config, written = checkpoint.settings, checkpoint.written
     size = whole(config.get("hidden_size"), "hidden_size")
     if config.get("target_hidden_size") not in (None, size):
         raise UserError(
@@ -102,29 +87,167 @@ def eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | 
             "headstart has heads of their target's width alone; take another checkpoint.",
         )
     fused = layout is Layout.EAGLE3
-    written = Written.of(checkpoint.config.get(NOTE))
     return Published(
         layout=layout,
         hidden_size=size,
         vocab_size=whole(config.get("vocab_size"), "vocab_size"),
-        steps=written.steps if written and written.steps else proposed_steps(checkpoint.config),
+        steps=written.steps if written and written.steps else proposed_steps(config),
         tensors={},
-        layer=layer_of(config),
+        layer=_layer_sizes(config),
         num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=8),
-        aux_layers=aux_layers_of(checkpoint, facts) if fused else (),
-        norm_before_residual=fused and norm_before_residual(checkpoint),
+        aux_layers=_aux_layers(checkpoint, facts) if fused else (),
+        norm_before_residual=fused and _norm_before_residual(checkpoint),
         norm_output=fused and bool(config.get("norm_output", False)),
         aux_norms=fused and bool(config.get("fc_norm", False)),
-        norm_before_fc=fused and bool(nested(config).get("norm_before_fc", config.get("norm_before_fc", False))),
+        norm_before_fc=fused and bool(for_sglang(config).get("norm_before_fc", config.get("norm_before_fc", False))),
     )
 
 
-def layer_of(config: Mapping[str, Any]) -> LayerSizes:
-    """Sizes of the decoder layers.
+def _medusa_settings(checkpoint: Checkpoint) -> Published:
+    config, shapes = checkpoint.config, checkpoint.shapes
+    blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.")}
+    lm_head = next((shape for name, shape in shapes.items() if name.startswith("lm_head")), None)
+    if lm_head is None:
+        raise UserError(
+            f"{checkpoint.folder} has no LM heads, which Medusa heads draft with.", "Fetch the checkpoint again."
+        )
+    size = next((shape[0] for name, shape in blocks.items() if name.endswith(".weight")), 0)
+    in_files = len({int(name.split(".")[1]) for name in blocks})
+    heads = next((config[key] for key in ("num_heads", "medusa_num_heads") if key in config), in_files)
+    layers = next((config[key] for key in ("num_hidden_layers", "medusa_num_layers") if key in config), 1)
+    return Published(
+        layout=Layout.MEDUSA,
+        hidden_size=whole(config.get("hidden_size", size), "hidden_size"),
+        vocab_size=whole(config.get("vocab_size", (lm_head or (0,))[0]), "vocab_size"),
+        steps=whole(min(heads, in_files) if isinstance(heads, int) else heads, "num_heads", maximum=16),
+        tensors={LM_HEAD: torch.empty(0)} if LM_HEAD in shapes else {},
+        num_layers=whole(layers, "num_hidden_layers", maximum=8),
+    )
 
-    Raises:
-        UserError: they are out of bounds, or not said.
-    """
+
+def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
+    config = checkpoint.settings
+    layer = _layer_sizes(config)
+    vocab = whole(config.get("vocab_size"), "vocab_size")
+    block_size = whole(block_setting(config, "block_size"), "block_size", 2 if layout is Layout.DFLASH else 1, 64)
+    rank = block_setting(config, "markov_rank") or 0
+    settings = Published(
+        layout=layout,
+        hidden_size=whole(config.get("hidden_size"), "hidden_size"),
+        vocab_size=vocab,
+        steps=block_size - (layout is Layout.DFLASH),
+        tensors={},
+        layer=layer,
+        num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=64),
+        aux_layers=_block_aux_layers(config, facts),
+        block_size=block_size,
+        mask_token_id=whole(block_setting(config, "mask_token_id"), "mask_token_id", 0, vocab - 1),
+        markov_rank=whole(rank, "markov_rank", 0, 1 << 14) if layout is Layout.DSPARK else 0,
+        confidence="confidence_head.proj.weight" in checkpoint.names,
+    )
+    for variant in _block_variants(checkpoint, layout, vocab):
+        raise UserError(*variant)
+    return settings
+
+
+def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Iterator[tuple[str, str]]:
+    """(what headstart's block drafters do not have, what to do)."""
+    config = checkpoint.settings
+    rope, kinds = config.get("rope_parameters"), config.get("layer_types") or []
+    if "rope_theta" not in config and not (isinstance(rope, Mapping) and "rope_theta" in rope):
+        yield (
+            "The config says no rope_theta; of block drafters engines then take different ones.",
+            f"Write the base that the heads were trained with into {CONFIG}.",
+        )
+    if config.get("draft_vocab_size") not in (None, vocab):
+        yield (
+            f"The checkpoint drafts from {config.get('draft_vocab_size')} of {vocab} tokens through an LM head of its "
+            "own; block drafters of headstart draft through the target's.",
+            _ANOTHER,
+        )
+    anchor = samples_from_anchor(config, layout)
+    if anchor is None:
+        yield (
+            f"{checkpoint.folder / CONFIG} does not say sample_from_anchor: speculators then takes true, vLLM and "
+            "llama.cpp false, and every draft is off by one place.",
+            "Add the one that the heads were trained with.",
+        )
+    elif anchor and layout is Layout.DFLASH:
+        yield (
+            "The checkpoint's slots draft the place after their own (sample_from_anchor: true); DFlash's draft their "
+            "own, here and in engines: every draft is off by one.",
+            "Take another checkpoint, or train such heads as dspark.",
+        )
+    elif not anchor and layout is Layout.DSPARK:
+        yield (
+            "The checkpoint's slots draft their own place (sample_from_anchor: false), and those of headstart's DSpark "
+            "the next one.",
+            "Take a checkpoint with sample_from_anchor: true.",
+        )
+    if not isinstance(kinds, list):
+        yield (
+            f"layer_types is {kinds!r}, and a list with a kind for each layer is expected.",
+            f"Correct layer_types in {CONFIG}, or fetch it again.",
+        )
+    elif "sliding_attention" in kinds or block_setting(config, "use_swa"):
+        yield "The checkpoint has sliding layers, and block drafters of headstart have full attention.", _ANOTHER
+    if block_setting(config, "causal") or config.get("is_causal"):
+        yield (
+            "Slots of the checkpoint do not see those after them (causal), and slots of headstart's blocks do.",
+            f"Take another checkpoint; if it is not so, leave causal and is_causal out of {CONFIG}.",
+        )
+    if (markov := block_setting(config, "markov_head_type") or "vanilla") != "vanilla":
+        yield f"The checkpoint's Markov head is {markov!r}, and headstart has the vanilla one.", _ANOTHER
+    with_markov = block_setting(config, "confidence_head_with_markov")
+    if block_setting(config, "enable_confidence_head") and with_markov is False:
+        yield (
+            "The checkpoint's confidence head does not read the token before, and headstart's does.",
+            _ANOTHER,
+        )
+    if (checkpoint.folder / _MASK).exists():
+        yield (
+            f"The checkpoint has an embedding of its own for the mask token ({_MASK}), and headstart's block drafters "
+            "take the target's.",
+            _ANOTHER,
+        )
+
+
+def block_setting(config: Mapping[str, Any], name: str) -> Any:
+    """A setting of a block drafter: nested in `dflash_config`, where SpecForge has DSpark's too, or at the top."""
+    nested = config.get("dflash_config")
+    inner = nested.get(name) if isinstance(nested, Mapping) else None
+    return config.get(name) if inner is None else inner
+
+
+def samples_from_anchor(config: Mapping[str, Any], layout: Layout) -> bool | None:
+    """Whether the newest token's own slot drafts; None where a speculators config of DSpark leaves it open."""
+    given = block_setting(config, "sample_from_anchor")
+    if given is not None or layout is Layout.DFLASH:
+        return bool(given)
+    return None if "speculators_model_type" in config else True
+
+
+def _block_aux_layers(config: Mapping[str, Any], facts: TargetFacts | None) -> tuple[int, ...]:
+    """Indices of transformers' hidden states that are read."""
+    ids, name, added = config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids", 0
+    if ids is None:
+        ids, name, added = block_setting(config, "target_layer_ids"), "target_layer_ids", 1
+    if not ids or not are_layers(ids):
+        raise UserError(
+            f"{name} is {ids!r}, and a block drafter names the layers of the target that it reads.",
+            f"Write them into {CONFIG}: target_layer_ids count layers' outputs from 0.",
+        )
+    aux_layers = tuple(layer + added for layer in ids)
+    if facts is not None and not all(0 < layer <= facts.num_layers for layer in aux_layers):
+        raise UserError(
+            f"The heads read the outputs of layers {[layer - 1 for layer in aux_layers]} (from 0), and {facts.name} "
+            f"has {facts.num_layers} layers.",
+            "Name the target that they were trained on.",
+        )
+    return aux_layers
+
+
+def _layer_sizes(config: Mapping[str, Any]) -> LayerSizes:
     size = whole(config.get("hidden_size"), "hidden_size")
     heads = whole(config.get("num_attention_heads"), "num_attention_heads", maximum=1 << 12)
     head_dim = config.get("head_dim") or size // heads
@@ -135,42 +258,13 @@ def layer_of(config: Mapping[str, Any]) -> LayerSizes:
         head_dim=whole(head_dim, "head_dim", maximum=1 << 14),
         hidden_act=str(config.get("hidden_act", "silu")),
         rms_norm_eps=small(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
-        rope_parameters=rope_of(config),
+        rope_parameters=_rope(config),
         max_position_embeddings=whole(config.get("max_position_embeddings", 2048), "max_position_embeddings"),
     )
 
 
-def medusa_settings(checkpoint: Checkpoint) -> Published:
-    """Everything of Medusa heads but their tensors."""
-    config = checkpoint.config
-    names = canonical_names(checkpoint).values()
-    of_tensors = {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
-    by_own = {own: name for name, own in canonical_names(checkpoint).items()}
-    size = next((checkpoint.tensors[name].shape[0] for own, name in by_own.items() if _is_block(own)), 0)
-    lm_head = next((name for own, name in by_own.items() if own.startswith("lm_head")), None)
-    if lm_head is None:
-        raise UserError(
-            f"{checkpoint.folder} has no LM heads, which Medusa heads draft with.", "Fetch the checkpoint again."
-        )
-    rows = (checkpoint.shape(lm_head) or (0,))[0]
-    heads = next((config[key] for key in ("num_heads", "medusa_num_heads") if key in config), len(of_tensors))
-    blocks = next((config[key] for key in ("num_hidden_layers", "medusa_num_layers") if key in config), 1)
-    return Published(
-        layout=Layout.MEDUSA,
-        hidden_size=whole(config.get("hidden_size", size), "hidden_size"),
-        vocab_size=whole(config.get("vocab_size", rows), "vocab_size"),
-        steps=whole(min(heads, len(of_tensors)) if isinstance(heads, int) else heads, "num_heads", maximum=16),
-        tensors={"lm_head.weight": torch.empty(0)} if "lm_head.weight" in names else {},
-        num_layers=whole(blocks, "num_hidden_layers", maximum=8),
-    )
-
-
-def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions from either spelling.
-
-    Raises:
-        UserError: both are there and differ, or are no numbers.
-    """
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions from either spelling; both must agree."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     new = {**new} if isinstance(new, Mapping) else {}
     base = new.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -179,32 +273,29 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
             f"The config says rope_theta {config['rope_theta']} at the top and {base} in rope_parameters.",
             f"Correct the wrong one in {CONFIG}; engines read the one or the other.",
         )
-    found = new or ({**old} if isinstance(old, Mapping) else {})
-    if "type" in found:
-        found.setdefault("rope_type", found.pop("type"))
+    rope = new or ({**old} if isinstance(old, Mapping) else {})
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
     if not isinstance(base, int | float) or isinstance(base, bool) or not base > 0:
         raise UserError(f"The config's rope_theta is {base!r}.", f"Correct it in {CONFIG}.")
-    return {**found, "rope_type": found.get("rope_type", "default"), "rope_theta": float(base)}
+    return {**rope, "rope_type": rope.get("rope_type", "default"), "rope_theta": float(base)}
 
 
-def aux_layers_of(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int, ...]:
-    """Indices of transformers' hidden states that are fused.
-
-    Raises:
-        UserError: they are not said, and the target's depth is not known.
-    """
-    config = checkpoint.config
-    top = config.get("eagle_aux_hidden_state_layer_ids")
-    below = nested(config).get("eagle_aux_hidden_state_layer_ids")
-    ids = top or ([layer + 1 for layer in _numbers(below)] if below else None)
-    if ids is None:
-        if facts is None:
-            raise UserError(
-                f"{checkpoint.folder / CONFIG} does not say which layers are read (eagle_aux_hidden_state_layer_ids).",
-                "Name the target with --target: engines then take (2, L // 2, L - 3) of its L layers.",
-            )
-        ids = [2, facts.num_layers // 2, facts.num_layers - 3]
-    aux_layers = tuple(_numbers(ids))
+def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int, ...]:
+    """Indices of transformers' hidden states that EAGLE-3 heads fuse."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    top, nested = checkpoint.config.get(name), for_sglang(checkpoint.config).get(name)
+    if (ids := top or nested) and not are_layers(ids):
+        raise UserError(f"{name} is {ids!r}.", f"Write a list of numbers in {CONFIG}.")
+    if ids:
+        aux_layers = tuple(top or [layer + 1 for layer in ids])
+    elif facts is not None:
+        aux_layers = (2, facts.num_layers // 2, facts.num_layers - 3)
+    else:
+        raise UserError(
+            f"{checkpoint.folder / CONFIG} does not say which layers are read ({name}).",
+            "Name the target with --target: engines then take (2, L // 2, L - 3) of its L layers.",
+        )
     if facts is not None and any(not 0 < layer <= facts.num_layers for layer in aux_layers):
         raise UserError(
             f"The heads read the layers {list(aux_layers)}, and {facts.name} has {facts.num_layers}.",
@@ -213,19 +304,14 @@ def aux_layers_of(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[in
     return aux_layers
 
 
-def norm_before_residual(checkpoint: Checkpoint) -> bool:
-    """Whether the first layer adds to the normed state.
-
-    Raises:
-        UserError: a speculators config that does not say so, since its readers differ in what they then assume.
-    """
-    config = checkpoint.config
-    if "norm_before_residual" not in config and is_speculators(checkpoint):
+def _norm_before_residual(checkpoint: Checkpoint) -> bool:
+    """Whether the first layer adds to the normed state. Readers of speculators configs differ in what they assume."""
+    if "norm_before_residual" not in checkpoint.config and checkpoint.is_speculators:
         raise UserError(
             f"{checkpoint.folder / CONFIG} does not say norm_before_residual: vLLM then takes true, speculators false.",
             "Add the one that the heads were trained with.",
         )
-    return bool(config.get("norm_before_residual", False))
+    return bool(checkpoint.config.get("norm_before_residual", False))
 
 
 def proposed_steps(config: Mapping[str, Any]) -> int:
@@ -233,8 +319,24 @@ def proposed_steps(config: Mapping[str, Any]) -> int:
     section = config.get("speculators_config")
     methods = section.get("proposal_methods") if isinstance(section, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None
-    found = first.get("speculative_tokens", _STEPS) if isinstance(first, Mapping) else _STEPS
-    return whole(found, "speculative_tokens", maximum=16)
+    steps = first.get("speculative_tokens", _STEPS) if isinstance(first, Mapping) else _STEPS
+    return whole(steps, "speculative_tokens", maximum=16)
+
+
+def for_sglang(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of a config that SGLang reads."""
+    section = config.get("eagle_config")
+    return section if isinstance(section, Mapping) else {}
+
+
+def are_layers(ids: Any) -> bool:
+    """Whether this is a list of layers' numbers."""
+    return isinstance(ids, list | tuple) and all(
+        isinstance(layer, int) and not isinstance(layer, bool) and -1 <= layer < 4096 for layer in ids
+    )
+
+
+# -- the draft vocabulary ----------------------------------------------------------------------------------------------
 
 
 def draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:
@@ -243,21 +345,20 @@ def draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:
     Raises:
         UserError: neither reading makes distinct tokens of the target.
     """
-    names = {own: name for name, own in canonical_names(checkpoint).items()}
+    names = checkpoint.names
     if "token_map" in names:
-        ids_D = checkpoint.read(names["token_map"]).to(torch.int64)
-        if not _tokens(ids_D, vocab_size):
+        ids_D = checkpoint.read("token_map").to(torch.int64)
+        if not _are_tokens(ids_D, vocab_size):
             raise UserError("token_map does not name distinct tokens of the target.", "Fetch the checkpoint again.")
         return ids_D if len(ids_D) < vocab_size else None
     if "d2t" not in names:
         return None
-    given_D = checkpoint.read(names["d2t"])
-    t2d_V = checkpoint.read(names["t2d"]) if "t2d" in names else None
-    kind = kind_of_map(given_D, t2d_V, vocab_size)
+    given_D = checkpoint.read("d2t")
+    kind = kind_of_map(given_D, checkpoint.read("t2d") if "t2d" in names else None, vocab_size)
     if kind is None:
         raise UserError(
             "d2t names neither as offsets nor as ids distinct tokens of the target"
-            + (" that t2d marks." if t2d_V is not None else "."),
+            + (" that t2d marks." if "t2d" in names else "."),
             "Fetch the checkpoint again.",
         )
     ids_D = absolute_ids(given_D) if kind == "offsets" else given_D.to(torch.int64)
@@ -275,7 +376,7 @@ def kind_of_map(given_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str |
     """
     given_D = given_D.to(torch.int64)
     readings = {"offsets": absolute_ids(given_D), "ids": given_D}
-    possible = {kind: ids_D for kind, ids_D in readings.items() if _tokens(ids_D, vocab_size)}
+    possible = {kind: ids_D for kind, ids_D in readings.items() if _are_tokens(ids_D, vocab_size)}
     if t2d_V is not None and len(t2d_V) == vocab_size:
         marked = t2d_V.bool()
         fits = [kind for kind, ids_D in possible.items() if marked[ids_D].all() and int(marked.sum()) == len(ids_D)]
@@ -286,55 +387,28 @@ def kind_of_map(given_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str |
     return "ids" if rising else "offsets"
 
 
-def _tokens(ids_D: Tensor, vocab_size: int) -> bool:
+def _are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
     inside = bool(((ids_D >= 0) & (ids_D < vocab_size)).all())
     return inside and len(torch.unique(ids_D)) == len(ids_D)
 
 
-def _canonical(name: str, blocks: Any) -> str:
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    for old, new in _RENAMED.items():
-        if name.startswith(old):
-            name = new + name.removeprefix(old)
-    if old_name := _OLD_MEDUSA.fullmatch(name):
-        head, block, linear, kind = old_name.groups()
-        return f"blocks.{head}.layers.{block}.{kind}" if linear else f"lm_heads.{head}.{kind}"
-    return name
-
-
-def _is_block(name: str) -> bool:
-    return name.startswith("blocks.") and name.endswith(".weight")
-
-
-def nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of a config that SGLang reads."""
-    found = config.get("eagle_config")
-    return found if isinstance(found, Mapping) else {}
-
-
-def _numbers(ids: Any) -> list[int]:
-    if not isinstance(ids, list | tuple) or not all(isinstance(one, int) and -1 <= one < 4096 for one in ids):
-        raise UserError(f"eagle_aux_hidden_state_layer_ids is {ids!r}.", f"Write a list of numbers in {CONFIG}.")
-    return list(ids)
+# -- tensors -----------------------------------------------------------------------------------------------------------
 
 
 def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
     """The tensors by their published names, once names and shapes are those of the settings."""
-    by_own = {own: name for name, own in canonical_names(checkpoint).items() if own not in _WITHOUT}
-    by_own.pop("d2t", None)
-    by_own.pop("token_map", None)
+    sources = {name: name for name in checkpoint.names if name not in (*_WITHOUT, "d2t", "token_map")}
     shared = settings.layout is Layout.MEDUSA and checkpoint.config.get("original_lm_head") is True
-    if shared and "lm_head.weight" not in by_own and "lm_heads.0.weight" in by_own:
-        by_own["lm_head.weight"] = by_own.pop("lm_heads.0.weight")
-        settings = settings.with_tensors({"lm_head.weight": torch.empty(0)})
+    if shared and LM_HEAD not in sources and "lm_heads.0.weight" in sources:
+        sources[LM_HEAD] = sources.pop("lm_heads.0.weight")
+        settings = settings.with_tensors({LM_HEAD: torch.empty(0)})
     wanted = settings.expected()
-    if settings.layout is Layout.EAGLE3 and "lm_head.weight" not in by_own:
+    if settings.layout is Layout.EAGLE3 and LM_HEAD not in sources:
         raise UserError(
             f"{checkpoint.folder} has no lm_head.weight.",
             "Heads that draft with the target's own LM head cannot be read; take a checkpoint that has one.",
         )
-    missing = sorted(set(wanted) - set(by_own))
+    missing = sorted(set(wanted) - set(sources))
     if missing:
         raise UserError(
             f"{checkpoint.folder} lacks the tensor {missing[0]!r}"
@@ -342,26 +416,27 @@ def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
             + ", which its config asks for.",
             "Fetch the checkpoint again, or correct its config.json.",
         )
-    optional = _optional(settings, by_own)
-    if unknown := sorted(set(by_own) - set(wanted) - set(optional)):
+    optional = _optional(settings, sources)
+    if unknown := sorted(set(sources) - set(wanted) - set(optional)):
         raise UserError(
             f"{checkpoint.folder} has the tensor {unknown[0]!r}, which headstart has no place for.",
             "Its heads would not be what was trained; take another checkpoint.",
         )
-    found = {}
-    for own, shape in {**wanted, **optional}.items():
-        kept = checkpoint.tensors[by_own[own]]
+    tensors = {}
+    for name, shape in {**wanted, **optional}.items():
+        in_file = checkpoint.names[sources[name]]
+        kept = checkpoint.tensors[in_file]
         if kept.shape != shape or not kept.is_float:
             raise UserError(
-                f"{by_own[own]} in {checkpoint.folder} is {kept.dtype} {list(kept.shape)}, and its config asks for "
+                f"{in_file} in {checkpoint.folder} is {kept.dtype} {list(kept.shape)}, and its config asks for "
                 f"floating-point numbers {list(shape)}.",
                 "Fetch the checkpoint again, or correct its config.json.",
             )
-        found[own] = checkpoint.read(by_own[own])
-    return found
+        tensors[name] = checkpoint.read(sources[name])
+    return tensors
 
 
-def _optional(settings: Published, by_own: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+def _optional(settings: Published, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors that may be left out, of those that are there."""
     size = settings.hidden_size
     known: dict[str, tuple[int, ...]] = {EMBEDDINGS: (settings.vocab_size, size)}
@@ -369,11 +444,10 @@ def _optional(settings: Published, by_own: Mapping[str, str]) -> dict[str, tuple
         known[LM_HEAD] = (settings.vocab_size, size)
     if settings.layout is Layout.EAGLE:
         known["fc.bias"] = (size,)
-    for name in by_own:
-        if settings.layout is Layout.MEDUSA and name.startswith("blocks.") and name.endswith(".bias"):
-            known[name] = (size,)
     if settings.layout is Layout.MEDUSA:
-        known |= {name: (settings.draft_width, size) for name in by_own if name.startswith("lm_heads.")}
+        known |= {name: (settings.draft_width, size) for name in names if name.startswith("lm_heads.")}
+        blocks = [name for name in names if name.startswith("blocks.")]
+        known |= {name: (size,) for name in blocks if name.endswith(".bias")}
         # A checkpoint may hold more heads than it is used with.
-        known |= {name: (size, size) for name in by_own if _is_block(name)}
-    return {name: known[name] for name in by_own if name in known and name not in settings.expected()}
+        known |= {name: (size, size) for name in blocks if name.endswith(".weight")}
+    return {name: known[name] for name in names if name in known and name not in settings.expected()}

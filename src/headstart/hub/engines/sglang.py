@@ -7,11 +7,10 @@ from pathlib import Path
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import Layout, Published
-from headstart.hub.engines.base import TargetFacts, drafts_of
-from headstart.hub.engines.block_files import block_files
+from headstart.hub.engines.base import TargetFacts, drafts_of, kind_of
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
-from headstart.hub.engines.huggingface import files_of, fused_files, joined_files, write_files
+from headstart.hub.engines.huggingface import block_files, fused_files, joined_files, write_files
 
 _JOINED = "LlamaForCausalLMEagle"
 """What EAGLE-1 heads are called."""
@@ -22,11 +21,10 @@ class Sglang(FolderFormat):
 
     name = "sglang"
     engines = ("sglang",)
-    about = "a Hugging Face folder for SGLang"
 
     def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
         if (why := why_not_sglang(published, facts)) is not None:
-            raise UserError(f"SGLang cannot serve these {files_of(published)} heads: {why}.", _instead(published))
+            raise UserError(f"SGLang cannot serve these {kind_of(published)} heads: {why}.", _instead(published))
         return []
 
     def as_held(self, published: Published) -> Published:

@@ -8,20 +8,18 @@ from typing import Any
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, Layout, Published
-from headstart.hub.engines.base import NOTE, TargetFacts, drafts_of, refuse_activation
-from headstart.hub.engines.block_files import speculators_keys
+from headstart.hub.engines.base import NOTE, TargetFacts, drafts_of, kind_of, refuse_activation
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.huggingface import (
-    files_of,
     fused_keys,
     llama_config,
     note,
     rounded,
+    speculators_keys,
     vocabulary_map,
     write_files,
 )
-from headstart.hub.engines.reading import is_speculators
 from headstart.hub.engines.vllm import block_remarks, vllm_command
 
 _VERSION = "0.9.0"
@@ -33,7 +31,6 @@ class Speculators(FolderFormat):
 
     name = "speculators"
     engines = ("speculators", "vllm")
-    about = "a folder of the speculators library, which vLLM loads too"
 
     def holds_embeddings(self, published: Published) -> bool:
         # The library's EAGLE-3 class fills embeddings that a file lacks with zeros, whatever the target has; block
@@ -44,7 +41,7 @@ class Speculators(FolderFormat):
         if published.layout is not Layout.EAGLE3 and published.layout not in BLOCKS:
             raise UserError(
                 "The speculators format has EAGLE-3 heads and block drafters, and these are "
-                f"{files_of(published)} heads.",
+                f"{kind_of(published)} heads.",
                 "Export them with --format vllm.",
             )
         refuse_activation(published, "vLLM")
@@ -96,7 +93,7 @@ class Speculators(FolderFormat):
         write_files(folder, config, {**held.tensors, **vocabulary_map(published)})
 
     def knows(self, checkpoint: Checkpoint) -> bool:
-        return is_speculators(checkpoint)
+        return checkpoint.is_speculators
 
     def commands(
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]

@@ -9,11 +9,16 @@ from pathlib import Path
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, Layout, Published
 from headstart.hub.engines.base import TargetFacts, drafts_of, refuse_activation
-from headstart.hub.engines.block_files import block_files
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
-from headstart.hub.engines.huggingface import fused_files, joined_files, parallel_files, without_bias, write_files
-from headstart.hub.engines.reading import is_speculators
+from headstart.hub.engines.huggingface import (
+    block_files,
+    fused_files,
+    joined_files,
+    parallel_files,
+    without_bias,
+    write_files,
+)
 from headstart.hub.engines.sglang import is_for_sglang_alone, sglang_command, why_not_sglang
 
 _SHARED = (Layout.EAGLE3, Layout.DFLASH)
@@ -29,7 +34,6 @@ class Vllm(FolderFormat):
 
     name = "vllm"
     engines = ("vllm", "sglang")
-    about = "a Hugging Face folder for vLLM, which SGLang reads too where it knows such heads"
 
     def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
         refuse_activation(published, "vLLM")
@@ -72,7 +76,7 @@ class Vllm(FolderFormat):
         write_files(folder, *files)
 
     def knows(self, checkpoint: Checkpoint) -> bool:
-        return not is_speculators(checkpoint) and not is_for_sglang_alone(checkpoint)
+        return not checkpoint.is_speculators and not is_for_sglang_alone(checkpoint)
 
     def commands(
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
