@@ -25,17 +25,8 @@ if TYPE_CHECKING:
 def report(
     decoder: Decoder, questions: Sequence[Question], options: EvalOptions, out: Path, console: Console
 ) -> dict[str, Any]:
-    """Measure loaded heads on questions and write results.json, report.md and report.html into `out`.
-
-    Args:
-        decoder: the loaded heads.
-        questions: what to ask.
-        options: how to measure.
-        out: folder of the report.
-        console: shows progress.
-
-    Returns:
-        The content of results.json.
+    """Measure loaded heads on questions and write results.json, report.md and report.html into `out`; returns what
+    results.json holds.
 
     Raises:
         UserError: as `headstart.eval.evaluate.evaluate`.

@@ -36,19 +36,6 @@ _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
 
 
-def state_bytes(run: Run, conversations: float) -> int:
-    """Bytes of hidden states to expect of so many conversations, as far as the recipe lets them grow; online none."""
-    from headstart.pipeline.lengths import counted_lengths, prompts_of
-
-    data, target = run.recipe.data, run.target
-    if is_online(run):
-        return 0
-    prompts = prompts_of(data, target.tokenizer)
-    tokens = counted_lengths(data, target.tokenizer, target.max_length, prompts).tokens
-    size = int(conversations * tokens) * _token_bytes(run)
-    return min(size, int(1e9 * data.cache_gigabytes))
-
-
 def is_online(run: Run) -> bool:
     """Whether the run's hidden states are computed in training, and none stored."""
     return run.recipe.data.states == "online"
@@ -72,11 +59,6 @@ def states_artifact(run: Run) -> Artifact:
         "dtype": str(target.dtype).removeprefix("torch."),
     }
     return artifact(run.folder, "states", Path(target.name).name, identity)
-
-
-def kept_state_bytes(run: Run) -> int:
-    """Bytes of hidden states of the run's target that are on the disk already, whoever uses them."""
-    return sum(file.stat().st_size for file in states_artifact(run).folder.glob("shard-*.safetensors"))
 
 
 def _target_settings(run: Run) -> dict[str, Any]:
@@ -121,15 +103,25 @@ def _target(run: Run) -> Outcome:
     aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
     for remark in check_formats(run, target):
         run.console.print(remark, highlight=False, markup=False, soft_wrap=True)
-    if run.recipe.data.minutes is None:
-        count = run.recipe.data.conversations + run.recipe.data.validation
-        need_disk(run.folder, state_bytes(run, count) - kept_state_bytes(run), "Keeping hidden states")
+    if run.recipe.data.minutes is None and not is_online(run):
+        _need_room_for_states(run)
     target.tokenizer.save_pretrained(run.folder / TARGET / "tokenizer")
     kind = str(target.dtype).removeprefix("torch.")
     return Outcome(
         f"{target.name}, {target.parameters / 1e6:.1f} M parameters, {kind} on {target.device}",
         identity=target_identity(target),
     )
+
+
+def _need_room_for_states(run: Run) -> None:
+    """Refuse a run whose hidden states the disk cannot hold, as far as the recipe lets them grow."""
+    from headstart.pipeline.lengths import counted_lengths, prompts_of
+
+    data, target = run.recipe.data, run.target
+    lengths = counted_lengths(data, target.tokenizer, target.max_length, prompts_of(data, target.tokenizer))
+    size = int((data.conversations + data.validation) * lengths.tokens) * _token_bytes(run)
+    kept = sum(file.stat().st_size for file in states_artifact(run).folder.glob("shard-*.safetensors"))
+    need_disk(run.folder, min(size, int(1e9 * data.cache_gigabytes)) - kept, "Keeping hidden states")
 
 
 def aux_layers(run: Run) -> list[int]:
@@ -163,7 +155,7 @@ def _conversation_settings(run: Run) -> dict[str, Any]:
 
     data = run.recipe.data
     excluded = {"the excluded questions": [content(file) for file in data.exclude]} if data.exclude else {}
-    contents = [_prompts_content(one.source) for one in data.sources]
+    contents = [_prompts_content(source.source) for source in data.sources]
     return {
         **flat("data", data, OF_SERVERS | data.unset()),
         **({"data.server": True} if data.server else {}),
@@ -188,7 +180,7 @@ def _conversations(run: Run) -> Outcome:
     from headstart.data.states.shards import Capture
 
     data, target = run.recipe.data, run.target
-    slug = "self" if data.prompts == "self" else "-".join(Path(one.source).stem for one in data.sources[:3])
+    slug = "self" if data.prompts == "self" else "-".join(Path(source.source).stem for source in data.sources[:3])
     settings = data.model_dump(mode="json")
     if (known := referred(run.folder, "conversations")) is not None:
         settings = begun_at(settings, read_note(known))
@@ -233,7 +225,7 @@ def conversations(run: Run, split: str) -> list[Conversation]:
     """What the conversation stage wrote."""
     from headstart.data.conversations.conversations import read_conversations
 
-    return read_conversations(run.folder / CONVERSATIONS / f"{split}.jsonl")
+    return read_conversations(conversation_files(run)[split])
 
 
 def _state_settings(run: Run) -> dict[str, Any]:
@@ -248,8 +240,8 @@ def _states(run: Run) -> Outcome:
     if is_online(run):
         (run.folder / STATES).mkdir(parents=True, exist_ok=True)
         forget(run.folder, "states")
-        known = ["online", before(run, "target"), before(run, "conversations"), *map(str, aux_layers(run))]
-        return Outcome("nothing to store: training computes them (data.states=online)", identity=" ".join(known))
+        parts = ["online", before(run, "target"), before(run, "conversations"), *map(str, aux_layers(run))]
+        return Outcome("nothing to store: training computes them (data.states=online)", identity=" ".join(parts))
     stores = both_stores(run)
     notice = f"; {stores['train'].notice}" if stores["train"].notice else ""
     size = format_bytes(sum(part.bytes for part in stores.values()))
@@ -317,25 +309,33 @@ def both_stores(run: Run) -> dict[str, StateStore]:
 
 
 DATA_STAGES = (
-    Stage("target", "loading and checking the target", 1, (TARGET,), (), _target_settings, _target),
     Stage(
-        "conversations",
-        "the target writes and answers prompts",
-        3,
-        (CONVERSATIONS, QUESTIONS),
-        ("target",),
-        _conversation_settings,
-        _conversations,
+        name="target",
+        title="loading and checking the target",
+        version=1,
+        outputs=(TARGET,),
+        after=(),
+        settings=_target_settings,
+        work=_target,
     ),
     Stage(
-        "states",
-        "computing hidden states",
-        _STATES_VERSION,
-        (STATES,),
-        ("target", "conversations"),
-        _state_settings,
-        _states,
-        _broken_states,
+        name="conversations",
+        title="the target writes and answers prompts",
+        version=3,
+        outputs=(CONVERSATIONS, QUESTIONS),
+        after=("target",),
+        settings=_conversation_settings,
+        work=_conversations,
+    ),
+    Stage(
+        name="states",
+        title="computing hidden states",
+        version=_STATES_VERSION,
+        outputs=(STATES,),
+        after=("target", "conversations"),
+        settings=_state_settings,
+        work=_states,
+        broken=_broken_states,
     ),
 )
 """In order."""

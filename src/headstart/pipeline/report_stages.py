@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,8 @@ def _give(source: Path, path: Path) -> None:
 def _sources(data: DataSection) -> str:
     if isinstance(data.prompts, str):
         return data.prompts
-    total = sum(one.weight for one in data.prompts)
-    return ", ".join(f"{one.source} ({one.weight / total:.0%})" for one in data.prompts)
+    total = sum(source.weight for source in data.prompts)
+    return ", ".join(f"{source.source} ({source.weight / total:.0%})" for source in data.prompts)
 
 
 def _training_facts(run: Run) -> dict[str, str]:
@@ -79,15 +78,14 @@ def _training_facts(run: Run) -> dict[str, str]:
     from headstart.pipeline.data_stages import conversations, is_online
 
     result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
+    learnt = conversations(run, "train") if is_online(run) else StateStore(run.folder / STATES / "train")
     source = "written by the target itself" if data.prompts == "self" else _sources(data)
     return {
         "recipe": run.recipe.name,
         "prompts": source,
         "answers": "the target's own" if data.regenerate or data.prompts == "self" else "as given",
         **({"chat template variables": json.dumps(data.chat_template_kwargs)} if data.chat_template_kwargs else {}),
-        "training conversations": str(
-            len(conversations(run, "train") if is_online(run) else StateStore(run.folder / STATES / "train"))
-        ),
+        "training conversations": str(len(learnt)),
         "steps": f"{result['steps']} of at most {training.batch_tokens * training.gradient_accumulation_steps} tokens; "
         f"these are the heads of step {result['best']['step']}",
         "loss": training.loss,
@@ -153,9 +151,12 @@ def _eval(run: Run) -> Outcome:
         write_card(exported.folder / HEADS, facts)
         _give(exported.folder / HEADS, run.folder / HEADS)
         give(folder / REPORT, run.folder / REPORT)
-    link_report(
-        run.recipe.train, run.folder / TRAIN, run.recipe.name, run.folder / REPORT, results["summary"], _say(run)
-    )
+
+    def say(text: str) -> None:
+        run.console.print(f"    {text}", highlight=False, markup=False, soft_wrap=True)
+
+    train, report_folder = run.recipe.train, run.folder / REPORT
+    link_report(train, run.folder / TRAIN, run.recipe.name, report_folder, results["summary"], say)
     speedup = results["summary"]["speedup_vs_plain"]
     measured = f"{speedup['mean']:.2f}x over plain decoding, measured; " if speedup else ""
     return Outcome(
@@ -164,28 +165,24 @@ def _eval(run: Run) -> Outcome:
     )
 
 
-def _say(run: Run) -> Callable[[str], None]:
-    return lambda text: run.console.print(f"    {text}", highlight=False, markup=False, soft_wrap=True)
-
-
 REPORT_STAGES = (
     Stage(
-        "export",
-        "writing the folder to keep and share",
-        _EXPORT_VERSION,
-        (HEADS,),
-        ("train", "tune"),
-        lambda _: {},
-        _export,
+        name="export",
+        title="writing the folder to keep and share",
+        version=_EXPORT_VERSION,
+        outputs=(HEADS,),
+        after=("train", "tune"),
+        settings=lambda _: {},
+        work=_export,
     ),
     Stage(
-        "eval",
-        "measuring against the baselines",
-        _EVAL_VERSION,
-        (REPORT,),
-        ("conversations", "export"),
-        _eval_settings,
-        _eval,
+        name="eval",
+        title="measuring against the baselines",
+        version=_EVAL_VERSION,
+        outputs=(REPORT,),
+        after=("conversations", "export"),
+        settings=_eval_settings,
+        work=_eval,
     ),
 )
 """In order."""

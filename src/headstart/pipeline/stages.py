@@ -42,10 +42,10 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     if "train" in names:
         check_training(recipe)
 
-    for one in recipe.data.sources:
-        prompts = Path(one.source).expanduser()
+    for source in recipe.data.sources:
+        prompts = Path(source.source).expanduser()
         if prompts.suffix in (".json", ".jsonl") and not prompts.is_file():
-            raise UserError(f"No file at {one.source}.", "Check data.prompts; a relative path starts here.")
+            raise UserError(f"No file at {source.source}.", "Check data.prompts; a relative path starts here.")
     for file in recipe.data.exclude:
         read_questions(Path(file).expanduser())
     if "eval" not in names:

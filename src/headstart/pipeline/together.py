@@ -23,15 +23,7 @@ _DISTINCT = "CUDA_VISIBLE_DEVICES"
 
 
 def execute_together(run: Run, stages: Sequence[Stage]) -> None:
-    """Bring stages up to date, or help the process that does so.
-
-    Args:
-        run: recipe, folder and console.
-        stages: as of `execute`.
-
-    Raises:
-        UserError: as of `execute`.
-    """
+    """Bring stages up to date as `execute` does, or help the process that does so."""
     helper: _Helper | None = None
     while True:
         try:
@@ -50,11 +42,7 @@ def execute_together(run: Run, stages: Sequence[Stage]) -> None:
 
 
 class _Helper:
-    """Takes jobs of a run that another process works on.
-
-    Args:
-        run: of that process, as this one knows it.
-    """
+    """Takes jobs of a run that another process works on."""
 
     def __init__(self, run: Run) -> None:
         from headstart.data.conversations.generator import InProcess

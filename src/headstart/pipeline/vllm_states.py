@@ -28,11 +28,8 @@ def serve_command(run: Run) -> str:
 
 
 def import_states(run: Run, source: str) -> Imported:
-    """Take over the states of the run's conversations.
-
-    Args:
-        run: whose conversations are written.
-        source: a folder of vLLM's files, or addresses of servers with commas between them.
+    """Take over the states of the run's conversations from a folder of vLLM's files, or from servers, whose addresses
+    have commas between them.
 
     Raises:
         UserError: nothing there, or nothing that can be taken over.
@@ -57,7 +54,7 @@ def import_states(run: Run, source: str) -> Imported:
         if not work.waiting:
             return work.found
         if "://" in source:
-            urls = [one.strip() for one in source.split(",") if one.strip()]
+            urls = [url.strip() for url in source.split(",") if url.strip()]
             with progress_bar(run.console, "hidden states by vLLM", unit="tokens") as bar:
                 return take_from_servers(urls, work, run.recipe.data.server_requests, bar.update)
         with progress_bar(run.console, "files of vLLM", unit="files") as bar:
