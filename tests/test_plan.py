@@ -333,7 +333,7 @@ class TestElsewhere:
             on_paper("llama-3.1-8b", "eagle3-8b", tmp_path, gpu="h10")
         assert "Did you mean 'h100'?" in refused.value.remedy
         offline = UserError("The Hub cannot be reached.", "Check the network.")
-        monkeypatch.setattr("headstart.target.outline.absent", lambda *_: offline)
+        monkeypatch.setattr("headstart.target.loading.absent", lambda *_: offline)
         with pytest.raises(UserError, match="cannot be reached") as refused:
             make_plan(quiet(load_recipe("eagle3-8b"), tmp_path / "none"), 1, "h100")
         assert "config.json alone is enough" in refused.value.remedy

@@ -4,18 +4,14 @@ at hand."""
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headstart.errors import UserError
-from headstart.support.hub_errors import absent
-from headstart.target.frozen import FrozenModel, refuse_layers
-from headstart.target.loading import DTYPES, loadable_folder
-from headstart.target.spare_token import spare_token
+from headstart.target.frozen import FrozenModel, refuse_layers, spare_token
+from headstart.target.loading import DTYPES, known_folder, loadable_folder
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """What configs call the number of experts of a layer."""
@@ -73,11 +69,6 @@ class Outline(FrozenModel):
             return 0
         return sum(weight.numel() for name, weight in self.model.named_parameters() if ".experts." in name)
 
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of the largest layer."""
-        return max(sum(weight.numel() for weight in layer.parameters()) for layer in self.layers)
-
 
 def outline(spec: str, dtype: str = "auto", revision: str | None = None, tokenizer: bool = True) -> Outline:
     """A target's outline, from its config; no weights are read, and none need to be there.
@@ -93,15 +84,13 @@ def outline(spec: str, dtype: str = "auto", revision: str | None = None, tokeniz
             take token trees.
     """
     folder = loadable_folder(spec)
-    options: dict[str, Any] = {"revision": revision} if revision else {}
-    if not Path(folder).is_dir() and (problem := absent(folder, "config.json", revision)) is not None:
-        kept = try_to_load_from_cache(folder, "config.json", revision=revision)
-        if not isinstance(kept, str):
-            raise UserError(
-                problem.problem,
-                f"{problem.remedy} A folder with the model's config.json alone is enough for a plan: target=FOLDER.",
-            )
-        folder, options = str(Path(kept).parent), {}
+    try:
+        folder, options = known_folder(folder, revision)
+    except UserError as error:
+        raise UserError(
+            error.problem,
+            f"{error.remedy} A folder with the model's config.json alone is enough for a plan: target=FOLDER.",
+        ) from error
     try:
         config = AutoConfig.from_pretrained(folder, **options)
         own = getattr(config.get_text_config(), "dtype", None)
