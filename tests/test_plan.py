@@ -340,7 +340,7 @@ class TestByTheConfigAlone:
 
     def test_what_is_not_here_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offline = UserError("The Hub cannot be reached.", "Check the network.")
-        monkeypatch.setattr("headstart.target.outline.absent", lambda *_: offline)
+        monkeypatch.setattr("headstart.target.loading.absent", lambda *_: offline)
         with pytest.raises(UserError, match="cannot be reached") as refused:
             make_plan(quiet(load_recipe("eagle3-8b"), tmp_path / "none"))
         assert "config.json alone is enough" in refused.value.remedy

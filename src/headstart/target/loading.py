@@ -53,7 +53,6 @@ def load_target(
     exact: Exact = "auto",
     adapter: str | None = None,
     quantization: str = "none",
-    sharded: bool = False,
 ) -> Target:
     """Load a target.
 
@@ -65,8 +64,6 @@ def load_target(
         exact: see `Target`.
         adapter: folder or hub id of a peft adapter; it is merged into the weights, and the target is the adapted model.
         quantization: "int8" or "int4" puts the linear layers into so many bits, see `quantized`.
-        sharded: keep a part of each weight on each of the processes that have met (`torch.distributed`), by the
-            architecture's tensor-parallel plan in transformers. Neither with an adapter nor with quantization.
 
     Raises:
         UserError: unknown target, dtype or device, missing package, unreadable folder, a model that cannot take token
@@ -76,32 +73,7 @@ def load_target(
     check_quantization(quantization)
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
-    folder, gguf = _locate(spec)
-    options: dict[str, Any] = {"revision": revision} if revision else {}
-    if not Path(folder).is_dir() and (problem := absent(folder, "config.json", revision)) is not None:
-        kept = try_to_load_from_cache(folder, "config.json", revision=revision)
-        if not isinstance(kept, str):
-            raise problem
-        folder, options = str(Path(kept).parent), {}
-    spread: dict[str, Any] = {}
-    if sharded:
-        assert adapter is None and quantization == "none", "refused before"
-        from transformers.distributed import DistributedConfig
-
-        spread["distributed_config"] = DistributedConfig(tp_plan="auto")
-    try:
-        with silent():
-            if gguf is not None:
-                folder = str(_dequantised(Path(folder), gguf))
-            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **options, **spread)
-    except UserError:
-        raise
-    except Exception as error:  # transformers raises many kinds; all mean the same to the user
-        raise UserError(
-            f"Cannot load the target {spec!r}: {type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}",
-            "Give a hub id, a folder with config.json, a .gguf file, or one of: " + ", ".join(PACKAGED) + ".",
-        ) from error
+    model, tokenizer = _read(spec, kind, revision)
     origin = None
     if known_adapter is not None or quantization != "none":
         built = architecture(model.config.get_text_config(), vocabulary_size(model.get_output_embeddings()))
@@ -115,10 +87,66 @@ def load_target(
         quantize(model, quantization)
     # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
     # Quantised models are on theirs already.
-    placed = sharded or quantization != "none" or getattr(model, "hf_device_map", None)
+    placed = quantization != "none" or getattr(model, "hf_device_map", None)
     target = Target(model if placed else model.to(where), tokenizer, spec, exact, origin)
-    target.rounded, target.sharded = gguf is not None, sharded
+    target.rounded = _locate(spec)[1] is not None
     return target
+
+
+def load_sharded_target(spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None) -> Target:
+    """Load a target of whose weights each of the processes that have met (`torch.distributed`) keeps a part, by the
+    architecture's tensor-parallel plan in transformers.
+
+    Raises:
+        UserError: as `load_target`, whose arguments these are.
+    """
+    from transformers.distributed import DistributedConfig
+
+    kind = pick_dtype(dtype, pick_device(device))
+    model, tokenizer = _read(spec, kind, revision, distributed_config=DistributedConfig(tp_plan="auto"))
+    if kind == torch.float16:
+        _check_range(model, spec)
+    target = Target(model, tokenizer, spec)
+    target.rounded, target.sharded = _locate(spec)[1] is not None, True
+    return target
+
+
+def _read(spec: str, dtype: torch.dtype, revision: str | None, **spread: Any) -> tuple[Any, Any]:
+    """The model and the tokenizer of a target.
+
+    Raises:
+        UserError: they cannot be had.
+    """
+    folder, gguf = _locate(spec)
+    folder, options = known_folder(folder, revision)
+    try:
+        with silent():
+            if gguf is not None:
+                folder = str(_dequantised(Path(folder), gguf))
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options, **spread), tokenizer
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises many kinds; all mean the same to the user
+        raise UserError(
+            f"Cannot load the target {spec!r}: {type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}",
+            "Give a hub id, a folder with config.json, a .gguf file, or one of: " + ", ".join(PACKAGED) + ".",
+        ) from error
+
+
+def known_folder(folder: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+    """What transformers loads a folder or hub id from, with its options: the copy on this machine where the hub has
+    none, or cannot be reached.
+
+    Raises:
+        UserError: there is neither.
+    """
+    if Path(folder).is_dir() or (problem := absent(folder, "config.json", revision)) is None:
+        return folder, {"revision": revision} if revision else {}
+    kept = try_to_load_from_cache(folder, "config.json", revision=revision)
+    if not isinstance(kept, str):
+        raise problem
+    return str(Path(kept).parent), {}
 
 
 @contextmanager

@@ -4,7 +4,6 @@ at hand."""
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from headstart.errors import UserError
-from headstart.support.hub_errors import absent
-from headstart.target.frozen import FrozenModel, refuse_layers
-from headstart.target.loading import DTYPES, loadable_folder
-from headstart.target.spare_token import spare_token
+from headstart.target.frozen import FrozenModel, refuse_layers, spare_token
+from headstart.target.loading import DTYPES, known_folder, loadable_folder
 
 
 class Outline(FrozenModel):
@@ -85,15 +82,13 @@ def outline(spec: str, dtype: str = "auto", revision: str | None = None, tokeniz
             take token trees.
     """
     folder = loadable_folder(spec)
-    options: dict[str, Any] = {"revision": revision} if revision else {}
-    if not Path(folder).is_dir() and (problem := absent(folder, "config.json", revision)) is not None:
-        kept = try_to_load_from_cache(folder, "config.json", revision=revision)
-        if not isinstance(kept, str):
-            raise UserError(
-                problem.problem,
-                f"{problem.remedy} A folder with the model's config.json alone is enough for a plan: target=FOLDER.",
-            )
-        folder, options = str(Path(kept).parent), {}
+    try:
+        folder, options = known_folder(folder, revision)
+    except UserError as error:
+        raise UserError(
+            error.problem,
+            f"{error.remedy} A folder with the model's config.json alone is enough for a plan: target=FOLDER.",
+        ) from error
     try:
         config = AutoConfig.from_pretrained(folder, **options)
         own = getattr(config.get_text_config(), "dtype", None)

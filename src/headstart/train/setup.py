@@ -16,7 +16,7 @@ from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import TrainSection
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
-from headstart.target.loading import load_target, pick_device
+from headstart.target.loading import load_sharded_target, load_target, pick_device
 from headstart.target.model import Target
 from headstart.target.teacher import TeacherModel, load_teacher, teach, teacher_folder, teacher_of
 from headstart.train.batches import collate
@@ -172,12 +172,10 @@ def load_whole(recipe: Recipe, device: str, otherwise: str, sharded: bool = Fals
     """
     section = recipe.target
     try:
-        return load_target(
-            *(section.spec, section.dtype, device, section.revision),
-            adapter=section.adapter,
-            quantization=section.quantization,
-            sharded=sharded,
-        )
+        named = (section.spec, section.dtype, device, section.revision)
+        if sharded:
+            return load_sharded_target(*named)
+        return load_target(*named, adapter=section.adapter, quantization=section.quantization)
     except UserError as error:
         raise UserError(error.problem, f"{error.remedy} {otherwise}") from error
 
