@@ -4,6 +4,7 @@ at hand."""
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
