@@ -17,7 +17,7 @@ from arms import MAX_RANK, answered, arm, budget, chain_tau, facts, options_of, 
 from record import record
 from rich.console import Console
 
-from headstart.data.conversations.write import build_conversations
+from headstart.data.conversations.building import build_conversations
 from headstart.data.prompts.questions import read_questions
 from headstart.eval.measure import environment
 from headstart.pipeline.layout import CONVERSATIONS

@@ -18,7 +18,7 @@ from record import record
 from states_from_vllm import PLENTY, share
 from tables import table
 
-from headstart.data.conversations.conversations import Conversation, read_conversations
+from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.states.shards import Capture, build_store
 from headstart.data.states.store import StateStore
 from headstart.eval.measure import environment

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.conversations.conversations import read_conversations
+from headstart.data.conversations.records import read_conversations
 from headstart.data.states.shards import build_store
 from headstart.pipeline.layout import CONVERSATIONS
 from headstart.target.fitting import FINAL

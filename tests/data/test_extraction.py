@@ -16,12 +16,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headstart.data.conversations.conversations import Conversation, encode
-from headstart.data.states import from_server as states_server
-from headstart.data.states.extraction import Import, engine_layers, final_norm, serve_command
-from headstart.data.states.from_server import take_from_servers
+from headstart.data.conversations.masks import encode
+from headstart.data.conversations.records import Conversation
+from headstart.data.states import vllm_servers as states_server
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
+from headstart.data.states.vllm_files import Import, engine_layers, final_norm, serve_command
+from headstart.data.states.vllm_servers import take_from_servers
 from headstart.errors import UserError
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target

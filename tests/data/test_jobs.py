@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from headstart.data.conversations import part_writer
-from headstart.data.conversations.jobs import JOB, Board, Helper, Job, share
+from headstart.data.conversations.answers import Answers
+from headstart.data.conversations.building import Splits, build_conversations
+from headstart.data.conversations.jobs import JOB, JOBS, Board, Helper, Job, owner_of, share
 from headstart.data.conversations.part_writer import PART, PartWriter, help_writing
 from headstart.data.conversations.workers import Workers
-from headstart.data.conversations.write import Splits, build_conversations
 from headstart.data.states import shards
-from headstart.data.states.shards import Capture, build_store, compute_shard, owner_of
+from headstart.data.states.shards import Capture, build_store, compute_shard
 from headstart.recipes.sections import DataSection
 from headstart.support.files import write_jsonl
 from headstart.target.fitting import FINAL
@@ -250,12 +250,12 @@ def section(tmp_path: Path, **more: object) -> DataSection:
 
 def some_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of some prompts come to nothing once they are to be written."""
-    own = part_writer.answer_prompts
+    answered = Answers.answered
 
-    def fewer(target: Target, prompts: Any, *arguments: Any) -> Any:
-        return own(target, [prompt for prompt in prompts if int(prompt.id.rpartition("-")[2]) % 4], *arguments)
+    def fewer(self: Answers, prompts: Any, *arguments: Any) -> Any:
+        return answered(self, [prompt for prompt in prompts if int(prompt.id.rpartition("-")[2]) % 4], *arguments)
 
-    monkeypatch.setattr(part_writer, "answer_prompts", fewer)
+    monkeypatch.setattr(Answers, "answered", fewer)
 
 
 def parts_of(folder: Path) -> dict[str, list[str]]:
@@ -263,10 +263,10 @@ def parts_of(folder: Path) -> dict[str, list[str]]:
     return {file.name: file.read_text().splitlines()[1:] for file in (folder / "parts").glob("*.jsonl")}
 
 
-def written(target: Target, folder: Path, data: DataSection, board: Board | None, shards: Path) -> Splits:
+def written(target: Target, folder: Path, data: DataSection, shared: Path | None, shards: Path) -> Splits:
     shards.mkdir(exist_ok=True)
     capture = Capture(shards, target, AUX_LAYERS)
-    return build_conversations(target, data, folder, capture=capture, board=board)
+    return build_conversations(target, data, folder, capture=capture, shared=shared)
 
 
 class Turns:
@@ -291,16 +291,16 @@ class Turns:
 
 
 def test_parts_that_others_write_are_those_of_one(
-    tiny_target: Target, tmp_path: Path, board: Board, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some_unfit(monkeypatch)
     data, turns, owner = section(tmp_path), Turns(), owner_of(tiny_target)
     alone = written(tiny_target, tmp_path / "alone", data, None, tmp_path / "a")
-    own = part_writer.PartWriter.write
+    own = PartWriter.write
 
     def do(what: dict[str, Any]) -> dict[str, Any]:
         assert what["kind"] == PART
-        return help_writing(tiny_target, what, tmp_path / "b", lambda: None)
+        return help_writing(tiny_target, what, partial(Capture, tmp_path / "b", tiny_target), lambda: None)
 
     def write(self: PartWriter, what: dict[str, Any], check: Any) -> dict[str, Any]:
         if what["split"] == "train":
@@ -308,8 +308,13 @@ def test_parts_that_others_write_are_those_of_one(
         return own(self, what, check)
 
     monkeypatch.setattr(PartWriter, "write", write)
-    with helping(board, partial(turns.helper, do), lambda what: what["target"] == owner and what["split"] == "train"):
-        together = written(tiny_target, tmp_path / "together", data, board, tmp_path / "b")
+    folder = tmp_path / "together"
+    with helping(
+        Board(folder / JOBS),
+        partial(turns.helper, do),
+        lambda what: what["target"] == owner and what["split"] == "train",
+    ):
+        together = written(tiny_target, folder, data, folder, tmp_path / "b")
     assert turns.helped
     assert together == alone and len(alone.train) == 10
     assert parts_of(tmp_path / "together") == parts_of(tmp_path / "alone")

@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import headstart.files
-from headstart.data.conversations.conversations import Conversation, encode
+import headstart.support.files
+from headstart.data.conversations.masks import encode
+from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store, shard_size
 from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import headstart.doctor.all_checks  # noqa: F401
-from headstart.data.conversations.conversations import Conversation, read_conversations, write_conversations
+from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
 from headstart.data.states.checksums import KEY, checksums
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import MANIFEST, StateStore

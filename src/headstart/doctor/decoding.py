@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.records import Conversation
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.doctor.findings import Finding, bad, check, good, unknown

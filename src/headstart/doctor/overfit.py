@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
 from headstart.doctor.decoding import decode_chain
 from headstart.doctor.findings import Finding, bad, check, good, unknown

@@ -6,15 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.data.conversations.conversations import (
-    Conversation,
-    added_tokens,
-    alike,
-    encode,
-    has_template,
-    prompt_tokens,
-    render,
-)
+from headstart.data.conversations.masks import encode
+from headstart.data.conversations.records import Conversation
+from headstart.data.prompts.chat import added_tokens, has_template, prompt_tokens, render
+from headstart.data.writing.in_process import common_beginning
 from headstart.doctor.findings import Finding, bad, check, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject, spread
 from headstart.errors import UserError
@@ -135,7 +130,7 @@ def _added(messages: Any, answered: int, turn: int, tokens: Sequence[int], token
 
 def _parting(stored: Sequence[int], now: Sequence[int]) -> int | None:
     """The first token at which they differ; None when they are equal."""
-    return None if list(stored) == list(now) else alike(stored, now)
+    return None if list(stored) == list(now) else common_beginning([stored, now])
 
 
 def _word(tokens: Sequence[int], index: int, tokenizer: Any) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.data.conversations.conversations import Conversation
-from headstart.data.conversations.encoding import AUTO
+from headstart.data.conversations.records import Conversation
+from headstart.data.states.codes import AUTO
 from headstart.data.states.identify import called, every_layer, identify
 from headstart.data.states.store import StateStore
 from headstart.doctor.findings import Finding, bad, check, good, unknown

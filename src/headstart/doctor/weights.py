@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.records import Conversation
 from headstart.doctor.findings import Finding, bad, check, good
 from headstart.doctor.subject import Absent, Subject, spread
 from headstart.heads.base import DraftHead, family

@@ -21,7 +21,7 @@ import transformers
 from rich.console import Console
 
 import headstart
-from headstart.data.conversations.conversations import check_template, has_template, prompt_tokens
+from headstart.data.prompts.chat import check_template, has_template, prompt_tokens
 from headstart.data.prompts.questions import Question
 from headstart.decode.budget import Costs
 from headstart.decode.costs import core_count, cpu_model

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from headstart.data.conversations.sampling import CACHE_PEAK
 from headstart.data.prompts.questions import read_questions
 from headstart.data.states.shards import shard_size
 from headstart.data.states.store import CACHE_BYTES, estimate_bytes
+from headstart.data.writing.in_process import CACHE_PEAK
 from headstart.heads.base import DraftHead
 from headstart.pipeline.lengths import SAMPLE, Lengths, answer_tokens
 from headstart.pipeline.speeds import Speeds
@@ -233,7 +233,7 @@ def _dense_parameters(layer: torch.nn.Module) -> int:
 
 
 def _amounts(planned: Planned) -> Amounts:
-    """Conversations as `headstart.data.conversations.write` writes them: in parts, held-out and validation ones first."""
+    """Conversations as `headstart.data.conversations.building` writes them: held-out and validation ones first."""
     data, lengths = planned.recipe.data, planned.lengths
     count = float(data.conversations)
     if 0 < lengths.sample < SAMPLE:  # these are all there are

@@ -16,7 +16,7 @@ from headstart.support.files import format_bytes, need_disk, read_json, write_js
 from headstart.support.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from headstart.data.conversations.conversations import Conversation
+    from headstart.data.conversations.records import Conversation
     from headstart.data.states.store import StateStore
 
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
@@ -86,7 +86,7 @@ def _target_settings(run: Run) -> dict[str, Any]:
 
 
 def _target(run: Run) -> Outcome:
-    from headstart.data.conversations.conversations import check_prompts
+    from headstart.data.prompts.chat import check_prompts
 
     target = run.target
     check_prompts(target.tokenizer, run.recipe.data.prompts)
@@ -131,7 +131,7 @@ def aux_layers(run: Run) -> list[int]:
 
 
 def _conversation_settings(run: Run) -> dict[str, Any]:
-    from headstart.data.conversations.write import OF_SERVERS
+    from headstart.data.conversations.identity import OF_SERVERS
 
     data = run.recipe.data
     defaults = {name: field.get_default(call_default_factory=True) for name, field in type(data).model_fields.items()}
@@ -156,9 +156,8 @@ def _prompts_content(source: str) -> str | None:
 
 
 def _conversations(run: Run) -> Outcome:
-    from headstart.data.conversations.jobs import JOBS, Board
-    from headstart.data.conversations.write import build_conversations, identity
-    from headstart.data.prompts.mixture import begun_at, pinned
+    from headstart.data.conversations.building import build_conversations
+    from headstart.data.conversations.identity import begun_at, identity, pinned
     from headstart.data.states.shards import Capture
 
     data, target = run.recipe.data, run.target
@@ -177,8 +176,10 @@ def _conversations(run: Run) -> Outcome:
         capture = Capture(shards, target, aux_layers(run), data.states_dtype)
     with held(made, run.console) as path:
         run.refer("conversations", made)
-        fixed, board = pinned(data, made.identity), Board(path / JOBS)
-        splits = build_conversations(target, fixed, folder, run.console, path / "parts", maximum, capture, board)
+        fixed = pinned(data, made.identity)
+        splits = build_conversations(
+            target, fixed, folder, run.console, shared=path, max_tokens=maximum, capture=capture
+        )
     questions = [
         {
             "question_id": item.id,
@@ -205,7 +206,7 @@ def conversation_files(run: Run) -> dict[str, Path]:
 
 def conversations(run: Run, split: str) -> list[Conversation]:
     """What the conversation stage wrote."""
-    from headstart.data.conversations.conversations import read_conversations
+    from headstart.data.conversations.records import read_conversations
 
     return read_conversations(run.folder / CONVERSATIONS / f"{split}.jsonl")
 

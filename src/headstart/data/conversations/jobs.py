@@ -2,8 +2,8 @@
 
 The process that plans posts what is to be done next, does it itself, and posts one job more than anybody works on: who
 comes to help finds it. A job belongs to whoever holds its lock. The system lets go of the locks of a process that dies
-(see `headstart.support.lock`), and its job is free again. Results are written whole and stay until the planner has used them,
-so that they outlive whoever made them, and the planner too.
+(see `headstart.support.lock`), and its job is free again. Results are written whole and stay until the planner has used
+them, so that they outlive whoever made them, and the planner too.
 
     00007-train-1f0c.../   job.json     what to do
                            lock         held by whoever does it
@@ -27,12 +27,18 @@ from typing import Any, Generic, Protocol, TypeVar
 from headstart.data.conversations.workers import Workers
 from headstart.support.files import read_json, write_json
 from headstart.support.lock import Busy, locked
+from headstart.target.model import Target
 
 JOBS = "jobs"
 """Folder of jobs, beside what they make."""
 JOB, RESULT = "job.json", "result.json"
 LOOK = 0.2
 """Seconds after which one looks again what the others have done."""
+
+
+def owner_of(target: Target) -> str:
+    """Whose conversations or hidden states a job asks for."""
+    return f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)

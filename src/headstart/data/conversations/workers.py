@@ -14,14 +14,12 @@ from typing import TypeVar
 
 import torch
 
+from headstart.servers.at_once import Stopped
+
 R = TypeVar("R")
 
 _MAX = 2
 """Each worker has a KV cache and a batch of its own."""
-
-
-class Stopped(Exception):
-    """Raised inside a job whose result nobody waits for any more."""
 
 
 class Workers:

@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.data.conversations.conversations import Conversation
-from headstart.data.conversations.encoding import AUTO, encode
-from headstart.data.conversations.jobs import Board, Job, share
+from headstart.data.conversations.jobs import Board, Job, owner_of, share
+from headstart.data.conversations.records import Conversation
 from headstart.data.conversations.workers import Workers
 from headstart.data.states.checksums import KEY, checksums
+from headstart.data.states.codes import AUTO, encode
 from headstart.data.states.store import FORMAT, FORMAT_OF_CODES, MANIFEST, StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.support.files import format_bytes, need_disk, write_atomic, write_json
@@ -78,7 +78,7 @@ def build_store(
         posted = [Job(name.rpartition("-")[0], board.job(name)) for name in board.names()]
         for _ in _computed(target, shards, posted, board):
             pass
-    index = _Index(shards, owner_of(target, states_dtype))
+    index = _Index(shards, _owner(target, states_dtype))
     lacking = index.lacking(keys, aux_layers)
     total, left = sum(lengths), sum(lengths[i] for numbers in lacking.values() for i in numbers)
     size = (target.hidden_size, target.dtype, states_dtype)
@@ -154,7 +154,7 @@ class Capture:
             "Keeping hidden states",
         )
         states = [states for _, states in once.values()]
-        owner = owner_of(target, self._states_dtype)
+        owner = _owner(target, self._states_dtype)
         _write_shard(self._shards, owner, self.aux_layers, rows, states, self._states_dtype)
 
 
@@ -167,7 +167,7 @@ def without_states(
 ) -> dict[int, tuple[int, ...]]:
     """Numbers of the conversations that the whole shards of a folder do not hold all states of, equal ones once, each
     with the layers that are missing."""
-    index = _Index(shards, owner_of(target, states_dtype))
+    index = _Index(shards, _owner(target, states_dtype))
     found = index.lacking([_key(item.tokens) for item in conversations], aux_layers)
     return {number: layers for layers, numbers in found.items() for number in numbers}
 
@@ -221,7 +221,7 @@ def compute_shard(
         done += sum(len(rows[i]) for i in batch)
         advance(done)
     kind = what["states_dtype"]
-    file = _write_shard(shards, owner_of(target, kind), layers, rows, [states[i] for i in range(len(rows))], kind)
+    file = _write_shard(shards, _owner(target, kind), layers, rows, [states[i] for i in range(len(rows))], kind)
     return {"file": file.name}
 
 
@@ -253,10 +253,9 @@ def _computed(
             yield job, shards / result["file"]
 
 
-def owner_of(target: Target, states_dtype: str = AUTO) -> str:
-    """Whose states a shard holds, or a job asks for, and how they are stored."""
-    owner = f"{target.identity().fingerprint} {target.settings} {_name_of(target.dtype)}"
-    return owner if states_dtype == AUTO else f"{owner} {states_dtype}"
+def _owner(target: Target, states_dtype: str = AUTO) -> str:
+    """Whose states a shard holds, and how they are stored."""
+    return owner_of(target) if states_dtype == AUTO else f"{owner_of(target)} {states_dtype}"
 
 
 def _name_of(dtype: torch.dtype) -> str:

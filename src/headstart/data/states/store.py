@@ -28,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.data.conversations.encoding import AUTO, bytes_per_state, decode
 from headstart.data.states.checksums import Checks, is_missing, put_aside, rebuild, whole
+from headstart.data.states.codes import AUTO, bytes_per_state, decode
 from headstart.errors import UserError
 from headstart.support.files import format_bytes, read_json
 

@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.data.conversations.conversations import Conversation
-from headstart.data.conversations.encoding import AUTO
+from headstart.data.conversations.records import Conversation
+from headstart.data.states.codes import AUTO
 from headstart.data.states.identify import every_layer, identify
 from headstart.data.states.shards import Capture, shard_size, without_states
 from headstart.data.states.store import estimate_bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from headstart.data.states.extraction import Import, Imported, Unusable
+from headstart.data.states.vllm_files import Import, Imported, Unusable
 from headstart.errors import UserError
 from headstart.servers.at_once import answered
 

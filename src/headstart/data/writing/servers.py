@@ -16,15 +16,13 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import count
 from time import monotonic
-from typing import Any, Unpack
+from typing import Any
 
 import httpx
 
-from headstart.data.conversations.generator import Asked
-from headstart.data.conversations.sampling import CANDIDATES
-from headstart.data.conversations.workers import Stopped
+from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.errors import UserError
-from headstart.servers.at_once import answered
+from headstart.servers.at_once import Stopped, answered
 from headstart.servers.completions import Ask, Dialect, LlamaServer, NoTokenIds, OpenAI
 from headstart.target.model import Target
 
@@ -86,23 +84,27 @@ class Servers:
         self._answered = 0
         self._turns = count(1)
 
-    def continue_rows(self, rows: Sequence[Sequence[int]], **asked: Unpack[Asked]) -> list[list[int]]:
-        """See `Generator`; of hidden states a server says nothing.
+    def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
+        """See `Writer`; of hidden states a server says nothing.
 
         Raises:
             UserError: no server answered for long, or one gave what the target cannot have written.
         """
-        most, top_p, seed, ends = asked["max_new_tokens"], asked["top_p"], asked["seed"], asked["ends"]
+        most, top_p, seed, ends = (
+            continuation.max_new_tokens,
+            continuation.top_p,
+            continuation.seed,
+            continuation.ends,
+        )
         asks = [
             Ask(row, most, temperature, CANDIDATES, top_p, _seed(seed, number), ends)
-            for number, (row, temperature) in enumerate(zip(rows, asked["temperatures"], strict=True))
+            for number, (row, temperature) in enumerate(zip(rows, continuation.temperatures, strict=True))
         ]
 
         def ask(number: int, stop: threading.Event) -> list[int]:
             return self._continue(asks[number], stop)
 
-        check = asked.get("check") or (lambda: None)
-        with closing(answered(len(asks), self._requests, ask, check)) as found:
+        with closing(answered(len(asks), self._requests, ask, continuation.check)) as found:
             added = dict(found)
         return [added[number] for number in range(len(asks))]
 
