@@ -17,14 +17,14 @@ import pytest
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.identity import identity
 from headstart.data.conversations.parts import Part
-from headstart.data.conversations.workers import Stopped
-from headstart.data.writing import servers as server
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers
 from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
 from headstart.recipes.recipe import load_recipe
 from headstart.recipes.sections import DataSection
+from headstart.servers import client
+from headstart.servers.at_once import Stopped
 from headstart.target.model import Target
 
 ENDS = frozenset({2})
@@ -154,8 +154,8 @@ def serve() -> Iterator[Callable[..., Fake]]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FIRST_WAIT", 0.002)
-    monkeypatch.setattr(server, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.002)
+    monkeypatch.setattr(client, "LONGEST_WAIT", 0.01)
 
 
 def counting(prompt: list[int], most: int) -> list[int]:
@@ -213,8 +213,8 @@ def test_a_server_is_left_alone_as_long_as_it_asks_for(
 
 
 def test_waits_grow(tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FIRST_WAIT", 0.02)
-    monkeypatch.setattr(server, "LONGEST_WAIT", 0.16)
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.02)
+    monkeypatch.setattr(client, "LONGEST_WAIT", 0.16)
     fake = serve(counting, faults=[500] * 5)
     assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == WANTED[:1]
     gaps = [later - earlier for earlier, later in zip(fake.times, fake.times[1:], strict=False)]
@@ -246,8 +246,8 @@ def test_no_server_answers(tiny_target: Target, serve: Callable[..., Fake]) -> N
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
     assert fake.url in told.value.problem and "503" in told.value.problem and "too much to do" in told.value.problem
     assert "data.server" in told.value.remedy and "goes on from there" in told.value.remedy
-    assert len(fake.bodies) == server.TRIES
-    with pytest.raises(UserError, match=rf"{NOWHERE} did not answer: ConnectError.*{2 * server.TRIES} tries"):
+    assert len(fake.bodies) == client.TRIES
+    with pytest.raises(UserError, match=rf"{NOWHERE} did not answer: ConnectError.*{2 * client.TRIES} tries"):
         asked(Servers([NOWHERE, NOWHERE], tiny_target, 16), ROWS)
 
 
@@ -255,8 +255,8 @@ def test_no_server_answers(tiny_target: Target, serve: Callable[..., Fake]) -> N
 def test_a_server_that_keeps_failing_is_left_out(
     tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
-    monkeypatch.setattr(server, "FIRST_WAIT", 600.0)
-    monkeypatch.setattr(server, "LONGEST_WAIT", 600.0)
+    monkeypatch.setattr(client, "FIRST_WAIT", 600.0)
+    monkeypatch.setattr(client, "LONGEST_WAIT", 600.0)
     good, bad = serve(counting), serve(counting, faults=[fault], always=True)
     rows = [[5, 6, 7 + number] for number in range(60)]
     assert asked(Servers([bad.url, good.url, NOWHERE], tiny_target, 4), rows) == [counting(row, 6) for row in rows]
@@ -427,7 +427,7 @@ class TestConversations:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(server, "TRIES", 2)
+        monkeypatch.setattr(client, "TRIES", 2)
         whole, fake = serve(truth), serve(truth)
         section = self.section(tmp_path, server=whole.url, server_requests=1)
         splits = build_conversations(tiny_target, section, tmp_path / "whole")

@@ -133,6 +133,11 @@ class Import:
         self._shard_bytes = shard_bytes or shard_size(needed)
 
     @property
+    def spec(self) -> str:
+        """Hub id or path of the target."""
+        return self._target.spec
+
+    @property
     def waiting(self) -> list[Conversation]:
         """Conversations without states, longest first."""
         return sorted((item for item, _ in self._wanted.values()), key=lambda item: -len(item.tokens))
