@@ -33,7 +33,7 @@ def replace(source, path):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
 os.replace = replace
-from headstart.cli import main
+from headstart.cli.app import main
 main()
 """
 """The command, killed right after it has written one file, once the other process helps."""

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from headstart.data.conversations.jobs import JOB, JOBS, Board, Helper, Job, own
 from headstart.data.conversations.part_writer import PART, PartWriter, help_writing
 from headstart.data.conversations.workers import Workers
 from headstart.data.states import shards
-from headstart.data.states.shards import Capture, build_store, compute_shard
+from headstart.data.states.shards import Capture, Work, build_store, compute_shard
 from headstart.recipes.sections import DataSection
 from headstart.support.files import write_jsonl
 from headstart.target.fitting import FINAL
@@ -235,7 +236,8 @@ def test_an_error_here_withdraws_what_nobody_has_begun(board: Board) -> None:
 # -- conversations and states ----------------------------------------------------------------------------------------
 
 AUX_LAYERS = (1, FINAL)
-SMALL: dict[str, Any] = {"budget_bytes": 10**9, "batch_tokens": 64, "shard_bytes": 20_000}
+PLENTY = 10**9
+SMALL = Work(batch_tokens=64, shard_bytes=20_000)
 
 
 def section(tmp_path: Path, **more: object) -> DataSection:
@@ -325,7 +327,7 @@ def test_states_that_others_compute_are_those_of_one(
     tiny_target: Target, tmp_path: Path, board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = build_conversations(tiny_target, section(tmp_path, conversations=20), tmp_path / "data").train
-    alone = build_store(tmp_path / "alone", items, tiny_target, AUX_LAYERS, **SMALL)
+    alone = build_store(tmp_path / "alone", items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
     own, turns = tiny_target.hidden_states, Turns()
 
     def hidden_states(rows: Any, layers: Any) -> Any:
@@ -335,7 +337,9 @@ def test_states_that_others_compute_are_those_of_one(
     monkeypatch.setattr(tiny_target, "hidden_states", hidden_states)
     compute = partial(compute_shard, tiny_target, shards=tmp_path / "together")
     with helping(board, partial(turns.helper, compute)):
-        together = build_store(tmp_path / "together", items, tiny_target, AUX_LAYERS, board=board, **SMALL)
+        together = build_store(
+            tmp_path / "together", items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=replace(SMALL, board=board)
+        )
     assert turns.helped
     assert sorted(file.name for file in together.files) == sorted(file.name for file in alone.files)
     for index in range(len(items)):
@@ -357,12 +361,12 @@ def test_shards_of_a_dead_planner_are_finished_first(tiny_target: Target, tmp_pa
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shards, "_computed", dies)
         with pytest.raises(KeyboardInterrupt):
-            build_store(tmp_path, items, tiny_target, AUX_LAYERS, board=board, **SMALL)
+            build_store(tmp_path, items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=replace(SMALL, board=board))
     assert len(posted) > 3
     for job in posted[1:3]:
         board.post(job.name, job.what)
     board.finish(posted[1].name, compute_shard(tiny_target, posted[1].what, tmp_path))
-    build_store(tmp_path, items, tiny_target, AUX_LAYERS, board=board, **SMALL)
+    build_store(tmp_path, items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=replace(SMALL, board=board))
     held = [key for file in tmp_path.glob("shard-*") for key in keys_of(file)]
     assert len(held) == len(set(held)) == len(items)
 

@@ -264,7 +264,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     training needs of the target itself is kept beside them.
     """
     from headstart.data.conversations.jobs import JOBS, Board
-    from headstart.data.states.shards import build_store
+    from headstart.data.states.shards import Work, build_store
     from headstart.heads.base import make_config
     from headstart.target.teacher import save_teacher
 
@@ -281,9 +281,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
                     aux_layers(run),
                     budget_bytes=budget,
                     shards=shards,
-                    advance=bar.update,
-                    states_dtype=run.recipe.data.states_dtype,
-                    board=Board(shards / JOBS),
+                    work=Work(run.recipe.data.states_dtype, advance=bar.update, board=Board(shards / JOBS)),
                 )
             budget -= stores[split].tokens * _token_bytes(run)
         layers = make_config(run.recipe.heads, target).start_layers
