@@ -56,7 +56,7 @@ class Later(Exception):
         self.busy, self.seconds = busy, seconds
 
 
-class Server:
+class Endpoint:
     """One server. Its counts belong to whoever holds the lock of the `Pool`.
 
     Args:
@@ -114,7 +114,10 @@ class Server:
             Later: it may work another time.
             UserError: it will not.
         """
-        reply = self.send(method, path, body)
+        return self.read(self.send(method, path, body), absent)
+
+    def read(self, reply: httpx.Response, absent: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON object of a reply; see `ask`."""
         status, words = reply.status_code, " ".join(reply.text.split())[:300]
         if status in _ABSENT and absent is not None:
             return absent
@@ -125,7 +128,7 @@ class Server:
             remedy = "Serve the recipe's target there, with room for the longest conversation and one token more."
             if status in (401, 403):
                 remedy = "Let it answer without a key: headstart sends none."
-            raise UserError(f"{self.url}{path} answered {status}: {words or 'nothing'}.", remedy)
+            raise UserError(f"{self.url}{reply.url.path} answered {status}: {words or 'nothing'}.", remedy)
         try:
             page = reply.json()
         except ValueError:
@@ -134,7 +137,7 @@ class Server:
             raise Later(f"a reply that is none: {words[:100]!r}")
         return page
 
-    def once(self, find: Callable[[Server], T]) -> T:
+    def once(self, find: Callable[[Endpoint], T]) -> T:
         """What there is to find out about the server, by the first of the requests that need it.
 
         Raises:
@@ -179,7 +182,7 @@ class Pool:
     """
 
     def __init__(self, urls: Sequence[str], requests: int, remedy: str) -> None:
-        self._servers = [Server(url) for url in urls]
+        self._endpoints = [Endpoint(url) for url in urls]
         self._requests, self._remedy = requests, remedy
         self._lock = threading.Lock()
         self._jitter = random.Random()
@@ -187,7 +190,7 @@ class Pool:
         self._numbers = count(1)
 
     def answers(
-        self, questions: int, ask: Callable[[int, Server], T], check: Callable[[], None] = lambda: None
+        self, questions: int, ask: Callable[[int, Endpoint], T], check: Callable[[], None] = lambda: None
     ) -> Generator[tuple[int, T], None, None]:
         """Numbers of questions with their answers, as these come.
 
@@ -201,56 +204,56 @@ class Pool:
         """
 
         def patiently(number: int, stop: threading.Event) -> T:
-            return self._answer(lambda server: ask(number, server), stop)
+            return self._answer(lambda endpoint: ask(number, endpoint), stop)
 
         with closing(answered(questions, self._requests, patiently, check)) as answers:
             yield from answers
 
-    def _answer(self, ask: Callable[[Server], T], stop: threading.Event) -> T:
+    def _answer(self, ask: Callable[[Endpoint], T], stop: threading.Event) -> T:
         """Ask until there is an answer or no more patience."""
-        tries, most = 0, TRIES * len(self._servers)
+        tries, most = 0, TRIES * len(self._endpoints)
         while True:
             answered_before = self._answered
-            server = self._next(stop)
+            endpoint = self._next(stop)
             began = monotonic()
             try:
-                answer = ask(server)
+                answer = ask(endpoint)
             except Later as problem:
                 tries += 1
                 with self._lock:
-                    server.failed(problem, began, self._jitter.uniform(0.5, 1.0))
+                    endpoint.failed(problem, began, self._jitter.uniform(0.5, 1.0))
                     if problem.busy and self._answered > answered_before:
                         tries = 1  # others are answered: the turn of this one comes
                 if tries >= most:
                     raise UserError(
-                        f"{server.url} did not answer: {str(problem).rstrip('.')} ({tries} tries).", self._remedy
+                        f"{endpoint.url} did not answer: {str(problem).rstrip('.')} ({tries} tries).", self._remedy
                     ) from None
             else:
                 with self._lock:
-                    server.worked(began)
+                    endpoint.worked(began)
                     self._answered += 1
                 return answer
             finally:
                 with self._lock:
-                    server.under_way -= 1
+                    endpoint.under_way -= 1
 
-    def _next(self, stop: threading.Event) -> Server:
+    def _next(self, stop: threading.Event) -> Endpoint:
         """The server to ask now, waited for if all of them are left alone for a while."""
         while not stop.is_set():
             with self._lock:
                 now = monotonic()
-                working = any(not server.failures for server in self._servers)
+                working = any(not endpoint.failures for endpoint in self._endpoints)
                 # While others work, one that failed is tried with one request at a time.
                 ready = [
-                    server
-                    for server in self._servers
-                    if server.rests_until <= now and not (server.failures and server.under_way and working)
+                    endpoint
+                    for endpoint in self._endpoints
+                    if endpoint.rests_until <= now and not (endpoint.failures and endpoint.under_way and working)
                 ]
                 if ready:
-                    chosen = min(ready, key=lambda server: (server.under_way, server.last))
+                    chosen = min(ready, key=lambda endpoint: (endpoint.under_way, endpoint.last))
                     chosen.under_way, chosen.last = chosen.under_way + 1, next(self._numbers)
                     return chosen
-                seconds = min(server.rests_until for server in self._servers) - now
+                seconds = min(endpoint.rests_until for endpoint in self._endpoints) - now
                 seconds *= self._jitter.uniform(1.0, 1.2)  # those that wait together do not come back together
             stop.wait(max(0.001, seconds))
         raise Stopped

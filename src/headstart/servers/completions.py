@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.servers.client import Server
+from headstart.servers.client import Endpoint
 
 
 class NoTokenIds(KeyError):
@@ -130,13 +130,13 @@ class LlamaServer(Dialect):
         return "/tokenize", {"content": text, "add_special": False, **({"model": model} if model else {})}
 
 
-def served_by(server: Server, spec: str) -> tuple[Dialect, str]:
+def served_by(endpoint: Endpoint, spec: str) -> tuple[Dialect, str]:
     """How a server is asked, and what it calls the model of this Hub id or path; its first model by default.
 
     Raises:
-        Later, UserError: as `Server.ask`.
+        Later, UserError: as `Endpoint.ask`.
     """
-    listed = server.ask("GET", "/v1/models", absent={"data": []}).get("data")
+    listed = endpoint.ask("GET", "/v1/models", absent={"data": []}).get("data")
     models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
     served = next((model for model in models if spec in (model.get("id"), model.get("root"))), (models or [{}])[0])
     dialect = LlamaServer() if served.get("owned_by") == "llamacpp" else OpenAI()

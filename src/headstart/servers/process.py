@@ -18,7 +18,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any, Self
 
 from headstart.errors import UserError
-from headstart.servers import client
+from headstart.servers.client import Endpoint, Later
 from headstart.servers.completions import Ask, Dialect
 
 HOST = "127.0.0.1"
@@ -149,7 +149,7 @@ class Server:
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
-        self._http = client.Server(f"http://{HOST}:{port}")
+        self._endpoint = Endpoint(f"http://{HOST}:{port}")
 
     def __enter__(self) -> Self:
         self._handlers = _ending_by_exception()
@@ -162,7 +162,7 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._http.close()
+        self._endpoint.close()
         try:
             self._stop()
         finally:
@@ -172,7 +172,7 @@ class Server:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return self._http.url
+        return self._endpoint.url
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
         """The engine's greedy answer to token ids, which ends as the target ends it.
@@ -183,28 +183,28 @@ class Server:
         path, body = self.engine.dialect.request(Ask(prompt, max_new_tokens), self.engine.model)
         started = perf_counter()
         try:
-            reply = self._http.ask("POST", path, body)
+            reply = self._endpoint.send("POST", path, body)
             seconds = perf_counter() - started
-            return EngineAnswer(tuple(self.engine.dialect.read(reply).tokens), seconds)
+            return EngineAnswer(tuple(self.engine.dialect.read(self._endpoint.read(reply)).tokens), seconds)
         except UserError as error:
             problem = error.problem
-        except (client.Later, KeyError, IndexError, TypeError) as error:
+        except (Later, KeyError, IndexError, TypeError) as error:
             problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{self.engine.name} did not answer: {problem[:300]}", f"Its log is {self.log}.")
 
     def counters(self) -> Counters:
         """What it has counted so far; nothing where it drafts nothing."""
         try:
-            return read_counters(self._http.send("GET", "/metrics").text)
-        except client.Later as error:
+            return read_counters(self._endpoint.send("GET", "/metrics").text)
+        except Later as error:
             raise UserError(f"{self.engine.name} went away: {error}", f"Its log is {self.log}.") from None
 
     def version(self) -> str:
         """What the running engine says of its version; empty when it does not say."""
         path, key = self.engine.version_page
         try:
-            return str(self._http.ask("GET", path)[key])
-        except (client.Later, UserError, KeyError):
+            return str(self._endpoint.ask("GET", path)[key])
+        except (Later, UserError, KeyError):
             return ""
 
     def _start(self) -> None:
@@ -239,8 +239,8 @@ class Server:
         assert self._process is not None
         until = monotonic() + self._seconds
         while monotonic() < until:
-            with suppress(client.Later):
-                if self._http.send("GET", "/health", seconds=_HEALTH_SECONDS).is_success:
+            with suppress(Later):
+                if self._endpoint.send("GET", "/health", seconds=_HEALTH_SECONDS).is_success:
                     return
             if (code := self._process.poll()) is not None:
                 cause = self._last_words()
@@ -274,8 +274,8 @@ def read_counters(text: str) -> Counters:
     positions: dict[int, int] = {}
     for name, labels, value in _COUNTER.findall(text):
         if name == "accepted_tokens_per_pos":
-            if found := _POSITION.search(labels):
-                place = int(found[1])
+            if position := _POSITION.search(labels):
+                place = int(position[1])
                 positions[place] = positions.get(place, 0) + int(float(value))
         else:
             sums[name] = sums.get(name, 0) + int(float(value))
@@ -296,6 +296,6 @@ def _ending_by_exception() -> dict[signal.Signals, Any]:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        return int(free.getsockname()[1])

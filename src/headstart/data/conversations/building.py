@@ -21,7 +21,7 @@ from headstart.data.conversations.answers import KeepsStates
 from headstart.data.conversations.jobs import JOBS, Board, share
 from headstart.data.conversations.part_writer import SPLITS, PartWriter
 from headstart.data.conversations.parts import CLOCKS, Part, TimeBudget
-from headstart.data.conversations.planning import JobSource, PartPlan, Wanted
+from headstart.data.conversations.planning import GivenPrompts, PartPlan, Wanted
 from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.data.conversations.workers import Workers
 from headstart.data.prompts.overlap import normalise
@@ -71,7 +71,7 @@ def build_conversations(
     board = None if shared is None else Board(shared / JOBS)
     writer = PartWriter(target, settings, None if console is None else console.print, capture)
     # The one process that sends requests to servers bounds them.
-    writing = _Writing(writer, settings, (shared or folder) / "parts", None if settings.server else board)
+    writing = _Writing(writer, (shared or folder) / "parts", None if settings.server else board)
     counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
     kept: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
     with progress_bar(console, "conversations", total=sum(counts.values())) as bar:
@@ -88,7 +88,7 @@ def build_conversations(
                 bar.advance(len(fresh), note=f"{rate:.0f} answer tokens/s" if rate else "")
     if not kept["train"]:
         raise UserError(
-            f"No training conversation could be written. {writing.source.left_out.notice}".strip(),
+            f"No training conversation could be written. {writing.prompts.left_out.notice}".strip(),
             "Give more prompts or minutes, lower data.heldout and data.validation, or raise data.max_prompt_tokens.",
         )
     if console is not None:
@@ -102,9 +102,9 @@ def build_conversations(
 
 
 def _notices(writing: _Writing, settings: DataSection, count: int) -> Iterator[str]:
-    yield writing.source.left_out.notice
-    if 0 < len(writing.source.used_up) < len(settings.sources):
-        yield f"No more prompts in {', '.join(writing.source.used_up)}: the other sources stand in for the rest."
+    yield writing.prompts.left_out.notice
+    if 0 < len(writing.prompts.used_up) < len(settings.sources):
+        yield f"No more prompts in {', '.join(writing.prompts.used_up)}: the other sources stand in for the rest."
     if writing.time_is_up and count < settings.conversations:
         yield (
             f"{count} of the {settings.conversations} conversations asked for: data.minutes={settings.minutes:g} is "
@@ -116,19 +116,20 @@ class _Writing:
     """The parts of a folder: those that are there, and further ones as they are asked for.
 
     Attributes:
-        source: of the jobs of further parts.
+        prompts: those given.
         time_is_up: whether a budget of time is what ended the writing.
     """
 
-    def __init__(self, writer: PartWriter, settings: DataSection, folder: Path, board: Board | None) -> None:
-        self._writer, self._settings, self._folder, self._board = writer, settings, folder, board
+    def __init__(self, writer: PartWriter, folder: Path, board: Board | None) -> None:
+        settings = writer.settings
+        self._writer, self._folder, self._board = writer, folder, board
         self._seen: set[str] = set()
         self._parts: list[Part] = []
         self.time_is_up = False
         for file in sorted(self._folder.glob("[0-9]*-*.jsonl")):
             self._add(Part.read(file))
         wanted = sum(int(getattr(settings, name)) for name in SPLITS.values())
-        self.source = JobSource(writer, settings, self._stop + wanted + settings.batch_size)
+        self.prompts = GivenPrompts(writer, self._stop + wanted + settings.batch_size)
 
     @property
     def _stop(self) -> int:
@@ -158,7 +159,7 @@ class _Writing:
         def missing() -> int:
             return 0 if sum(len(item.tokens) for item in kept) >= max_tokens else count - len(kept)
 
-        clock = TimeBudget(self._settings.minutes if split == "train" else None, self._folder / CLOCKS)
+        clock = TimeBudget(self._writer.settings.minutes if split == "train" else None, self._folder / CLOCKS)
         for part in [part for part in self._parts if part.split == split]:
             if missing() <= 0 or not clock.takes(part.seconds):
                 break
@@ -172,11 +173,11 @@ class _Writing:
         """Further parts; while one is waited for, the next ones are being written, here and by those who help."""
         writer, number = self._writer, 1 + max((part.number for part in self._parts), default=-1)
         begun = any(part.split == wanted.split for part in self._parts)
-        plan = PartPlan(wanted, self.source, number, self._stop, begun)
-        jobs = -(-wanted.count // self._settings.batch_size) if writer.shareable else 1
+        plan = PartPlan(writer, self.prompts, wanted, number=number, start=self._stop, begun=begun)
+        jobs = -(-wanted.count // self._writer.settings.batch_size) if writer.shareable else 1
         with Workers(writer.target.device, jobs, beside=self._board is not None) as workers:
             for job, written in share(plan, lambda what: writer.write(what, workers.check), workers, self._board):
-                self.source.answering.add_all(LeftOut(written["left_out"], written["examples"]))
+                self.prompts.answering.add_all(LeftOut(written["left_out"], written["examples"]))
                 conversations = [Conversation.from_json(row) for row in written["conversations"]]
                 part = Part(job.number, job.split, job.prompts, plan.lap(), conversations)
                 part.write(self._folder)

@@ -64,7 +64,7 @@ class PartWriter:
         capture: KeepsStates | None = None,
     ) -> None:
         self.target = target.with_tokenizer(with_template_kwargs(target.tokenizer, settings.chat_template_kwargs))
-        self._settings = settings
+        self.settings = settings
         self._capture = capture
         self._excluded = Excluded(settings.exclude)
         self._writer: Writer = (
@@ -78,37 +78,34 @@ class PartWriter:
         """Whether several parts may be written at once."""
         return self._writer.shareable
 
-    def job(
-        self, split: str, number: int, span: tuple[int, int], given: Sequence[Prompt] | None, size: int, first: bool
-    ) -> PartJob:
-        """A part to write; see `PartJob`. `given` are the prompts of the span, None where the target writes them."""
-        what: dict[str, Any] = {
+    def job(self, split: str, number: int, given: Sequence[Prompt] | None, size: int) -> dict[str, Any]:
+        """A part to write, that answers these prompts; None where the target writes them."""
+        return {
             "kind": PART,
             "target": owner_of(self.target),
-            "settings": self._settings.model_dump(mode="json", exclude=_OF_PLANNING),
+            "settings": self.settings.model_dump(mode="json", exclude=_OF_PLANNING),
             "split": split,
             "number": number,
             "prompts": None if given is None else [asdict(prompt) for prompt in given],
             "size": size,
             "states": None if self._capture is None else list(self._capture.aux_layers),
         }
-        return PartJob(f"{number:05d}-{split}", what, number, split, span, size, first)
 
     def write(self, what: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
         """Write the part of a job; `check` is called now and then."""
         split, number = str(what["split"]), int(what["number"])
-        seed = (self._settings.seed * 1_000_003 + number) * len(SPLITS) + list(SPLITS).index(split)
+        seed = (self.settings.seed * 1_000_003 + number) * len(SPLITS) + list(SPLITS).index(split)
         left_out = LeftOut()
         if what["prompts"] is None:
             prompts = self._self_prompts(f"{split}-{number}", seed, check, left_out)[: what["size"]]
         else:
             prompts = [Prompt(**prompt) for prompt in what["prompts"]]
-        answers = Answers(self.target, self._settings, self._writer, self._capture, check)
+        answers = Answers(self.target, self.settings, self._writer, self._capture, check)
         if split == "heldout":
             written = answers.openings(prompts, left_out)
         else:
             # Validation answers stay at the data's temperature: they stand for decoding as it is judged.
-            share = self._settings.sampled_fraction if split == "train" else 0.0
+            share = self.settings.sampled_fraction if split == "train" else 0.0
             written = answers.answered(prompts, seed, share, left_out)
         return {
             "conversations": [item.to_json() for item in written],
@@ -118,7 +115,7 @@ class PartWriter:
 
     def _self_prompts(self, name: str, seed: int, check: Callable[[], None], left_out: LeftOut) -> list[Prompt]:
         """Prompts that the target writes: the same for the same settings, whatever was written before."""
-        target, settings = self.target, self._settings
+        target, settings = self.target, self.settings
         drafts = write_prompts(target, settings.batch_size, settings.seed_prompts, seed, self._writer, check)
         prompts = []
         for number, draft in enumerate(drafts):

@@ -89,7 +89,7 @@ def build_store(
         posted = [Job(name.rpartition("-")[0], work.board.job(name)) for name in work.board.names()]
         for _ in _computed(target, shards, posted, work.board):
             pass
-    index = _Index(shards, _owner(target, work.states_dtype))
+    index = ShardIndex(shards, owner(target, work.states_dtype))
     jobs = _planned(target, kept, index.lacking(kept, aux_layers), shards, work)
     total = sum(len(conversation.tokens) for conversation in kept)
     done = total - sum(_tokens(job) for job in jobs)
@@ -128,7 +128,7 @@ class Capture:
         shards: folder of the shards.
         target: the model that writes.
         aux_layers: which hidden states to keep.
-        states_dtype: how they are stored, see `encoding`.
+        states_dtype: how they are stored, see `headstart.data.states.codes`.
     """
 
     def __init__(self, shards: Path, target: Target, aux_layers: Sequence[int], states_dtype: str = AUTO) -> None:
@@ -151,19 +151,6 @@ class Capture:
         _write_shard(self._shards, target, layers, rows, states, self._states_dtype)
 
 
-def without_states(
-    shards: Path,
-    target: Target,
-    conversations: Sequence[Conversation],
-    aux_layers: Sequence[int],
-    states_dtype: str = AUTO,
-) -> dict[int, tuple[int, ...]]:
-    """Numbers of the conversations that the whole shards of a folder do not hold all states of, equal ones once, each
-    with the layers that are missing."""
-    lacking = _Index(shards, _owner(target, states_dtype)).lacking(conversations, aux_layers)
-    return {number: layers for layers, numbers in lacking.items() for number in numbers}
-
-
 # -- computing -------------------------------------------------------------------------------------------------------
 
 
@@ -172,12 +159,7 @@ def _planned(
 ) -> list[Job]:
     """A job for each shard to compute; conversations are told by their tokens.
 
-    Args:
-        target: the model.
-        kept: conversations.
-        lacking: numbers of those that lack states, by the layers that they lack.
-        shards: folder of the shards.
-        work: how states are computed and stored.
+    `lacking` holds the numbers of those that lack states, by the layers that they lack.
     """
     lengths = [len(conversation.tokens) for conversation in kept]
     size = (target.hidden_size, target.dtype, work.states_dtype)
@@ -212,19 +194,14 @@ def compute_shard(
 ) -> dict[str, Any]:
     """Compute and write the shard of a job.
 
-    Args:
-        target: the model that the job asks for.
-        what: the job.
-        shards: folder of the shards.
-        check: called before every forward.
-        advance: called with the tokens of this shard that are done, after every forward.
+    `check` is called before every forward, `advance` after it, with the tokens of this shard that are done.
     """
     rows, layers, done = what["rows"], tuple(what["layers"]), 0
     states: dict[int, dict[int, Tensor]] = {}
     for batch in _batches(range(len(rows)), list(map(len, rows)), what["batch_tokens"]):
         check()
-        found = target.hidden_states([rows[i] for i in batch], layers)
-        states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in found), strict=True))
+        computed = target.hidden_states([rows[i] for i in batch], layers)
+        states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in computed), strict=True))
         done += sum(len(rows[i]) for i in batch)
         advance(done)
     in_order = [states[i] for i in range(len(rows))]
@@ -248,14 +225,14 @@ def _computed(
             yield job, shards / result["file"]
 
 
-def _owner(target: Target, states_dtype: str = AUTO) -> str:
+def owner(target: Target, states_dtype: str = AUTO) -> str:
     """Whose states a shard holds, and how they are stored."""
     return owner_of(target) if states_dtype == AUTO else f"{owner_of(target)} {states_dtype}"
 
 
 def _manifest(
     folder: Path,
-    index: _Index,
+    index: ShardIndex,
     target: Target,
     aux_layers: Sequence[int],
     kept: Sequence[Conversation],
@@ -312,12 +289,12 @@ def fitting(
     return len(conversations)
 
 
-class _Index:
+class ShardIndex:
     """What the whole shards of a folder hold.
 
     Args:
         folder: of the shards.
-        owner: whose states count: a target and its dtype.
+        owner: whose states count, see `owner`.
 
     Attributes:
         places: (name of the shard's file, first token in it) by layer and key of a conversation.
@@ -436,7 +413,7 @@ def _write_shard(
         tensors |= encode(layer, torch.cat([of_row[layer] for of_row in states]), states_dtype)
     lengths = list(map(len, rows))
     metadata = {
-        "owner": _owner(target, states_dtype),
+        "owner": owner(target, states_dtype),
         "taps": json.dumps(list(aux_layers)),
         "keys": json.dumps([_key(row) for row in rows]),
         "lengths": json.dumps(lengths),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headstart.data.states.vllm_files import Import, Imported, Unusable
 from headstart.errors import UserError
-from headstart.servers.client import Later, Pool, Server
+from headstart.servers.client import Endpoint, Later, Pool
 from headstart.servers.completions import Ask, served_by
 
 _RESTART = "Start it as headstart data import-states RECIPE shows; then the same command goes on from there."
@@ -35,7 +35,7 @@ def take_from_servers(
     waiting = work.waiting
     total, done = sum(len(item.tokens) for item in waiting), 0
     pool = Pool(urls, requests, _RESTART)
-    files = pool.answers(len(waiting), lambda number, server: _written(server, work.spec, waiting[number].tokens))
+    files = pool.answers(len(waiting), lambda number, endpoint: _written(endpoint, work.spec, waiting[number].tokens))
     try:
         with closing(files):
             for number, file in files:
@@ -54,24 +54,24 @@ def take_from_servers(
     return work.found
 
 
-def _written(server: Server, spec: str, tokens: Sequence[int]) -> Path:
+def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
     """Let a server read token ids; the file that it has written their states to.
 
     Raises:
         Later: it may work another time.
         UserError: it will not.
     """
-    dialect, model = server.once(lambda server: served_by(server, spec))
+    dialect, model = endpoint.once(lambda endpoint: served_by(endpoint, spec))
     path, body = dialect.request(Ask(tokens, 1), model)
-    page = server.ask("POST", path, body)
+    page = endpoint.ask("POST", path, body)
     try:
         file = Path((page.get("kv_transfer_params") or {})["hidden_states_path"])
         read = dialect.read(page).prompt
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise UserError(f"{server.url} answers, and writes no hidden states.", _RESTART) from None
+        raise UserError(f"{endpoint.url} answers, and writes no hidden states.", _RESTART) from None
     if read not in (None, list(tokens)):
         raise UserError(
-            f"{server.url} read other token ids than those it was sent: {len(read or ())} for {len(tokens)}.",
+            f"{endpoint.url} read other token ids than those it was sent: {len(read or ())} for {len(tokens)}.",
             "It may add or cut tokens: give it a longer context.",
         )
     if _lock_of(file).is_file():  # held while vLLM writes
@@ -79,7 +79,7 @@ def _written(server: Server, spec: str, tokens: Sequence[int]) -> Path:
             fcntl.flock(lock, fcntl.LOCK_SH)
     elif not file.is_file():
         raise UserError(
-            f"{server.url} says it wrote {file}, and there is no such file here.",
+            f"{endpoint.url} says it wrote {file}, and there is no such file here.",
             "shared_storage_path has to be a folder that the server and this machine both see under this name.",
         )
     if not file.is_file():

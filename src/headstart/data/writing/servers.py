@@ -14,7 +14,7 @@ from typing import Any
 
 from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.errors import UserError
-from headstart.servers.client import Later, Pool, Server
+from headstart.servers.client import Endpoint, Later, Pool
 from headstart.servers.completions import Ask, Dialect, NoTokenIds, served_by
 from headstart.target.model import Target
 
@@ -62,16 +62,16 @@ class Servers:
             for number, (row, temperature) in enumerate(zip(rows, continuation.temperatures, strict=True))
         ]
         answers = self._pool.answers(
-            len(asks), lambda number, server: self._answer(server, asks[number]), continuation.check
+            len(asks), lambda number, endpoint: self._answer(endpoint, asks[number]), continuation.check
         )
         with closing(answers):
             added = dict(answers)
         return [added[number] for number in range(len(asks))]
 
-    def _answer(self, server: Server, ask: Ask) -> list[int]:
-        """The added tokens; raises as `Server.ask`, and where the answer cannot be the target's."""
+    def _answer(self, endpoint: Endpoint, ask: Ask) -> list[int]:
+        """The added tokens; raises as `Endpoint.ask`, and where the answer cannot be the target's."""
         assert ask.ends is not None and ask.seed is not None
-        dialect, model = server.once(self._meet)
+        dialect, model = endpoint.once(self._meet)
         added: list[int] = []
         while True:
             rest = replace(
@@ -80,28 +80,28 @@ class Servers:
                 max_new_tokens=ask.max_new_tokens - len(added),
                 seed=ask.seed + len(added),
             )
-            tokens, at_own_end = self._once(server, dialect, model, rest)
+            tokens, at_own_end = self._once(endpoint, dialect, model, rest)
             added += tokens
             if len(added) == ask.max_new_tokens or (added and added[-1] in ask.ends):
                 return added
             # llama-server also ends at tokens that the target reads on from (those of other templates, say).
             if not (tokens and at_own_end):
                 raise UserError(
-                    f"{server.url} ended an answer after {len(added)} of {ask.max_new_tokens} tokens, and not at one "
+                    f"{endpoint.url} ended an answer after {len(added)} of {ask.max_new_tokens} tokens, and not at one "
                     f"that ends a turn of {self._target.name}.",
                     "Its context may be shorter than data.max_prompt_tokens + data.max_new_tokens, or it serves "
                     "another model.",
                 )
 
-    def _once(self, server: Server, dialect: Dialect, model: str, ask: Ask) -> tuple[list[int], bool]:
+    def _once(self, endpoint: Endpoint, dialect: Dialect, model: str, ask: Ask) -> tuple[list[int], bool]:
         """What one request adds, up to the first end token, and whether the server's own end ended it."""
         path, body = dialect.request(ask, model)
-        page = server.ask("POST", path, body)
+        page = endpoint.ask("POST", path, body)
         try:
             reply = dialect.read(page)
         except NoTokenIds:
             raise UserError(
-                f"{server.url} returns no token ids, and text alone does not say which were written.",
+                f"{endpoint.url} returns no token ids, and text alone does not say which were written.",
                 "Use vLLM (0.10.2 or newer) or llama-server.",
             ) from None
         except (KeyError, IndexError, TypeError, AttributeError):
@@ -112,37 +112,37 @@ class Servers:
         if reply.prompt not in (None, prompt) or reply.prompt_length not in (None, len(prompt)):
             length = len(reply.prompt) if reply.prompt is not None else reply.prompt_length
             raise UserError(
-                f"{server.url} read other token ids than those it was asked to continue: {length} token ids for "
+                f"{endpoint.url} read other token ids than those it was asked to continue: {length} token ids for "
                 f"{len(prompt)}.",
                 "It may add or cut tokens: give it a longer context, and no prompt template of its own.",
             )
-        self._check(server, reply.tokens, ask.max_new_tokens)
+        self._check(endpoint, reply.tokens, ask.max_new_tokens)
         assert ask.ends is not None
         first = next((index for index, token in enumerate(reply.tokens) if token in ask.ends), None)
         return (reply.tokens, reply.at_own_end) if first is None else (reply.tokens[: first + 1], True)
 
-    def _check(self, server: Server, tokens: Sequence[Any], most: int) -> None:
+    def _check(self, endpoint: Endpoint, tokens: Sequence[Any], most: int) -> None:
         size = self._target.vocab_size
         strange = [token for token in tokens if type(token) is not int or not 0 <= token < size]
         if strange:
             raise UserError(
-                f"{server.url} wrote token id {strange[0]!r}, and {self._target.name} has ids from 0 to {size - 1}.",
+                f"{endpoint.url} wrote token id {strange[0]!r}, and {self._target.name} has ids from 0 to {size - 1}.",
                 "Serve the recipe's target there.",
             )
         if len(tokens) > most:
             raise UserError(
-                f"{server.url} wrote {len(tokens)} tokens where {most} were asked for.",
+                f"{endpoint.url} wrote {len(tokens)} tokens where {most} were asked for.",
                 "It does not keep to OpenAI's max_tokens: use vLLM or llama-server.",
             )
 
-    def _meet(self, server: Server) -> tuple[Dialect, str]:
+    def _meet(self, endpoint: Endpoint) -> tuple[Dialect, str]:
         """How the server is asked and what it calls its model; its tokenizer is compared, where it lets anyone ask."""
-        dialect, model = served_by(server, self._target.spec)
+        dialect, model = served_by(endpoint, self._target.spec)
         path, body = dialect.tokenize(_PROBE, model)
-        theirs = server.ask("POST", path, body, absent={}).get("tokens")
+        theirs = endpoint.ask("POST", path, body, absent={}).get("tokens")
         if isinstance(theirs, list) and theirs != self._target.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]:
             raise UserError(
-                f"{server.url} serves {model or 'a model'} with another tokenizer than that of {self._target.name}.",
+                f"{endpoint.url} serves {model or 'a model'} with another tokenizer than that of {self._target.name}.",
                 "Serve the recipe's target there.",
             )
         return dialect, model
