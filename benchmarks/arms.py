@@ -19,7 +19,8 @@ from rich.console import Console
 
 import headstart
 from headstart.api import Decoder
-from headstart.data.conversations.conversations import Conversation, prompt_tokens, read_conversations
+from headstart.data.conversations.records import Conversation, read_conversations
+from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.questions import Question
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore

@@ -18,7 +18,7 @@ from arms import answered, arm, budget, chain_tau, facts, options_of, trained, t
 from record import record
 from tables import shares, table
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.questions import read_questions
 from headstart.eval.environment import environment
 from headstart.support.files import read_jsonl, write_text

@@ -17,7 +17,7 @@ from pathlib import Path
 from record import record
 
 import headstart
-from headstart.data.conversations.conversations import prompt_tokens
+from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.questions import read_questions
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine

@@ -26,7 +26,7 @@ from arms import Arm, alternate, arm, budget, facts, once, options_of, row_of, t
 from record import record
 from tables import shares, table, times
 
-from headstart.data.conversations.conversations import read_conversations
+from headstart.data.conversations.records import read_conversations
 from headstart.data.prompts.questions import read_questions
 from headstart.data.states.store import StateStore
 from headstart.decode.loop import Round

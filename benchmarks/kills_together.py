@@ -38,7 +38,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
 PROCESSES = 2
 _CODE = """
 import torch; torch.set_num_threads(1)
-import headstart.data.states.store as store; store.build_store.__kwdefaults__["shard_bytes"] = 60_000
+import headstart.data.states.shards as shards; shards.SHARD_BYTES = 60_000, 60_000
 from headstart.cli.app import main; main()
 """
 """Small shards, so that there are many."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from headstart.data.conversations.conversations import read_conversations
+from headstart.data.conversations.records import read_conversations
 from headstart.support.files import write_jsonl
 
 LANGUAGES = {

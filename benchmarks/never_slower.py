@@ -36,7 +36,7 @@ from tables import table
 
 import headstart
 from headstart.api import Decoder
-from headstart.data.conversations.conversations import prompt_tokens
+from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.questions import read_questions
 from headstart.decode.costs import Conditions
 from headstart.decode.loop import Engine

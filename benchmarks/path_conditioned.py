@@ -36,7 +36,7 @@ from tables import table, times
 from torch import Tensor
 
 import headstart
-from headstart.data.conversations.conversations import read_conversations
+from headstart.data.conversations.records import read_conversations
 from headstart.data.prompts.questions import read_questions
 from headstart.decode.drafting import Drafter
 from headstart.decode.options import DecodeOptions

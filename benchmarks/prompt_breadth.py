@@ -17,10 +17,10 @@ from arms import MAX_RANK, answered, arm, budget, chain_tau, facts, options_of, 
 from record import record
 from rich.console import Console
 
-from headstart.data.conversations.write import build_conversations
+from headstart.data.conversations.building import build_conversations
 from headstart.data.prompts.questions import read_questions
 from headstart.eval.environment import environment
-from headstart.pipeline.layout import CONVERSATIONS
+from headstart.pipeline.run import CONVERSATIONS
 from headstart.support.files import read_jsonl
 from headstart.target.loading import load_target
 from headstart.tuning.measure import measure_ranks

@@ -23,14 +23,14 @@ from arms import TrainingData, arm, aux_layers_of, budget, facts, options_of, tr
 from record import record
 from tables import table
 
-from headstart.data.conversations.conversations import Conversation, read_conversations
-from headstart.data.conversations.write import build_conversations
-from headstart.data.states.extraction import Import, serve_arguments
-from headstart.data.states.from_server import take_from_servers
+from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
+from headstart.data.states.vllm_files import Import, serve_arguments
+from headstart.data.states.vllm_servers import take_from_servers
 from headstart.eval.environment import environment
-from headstart.pipeline.layout import CONVERSATIONS
+from headstart.pipeline.run import CONVERSATIONS
 from headstart.servers.engines import ENGINES
 from headstart.servers.process import Server
 from headstart.support.files import write_text

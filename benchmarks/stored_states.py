@@ -18,11 +18,11 @@ from record import record
 from states_from_vllm import PLENTY, share
 from tables import table
 
-from headstart.data.conversations.conversations import Conversation, read_conversations
-from headstart.data.states.shards import Capture, build_store
+from headstart.data.conversations.records import Conversation, read_conversations
+from headstart.data.states.shards import Capture, Work, build_store
 from headstart.data.states.store import StateStore
 from headstart.eval.environment import environment
-from headstart.pipeline.layout import CONVERSATIONS
+from headstart.pipeline.run import CONVERSATIONS
 from headstart.support.files import format_bytes, write_text
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
@@ -77,7 +77,7 @@ def encoded(own: StateStore, texts: Sequence[Conversation], folder: Path, target
         for first in range(0, len(own), _OF_A_SHARD):
             numbers = range(first, min(first + _OF_A_SHARD, len(own)))
             capture.keep([(texts[number], own.get(number).states) for number in numbers])
-    return build_store(folder, texts, target, own.aux_layers, budget_bytes=PLENTY, states_dtype=kind)
+    return build_store(folder, texts, target, own.aux_layers, budget_bytes=PLENTY, work=Work(kind))
 
 
 def lost(store: StateStore, own: StateStore) -> dict[str, float]:

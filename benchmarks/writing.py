@@ -28,10 +28,11 @@ import torch
 from record import record
 from tables import table
 
-from headstart.data.conversations.answers import answer_prompts
-from headstart.data.conversations.conversations import prompt_tokens
-from headstart.data.prompts.prompts import Prompt
+from headstart.data.conversations.answers import Answers
+from headstart.data.prompts.chat import prompt_tokens
+from headstart.data.prompts.reading import LeftOut
 from headstart.data.prompts.seed_prompts import TOPICS, seed_prompt_list
+from headstart.data.prompts.shapes import Prompt
 from headstart.eval.environment import environment
 from headstart.recipes.sections import DataSection
 from headstart.target.loading import load_target
@@ -105,12 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def apart(arm: str, source: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One arm, once, in a process of its own with the code of this checkout."""
+    """One arm, once, in a process of its own with the code of a checkout, this script of it included."""
     kept = ("target", "dtype", "prompts", "batch", "tokens", "longest", "turns")
     words = [word for name in kept for word in (f"--{name}", str(getattr(options, name)))]
-    path = os.pathsep.join([str(source / "src"), str(SOURCE / "benchmarks")])
+    path = os.pathsep.join([str(source / "src"), str(source / "benchmarks")])
     done = subprocess.run(
-        [sys.executable, str(SOURCE / "benchmarks" / "writing.py"), *words, "--only", arm],
+        [sys.executable, str(source / "benchmarks" / "writing.py"), *words, "--only", arm],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -158,12 +159,10 @@ def prompts_of(count: int, longest: int, turns: int) -> list[Prompt]:
 
 def ours(target: Target, prompts: Sequence[Prompt], batch: int, tokens: int) -> list[list[list[int]]]:
     """As conversations are written; the answers of each."""
-    settings = DataSection(
-        prompts="given", max_new_tokens=tokens, max_prompt_tokens=1024, sampled_fraction=0.0, batch_size=batch
-    )
+    settings = DataSection(prompts="given", max_new_tokens=tokens, max_prompt_tokens=1024, batch_size=batch)
     answers = []
     for start in range(0, len(prompts), batch):
-        written = answer_prompts(target, prompts[start : start + batch], settings, 0, True, lambda: None)
+        written = Answers(target, settings).answered(prompts[start : start + batch], 0, 0.0, LeftOut())
         by_id = {item.id: item for item in written}
         for prompt in prompts[start : start + batch]:
             item = by_id[prompt.id]

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations.conversations import prompt_tokens, read_conversations
-from headstart.data.conversations.write import build_conversations, identity
-from headstart.data.prompts.prompts import CHAT, load_prompts
+from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.identity import identity
+from headstart.data.conversations.records import read_conversations
+from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.questions import Question, read_questions
+from headstart.data.prompts.reading import CHAT
 from headstart.errors import UserError
 from headstart.eval.evaluate import EvalOptions, evaluate
 from headstart.pipeline.plan import make_plan
@@ -24,6 +26,7 @@ from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.recipes.sections import DataSection
 from headstart.support.files import read_json
 from headstart.target.model import Target
+from tests.data.loading import load
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SIZES = {"conversations": 8, "heldout": 4, "validation": 4, "max_new_tokens": 12, "batch_size": 4, "prefix_tokens": 16}
@@ -66,7 +69,7 @@ def test_short_texts_are_prompts_as_they_are_and_alike_beginnings_repeat(base: T
     alike = "The same beginning of both, long enough: "
     rows = [{"text": "the user"}, {"text": alike + "one"}, {"text": alike + "two"}, {"text": "é" * 40}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = load_prompts(str(path), "train", base.tokenizer, max_tokens=40, prefix_tokens=9)
+    found = load(str(path), "train", base.tokenizer, max_tokens=40, prefix_tokens=9)
     first, second, third = (prompt.turns[0] for prompt in found.prompts)
     assert first == "the user" and alike.startswith(second) and third == "é" * 5, "no character is cut"
     assert found.left_out.counts == {"repeated": 1}
@@ -75,12 +78,12 @@ def test_short_texts_are_prompts_as_they_are_and_alike_beginnings_repeat(base: T
 def test_chats_are_left_out_and_counted_and_alone_refused(base: Target, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"text": "the user is"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
-    found = load_prompts(str(path), "train", base.tokenizer, max_tokens=40)
+    found = load(str(path), "train", base.tokenizer, max_tokens=40)
     assert [prompt.turns for prompt in found.prompts] == [["the user is"]]
     assert found.left_out.notice == f"Left out: 2 {CHAT}."
     path.write_text('{"prompt": "a"}\n' * 1001)
     with pytest.raises(UserError, match=r"1000 read.*no chat template.*rows of plain text .{\"text\""):
-        load_prompts(str(path), "train", base.tokenizer, max_tokens=40)
+        load(str(path), "train", base.tokenizer, max_tokens=40)
 
 
 def test_the_length_of_beginnings_is_part_of_its_identity_alone(base: Target, tiny_target: Target) -> None:

@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from headstart.data.conversations.conversations import Conversation, write_conversations
+from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.data.prompts.questions import read_questions
 from headstart.errors import UserError
 from headstart.pipeline.run import CONVERSATIONS
@@ -160,7 +160,7 @@ def test_arrangements(path: Path, tiny_target_folder: Path, monkeypatch: pytest.
 
 
 def test_prompt_breadth(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.data.prompts.selfprompt.acceptable", lambda text, special: True)
+    monkeypatch.setattr("headstart.data.prompts.self_prompts.acceptable", lambda text, special: True)
     # A random model seldom writes the token that ends a turn.
     monkeypatch.setattr(Target, "end_tokens", frozenset(range(0, 300, 9)))
     arguments = [str(path / "asked.jsonl"), "--recipe", str(path / "eagle3.yaml"), "--steps", "2", "--limit", "2"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.conversations.conversations import read_conversations
+from headstart.data.conversations.records import read_conversations
 from headstart.data.states.store import StateStore
 from headstart.target.loading import load_target
 from tests.data.test_extraction import write

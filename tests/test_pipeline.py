@@ -136,7 +136,7 @@ def once(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
 PLACES = (
     ("target", "headstart.pipeline.data_stages.target_identity", 1),
-    ("conversations", "headstart.data.conversations.write.write_conversations", 2),
+    ("conversations", "headstart.data.conversations.building.write_conversations", 2),
     ("states", "headstart.data.states.shards._manifest", 1),
     ("train", "headstart.train.checkpoint.save", 1),
     ("tune", "headstart.tuning.tune.measure_verify", 0),
@@ -251,7 +251,7 @@ def test_heads_that_are_there_are_found_without_a_record(
     shutil.rmtree(folder / "stages")
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.answer_prompts", lambda *_: pytest.fail("written again")
+        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
     monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
     monkeypatch.setattr("headstart.tuning.tune.tune", lambda *_: pytest.fail("tuned again"))
@@ -275,7 +275,7 @@ def test_what_changes_nothing_costs_nothing(
     before = files_under(folder.parent / "artifacts")
     monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.answer_prompts", lambda *_: pytest.fail("written again")
+        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
     monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
     execute(quiet(folder, changed(recipe, **change)), STAGES)
@@ -322,7 +322,7 @@ def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
     monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.answer_prompts", lambda *_: pytest.fail("written again")
+        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
     monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
     heads = parse_heads({"family": "hydra", "num_heads": 2})
@@ -479,7 +479,7 @@ def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch
     recipe, folder = copied
     stored = (folder / "train").resolve()
     monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.answer_prompts", lambda *_: pytest.fail("written again")
+        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
     online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
     run = Run(online, folder, Console(file=io.StringIO(), width=200))

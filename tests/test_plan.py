@@ -14,11 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.parts import Part
-from headstart.data.conversations.sampling import sample_rows
-from headstart.data.conversations.write import build_conversations
-from headstart.data.prompts.prompts import Prompt
+from headstart.data.conversations.records import Conversation
+from headstart.data.prompts.shapes import Prompt
+from headstart.data.writing.in_process import InProcess
+from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
 from headstart.heads.base import families, family, make_config
 from headstart.pipeline import plan as planning
@@ -105,10 +106,7 @@ class TestLengths:
         rows = [{"turns": [f"First {i} " * (1 + i % 3), f"Second {i}", "Third"][: 1 + i % 3]} for i in range(24)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         answer = [*tiny_target.tokenizer.encode("Fine day"), tiny_target.tokenizer.eos_token_id]
-        monkeypatch.setattr(
-            "headstart.data.conversations.generator.sample_rows",
-            lambda _target, rows, **_options: [list(answer) for _ in rows],
-        )
+        monkeypatch.setattr(InProcess, "continue_rows", lambda _self, rows, _how: [list(answer) for _ in rows])
         sizes = {"conversations": 22, "heldout": 1, "validation": 1, "max_new_tokens": 10, "batch_size": 24}
         data = DataSection.model_validate({"prompts": str(path), **sizes})
         monkeypatch.setattr("headstart.pipeline.lengths.answer_tokens", lambda _: float(len(answer)))
@@ -186,11 +184,12 @@ class TestMemory:
         monkeypatch.setattr(Target, "new_cache", noted)
         end = run.target.tokenizer.eos_token_id
 
-        def longest(*arguments: Any, **options: Any) -> list[list[int]]:
-            rows = sample_rows(*arguments, **{**options, "ends": frozenset()})
-            return [[*row[:-1], end] for row in rows]
+        continue_rows = InProcess.continue_rows
 
-        monkeypatch.setattr("headstart.data.conversations.generator.sample_rows", longest)
+        def longest(self: InProcess, rows: list[list[int]], how: Continuation) -> list[list[int]]:
+            return [[*row[:-1], end] for row in continue_rows(self, rows, replace(how, ends=frozenset()))]
+
+        monkeypatch.setattr(InProcess, "continue_rows", longest)
         build_conversations(run.target, settings.data, tmp_path / "data")
         assert 0.6 * planned < 1.875 * max(made) <= planned, "the rest are logits and hidden states"
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.data.prompts.prompts import Prompt
+from headstart.data.prompts.shapes import Prompt
 from headstart.heads.base import HeadBatch, families, family, make_config
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from headstart.data.conversations.conversations import Conversation, write_conversations
+from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.decode.rules import greedy_draft
 from headstart.decode.verify import Row, streams
 from headstart.support.files import read_json, write_json

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.conversations.conversations import read_conversations
-from headstart.data.states.shards import build_store
+from headstart.data.conversations.records import read_conversations
+from headstart.data.states.shards import Work, build_store
 from headstart.pipeline.run import CONVERSATIONS
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
@@ -34,7 +34,9 @@ def test_states_from_vllm(path: Path, tiny_target_folder: Path, monkeypatch: pyt
     for split in ("train", "calibration"):
         texts = read_conversations(path / "run" / CONVERSATIONS / f"{split}.jsonl")
         shards = path / "out" / "vllm" / "shards"
-        build_store(path / "theirs", texts, target, [1, 2, FINAL], budget_bytes=10**9, shards=shards, batch_tokens=64)
+        build_store(
+            path / "theirs", texts, target, [1, 2, FINAL], budget_bytes=10**9, shards=shards, work=Work(batch_tokens=64)
+        )
     arguments = [str(path / "eagle3.yaml"), "--steps", "2", "--exact", "2", *common(path, tiny_target_folder)]
     script("states_from_vllm", monkeypatch).main(arguments)
     written = written_by("states_from_vllm", path / "out")

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Unpack, get_args
 
-from headstart.data.conversations.conversations import Message, prompt_tokens
+from headstart.data.prompts.chat import Message, prompt_tokens
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Generation, check

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headstart.data.conversations.write import Splits, build_conversations
+from headstart.data.conversations.building import Splits, build_conversations
 from headstart.data.states.shards import Capture, build_store
 from headstart.data.states.store import StateStore
 from headstart.recipes.sections import DataSection
@@ -91,7 +91,7 @@ def test_the_words_are_the_same_with_and_without(tiny_target: Target, tmp_path: 
 def test_states_that_memory_does_not_hold_are_computed_later(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.data.conversations.sampling._STATES_SHARE", 0.0)
+    monkeypatch.setattr("headstart.data.writing.kept._STATES_SHARE", 0.0)
     splits = written(tiny_target, tmp_path, settings(tmp_path))
     assert not list((tmp_path / "shards").iterdir())
     assert len(store(tiny_target, tmp_path, splits)[1]) == 14

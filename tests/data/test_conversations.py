@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 
-from headstart.data.conversations.conversations import (
-    Conversation,
-    encode,
-    prompt_tokens,
-    read_conversations,
-    render,
-    write_conversations,
-)
+from headstart.data.conversations.masks import encode
+from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
+from headstart.data.prompts.chat import prompt_tokens, render
 from headstart.errors import UserError
 from headstart.target.model import Target
 from tests.tiny import CHATML, tiny_tokenizer

@@ -16,13 +16,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headstart.data.conversations.conversations import Conversation, encode
-from headstart.data.states import from_server as states_server
-from headstart.data.states.extraction import Import, engine_layers, final_norm, serve_command
-from headstart.data.states.from_server import take_from_servers
+from headstart.data.conversations.masks import encode
+from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
+from headstart.data.states.vllm_files import Import, engine_layers, final_norm, serve_command
+from headstart.data.states.vllm_servers import take_from_servers
 from headstart.errors import UserError
+from headstart.servers import client
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.tiny import KINDS, tiny_model
@@ -324,7 +325,7 @@ def serve(tiny_target: Target, tmp_path: Path) -> Iterator[Callable[..., Fake]]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states_server, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.0)
 
 
 @pytest.mark.parametrize("requests", [1, 3])
@@ -359,7 +360,7 @@ def test_what_came_before_a_failure_is_kept(tiny_target: Target, tmp_path: Path,
 @pytest.mark.parametrize(
     ("faults", "said"),
     [
-        ([500] * 8, r"gave no states: 500 no \(8 tries\).*goes on from there"),
+        ([500] * 10, r"did not answer: 500 no \(10 tries\).*goes on from there"),
         ([400], "answered 400: no"),
         (["none"], "writes no hidden states"),
         (["short"], "read other token ids than those it was sent"),

@@ -15,13 +15,14 @@ import torch
 from rich.console import Console
 from tokenizers import decoders
 
-from headstart.data.conversations import generator, part_writer
-from headstart.data.conversations import write as generate
-from headstart.data.conversations.conversations import encode
-from headstart.data.conversations.sampling import CACHE_PEAK, Room, _pick, sample_rows
-from headstart.data.conversations.write import build_conversations
-from headstart.data.prompts import selfprompt
+from headstart.data.conversations import part_writer
+from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.masks import encode
+from headstart.data.conversations.parts import Part
+from headstart.data.prompts import self_prompts
 from headstart.data.prompts.seed_prompts import SEED_PROMPTS, seed_prompt_list
+from headstart.data.writing.in_process import CACHE_PEAK, BatchMemory, InProcess, next_tokens
+from headstart.data.writing.writer import Continuation
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
@@ -90,9 +91,9 @@ def test_an_interrupted_run_continues_and_gives_the_same(
     prompts = prompt_file(tmp_path)
     whole = build_conversations(tiny_target, section(prompts), tmp_path / "whole")
     calls = 0
-    real = generate.Part.write
+    real = Part.write
 
-    def dies(part: generate.Part, folder: Path) -> None:
+    def dies(part: Part, folder: Path) -> None:
         nonlocal calls
         calls += 1
         if calls == 4:
@@ -100,7 +101,7 @@ def test_an_interrupted_run_continues_and_gives_the_same(
         real(part, folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(generate.Part, "write", dies)
+        patch.setattr(Part, "write", dies)
         with pytest.raises(KeyboardInterrupt):
             build_conversations(tiny_target, section(prompts), tmp_path / "cut")
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut" / "parts").glob("*.jsonl")}
@@ -142,7 +143,7 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
 def says_fine(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target that answers everything with "Fine." and ends its turn."""
     answer = [*tiny_target.tokenizer.encode("Fine."), tiny_target.tokenizer.eos_token_id]
-    monkeypatch.setattr(generator, "sample_rows", lambda _target, rows, **_options: [list(answer) for _ in rows])
+    monkeypatch.setattr(InProcess, "continue_rows", lambda _self, rows, _how: [list(answer) for _ in rows])
 
 
 @pytest.mark.usefixtures("says_fine")
@@ -186,10 +187,8 @@ def test_what_is_kept_apart_is_of_the_kinds_of_a_sorted_file(tiny_target: Target
 def test_a_prompt_of_another_split_costs_no_further_batch(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_prompts(
-        _target: Target, count: int, _breadth: str, _ends: Any, seed: int, _check: Any, _generator: Any
-    ) -> Any:
-        return [selfprompt.SelfPrompt("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
+    def write_prompts(_target: Target, count: int, _breadth: str, seed: int, _writer: Any, _check: Any) -> Any:
+        return [self_prompts.SelfPrompt("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
 
     monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 40, "heldout": 8, "validation": 8, "batch_size": 32}
@@ -269,22 +268,24 @@ def test_too_few_prompts_is_an_error(tiny_target: Target, tmp_path: Path) -> Non
 
 
 def test_self_prompts_start_with_their_seed_prompt(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfprompt, "acceptable", lambda text, special: True)
-    ends = frozenset(range(0, tiny_target.vocab_size, 9))  # a random model seldom writes the token that ends a turn
-    prompts = selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=1)
+    monkeypatch.setattr(self_prompts, "acceptable", lambda text, special: True)
+    # A random model seldom writes the token that ends a turn.
+    monkeypatch.setitem(vars(tiny_target), "end_tokens", frozenset(range(0, tiny_target.vocab_size, 9)))
+    prompts = self_prompts.write_prompts(tiny_target, 12, "broad", seed=1)
     assert len(prompts) > 6 and len({item.category for item in prompts}) > 3
     starts = {
         category: [text.split("{topic}")[0].strip() for text in texts] for category, texts in SEED_PROMPTS.items()
     }
     assert all(any(item.text.startswith(start) for start in starts[item.category]) for item in prompts)
-    assert prompts == selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=1)
-    assert prompts != selfprompt.write_prompts(tiny_target, 12, "broad", ends, seed=2)
+    assert prompts == self_prompts.write_prompts(tiny_target, 12, "broad", seed=1)
+    assert prompts != self_prompts.write_prompts(tiny_target, 12, "broad", seed=2)
 
 
 def test_requests_that_do_not_end_are_left_out(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfprompt, "acceptable", lambda text, special: True)
-    monkeypatch.setattr(selfprompt, "_MAX_PROMPT_TOKENS", 3)
-    assert selfprompt.write_prompts(tiny_target, 4, "broad", frozenset(), seed=1) == []
+    monkeypatch.setattr(self_prompts, "acceptable", lambda text, special: True)
+    monkeypatch.setattr(self_prompts, "_MAX_PROMPT_TOKENS", 3)
+    monkeypatch.setitem(vars(tiny_target), "end_tokens", frozenset())
+    assert self_prompts.write_prompts(tiny_target, 4, "broad", seed=1) == []
 
 
 def test_the_blank_after_a_seed_prompt_is_kept(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +295,9 @@ def test_the_blank_after_a_seed_prompt_is_kept(tiny_target: Target, monkeypatch:
     target = Target(tiny_target.model, tokenizer)
     answer = [*tokenizer.encode(" of the sea"), tokenizer.eos_token_id]
     assert tokenizer.decode(answer[:-1]) == "of the sea"
-    monkeypatch.setattr(generator, "sample_rows", lambda _target, rows, **_options: [answer for _ in rows])
-    monkeypatch.setattr(selfprompt, "seed_prompt_list", lambda _breadth: [("writing", "Write a poem")])
-    (prompt,) = selfprompt.write_prompts(target, 1, "broad", target.end_tokens, seed=0)
+    monkeypatch.setattr(InProcess, "continue_rows", lambda _self, rows, _how: [answer for _ in rows])
+    monkeypatch.setattr(self_prompts, "seed_prompt_list", lambda _breadth: [("writing", "Write a poem")])
+    (prompt,) = self_prompts.write_prompts(target, 1, "broad", seed=0)
     assert prompt.text == "Write a poem of the sea"
 
 
@@ -317,7 +318,7 @@ def test_seed_prompts_cover_many_kinds() -> None:
     ],
 )
 def test_quality_filter(text: str, good: bool) -> None:
-    assert selfprompt.acceptable(text, ["<|im_end|>"]) is good
+    assert self_prompts.acceptable(text, ["<|im_end|>"]) is good
 
 
 def test_a_target_without_template_cannot_prompt_itself(tiny_target: Target) -> None:
@@ -325,7 +326,13 @@ def test_a_target_without_template_cannot_prompt_itself(tiny_target: Target) -> 
         chat_template = None
 
     with pytest.raises(UserError, match="no chat template"):
-        selfprompt.user_prefix(Bare())
+        self_prompts.user_prefix(Bare())
+
+
+def sample_rows(
+    target: Target, rows: list[list[int]], memory: BatchMemory | None = None, **how: Any
+) -> list[list[int]]:
+    return InProcess(target, memory).continue_rows(rows, Continuation(**how))
 
 
 def test_rows_of_a_batch_do_not_depend_on_each_other(tiny_target: Target) -> None:
@@ -380,9 +387,9 @@ def test_a_batch_that_memory_does_not_hold_is_written_in_halves_and_says_the_sam
 
     monkeypatch.setattr(Target, "new_cache", small)
     monkeypatch.setattr(Target, "forward_tree", breaks)
-    room = Room(said.append)
+    memory = BatchMemory(said.append)
     for _ in range(2):
-        found = sample_rows(tiny_target, rows, temperatures=temperatures, room=room, **SAMPLED)
+        found = sample_rows(tiny_target, rows, temperatures=temperatures, memory=memory, **SAMPLED)
         assert found == expected
     assert len(said) == 1 and "11 conversations of up to" in said[0] and "data.batch_size" in said[0]
     assert tried.count(11) == 1, "what failed once is not tried again"
@@ -418,7 +425,7 @@ def test_a_batch_larger_than_free_memory_is_not_even_tried(
 
     monkeypatch.setattr(Target, "new_cache", noted)
     free = 100 * tiny_target.kv_bytes_per_token
-    monkeypatch.setattr("headstart.data.conversations.sampling.free_bytes", lambda _device: free)
+    monkeypatch.setattr("headstart.data.writing.in_process.free_bytes", lambda _device: free)
     assert sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED) == expected
     assert max(tried) * CACHE_PEAK <= 100 / 2, "two workers write at once on a CPU"
 
@@ -470,9 +477,8 @@ def test_sampling_follows_the_temperature(tiny_target: Target) -> None:
 def test_draws_follow_the_nucleus_at_any_heat(top_p: float) -> None:
     logits_V = torch.tensor([0.3, 2.0, -1.0, 1.2, 0.9])
     count = 20_000
-    uniform_B = (torch.arange(count) + 0.5) / count
-    temperature_B = torch.full((count,), 1.5)
-    drawn_B = _pick(logits_V.expand(count, -1), temperature_B, top_p, uniform_B)
+    numbers = [(index + 0.5) / count for index in range(count)]
+    drawn_B = torch.tensor(next_tokens(logits_V.expand(count, -1), [1.5] * count, top_p, numbers))
     probs_V = (logits_V.double() / 1.5).softmax(-1)
     order = probs_V.argsort(descending=True)
     before = probs_V[order].cumsum(-1) - probs_V[order]

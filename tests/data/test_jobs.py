@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from headstart.data.conversations import part_writer
-from headstart.data.conversations.jobs import JOB, Board, Helper, Job, share
+from headstart.data.conversations.answers import Answers
+from headstart.data.conversations.building import Splits, build_conversations
+from headstart.data.conversations.jobs import JOB, JOBS, Board, Helper, Job, owner_of, share
 from headstart.data.conversations.part_writer import PART, PartWriter, help_writing
 from headstart.data.conversations.workers import Workers
-from headstart.data.conversations.write import Splits, build_conversations
 from headstart.data.states import shards
-from headstart.data.states.shards import Capture, build_store, compute_shard, owner_of
+from headstart.data.states.shards import Capture, Work, build_store, compute_shard
 from headstart.recipes.sections import DataSection
 from headstart.support.files import write_jsonl
 from headstart.target.fitting import FINAL
@@ -235,7 +236,8 @@ def test_an_error_here_withdraws_what_nobody_has_begun(board: Board) -> None:
 # -- conversations and states ----------------------------------------------------------------------------------------
 
 AUX_LAYERS = (1, FINAL)
-SMALL: dict[str, Any] = {"budget_bytes": 10**9, "batch_tokens": 64, "shard_bytes": 20_000}
+PLENTY = 10**9
+SMALL = Work(batch_tokens=64, shard_bytes=20_000)
 
 
 def section(tmp_path: Path, **more: object) -> DataSection:
@@ -250,12 +252,12 @@ def section(tmp_path: Path, **more: object) -> DataSection:
 
 def some_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of some prompts come to nothing once they are to be written."""
-    own = part_writer.answer_prompts
+    answered = Answers.answered
 
-    def fewer(target: Target, prompts: Any, *arguments: Any) -> Any:
-        return own(target, [prompt for prompt in prompts if int(prompt.id.rpartition("-")[2]) % 4], *arguments)
+    def fewer(self: Answers, prompts: Any, *arguments: Any) -> Any:
+        return answered(self, [prompt for prompt in prompts if int(prompt.id.rpartition("-")[2]) % 4], *arguments)
 
-    monkeypatch.setattr(part_writer, "answer_prompts", fewer)
+    monkeypatch.setattr(Answers, "answered", fewer)
 
 
 def parts_of(folder: Path) -> dict[str, list[str]]:
@@ -263,10 +265,10 @@ def parts_of(folder: Path) -> dict[str, list[str]]:
     return {file.name: file.read_text().splitlines()[1:] for file in (folder / "parts").glob("*.jsonl")}
 
 
-def written(target: Target, folder: Path, data: DataSection, board: Board | None, shards: Path) -> Splits:
+def written(target: Target, folder: Path, data: DataSection, shared: Path | None, shards: Path) -> Splits:
     shards.mkdir(exist_ok=True)
     capture = Capture(shards, target, AUX_LAYERS)
-    return build_conversations(target, data, folder, capture=capture, board=board)
+    return build_conversations(target, data, folder, capture=capture, shared=shared)
 
 
 class Turns:
@@ -291,16 +293,16 @@ class Turns:
 
 
 def test_parts_that_others_write_are_those_of_one(
-    tiny_target: Target, tmp_path: Path, board: Board, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some_unfit(monkeypatch)
     data, turns, owner = section(tmp_path), Turns(), owner_of(tiny_target)
     alone = written(tiny_target, tmp_path / "alone", data, None, tmp_path / "a")
-    own = part_writer.PartWriter.write
+    own = PartWriter.write
 
     def do(what: dict[str, Any]) -> dict[str, Any]:
         assert what["kind"] == PART
-        return help_writing(tiny_target, what, tmp_path / "b", lambda: None)
+        return help_writing(tiny_target, what, partial(Capture, tmp_path / "b", tiny_target), lambda: None)
 
     def write(self: PartWriter, what: dict[str, Any], check: Any) -> dict[str, Any]:
         if what["split"] == "train":
@@ -308,8 +310,13 @@ def test_parts_that_others_write_are_those_of_one(
         return own(self, what, check)
 
     monkeypatch.setattr(PartWriter, "write", write)
-    with helping(board, partial(turns.helper, do), lambda what: what["target"] == owner and what["split"] == "train"):
-        together = written(tiny_target, tmp_path / "together", data, board, tmp_path / "b")
+    folder = tmp_path / "together"
+    with helping(
+        Board(folder / JOBS),
+        partial(turns.helper, do),
+        lambda what: what["target"] == owner and what["split"] == "train",
+    ):
+        together = written(tiny_target, folder, data, folder, tmp_path / "b")
     assert turns.helped
     assert together == alone and len(alone.train) == 10
     assert parts_of(tmp_path / "together") == parts_of(tmp_path / "alone")
@@ -320,7 +327,7 @@ def test_states_that_others_compute_are_those_of_one(
     tiny_target: Target, tmp_path: Path, board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = build_conversations(tiny_target, section(tmp_path, conversations=20), tmp_path / "data").train
-    alone = build_store(tmp_path / "alone", items, tiny_target, AUX_LAYERS, **SMALL)
+    alone = build_store(tmp_path / "alone", items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
     own, turns = tiny_target.hidden_states, Turns()
 
     def hidden_states(rows: Any, layers: Any) -> Any:
@@ -330,7 +337,9 @@ def test_states_that_others_compute_are_those_of_one(
     monkeypatch.setattr(tiny_target, "hidden_states", hidden_states)
     compute = partial(compute_shard, tiny_target, shards=tmp_path / "together")
     with helping(board, partial(turns.helper, compute)):
-        together = build_store(tmp_path / "together", items, tiny_target, AUX_LAYERS, board=board, **SMALL)
+        together = build_store(
+            tmp_path / "together", items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=replace(SMALL, board=board)
+        )
     assert turns.helped
     assert sorted(file.name for file in together.files) == sorted(file.name for file in alone.files)
     for index in range(len(items)):
@@ -352,12 +361,12 @@ def test_shards_of_a_dead_planner_are_finished_first(tiny_target: Target, tmp_pa
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shards, "_computed", dies)
         with pytest.raises(KeyboardInterrupt):
-            build_store(tmp_path, items, tiny_target, AUX_LAYERS, board=board, **SMALL)
+            build_store(tmp_path, items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=replace(SMALL, board=board))
     assert len(posted) > 3
     for job in posted[1:3]:
         board.post(job.name, job.what)
     board.finish(posted[1].name, compute_shard(tiny_target, posted[1].what, tmp_path))
-    build_store(tmp_path, items, tiny_target, AUX_LAYERS, board=board, **SMALL)
+    build_store(tmp_path, items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=replace(SMALL, board=board))
     held = [key for file in tmp_path.glob("shard-*") for key in keys_of(file)]
     assert len(held) == len(set(held)) == len(items)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations.write import build_conversations, identity
-from headstart.data.prompts.mixture import begun_at, in_turns, pinned
-from headstart.data.prompts.prompts import Prompts, load_prompts
+from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.identity import begun_at, identity, pinned
+from headstart.data.prompts.reading import Prompts, in_turns, load_prompts
 from headstart.data.prompts.sources import Origin
 from headstart.errors import UserError
 from headstart.pipeline.data_stages import conversations
@@ -39,7 +39,7 @@ def sources(tmp_path: Path) -> list[dict[str, Any]]:
 
 def drawn(sources: list[dict[str, Any]], limit: int | None, seed: int = 0) -> Prompts:
     data = DataSection.model_validate({"prompts": sources})
-    return load_prompts(data.sources, data.split, limit=limit, seed=seed)
+    return load_prompts(data.sources, limit=limit, seed=seed)
 
 
 def texts(found: Prompts) -> list[str]:
@@ -156,7 +156,8 @@ def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: l
 def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
     newest = "1" * 40
     monkeypatch.setattr(
-        "headstart.data.prompts.mixture.find_origin", lambda source, revision: Origin(source, commit=revision or newest)
+        "headstart.data.conversations.identity.find_origin",
+        lambda source, revision: Origin(source, commit=revision or newest),
     )
     data = DataSection(prompts=(PromptSource(source="x/a"), PromptSource(source="x/b", revision="2" * 40)))
     settings = data.model_dump(mode="json")

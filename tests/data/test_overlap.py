@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from headstart.data.conversations import part_writer
-from headstart.data.conversations.write import build_conversations, identity
-from headstart.data.prompts import selfprompt
+from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.identity import identity
+from headstart.data.prompts import self_prompts
 from headstart.data.prompts.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Excluded
-from headstart.data.prompts.prompts import load_prompts
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection
 from headstart.target.model import Target
+from tests.data.loading import load
 
 LONG = " ".join(f"word{i}" for i in range(OVERLAP_WORDS + 10))
 CHINESE = "".join(chr(0x4E00 + i) for i in range(OVERLAP_WORDS))
@@ -63,19 +64,19 @@ def test_they_are_left_out_of_given_prompts_and_counted(questions: str, tmp_path
         {"prompt": "what is 2 + 2?"},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = load_prompts(str(path), "train", exclude=[questions])
+    found = load(str(path), "train", exclude=[questions])
     assert [prompt.turns for prompt in found.prompts] == [["Hello"]]
     assert found.left_out.counts == {SAME: 2, OVERLAPPING: 1}
     with pytest.raises(UserError, match=r"No file at .*none\.jsonl"):
-        load_prompts(str(path), "train", exclude=["none.jsonl"])
+        load(str(path), "train", exclude=["none.jsonl"])
 
 
 def test_they_are_left_out_of_self_prompts(
     questions: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_prompts(_target: Any, count: int, _breadth: str, _ends: Any, seed: int, *_rest: Any) -> Any:
+    def write_prompts(_target: Any, count: int, _breadth: str, seed: int, *_rest: Any) -> Any:
         asked = ["What is 2 + 2?", *(f"Question {seed} {i}" for i in range(1, count))]
-        return [selfprompt.SelfPrompt(text, "why") for text in asked]
+        return [self_prompts.SelfPrompt(text, "why") for text in asked]
 
     monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 8}

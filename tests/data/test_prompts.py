@@ -12,10 +12,12 @@ import datasets
 import huggingface_hub
 import pytest
 
-from headstart.data.prompts.prompts import PLAIN, Prompt, deduplicate, load_prompts
 from headstart.data.prompts.questions import Question, read_questions
+from headstart.data.prompts.reading import PLAIN, deduplicate
+from headstart.data.prompts.shapes import Prompt
 from headstart.data.prompts.sources import Origin, find_origin
 from headstart.errors import UserError
+from tests.data.loading import load
 from tests.tiny import CHATML, tiny_tokenizer
 
 
@@ -92,14 +94,14 @@ def write(path: Path, *rows: Any) -> str:
 def test_shapes(tmp_path: Path, row: dict[str, Any], messages: list[dict[str, str]]) -> None:
     calls_tools = any(turn.get("tool_calls") for turn in row.get("messages") or ())
     expected = [Prompt(messages, "", "p-1", calls_tools=calls_tools)]
-    assert load_prompts(write(tmp_path / "p.jsonl", row), "train").prompts == expected
+    assert load(write(tmp_path / "p.jsonl", row), "train").prompts == expected
     (tmp_path / "p.json").write_text(json.dumps([row]))
-    assert load_prompts(str(tmp_path / "p.json"), "train").prompts == expected
+    assert load(str(tmp_path / "p.json"), "train").prompts == expected
 
 
 def test_id_category_and_parts(tmp_path: Path) -> None:
     row = {"messages": [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")], "question_id": 81}
-    (prompt,) = load_prompts(write(tmp_path / "p.jsonl", {**row, "category": "maths"}), "train").prompts
+    (prompt,) = load(write(tmp_path / "p.jsonl", {**row, "category": "maths"}), "train").prompts
     assert (prompt.id, prompt.category) == ("81", "maths")
     assert prompt.opening == row["messages"][:2]
     assert prompt.turns == ["a", "c"]
@@ -116,12 +118,12 @@ def test_id_category_and_parts(tmp_path: Path) -> None:
     ],
 )
 def test_a_record_of_another_shape_is_counted_and_named(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
-    found = load_prompts(write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "b"}, row), "train")
+    found = load(write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "b"}, row), "train")
     assert [prompt.turns for prompt in found.prompts] == [["fine"], ["b"]]
     assert re.search(rf"2 of a shape that is not understood .the first: line 2: {reason}", found.left_out.notice)
     (tmp_path / "p.json").write_text(json.dumps([row]))
     with pytest.raises(UserError, match=rf"p\.json: 1 read, .*record 1: .*{reason}.*Accepted records: {{\"turns\""):
-        load_prompts(str(tmp_path / "p.json"), "train")
+        load(str(tmp_path / "p.json"), "train")
 
 
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
@@ -152,17 +154,17 @@ def test_a_record_that_makes_no_prompt_is_left_out_and_counted(
     tmp_path: Path, row: dict[str, Any], reason: str
 ) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "fine as well"})
-    found = load_prompts(path, "train")
+    found = load(path, "train")
     assert [prompt.turns for prompt in found.prompts] == [["fine"], ["fine as well"]]
     assert found.left_out.notice == f"Left out: {reason}."
     with pytest.raises(UserError, match=rf"No usable prompt in .*: 1 read, {re.escape(reason)} .the first: line 1."):
-        load_prompts(write(tmp_path / "p.jsonl", row), "train")
+        load(write(tmp_path / "p.jsonl", row), "train")
 
 
 def test_what_is_left_out_is_counted_by_reason(tmp_path: Path) -> None:
     tool = {"messages": [user("a"), {"role": "tool", "content": "b"}]}
     path = write(tmp_path / "p.jsonl", tool, {"prompt": "a"}, tool, {"prompt": "A."}, {"prompt": "a" * 99}, tool)
-    found = load_prompts(path, "train", tiny_tokenizer(), max_tokens=40)
+    found = load(path, "train", tiny_tokenizer(), max_tokens=40)
     assert found.left_out.notice == "Left out: 3 with a message of the role 'tool', 1 repeated, 1 over 40 tokens."
     assert len(found.prompts) == 1
 
@@ -171,7 +173,7 @@ def test_what_the_chat_template_refuses_is_left_out(tmp_path: Path) -> None:
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system') }}{% endif %}" + CHATML
     system = {"messages": [{"role": "system", "content": "s"}, user("a")]}
     path = write(tmp_path / "p.jsonl", system, {"prompt": "b"})
-    found = load_prompts(path, "train", tiny_tokenizer(template), max_tokens=40)
+    found = load(path, "train", tiny_tokenizer(template), max_tokens=40)
     assert [prompt.turns for prompt in found.prompts] == [["b"]]
     assert found.left_out.notice == "Left out: 1 that the chat template refuses."
 
@@ -182,7 +184,7 @@ def test_prompts_are_drawn_from_the_whole_file_and_more_of_them_go_on_in_the_sam
     path = write(tmp_path / "p.jsonl", *rows)
 
     def drawn(limit: int | None, seed: int = 1) -> list[str]:
-        found = load_prompts(path, "train", tiny_tokenizer(), max_tokens=40, limit=limit, seed=seed)
+        found = load(path, "train", tiny_tokenizer(), max_tokens=40, limit=limit, seed=seed)
         return [prompt.turns[0] for prompt in found.prompts]
 
     everything = drawn(None)
@@ -190,7 +192,7 @@ def test_prompts_are_drawn_from_the_whole_file_and_more_of_them_go_on_in_the_sam
     for limit in range(1, len(everything) + 1):
         assert drawn(limit) == everything[:limit]
     assert everything != drawn(None, seed=2)
-    ids = [prompt.id for prompt in load_prompts(path, "train", limit=12, seed=1).prompts]
+    ids = [prompt.id for prompt in load(path, "train", limit=12, seed=1).prompts]
     assert max(int(name.split("-")[1]) for name in ids) > 40, "not the first records"
 
 
@@ -199,7 +201,7 @@ def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
     same = find_origin(write(tmp_path / "b.jsonl", {"prompt": "a"}))
     other = find_origin(write(tmp_path / "a.jsonl", {"prompt": "b"}))
     assert one.identity == same.identity != other.identity
-    assert load_prompts(str(tmp_path / "a.jsonl"), "train").origin == other
+    assert load(str(tmp_path / "a.jsonl"), "train").origin == other
     with pytest.raises(UserError, match=r"has no revisions.*data\.revision"):
         find_origin(str(tmp_path / "a.jsonl"), "main")
 
@@ -215,18 +217,18 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ]:
         (tmp_path / name).write_text(text)
         with pytest.raises(UserError, match=match):
-            load_prompts(str(tmp_path / name), "train")
+            load(str(tmp_path / name), "train")
     for missing in ("no.jsonl", "no.json"):
         with pytest.raises(UserError, match="Check the path"):
-            load_prompts(str(tmp_path / missing), "train")
+            load(str(tmp_path / missing), "train")
 
 
 def test_duplicates_and_limit(tmp_path: Path) -> None:
     texts = ["What is 2 + 2?", "what is  2 + 2", "What is 2 - 2?", "!?", "??", "Hello", "Bye"]
     path = write(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
     kept = ["What is 2 + 2?", "What is 2 - 2?", "!?", "??", "Hello", "Bye"]
-    assert [prompt.turns[0] for prompt in load_prompts(path, "train").prompts] == kept
-    assert [prompt.turns[0] for prompt in load_prompts(path, "train", limit=2).prompts] == kept[:2]
+    assert [prompt.turns[0] for prompt in load(path, "train").prompts] == kept
+    assert [prompt.turns[0] for prompt in load(path, "train", limit=2).prompts] == kept[:2]
     assert deduplicate([Prompt([user(text)]) for text in texts]) == [Prompt([user(text)]) for text in kept]
 
 
@@ -238,11 +240,11 @@ def test_a_shared_system_message_makes_no_duplicates() -> None:
 def test_long_prompts_are_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "x" * 100}, {"prompt": "short"})
     tokenizer = tiny_tokenizer()
-    assert [prompt.turns for prompt in load_prompts(path, "train", tokenizer, max_tokens=40).prompts] == [["short"]]
+    assert [prompt.turns for prompt in load(path, "train", tokenizer, max_tokens=40).prompts] == [["short"]]
     with pytest.raises(UserError, match=r"2 read, 2 over 3 tokens.*max_prompt_tokens"):
-        load_prompts(path, "train", tokenizer, max_tokens=3)
+        load(path, "train", tokenizer, max_tokens=3)
     with pytest.raises(UserError, match="no chat template"):
-        load_prompts(path, "train", tiny_tokenizer(None), max_tokens=40)
+        load(path, "train", tiny_tokenizer(None), max_tokens=40)
 
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -287,7 +289,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
 
 class TestDatasets:
     def test_the_revision_is_pinned_and_given_back(self, hub: FakeHub) -> None:
-        found = load_prompts("someone/chats:small", "test", limit=2)
+        found = load("someone/chats:small", "test", limit=2)
         assert found.origin == Origin("someone/chats:small", commit=NEW)
         assert hub.asked == [
             {"name": "someone/chats", "config": "small", "split": "test", "streaming": False, "revision": NEW}
@@ -296,9 +298,9 @@ class TestDatasets:
             ("test-0", ["row 0"]),
             ("test-1", ["row 1"]),
         ]
-        older = load_prompts("someone/chats", "test", revision="v1").origin
+        older = load("someone/chats", "test", revision="v1").origin
         assert older.commit == OLD == hub.asked[-1]["revision"]
-        assert older.identity != load_prompts("someone/chats", "test").origin.identity
+        assert older.identity != load("someone/chats", "test").origin.identity
 
     @pytest.mark.parametrize("size", [1000, 10**12])
     def test_prompts_are_drawn_from_all_of_it_in_one_order(self, hub: FakeHub, size: int) -> None:
@@ -307,7 +309,7 @@ class TestDatasets:
         hub.rows += [{"prompt": "Row 7"}, {"prompt": "long " * 30}]
 
         def drawn(limit: int | None, seed: int = 0) -> list[str]:
-            found = load_prompts(
+            found = load(
                 "someone/chats", "train", tiny_tokenizer(), max_tokens=40, limit=limit, seed=seed, revision=OLD
             )
             return [prompt.turns[0] for prompt in found.prompts]
@@ -321,7 +323,7 @@ class TestDatasets:
         assert {asked["streaming"] for asked in hub.asked} == {size > 1000}
 
     def test_looking_at_the_first_rows_downloads_no_more(self, hub: FakeHub) -> None:
-        found = load_prompts("someone/chats", "train", limit=3, whole=False)
+        found = load("someone/chats", "train", limit=3, whole=False)
         assert [prompt.turns for prompt in found.prompts] == [["row 0"], ["row 1"], ["row 2"]]
         assert hub.asked[0]["streaming"] is True
 
@@ -334,7 +336,7 @@ class TestDatasets:
             [user("a")],
         ]
         hub.rows = [{"messages": chat} for chat in chats] + [{"messages": None}]
-        found = load_prompts("someone/chats", "train")
+        found = load("someone/chats", "train")
         assert [prompt.turns for prompt in found.prompts] == [["a"]]
         assert found.left_out.counts == {
             "with a message of the role 'tool'": 1,
@@ -346,30 +348,30 @@ class TestDatasets:
 
     def test_without_a_network_what_was_downloaded_counts(self, hub: FakeHub) -> None:
         hub.error = ConnectionError("no network")
-        assert load_prompts("someone/chats", "train", limit=1).origin.commit == OLD
-        assert load_prompts("someone/chats", "train", limit=1, revision=OLD).origin.commit == OLD
+        assert load("someone/chats", "train", limit=1).origin.commit == OLD
+        assert load("someone/chats", "train", limit=1, revision=OLD).origin.commit == OLD
         with pytest.raises(UserError, match=f"another revision of 'someone/chats' than {NEW}"):
-            load_prompts("someone/chats", "train", limit=1, revision=NEW)
+            load("someone/chats", "train", limit=1, revision=NEW)
         assert not datasets.config.HF_HUB_OFFLINE, "as it was"
         with pytest.raises(UserError, match="does not answer, so that revision 'v1' of 'someone/chats' is not known"):
-            load_prompts("someone/chats", "train", limit=1, revision="v1")
+            load("someone/chats", "train", limit=1, revision="v1")
 
     def test_a_folder_with_the_real_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
         (tmp_path / "data").mkdir()
         write(tmp_path / "data" / "train.jsonl", {"messages": [user("a"), assistant("b")]}, {"messages": [user("c")]})
-        found = load_prompts(str(tmp_path / "data"), "train")
+        found = load(str(tmp_path / "data"), "train")
         assert [prompt.messages for prompt in found.prompts] == [[user("a"), assistant("b")], [user("c")]]
         assert found.origin == find_origin(str(tmp_path / "data")) and found.origin.commit is None
         with pytest.raises(UserError, match=r"split 'nope': .*nope"):
-            load_prompts(str(tmp_path / "data"), "nope")
+            load(str(tmp_path / "data"), "nope")
         write(tmp_path / "data" / "train.jsonl", {"messages": [user("d")]})
         assert found.origin.identity != find_origin(str(tmp_path / "data")).identity
 
     def test_unknown_shape(self, hub: FakeHub) -> None:
         hub.rows = [{"body": "a"}] * 3000
         with pytest.raises(UserError, match=r"'wiki', split 'train': 1000 read, .*row 0: unknown shape.*Accepted"):
-            load_prompts("wiki", "train")
+            load("wiki", "train")
 
     def test_unreachable(self, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
         def load_dataset(*_args: Any, **_options: Any) -> None:
@@ -377,7 +379,7 @@ class TestDatasets:
 
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
         with pytest.raises(UserError, match=r"'no/such'.*FileNotFoundError: Dataset 'no/such' doesn't exist\. Give"):
-            load_prompts("no/such", "train")
+            load("no/such", "train")
 
 
 class TestQuestions:

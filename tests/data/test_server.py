@@ -14,15 +14,17 @@ from typing import Any
 
 import pytest
 
-from headstart.data.conversations import from_server as server
-from headstart.data.conversations import write as generate
-from headstart.data.conversations.from_server import Servers
-from headstart.data.conversations.sampling import sample_rows
-from headstart.data.conversations.workers import Stopped
-from headstart.data.conversations.write import build_conversations, identity
+from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.identity import identity
+from headstart.data.conversations.parts import Part
+from headstart.data.writing.in_process import InProcess
+from headstart.data.writing.servers import Servers
+from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
 from headstart.recipes.recipe import load_recipe
 from headstart.recipes.sections import DataSection
+from headstart.servers import client
+from headstart.servers.at_once import Stopped
 from headstart.target.model import Target
 
 ENDS = frozenset({2})
@@ -152,8 +154,8 @@ def serve() -> Iterator[Callable[..., Fake]]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FIRST_WAIT", 0.002)
-    monkeypatch.setattr(server, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.002)
+    monkeypatch.setattr(client, "LONGEST_WAIT", 0.01)
 
 
 def counting(prompt: list[int], most: int) -> list[int]:
@@ -163,8 +165,8 @@ def counting(prompt: list[int], most: int) -> list[int]:
 
 
 def asked(servers: Servers, rows: list[list[int]], **more: Any) -> list[list[int]]:
-    common: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * len(rows), "top_p": 1.0, "ends": ENDS}
-    return servers.continue_rows(rows, **{**common, "seed": 3, **more})
+    common: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * len(rows), "ends": ENDS, "seed": 3}
+    return servers.continue_rows(rows, Continuation(**{**common, **more}))
 
 
 def together(number: int) -> Answer:
@@ -211,8 +213,8 @@ def test_a_server_is_left_alone_as_long_as_it_asks_for(
 
 
 def test_waits_grow(tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FIRST_WAIT", 0.02)
-    monkeypatch.setattr(server, "LONGEST_WAIT", 0.16)
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.02)
+    monkeypatch.setattr(client, "LONGEST_WAIT", 0.16)
     fake = serve(counting, faults=[500] * 5)
     assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == WANTED[:1]
     gaps = [later - earlier for earlier, later in zip(fake.times, fake.times[1:], strict=False)]
@@ -244,8 +246,8 @@ def test_no_server_answers(tiny_target: Target, serve: Callable[..., Fake]) -> N
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
     assert fake.url in told.value.problem and "503" in told.value.problem and "too much to do" in told.value.problem
     assert "data.server" in told.value.remedy and "goes on from there" in told.value.remedy
-    assert len(fake.bodies) == server.TRIES
-    with pytest.raises(UserError, match=rf"{NOWHERE} did not answer: ConnectError.*{2 * server.TRIES} tries"):
+    assert len(fake.bodies) == client.TRIES
+    with pytest.raises(UserError, match=rf"{NOWHERE} did not answer: ConnectError.*{2 * client.TRIES} tries"):
         asked(Servers([NOWHERE, NOWHERE], tiny_target, 16), ROWS)
 
 
@@ -253,8 +255,8 @@ def test_no_server_answers(tiny_target: Target, serve: Callable[..., Fake]) -> N
 def test_a_server_that_keeps_failing_is_left_out(
     tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
-    monkeypatch.setattr(server, "FIRST_WAIT", 600.0)
-    monkeypatch.setattr(server, "LONGEST_WAIT", 600.0)
+    monkeypatch.setattr(client, "FIRST_WAIT", 600.0)
+    monkeypatch.setattr(client, "LONGEST_WAIT", 600.0)
     good, bad = serve(counting), serve(counting, faults=[fault], always=True)
     rows = [[5, 6, 7 + number] for number in range(60)]
     assert asked(Servers([bad.url, good.url, NOWHERE], tiny_target, 4), rows) == [counting(row, 6) for row in rows]
@@ -395,15 +397,8 @@ class TestConversations:
 
         def greedy(prompt: list[int], most: int) -> list[int]:
             with lock:
-                return sample_rows(
-                    tiny_target,
-                    [prompt],
-                    max_new_tokens=most,
-                    temperatures=[0.0],
-                    top_p=1.0,
-                    ends=tiny_target.end_tokens,
-                    seed=0,
-                )[0]
+                how = Continuation(most, [0.0], tiny_target.end_tokens, 0)
+                return InProcess(tiny_target).continue_rows([prompt], how)[0]
 
         return greedy
 
@@ -432,7 +427,7 @@ class TestConversations:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(server, "TRIES", 2)
+        monkeypatch.setattr(client, "TRIES", 2)
         whole, fake = serve(truth), serve(truth)
         section = self.section(tmp_path, server=whole.url, server_requests=1)
         splits = build_conversations(tiny_target, section, tmp_path / "whole")
@@ -441,7 +436,7 @@ class TestConversations:
         with pytest.raises(UserError, match="goes on from there"):
             build_conversations(tiny_target, section, tmp_path / "cut")
         parts = list((tmp_path / "cut" / "parts").glob("*.jsonl"))
-        answered = sum(any(item.supervised) for part in parts for item in generate.Part.read(part).conversations)
+        answered = sum(any(item.supervised) for part in parts for item in Part.read(part).conversations)
         assert 0 < answered < 8
         before = len(fake.bodies)
         assert build_conversations(tiny_target, section, tmp_path / "cut") == splits
@@ -450,7 +445,7 @@ class TestConversations:
         finished = {
             tuple(item.tokens[: item.supervised.index(True)])
             for part in parts
-            for item in generate.Part.read(part).conversations
+            for item in Part.read(part).conversations
             if any(item.supervised)
         }
         assert finished <= set(first) and not finished & set(again)
@@ -460,10 +455,8 @@ class TestConversations:
     def test_self_prompts_are_written_there_too(
         self, tiny_target: Target, serve: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("headstart.data.prompts.selfprompt.acceptable", lambda _text, _special: True)
-        monkeypatch.setattr(
-            "headstart.data.conversations.generator.sample_rows", lambda *_, **__: pytest.fail("in process")
-        )
+        monkeypatch.setattr("headstart.data.prompts.self_prompts.acceptable", lambda _text, _special: True)
+        monkeypatch.setattr(InProcess, "continue_rows", lambda *_: pytest.fail("in process"))
         end = min(tiny_target.end_tokens)
         fake = serve(lambda prompt, _most: [*prompt[-4:], 40 + sum(prompt) % 50, end])
         sizes = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 8}

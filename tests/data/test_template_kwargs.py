@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations.conversations import Conversation, encode, prompt_tokens, with_template_kwargs
-from headstart.data.conversations.write import build_conversations, identity
-from headstart.data.prompts.prompts import load_prompts
-from headstart.data.prompts.selfprompt import user_prefix
+from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.identity import identity
+from headstart.data.conversations.masks import encode
+from headstart.data.conversations.records import Conversation
+from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
+from headstart.data.prompts.self_prompts import user_prefix
 from headstart.errors import UserError
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import parse_recipe
 from headstart.recipes.sections import DataSection
 from headstart.target.model import Target
+from tests.data.loading import load
 from tests.tiny import CHATML, tiny_tokenizer
 
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %}{{ 'quiet ' }}{% endif %}" + CHATML
@@ -56,9 +59,9 @@ def test_they_reach_the_template_wherever_it_is_rendered(switched: Target, tmp_p
     for item in (*splits.train, *splits.validation, *splits.heldout):
         assert switched.tokenizer.decode(item.tokens).startswith("quiet <|im_start|>user")
     longest = len(prompt_tokens([{"role": "user", "content": "Question 1"}], switched.tokenizer))
-    assert len(load_prompts(path, "train", switched.tokenizer, max_tokens=longest).prompts) == 9
+    assert len(load(path, "train", switched.tokenizer, max_tokens=longest).prompts) == 9
     with pytest.raises(UserError, match="9 over"):
-        load_prompts(path, "train", bound, max_tokens=longest)
+        load(path, "train", bound, max_tokens=longest)
 
 
 def test_a_runs_target_has_them(switched: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headstart.data.conversations.answers import answer_prompts
-from headstart.data.conversations.conversations import Conversation
-from headstart.data.conversations.sampling import Turns
-from headstart.data.prompts.prompts import Prompt
+from headstart.data.conversations.answers import Answers
+from headstart.data.conversations.records import Conversation
+from headstart.data.prompts.reading import LeftOut
+from headstart.data.prompts.shapes import Prompt
 from headstart.data.states.shards import Capture
+from headstart.data.writing.kept import TurnCaches
 from headstart.recipes.sections import DataSection
 from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL
@@ -34,9 +35,9 @@ def answers(target: Target, shards: Path | None = None, count: int = 9) -> list[
     with pytest.MonkeyPatch.context() as patched:
         # A random model seldom writes the one token that ends a turn.
         patched.setitem(vars(target), "end_tokens", frozenset(range(0, target.vocab_size, 6)))
-        settings = DataSection(prompts="x", max_new_tokens=20, sampled_fraction=0.5)
+        settings = DataSection(prompts="x", max_new_tokens=20)
         capture = None if shards is None else Capture(shards, target, [1, FINAL])
-        return answer_prompts(target, several_turns(count), settings, 3, True, lambda: None, capture=capture)
+        return Answers(target, settings, capture=capture).answered(several_turns(count), 3, 0.5, LeftOut())
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_the_next_turn_goes_on_from_what_was_read(kind: str, read: list[int], mo
     once = sum(read)
     assert len([item for item in kept if len(item.messages) > 2]) > 2, "some go on"
     read.clear()
-    monkeypatch.setattr(Turns, "keep", lambda *_: None)
+    monkeypatch.setattr(TurnCaches, "keep", lambda *_: None)
     assert [item.tokens for item in answers(target)] == [item.tokens for item in kept]
     assert (sum(read) > once + 100) is (kind != "llama_long")
 
@@ -76,8 +77,8 @@ def test_only_what_is_new_is_read(tiny_target: Target, read: list[int]) -> None:
     prompt = several_turns(9)[int(item.id)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(vars(tiny_target), "end_tokens", frozenset(range(0, tiny_target.vocab_size, 6)))
-        settings = DataSection(prompts="x", max_new_tokens=20, sampled_fraction=0.0)
-        (alone,) = answer_prompts(tiny_target, [prompt], settings, 3, True, lambda: None)
+        settings = DataSection(prompts="x", max_new_tokens=20)
+        (alone,) = Answers(tiny_target, settings).answered([prompt], 3, 0.0, LeftOut())
     asked = len(alone.supervised) - sum(alone.supervised)
     turns = len(alone.messages) // 2
     assert sum(read) == asked + turns - 1, "each later turn reads the last token of the answer before it"
@@ -104,7 +105,7 @@ def test_what_memory_does_not_hold_is_read_again(
     kept = answers(tiny_target)
     once = sum(read)
     read.clear()
-    monkeypatch.setattr("headstart.data.conversations.sampling._TURN_SHARE", 0.0)
+    monkeypatch.setattr("headstart.data.writing.kept._TURN_SHARE", 0.0)
     assert [item.tokens for item in answers(tiny_target)] == [item.tokens for item in kept]
     assert sum(read) > once + 100
     read.clear()

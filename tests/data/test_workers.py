@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data.conversations import generator
+from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.workers import Stopped, Workers
-from headstart.data.conversations.write import build_conversations
+from headstart.data.writing.in_process import InProcess
 from headstart.recipes.sections import DataSection
 from headstart.target.model import Target
 
@@ -40,17 +40,17 @@ def test_two_workers_write_what_one_writes(
         seed=1,
         sampled_fraction=0.5,
     )
-    monkeypatch.setattr("headstart.data.prompts.selfprompt.acceptable", lambda text, special: True)
+    monkeypatch.setattr("headstart.data.prompts.self_prompts.acceptable", lambda text, special: True)
     # A random model seldom writes the one token that ends a turn.
     monkeypatch.setattr(Target, "end_tokens", frozenset(range(0, tiny_target.vocab_size, 5)))
     writers: list[str] = []
-    real = generator.sample_rows
+    continue_rows = InProcess.continue_rows
 
-    def noted(*arguments: Any, **options: Any) -> list[list[int]]:
+    def noted(*arguments: Any) -> list[list[int]]:
         writers.append(threading.current_thread().name)
-        return real(*arguments, **options)
+        return continue_rows(*arguments)
 
-    monkeypatch.setattr(generator, "sample_rows", noted)
+    monkeypatch.setattr(InProcess, "continue_rows", noted)
     both = build_conversations(tiny_target, section, tmp_path / "two")
     assert len(both.train) == 10
     assert {"worker_0", "worker_1"} <= set(writers)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.records import Conversation
 from headstart.doctor import drafting_checks, overfit_check
 from headstart.doctor.examination import CHECKS, examine
 from headstart.doctor.subject import Subject, find_subject
@@ -107,13 +107,13 @@ def test_another_template(run: Path, tiny_target: Target, tokenizer: Any, words:
 def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None:
     """The second answer's place is known, too; the template's newline after the first is not learned."""
     from headstart.data.conversations.answers import _Running
-    from headstart.data.prompts.prompts import Prompt
+    from headstart.data.prompts.shapes import Prompt
 
     tokenizer = tiny_target.tokenizer
 
     def talk(item: Conversation) -> Conversation:
         turns = [{"role": "user", "content": "who are you"}, {"role": "user", "content": f"and {item.id}"}]
-        row = _Running(Prompt(turns, "", item.id), list(turns))
+        row = _Running(Prompt(turns, "", item.id))
         for words in ("the user is in", "a system of the"):
             row.ask(tokenizer, 100, 1000)
             row.answer([*tokenizer.encode(words), 2], tokenizer, tiny_target.end_tokens)
@@ -176,7 +176,7 @@ def test_answers_of_somebody_else(run: Path, tiny_target: Target) -> None:
 
 
 def test_answers_that_were_given(run: Path, tiny_target: Target) -> None:
-    from headstart.data.conversations.conversations import encode
+    from headstart.data.conversations.masks import encode
 
     def give(item: Conversation) -> Conversation:
         messages = [item.messages[0], {"role": "assistant", "content": f"the user of {item.id} is in a system to on"}]
@@ -193,7 +193,8 @@ def test_answers_that_were_given(run: Path, tiny_target: Target) -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_answers_that_were_drawn(run: Path, tiny_target: Target, own: bool) -> None:
     """Draws of the target are told from draws of another model by their surprise alone."""
-    from headstart.data.conversations.sampling import sample_rows
+    from headstart.data.writing.in_process import InProcess
+    from headstart.data.writing.writer import Continuation
 
     model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
     model.lm_head.weight.data *= 12  # a random model is undecided about everything
@@ -202,9 +203,7 @@ def test_answers_that_were_drawn(run: Path, tiny_target: Target, own: bool) -> N
 
     def draw(item: Conversation) -> Conversation:
         prompt = item.tokens[: item.supervised.index(True)]
-        words = sample_rows(
-            writer, [prompt], max_new_tokens=60, temperatures=[1.0], top_p=1.0, ends=frozenset(), seed=len(item.id)
-        )[0]  # fmt: skip
+        (words,) = InProcess(writer).continue_rows([prompt], Continuation(60, [1.0], frozenset(), len(item.id)))
         mask = [False] * len(prompt) + [True] * len(words)
         return Conversation(item.id, prompt + words, mask, item.messages, sampling={"temperature": 1.0})
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.conversations.conversations import Conversation, write_conversations
+from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead

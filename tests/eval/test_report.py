@@ -16,7 +16,7 @@ from headstart.eval.divergence import Judgement
 from headstart.eval.figures import categories, compare_rows, per_prompt, summarise
 from headstart.eval.labels import OTHER
 from headstart.eval.report import LOSSY, divergence_sentence, show_compare, verdicts, write_report
-from headstart.pipeline.summary import show_summary
+from headstart.pipeline.results_table import show_summary
 from tests.eval.test_figures import unit
 
 

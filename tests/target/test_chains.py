@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-from headstart.data.conversations.sampling import sample_rows
+from headstart.data.writing.in_process import InProcess
+from headstart.data.writing.writer import Continuation
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter
@@ -126,8 +127,7 @@ def test_texts_are_those_of_the_model_itself(target: Target) -> None:
         rows = Engine(target, drafter).generate(prompts, options)
         assert [row.tokens for row in rows] == plain
         assert [row.drafter_error for row in rows] == [None] * 3
-    given: dict[str, Any] = {"max_new_tokens": 16, "top_p": 1.0, "ends": frozenset(), "seed": 0}
-    assert sample_rows(target, prompts, temperatures=[0.0] * 3, **given) == plain
+    assert InProcess(target).continue_rows(prompts, Continuation(16, [0.0] * 3, frozenset(), 0)) == plain
 
 
 def test_what_they_cannot_do_is_said(target: Target) -> None:

@@ -12,7 +12,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
 from headstart.recipes.recipe import Recipe, parse_recipe

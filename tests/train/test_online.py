@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data.conversations.conversations import write_conversations
+from headstart.data.conversations.records import write_conversations
 from headstart.data.states.online import OnlineStates
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError

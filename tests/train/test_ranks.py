@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headstart.data.conversations.conversations import write_conversations
+from headstart.data.conversations.records import write_conversations
 from headstart.data.states.store import StateStore
 from headstart.heads.base import HeadBatch, families, make_config
 from headstart.heads.io import load_heads

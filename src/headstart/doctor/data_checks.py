@@ -10,14 +10,10 @@ from typing import Any
 
 import torch
 
-from headstart.data.conversations.conversations import (
-    Conversation,
-    added_tokens,
-    alike,
-    encode,
-    prompt_tokens,
-    render,
-)
+from headstart.data.conversations.masks import encode
+from headstart.data.conversations.records import Conversation
+from headstart.data.prompts.chat import added_tokens, prompt_tokens, render
+from headstart.data.writing.in_process import common_beginning
 from headstart.doctor.findings import Finding, bad, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject, spread
 from headstart.target.fitting import FINAL
@@ -48,7 +44,7 @@ def template(subject: Subject) -> Finding:
         tokens, _ = rendered(item, subject)
         stored = item.tokens[: len(tokens)]  # what stands after the last turn is the mask's concern
         if stored != tokens:
-            differing.append((split, item, alike(stored, tokens), tokens))
+            differing.append((split, item, common_beginning([stored, tokens]), tokens))
     if not count:
         raise Absent("the conversations keep no messages to render")
     if not differing:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.records import Conversation
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.doctor.findings import Finding, bad, good, unknown
@@ -20,7 +20,7 @@ from headstart.doctor.subject import Subject, prompt_of
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch
-from headstart.pipeline.layout import TRAIN
+from headstart.pipeline.run import TRAIN
 from headstart.support.files import read_jsonl
 from headstart.target.model import Target
 from headstart.tree.proposal import Committed

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.records import Conversation
 from headstart.doctor.findings import Finding, bad, good
 from headstart.doctor.subject import Absent, Subject
 from headstart.heads.base import DraftHead, family
-from headstart.pipeline.layout import TRAIN
+from headstart.pipeline.run import TRAIN
 from headstart.support.files import read_json
 from headstart.train.metrics import coverage, pick_vocabulary
 

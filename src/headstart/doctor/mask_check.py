@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.data.conversations.conversations import alike
+from headstart.data.writing.in_process import common_beginning
 from headstart.doctor.data_checks import RENDERED, has_answer, rendered
 from headstart.doctor.findings import Finding, bad, good, unknown
 from headstart.doctor.subject import Absent, Subject
@@ -89,7 +89,7 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
             if tokens != item.tokens:
                 raise UserError(
                     f"The store {folder} was built from other conversations than {file} holds: number {index} parts "
-                    f"at token {alike(tokens, item.tokens)}.",
+                    f"at token {common_beginning([tokens, item.tokens])}.",
                     "Remove the shards that its manifest names and build the states again (headstart data build).",
                 )
             yield _Masked(str(folder), item.id, tokens, sample.supervised_T.tolist(), wanted)

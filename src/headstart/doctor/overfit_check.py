@@ -11,8 +11,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from headstart.data.conversations.conversations import Conversation, alike
+from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
+from headstart.data.writing.in_process import common_beginning
 from headstart.doctor.drafting_checks import decode_chain
 from headstart.doctor.findings import Finding, bad, good, unknown
 from headstart.doctor.subject import Absent, Subject, prompt_of
@@ -97,7 +98,7 @@ def _undisputed(subject: Subject, item: Conversation) -> Conversation:
     start = item.supervised.index(True)
     final_TE = subject.target.hidden_states([item.tokens], [FINAL])[0][FINAL]
     choices = subject.target.lm_head(final_TE[start - 1 : -1]).argmax(-1).tolist()
-    end = start + max(1, alike(choices, item.tokens[start:]))
+    end = start + max(1, common_beginning([choices, item.tokens[start:]]))
     return replace(item, tokens=item.tokens[:end], supervised=item.supervised[:end])
 
 
@@ -138,7 +139,7 @@ def _accepted(subject: Subject, heads: DraftHead, item: Conversation) -> list[in
     prompt = prompt_of(item)
     answer = item.tokens[len(prompt) :]
     row = decode_chain(subject.target, heads, [prompt], len(answer))[0]
-    same = alike(row.tokens, answer)
+    same = common_beginning([row.tokens, answer])
     accepted, position = [], 1  # the first token comes from the prompt
     for done in row.rounds:
         if position + heads.draft_steps + 1 > same:  # a round near the end drafts what nobody has learned

@@ -5,7 +5,7 @@ Shape suffixes: T tokens, E hidden size.
 
 from __future__ import annotations
 
-from headstart.data.conversations.encoding import AUTO
+from headstart.data.states.codes import AUTO
 from headstart.data.states.identify import called, every_layer, identify
 from headstart.doctor.findings import Finding, bad, good
 from headstart.doctor.subject import Absent, Subject, spread

@@ -8,12 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headstart.data.conversations.conversations import (
-    Conversation,
-    prompt_tokens,
-    read_conversations,
-    with_template_kwargs,
-)
+from headstart.data.conversations.records import Conversation, read_conversations
+from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.questions import Question, read_questions
 from headstart.data.states.checksums import damaged
 from headstart.data.states.store import StateStore

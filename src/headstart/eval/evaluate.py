@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 
-from headstart.data.conversations.conversations import check_template, has_template, prompt_tokens
+from headstart.data.prompts.chat import check_template, has_template, prompt_tokens
 from headstart.data.prompts.questions import Question
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter

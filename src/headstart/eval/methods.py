@@ -22,10 +22,9 @@ from transformers.generation.streamers import BaseStreamer
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Round
-from headstart.decode.options import DecodeOptions, SamplingOptions
+from headstart.decode.options import DecodeOptions, SamplingOptions, Tree
 from headstart.errors import UserError
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK
-from headstart.options import Tree
 from headstart.target.model import Target
 
 ASSISTANT = "transformers_assistant:"

@@ -51,7 +51,7 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
     Raises:
         UserError: heads that are not in a folder here, a folder with other files in it, or no conversations to tune on.
     """
-    from headstart.data.conversations.conversations import read_conversations
+    from headstart.data.conversations.records import read_conversations
     from headstart.hub.format import export_heads, read_config
     from headstart.tuning.tune import tune
 

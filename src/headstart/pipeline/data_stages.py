@@ -25,7 +25,7 @@ from headstart.support.files import format_bytes, need_disk, read_json, write_js
 from headstart.support.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from headstart.data.conversations.conversations import Conversation
+    from headstart.data.conversations.records import Conversation
     from headstart.data.states.store import StateStore
     from headstart.target.frozen import FrozenModel
 
@@ -96,7 +96,7 @@ def check_formats(run: Run, target: FrozenModel) -> list[str]:
 
 
 def _target(run: Run) -> Outcome:
-    from headstart.data.conversations.conversations import check_prompts
+    from headstart.data.prompts.chat import check_prompts
 
     target = run.target
     check_prompts(target.tokenizer, run.recipe.data.prompts)
@@ -151,7 +151,7 @@ def aux_layers(run: Run) -> list[int]:
 
 
 def _conversation_settings(run: Run) -> dict[str, Any]:
-    from headstart.data.conversations.write import OF_SERVERS
+    from headstart.data.conversations.identity import OF_SERVERS
 
     data = run.recipe.data
     excluded = {"the excluded questions": [content(file) for file in data.exclude]} if data.exclude else {}
@@ -174,9 +174,8 @@ def _prompts_content(source: str) -> str | None:
 
 
 def _conversations(run: Run) -> Outcome:
-    from headstart.data.conversations.jobs import JOBS, Board
-    from headstart.data.conversations.write import build_conversations, identity
-    from headstart.data.prompts.mixture import begun_at, pinned
+    from headstart.data.conversations.building import build_conversations
+    from headstart.data.conversations.identity import begun_at, identity, pinned
     from headstart.data.states.shards import Capture
 
     data, target = run.recipe.data, run.target
@@ -195,8 +194,10 @@ def _conversations(run: Run) -> Outcome:
         capture = Capture(shards, target, aux_layers(run), data.states_dtype)
     with held(made, run.console) as path:
         run.refer("conversations", made)
-        fixed, board = pinned(data, made.identity), Board(path / JOBS)
-        splits = build_conversations(target, fixed, folder, run.console, path / "parts", maximum, capture, board)
+        fixed = pinned(data, made.identity)
+        splits = build_conversations(
+            target, fixed, folder, run.console, shared=path, max_tokens=maximum, capture=capture
+        )
     questions = [
         {
             "question_id": item.id,
@@ -223,7 +224,7 @@ def conversation_files(run: Run) -> dict[str, Path]:
 
 def conversations(run: Run, split: str) -> list[Conversation]:
     """What the conversation stage wrote."""
-    from headstart.data.conversations.conversations import read_conversations
+    from headstart.data.conversations.records import read_conversations
 
     return read_conversations(conversation_files(run)[split])
 
@@ -281,7 +282,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     training needs of the target itself is kept beside them.
     """
     from headstart.data.conversations.jobs import JOBS, Board
-    from headstart.data.states.shards import build_store
+    from headstart.data.states.shards import Work, build_store
     from headstart.heads.base import make_config
     from headstart.target.teacher import save_teacher
 
@@ -298,9 +299,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
                     aux_layers(run),
                     budget_bytes=budget,
                     shards=shards,
-                    advance=bar.update,
-                    states_dtype=run.recipe.data.states_dtype,
-                    board=Board(shards / JOBS),
+                    work=Work(run.recipe.data.states_dtype, advance=bar.update, board=Board(shards / JOBS)),
                 )
             budget -= stores[split].tokens * _token_bytes(run)
         layers = make_config(run.recipe.heads, target).start_layers

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 from rich.console import Console
 
-from headstart.data.conversations.conversations import read_conversations
+from headstart.data.conversations.records import read_conversations
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError, nearest
 from headstart.eval.environment import machine

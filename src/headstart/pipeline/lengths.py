@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headstart.data.prompts.prompts import Prompt
+    from headstart.data.prompts.shapes import Prompt
     from headstart.recipes.sections import DataSection
     from headstart.target.model import Target
 
@@ -110,8 +110,9 @@ def usual_answer(data: DataSection, target: Target, prompts: Sequence[Prompt]) -
 
     None where answers are kept as they are given, or where there is nothing to answer.
     """
-    from headstart.data.conversations.conversations import Unfit, prompt_tokens
-    from headstart.data.conversations.generator import InProcess
+    from headstart.data.prompts.chat import Unfit, prompt_tokens
+    from headstart.data.writing.in_process import InProcess
+    from headstart.data.writing.writer import Continuation
 
     rows: list[list[int]] = []
     for prompt in prompts[:: max(1, len(prompts) // ANSWERED)]:
@@ -124,14 +125,9 @@ def usual_answer(data: DataSection, target: Target, prompts: Sequence[Prompt]) -
         rows += [row] if len(row) + data.max_new_tokens <= target.max_length else []
     if not rows:
         return None
-    written = InProcess(target).continue_rows(
-        rows,
-        max_new_tokens=data.max_new_tokens,
-        temperatures=[data.temperature] * len(rows),
-        top_p=1.0,
-        ends=target.end_tokens,
-        seed=data.seed,
-    )
+    temperatures = [data.temperature] * len(rows)
+    continuation = Continuation(data.max_new_tokens, temperatures, target.end_tokens, data.seed)
+    written = InProcess(target).continue_rows(rows, continuation)
     return fmean(map(len, written))
 
 
@@ -172,7 +168,7 @@ def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
     Raises:
         UserError: prompts that cannot be read.
     """
-    from headstart.data.prompts.prompts import prompts_for
+    from headstart.data.prompts.reading import prompts_for
 
     return [] if data.prompts == "self" else prompts_for(data, tokenizer, SAMPLE, whole=False).prompts
 
@@ -186,7 +182,7 @@ def _conversation(
     prompt: Prompt, data: DataSection, tokenizer: Any, longest: int, usual: float, template: int
 ) -> Lengths:
     """One conversation, as `headstart.data.conversations.write` would write it."""
-    from headstart.data.conversations.conversations import Unfit, prompt_tokens
+    from headstart.data.prompts.chat import Unfit, prompt_tokens
 
     try:
         opening = len(prompt_tokens(prompt.opening, tokenizer))
@@ -214,7 +210,7 @@ def _words(text: str, tokenizer: Any) -> int:
 
 def _tokens_of_a_turn(tokenizer: Any) -> int:
     """What the template adds to one more user turn and its answer."""
-    from headstart.data.conversations.conversations import Unfit, has_template, prompt_tokens
+    from headstart.data.prompts.chat import Unfit, has_template, prompt_tokens
 
     if not has_template(tokenizer):
         return 0

@@ -95,7 +95,7 @@ class Run:
         return self._load(str(self.folder / TRAIN / "best" / ADAPTER))
 
     def _load(self, adapter: str | None) -> Target:
-        from headstart.data.conversations.conversations import with_template_kwargs
+        from headstart.data.prompts.chat import with_template_kwargs
         from headstart.target.loading import load_target
 
         section = self.recipe.target

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from headstart.data.conversations.sampling import CACHE_PEAK
 from headstart.data.prompts.questions import read_questions
 from headstart.data.states.shards import shard_size
 from headstart.data.states.store import CACHE_BYTES, estimate_bytes
+from headstart.data.writing.in_process import CACHE_PEAK
 from headstart.heads.base import DraftHead
 from headstart.pipeline.lengths import SAMPLE, Lengths, answer_tokens
 from headstart.pipeline.speeds import Speeds

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from headstart.pipeline.run import Run, Stage, execute, left_to_do
@@ -45,9 +46,8 @@ class _Helper:
     """Takes jobs of a run that another process works on."""
 
     def __init__(self, run: Run) -> None:
-        from headstart.data.conversations.generator import InProcess
-        from headstart.data.conversations.jobs import Helper
-        from headstart.data.states.shards import owner_of
+        from headstart.data.conversations.jobs import Helper, owner_of
+        from headstart.data.writing.in_process import InProcess
 
         self._run, self._most = run, 2 if InProcess(run.target).shareable else 1
         owner = owner_of(run.target)
@@ -68,13 +68,18 @@ class _Helper:
 
     def _do(self, what: dict[str, Any]) -> dict[str, Any]:
         from headstart.data.conversations.part_writer import PART, help_writing
-        from headstart.data.states.shards import compute_shard
+        from headstart.data.states.shards import Capture, compute_shard
 
-        shards = referred(self._run.folder, "states")
+        target, shards = self._run.target, referred(self._run.folder, "states")
         if what["kind"] == PART:
-            return help_writing(self._run.target, what, shards, self._check)
-        assert shards is not None, "the run refers to them before it has jobs"
-        return compute_shard(self._run.target, what, shards, self._check)
+            return help_writing(target, what, lambda *how: Capture(_known(shards), target, *how), self._check)
+        return compute_shard(target, what, _known(shards), self._check)
+
+
+def _known(shards: Path | None) -> Path:
+    """Where hidden states lie."""
+    assert shards is not None, "the run refers to them before it has jobs"
+    return shards
 
 
 def take_device(environment: MutableMapping[str, str]) -> None:

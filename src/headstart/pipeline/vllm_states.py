@@ -1,4 +1,4 @@
-"""Hidden states of a run's conversations that vLLM computes; see `headstart.data.states.extraction`."""
+"""Hidden states of a run's conversations that vLLM computes; see `headstart.data.states.vllm_files`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headstart.support.artifacts import held
 from headstart.support.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from headstart.data.states.extraction import Imported
+    from headstart.data.states.vllm_files import Imported
 
 FILES = "vllm-states"
 """Suggested folder of vLLM's files, in the folder of the run."""
@@ -19,7 +19,7 @@ FILES = "vllm-states"
 
 def serve_command(run: Run) -> str:
     """What starts a vLLM that writes the states that the run's heads need."""
-    from headstart.data.states.extraction import serve_command as of_target
+    from headstart.data.states.vllm_files import serve_command as of_target
     from headstart.target.loading import loadable_folder
 
     target = run.target  # first: it knows best what is wrong where there is none
@@ -34,10 +34,10 @@ def import_states(run: Run, source: str) -> Imported:
     Raises:
         UserError: nothing there, or nothing that can be taken over.
     """
-    from headstart.data.states.extraction import Import
-    from headstart.data.states.from_server import take_from_servers
     from headstart.data.states.shards import fitting
     from headstart.data.states.store import estimate_bytes
+    from headstart.data.states.vllm_files import Import
+    from headstart.data.states.vllm_servers import take_from_servers
 
     target, layers, wanted, states_dtype = run.target, aux_layers(run), [], run.recipe.data.states_dtype
     budget = int(run.recipe.data.cache_gigabytes * 1e9)

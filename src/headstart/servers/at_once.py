@@ -13,6 +13,10 @@ T = TypeVar("T")
 _CHECK_SECONDS = 0.1
 
 
+class Stopped(Exception):
+    """Raised by work whose result nobody waits for any more."""
+
+
 def answered(
     count: int,
     at_once: int,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.servers.client import Endpoint
+
 
 class NoTokenIds(KeyError):
     """A reply has text and no token ids: text cannot be turned back into the ids that were written."""
@@ -19,7 +21,7 @@ class Ask:
     Attributes:
         prompt: token ids.
         max_new_tokens: most tokens to add.
-        temperature: 0 is greedy, and the settings below say nothing then.
+        temperature: 0 is greedy, and the settings below count for nothing then.
         top_k: likeliest tokens that are drawn from; 0 is all.
         top_p: nucleus.
         seed: of the draws; None leaves it to the server.
@@ -33,6 +35,14 @@ class Ask:
     top_p: float = 1.0
     seed: int | None = None
     ends: frozenset[int] | None = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields that every server knows. What is left out would be taken from the target's files, penalties too."""
+        fields: dict[str, Any] = {"temperature": self.temperature, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        if self.temperature > 0:
+            fields |= {"top_k": self.top_k, "top_p": self.top_p, "min_p": 0.0, "seed": self.seed}
+        return fields
 
 
 @dataclass(frozen=True)
@@ -79,12 +89,8 @@ class OpenAI(Dialect):
     """OpenAI's completions with vLLM's additions."""
 
     def request(self, ask: Ask, model: str) -> tuple[str, dict[str, Any]]:
-        body: dict[str, Any] = {"model": model, "prompt": list(ask.prompt), "max_tokens": ask.max_new_tokens}
-        # What is left out is taken from the target's generation config, penalties too.
-        body |= {"temperature": ask.temperature, "repetition_penalty": 1.0}
-        body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "return_token_ids": True}
-        if ask.temperature > 0:
-            body |= {"top_k": ask.top_k, "top_p": ask.top_p, "min_p": 0.0, "seed": ask.seed}
+        body = {"model": model, "prompt": list(ask.prompt), "max_tokens": ask.max_new_tokens, **ask.sampling}
+        body |= {"repetition_penalty": 1.0, "return_token_ids": True}
         if ask.ends is not None:
             body |= {"stop_token_ids": sorted(ask.ends), "ignore_eos": True}
         return "/v1/completions", body
@@ -105,15 +111,9 @@ class LlamaServer(Dialect):
     """llama-server's own completions: those that are like OpenAI's say no token ids."""
 
     def request(self, ask: Ask, model: str) -> tuple[str, dict[str, Any]]:
-        body: dict[str, Any] = {"prompt": list(ask.prompt), "n_predict": ask.max_new_tokens}
-        # What is left out is taken from the file of the target, penalties too.
-        body |= {"temperature": ask.temperature, "repeat_penalty": 1.0}
-        body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "return_tokens": True, "cache_prompt": False}
-        if model:
-            body["model"] = model
-        if ask.temperature > 0:
-            body |= {"top_k": ask.top_k, "top_p": ask.top_p, "min_p": 0.0, "seed": ask.seed}
-        return "/completion", body
+        body = {"prompt": list(ask.prompt), "n_predict": ask.max_new_tokens, **ask.sampling}
+        body |= {"repeat_penalty": 1.0, "return_tokens": True, "cache_prompt": False}
+        return "/completion", body | ({"model": model} if model else {})
 
     def read(self, reply: dict[str, Any]) -> Reply:
         if not isinstance(reply.get("content"), str) and "tokens" not in reply:
@@ -128,3 +128,16 @@ class LlamaServer(Dialect):
 
     def tokenize(self, text: str, model: str) -> tuple[str, dict[str, Any]]:
         return "/tokenize", {"content": text, "add_special": False, **({"model": model} if model else {})}
+
+
+def served_by(endpoint: Endpoint, spec: str) -> tuple[Dialect, str]:
+    """How a server is asked, and what it calls the model of this Hub id or path; its first model by default.
+
+    Raises:
+        Later, UserError: as `Endpoint.ask`.
+    """
+    listed = endpoint.ask("GET", "/v1/models", absent={"data": []}).get("data")
+    models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
+    served = next((model for model in models if spec in (model.get("id"), model.get("root"))), (models or [{}])[0])
+    dialect = LlamaServer() if served.get("owned_by") == "llamacpp" else OpenAI()
+    return dialect, str(served.get("id", ""))

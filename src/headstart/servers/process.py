@@ -17,13 +17,13 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any, Self
 
-import httpx
-
 from headstart.errors import UserError
+from headstart.servers.client import Endpoint, Later
+from headstart.servers.completions import Ask, Dialect
 
 HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
-_ANSWER_SECONDS = 600.0
+_HEALTH_SECONDS = 5.0
 _STOP_SECONDS = 20.0
 _LAST_LINES = 6
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?(INFO|WARNING|srv|slot|que)\b")
@@ -51,8 +51,8 @@ class Counters:
 
     def __add__(self, other: Counters) -> Counters:
         size = max(len(self.by_position), len(other.by_position))
-        mine, theirs = ((*one.by_position, *[0] * size)[:size] for one in (self, other))
-        added = tuple(one + more for one, more in zip(mine, theirs, strict=True))
+        both = [(*counters.by_position, *[0] * size)[:size] for counters in (self, other)]
+        added = tuple(map(sum, zip(*both, strict=True)))
         return Counters(self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted, added)
 
     def since(self, before: Counters) -> Counters:
@@ -83,14 +83,20 @@ class Engine(ABC):
     Attributes:
         name: that users type, also among the engines of `format`.
         format: of `headstart.hub.engines` that it loads.
-        command: that starts it; the target and options come behind it.
+        command: that starts it; the target and options come after it.
         two_at_a_time: what to do where two of them do not fit into memory, as a sentence.
+        dialect: how it is asked.
+        model: what it is told to call its target; empty where it needs no name.
+        version_page: path, and the key there, of what the running engine says of its version.
     """
 
     name: str
     format: str
     command: str
     two_at_a_time: str = ""
+    dialect: Dialect
+    model: str = ""
+    version_page: tuple[str, str]
 
     @abstractmethod
     def own_target(self, folder: str, gguf: Path | None) -> str:
@@ -103,18 +109,6 @@ class Engine(ABC):
     @abstractmethod
     def server_arguments(self, port: int) -> list[str]:
         """Where it listens, and what makes its counts and answers whole."""
-
-    @abstractmethod
-    def request(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[str, dict[str, Any]]:
-        """Path and body that ask for a greedy answer to token ids, which ends as the target ends it."""
-
-    @abstractmethod
-    def tokens(self, reply: dict[str, Any]) -> list[int]:
-        """The answer's token ids."""
-
-    @abstractmethod
-    def version(self, client: httpx.Client) -> str:
-        """That the running engine says it has; empty when it does not say."""
 
 
 class Server:
@@ -145,17 +139,17 @@ class Server:
         start_seconds: float = 900.0,
     ) -> None:
         self.engine, self.log, self._seconds = engine, log, start_seconds
-        self._port = _free_port()
+        port = _free_port()
         self.words = [
             *shlex.split(command or engine.command),
             *engine.target_arguments(target),
             *drafting,
             *shlex.split(options),
-            *engine.server_arguments(self._port),
+            *engine.server_arguments(port),
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
-        self._client = httpx.Client(base_url=self.url, timeout=_ANSWER_SECONDS, trust_env=False)
+        self._endpoint = Endpoint(f"http://{HOST}:{port}")
 
     def __enter__(self) -> Self:
         self._handlers = _ending_by_exception()
@@ -168,7 +162,7 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.close()
+        self._endpoint.close()
         try:
             self._stop()
         finally:
@@ -178,39 +172,39 @@ class Server:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://{HOST}:{self._port}"
+        return self._endpoint.url
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
-        """The engine's greedy answer to token ids.
+        """The engine's greedy answer to token ids, which ends as the target ends it.
 
         Raises:
             UserError: it refused, or went away.
         """
-        path, body = self.engine.request(prompt, max_new_tokens)
+        path, body = self.engine.dialect.request(Ask(prompt, max_new_tokens), self.engine.model)
         started = perf_counter()
         try:
-            reply = self._client.post(path, json=body)
+            reply = self._endpoint.send("POST", path, body)
             seconds = perf_counter() - started
-            if reply.is_success:
-                return EngineAnswer(tuple(self.engine.tokens(reply.json())), seconds)
-            said = reply.text.strip()
-        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            said = f"{type(error).__name__}: {error}"
-        raise UserError(f"{self.engine.name} did not answer: {said[:300]}", f"Its log is {self.log}.")
+            return EngineAnswer(tuple(self.engine.dialect.read(self._endpoint.read(reply)).tokens), seconds)
+        except UserError as error:
+            problem = error.problem
+        except (Later, KeyError, IndexError, TypeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"{self.engine.name} did not answer: {problem[:300]}", f"Its log is {self.log}.")
 
     def counters(self) -> Counters:
         """What it has counted so far; nothing where it drafts nothing."""
         try:
-            text = self._client.get("/metrics").text
-        except httpx.HTTPError as error:
+            return read_counters(self._endpoint.send("GET", "/metrics").text)
+        except Later as error:
             raise UserError(f"{self.engine.name} went away: {error}", f"Its log is {self.log}.") from None
-        return read_counters(text)
 
     def version(self) -> str:
-        """See `Engine.version`."""
+        """What the running engine says of its version; empty when it does not say."""
+        path, key = self.engine.version_page
         try:
-            return self.engine.version(self._client)
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return str(self._endpoint.ask("GET", path)[key])
+        except (Later, UserError, KeyError):
             return ""
 
     def _start(self) -> None:
@@ -245,21 +239,21 @@ class Server:
         assert self._process is not None
         until = monotonic() + self._seconds
         while monotonic() < until:
-            with suppress(httpx.HTTPError):
-                if self._client.get("/health", timeout=5.0).is_success:
+            with suppress(Later):
+                if self._endpoint.send("GET", "/health", seconds=_HEALTH_SECONDS).is_success:
                     return
             if (code := self._process.poll()) is not None:
-                said = self._said()
-                shared = f" {self.engine.two_at_a_time}" if "memory" in said.lower() else ""
-                raise UserError(f"{self.engine.name} ended with {code}: {said}", f"Its log is {self.log}.{shared}")
+                cause = self._last_words()
+                shared = f" {self.engine.two_at_a_time}" if "memory" in cause.lower() else ""
+                raise UserError(f"{self.engine.name} ended with {code}: {cause}", f"Its log is {self.log}.{shared}")
             sleep(_POLL_SECONDS)
         raise UserError(
-            f"{self.engine.name} did not answer within {self._seconds:.0f} seconds: {self._said()}",
+            f"{self.engine.name} did not answer within {self._seconds:.0f} seconds: {self._last_words()}",
             f"Its log is {self.log}.",
         )
 
-    def _said(self) -> str:
-        """The last of its log, without what is said of every start."""
+    def _last_words(self) -> str:
+        """The last of its log, without the lines that every start has."""
         lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
         lines = [line for line in lines if line]
         if causes := [line for line in lines if _CAUSE.search(line) and not _NOT_THE_CAUSE.search(line)]:
@@ -280,8 +274,8 @@ def read_counters(text: str) -> Counters:
     positions: dict[int, int] = {}
     for name, labels, value in _COUNTER.findall(text):
         if name == "accepted_tokens_per_pos":
-            if found := _POSITION.search(labels):
-                place = int(found[1])
+            if position := _POSITION.search(labels):
+                place = int(position[1])
                 positions[place] = positions.get(place, 0) + int(float(value))
         else:
             sums[name] = sums.get(name, 0) + int(float(value))
@@ -302,6 +296,6 @@ def _ending_by_exception() -> dict[signal.Signals, Any]:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        return int(free.getsockname()[1])

@@ -191,7 +191,7 @@ def online_states(recipe: Recipe, target: Target, files: Mapping[str, Path]) -> 
     Raises:
         UserError: conversations that cannot be read, by this program or by the target.
     """
-    from headstart.data.conversations.conversations import read_conversations
+    from headstart.data.conversations.records import read_conversations
     from headstart.data.states.online import OnlineStates
 
     config = make_config(recipe.heads, target)

@@ -2,110 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from headstart.data.conversations.conversations import Conversation, Unfit, added_tokens, encode, prompt_tokens, render
-from headstart.data.conversations.generator import Generator, InProcess
-from headstart.data.conversations.sampling import CANDIDATES, RowStates, Turns
-from headstart.data.prompts.prompts import LeftOut, Prompt
+from torch import Tensor
+
+from headstart.data.conversations.masks import encode
+from headstart.data.conversations.records import Conversation
+from headstart.data.prompts.chat import Message, Unfit, added_tokens, prompt_tokens, render
+from headstart.data.prompts.reading import LeftOut
+from headstart.data.prompts.shapes import Prompt
+from headstart.data.writing.in_process import InProcess
+from headstart.data.writing.kept import RowStates, TurnCaches
+from headstart.data.writing.writer import CANDIDATES, Continuation, Writer
 from headstart.recipes.sections import DataSection
 from headstart.target.model import Target
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-    from headstart.data.states.shards import Capture
+class KeepsStates(Protocol):
+    """Takes hidden states that writing computes anyway (`headstart.data.states.shards.Capture`).
+
+    Attributes:
+        aux_layers: whose states to keep.
+    """
+
+    aux_layers: tuple[int, ...]
+
+    def keep(self, written: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
+        """Take conversations with the states [T, E] of their tokens, by layer."""
 
 
-def answer_prompts(
-    target: Target,
-    prompts: Sequence[Prompt],
-    settings: DataSection,
-    seed: int,
-    answered: bool,
-    check: Callable[[], None],
-    left_out: LeftOut | None = None,
-    generator: Generator | None = None,
-    capture: Capture | None = None,
-) -> list[Conversation]:
-    """Answer every user turn of each prompt with the target, shortest prompts first; a share of them at temperature 1.
-
-    Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same. What the
-    chat template makes nothing to learn from of is left out and counted.
+class Answers:
+    """Lets the target answer prompts.
 
     Args:
         target: the model, with its tokenizer.
-        prompts: of one batch.
         settings: the recipe's data section.
-        seed: of the batch.
-        answered: whether answers are wanted; the openings alone otherwise.
+        writer: the target in this process by default.
+        capture: takes the hidden states of what is written.
         check: called now and then; what it raises ends the work.
-        left_out: takes the count.
-        generator: that writes; the target in this process by default.
-        capture: keeps the hidden states of what is written.
     """
-    left_out = LeftOut() if left_out is None else left_out
-    generator = generator or InProcess(target)
-    if not answered:
-        return _fitting(prompts, lambda prompt: _unanswered(prompt, target.tokenizer), left_out)
-    kept = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
-    running = [
-        _Running(prompt, [turn for turn in prompt.messages if turn["role"] != "assistant"])
-        for prompt in prompts
-        if prompt not in kept
-    ]
-    sampled = round(settings.sampled_fraction * len(running))
-    for index, row in enumerate(running):
-        row.temperature = 1.0 if index < sampled else settings.temperature
-    turn, turns = 0, Turns()
-    while any(row.left for row in running):
-        turn += _next_turn(target, running, settings, seed * 31 + turn, check, generator, capture, turns)
-    for row in running:
-        if not any(row.supervised):
-            left_out.add("that the chat template refuses, or too long", row.prompt.id)
-    sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": CANDIDATES, "seed": seed}
-    learnt = [row for row in running if any(row.supervised)]
-    written = [row.conversation(sampling) for row in learnt]
-    if capture is not None:
-        capture.keep([(item, row.states) for item, row in zip(written, learnt, strict=True) if row.states])
-    return [*_fitting(kept, lambda prompt: _given(prompt, target), left_out), *written]
 
+    def __init__(
+        self,
+        target: Target,
+        settings: DataSection,
+        writer: Writer | None = None,
+        capture: KeepsStates | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._target, self._settings = target, settings
+        self._writer = writer or InProcess(target)
+        self._capture, self._check = capture, check
 
-def _next_turn(
-    target: Target,
-    running: Sequence[_Running],
-    settings: DataSection,
-    seed: int,
-    check: Callable[[], None],
-    generator: Generator,
-    capture: Capture | None,
-    turns: Turns,
-) -> bool:
-    """Ask each conversation's next user turn, if it has one, and answer; false when none could be asked."""
-    asking = [row for row in running if row.left]
-    for row in asking:
-        row.ask(target.tokenizer, settings.max_prompt_tokens, target.max_length - settings.max_new_tokens)
-    asking = sorted((row for row in asking if row.asked), key=lambda row: len(row.tokens))
-    if not asking:
-        return False
-    turns.begin([(running.index(row), bool(row.left), row.states) for row in asking])
-    states = None if capture is None else RowStates(capture.aux_layers)
-    answers = generator.continue_rows(
-        [row.tokens for row in asking],
-        max_new_tokens=settings.max_new_tokens,
-        temperatures=[row.temperature for row in asking],
-        top_p=1.0,
-        ends=target.end_tokens,
-        seed=seed,
-        check=check,
-        states=states,
-        turns=turns,
-    )
-    for number, (row, answer) in enumerate(zip(asking, answers, strict=True)):
-        row.answer(answer, target.tokenizer, target.end_tokens)
-        row.states = {} if states is None else states.of_row.get(number, {})
-    return True
+    def answered(
+        self, prompts: Sequence[Prompt], seed: int, sampled_fraction: float, left_out: LeftOut
+    ) -> list[Conversation]:
+        """Answer every user turn of each prompt of a batch, shortest prompts first.
+
+        Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same.
+
+        Args:
+            prompts: of one batch.
+            seed: of the batch.
+            sampled_fraction: share of the answers at temperature 1.
+            left_out: counts what the chat template makes nothing to learn from of.
+        """
+        settings, target = self._settings, self._target
+        given = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
+        running = [_Running(prompt) for prompt in prompts if prompt not in given]
+        sampled = round(sampled_fraction * len(running))
+        for index, row in enumerate(running):
+            row.temperature = 1.0 if index < sampled else settings.temperature
+        turn, turns = 0, TurnCaches()
+        while any(row.remaining for row in running):
+            turn += self._next_turn(running, seed * 31 + turn, turns)
+        for row in running:
+            if not any(row.supervised):
+                left_out.add("that the chat template refuses, or too long", row.prompt.id)
+        learnt = [row for row in running if any(row.supervised)]
+        sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": CANDIDATES, "seed": seed}
+        written = [row.conversation(sampling) for row in learnt]
+        if self._capture is not None:
+            self._capture.keep([(item, row.states) for item, row in zip(written, learnt, strict=True) if row.states])
+        return [*_fitting(given, lambda prompt: _given(prompt, target), left_out), *written]
+
+    def openings(self, prompts: Sequence[Prompt], left_out: LeftOut) -> list[Conversation]:
+        """The prompts without answers; those that the chat template refuses are counted."""
+        return _fitting(prompts, lambda prompt: _unanswered(prompt, self._target.tokenizer), left_out)
+
+    def _next_turn(self, running: Sequence[_Running], seed: int, turns: TurnCaches) -> bool:
+        """Ask each conversation's next user turn, if it has one, and answer; false when none could be asked."""
+        target, settings = self._target, self._settings
+        longest, room = settings.max_prompt_tokens, target.max_length - settings.max_new_tokens
+        asking = [row for row in running if row.remaining and row.ask(target.tokenizer, longest, room)]
+        asking.sort(key=lambda row: len(row.tokens))
+        if not asking:
+            return False
+        turns.begin([(running.index(row), bool(row.remaining), row.states) for row in asking])
+        continuation = Continuation(
+            settings.max_new_tokens,
+            [row.temperature for row in asking],
+            target.end_tokens,
+            seed,
+            check=self._check,
+            states=None if self._capture is None else RowStates(self._capture.aux_layers),
+            turns=turns,
+        )
+        answers = self._writer.continue_rows([row.tokens for row in asking], continuation)
+        states = {} if continuation.states is None else continuation.states.of_row
+        for number, (row, answer) in enumerate(zip(asking, answers, strict=True)):
+            row.answer(answer, target.tokenizer, target.end_tokens)
+            row.states = states.get(number, {})
+        return True
 
 
 def _fitting(
@@ -122,19 +131,23 @@ def _fitting(
 
 
 class _Running:
-    """A conversation that is being written: the exact tokens that the target read and wrote."""
+    """A conversation that is being written: the exact tokens that the target read and wrote.
 
-    def __init__(self, prompt: Prompt, left: list[dict[str, str]]) -> None:
+    Attributes:
+        remaining: messages that are still to be asked.
+        states: hidden states of all tokens so far, by layer; empty where they are not known.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
-        self.left = left
-        self.messages: list[dict[str, str]] = []
+        self.remaining = [message for message in prompt.messages if message["role"] != "assistant"]
+        self.messages: list[Message] = []
         self.tokens: list[int] = []
         self.supervised: list[bool] = []
         self.temperature = 0.0
-        self.asked = False
-        self.states: dict[int, Tensor] = {}  # of all tokens so far
+        self.states: dict[int, Tensor] = {}
 
-    def ask(self, tokenizer: Any, longest: int, room: int) -> None:
+    def ask(self, tokenizer: Any, longest: int, room: int) -> bool:
         """Append the next user turn (with a system turn before it) and the generation prompt.
 
         The conversation ends before a turn that is too long, before one that the template refuses, and before one at
@@ -145,28 +158,31 @@ class _Running:
             tokenizer: with a chat template.
             longest: most tokens of the turn.
             room: most tokens of the conversation with it.
-        """
-        asked: list[dict[str, str]] = []
-        while self.left:
-            asked.append(self.left.pop(0))
-            if asked[-1]["role"] == "user":
-                break
-        fresh = self._rendered(asked, tokenizer)
-        self.asked = fresh is not None and len(fresh) <= longest and len(self.tokens) + len(fresh) <= room
-        if fresh is None or not self.asked:
-            self.left = []
-            return
-        self.messages.extend(asked)
-        self.tokens = [*self.tokens, *fresh]
-        self.supervised = [*self.supervised, *[False] * len(fresh)]
 
-    def _rendered(self, asked: list[dict[str, str]], tokenizer: Any) -> list[int] | None:
+        Returns:
+            Whether there is something to answer.
+        """
+        turn: list[Message] = []
+        while self.remaining:
+            turn.append(self.remaining.pop(0))
+            if turn[-1]["role"] == "user":
+                break
+        tokens = self._rendered(turn, tokenizer)
+        if tokens is None or len(tokens) > longest or len(self.tokens) + len(tokens) > room:
+            self.remaining = []
+            return False
+        self.messages.extend(turn)
+        self.tokens = [*self.tokens, *tokens]
+        self.supervised = [*self.supervised, *[False] * len(tokens)]
+        return True
+
+    def _rendered(self, turn: list[Message], tokenizer: Any) -> list[int] | None:
         """Tokens that these messages add; None when the template refuses them or rewrites what came before."""
         try:
             if not self.tokens:
-                return prompt_tokens(asked, tokenizer)
+                return prompt_tokens(turn, tokenizer)
             before = render(self.messages, tokenizer, answer=False)
-            after = render([*self.messages, *asked], tokenizer, answer=True)
+            after = render([*self.messages, *turn], tokenizer, answer=True)
         except Unfit:
             return None
         return added_tokens(before, after, self.tokens[-1], tokenizer) if after.startswith(before) else None
@@ -177,17 +193,13 @@ class _Running:
         self.supervised = [*self.supervised, *[True] * len(tokens)]
         self.messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
         if tokens[-1] not in ends:
-            self.left = []
+            self.remaining = []
 
     def conversation(self, sampling: dict[str, Any]) -> Conversation:
         """What was written, and how."""
+        how = {**sampling, "temperature": self.temperature}
         return Conversation(
-            id=self.prompt.id,
-            tokens=self.tokens,
-            supervised=self.supervised,
-            messages=self.messages,
-            category=self.prompt.category,
-            sampling={**sampling, "temperature": self.temperature},
+            self.prompt.id, self.tokens, self.supervised, self.messages, category=self.prompt.category, sampling=how
         )
 
 
@@ -203,6 +215,6 @@ def _given(prompt: Prompt, target: Target) -> Conversation:
 
 
 def _unanswered(prompt: Prompt, tokenizer: Any) -> Conversation:
-    asked = [turn for turn in prompt.messages if turn["role"] != "assistant"]
+    messages = [message for message in prompt.messages if message["role"] != "assistant"]
     tokens = prompt_tokens(prompt.opening, tokenizer)
-    return Conversation(prompt.id, tokens, [False] * len(tokens), asked, prompt.category, {})
+    return Conversation(prompt.id, tokens, [False] * len(tokens), messages, prompt.category, {})

@@ -2,8 +2,8 @@
 
 The process that plans posts what is to be done next, does it itself, and posts one job more than anybody works on: who
 comes to help finds it. A job belongs to whoever holds its lock. The system lets go of the locks of a process that dies
-(see `headstart.support.lock`), and its job is free again. Results are written whole and stay until the planner has used them,
-so that they outlive whoever made them, and the planner too.
+(see `headstart.support.lock`), and its job is free again. Results are written whole and stay until the planner has used
+them, so that they outlive whoever made them, and the planner too.
 
     00007-train-1f0c.../   job.json     what to do
                            lock         held by whoever does it
@@ -17,22 +17,29 @@ import json
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from headstart.data.conversations.workers import Workers
 from headstart.support.files import read_json, write_json
 from headstart.support.lock import Busy, locked
+from headstart.target.model import Target
 
 JOBS = "jobs"
 """Folder of jobs, beside what they make."""
 JOB, RESULT = "job.json", "result.json"
 LOOK = 0.2
 """Seconds after which one looks again what the others have done."""
+
+
+def owner_of(target: Target) -> str:
+    """Whose conversations or hidden states a job asks for."""
+    return f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Job:
     order: str
     what: dict[str, Any]
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Of its folder; the same for the same job only."""
         digest = hashlib.sha256(json.dumps(self.what, sort_keys=True).encode()).hexdigest()
@@ -159,37 +166,50 @@ class Plan(Protocol[J]):
         """Whether the last job, which nobody has begun, is still to be done."""
 
 
+class InOrder(Generic[J]):
+    """A plan of these jobs, one after the other."""
+
+    def __init__(self, jobs: Iterable[J]) -> None:
+        self._jobs = iter(jobs)
+
+    def next(self, waiting: Sequence[J], writers: int) -> J | None:
+        return next(self._jobs, None)
+
+    def still(self, job: J, writers: int) -> bool:
+        return True
+
+
 @dataclass
-class _Waiting(Generic[J]):
-    """A job whose result has not been used."""
+class _Posted(Generic[J]):
+    """A job whose result has not been used.
+
+    Attributes:
+        future: of a job that is done here.
+        elsewhere: whether another process does it.
+    """
 
     job: J
-    name: str
     result: dict[str, Any] | None = None
     future: Future[dict[str, Any]] | None = None
     elsewhere: bool = False
 
     def look(self, board: Board | None) -> None:
-        """See how far it is.
-
-        Raises:
-            Exception: what was raised by it in this process.
-        """
+        """See how far it is; raises what was raised by it in this process."""
         if self.result is not None:
             return
         if self.future is not None:
             self.result = self.future.result() if self.future.done() else None
         elif board is not None:
-            self.result = board.result(self.name)
-            self.elsewhere = self.result is None and board.held(self.name)
+            self.result = board.result(self.job.name)
+            self.elsewhere = self.result is None and board.held(self.job.name)
 
     @property
-    def under_way(self) -> bool:
-        return self.result is None and (self.elsewhere or self.future is not None)
+    def here(self) -> bool:
+        return self.result is None and self.future is not None
 
     @property
     def free(self) -> bool:
-        return self.result is None and not self.elsewhere and self.future is None
+        return self.result is None and self.future is None and not self.elsewhere
 
 
 def share(plan: Plan[J], do: Do, workers: Workers, board: Board | None = None) -> Iterator[tuple[J, dict[str, Any]]]:
@@ -197,7 +217,7 @@ def share(plan: Plan[J], do: Do, workers: Workers, board: Board | None = None) -
 
     Args:
         plan: asked for one job after the other.
-        do: does one here.
+        do: does a job here.
         workers: entered; those of this process.
         board: where others find jobs; None to do all of them here.
 
@@ -208,63 +228,67 @@ def share(plan: Plan[J], do: Do, workers: Workers, board: Board | None = None) -
         while (job := plan.next((), 1)) is not None:
             yield job, do(job.what)
         return
-    waiting: deque[_Waiting[J]] = deque()
-    ended = False
+    posted: deque[_Posted[J]] = deque()
     try:
-        while True:
-            for one in waiting:
-                one.look(board)
-            writers = max(workers.count, sum(one.under_way for one in waiting))
-            while waiting and waiting[-1].free and not plan.still(waiting[-1].job, writers):
-                if board is not None and not board.withdraw(waiting[-1].name):
-                    break  # somebody has just taken it
-                waiting.pop()
-                ended = True
-            here = sum(one.future is not None and one.result is None for one in waiting)
-            for one in waiting:
-                here += here < workers.count and _begin(one, do, workers, board)
-            room = workers.count + sum(one.elsewhere for one in waiting) + (board is not None)
-            if not ended and sum(one.result is None for one in waiting) < room:
-                writers = max(workers.count, sum(one.under_way for one in waiting))
-                if (job := plan.next([one.job for one in waiting], writers)) is not None:
-                    waiting.append(_Waiting(job, job.name))
-                    if board is not None:
-                        board.post(job.name, job.what)
-                    continue
-            if not waiting:
-                return
-            if (result := waiting[0].result) is not None:
-                done = waiting.popleft()
-                yield done.job, result
-                if board is not None:
-                    board.remove(done.name)
-                continue
-            futures = [one.future for one in waiting if one.future is not None and one.result is None]
-            if futures:
-                wait(futures, None if board is None else LOOK, FIRST_COMPLETED)
-            else:
-                time.sleep(LOOK)
+        yield from _share(plan, do, workers, board, posted)
     finally:
         if board is not None:
-            for one in waiting:
-                if one.free:
-                    board.withdraw(one.name)
+            for item in posted:
+                if item.free:
+                    board.withdraw(item.job.name)
 
 
-def _begin(one: _Waiting[J], do: Do, workers: Workers, board: Board | None) -> bool:
+def _share(
+    plan: Plan[J], do: Do, workers: Workers, board: Board | None, posted: deque[_Posted[J]]
+) -> Iterator[tuple[J, dict[str, Any]]]:
+    ended = False
+    while True:
+        for item in posted:
+            item.look(board)
+        while posted and posted[-1].free and not plan.still(posted[-1].job, _writers(workers, posted)):
+            if board is not None and not board.withdraw(posted[-1].job.name):
+                break  # somebody has just taken it
+            posted.pop()
+            ended = True
+        running = sum(item.here for item in posted)
+        for item in posted:
+            running += item.free and running < workers.count and _begin(item, do, workers, board)
+        room = workers.count + sum(item.elsewhere for item in posted) + (board is not None)
+        if not ended and sum(item.result is None for item in posted) < room:
+            job = plan.next([item.job for item in posted], _writers(workers, posted))
+            if job is not None:
+                posted.append(_Posted(job))
+                if board is not None:
+                    board.post(job.name, job.what)
+                continue
+        if not posted:
+            return
+        if (result := posted[0].result) is not None:
+            job = posted.popleft().job
+            yield job, result
+            if board is not None:
+                board.remove(job.name)
+        elif futures := [item.future for item in posted if item.future is not None and item.result is None]:
+            wait(futures, None if board is None else LOOK, FIRST_COMPLETED)
+        else:
+            time.sleep(LOOK)
+
+
+def _writers(workers: Workers, posted: Iterable[_Posted[J]]) -> int:
+    """How many jobs are being done, here or elsewhere."""
+    return max(workers.count, sum(item.here or item.elsewhere for item in posted))
+
+
+def _begin(item: _Posted[J], do: Do, workers: Workers, board: Board | None) -> bool:
     """Begin a job here, if nobody has it."""
-    if not one.free:
-        return False
-    claim = ExitStack() if board is None else board.claim(one.name)
-    if claim is None:
-        return False
-    what, name = one.job.what, one.name
-    one.future = workers.begin(lambda: _done(do, what, name, board, claim))
-    return True
+    claim = ExitStack() if board is None else board.claim(item.job.name)
+    if claim is not None:
+        item.future = workers.begin(partial(_done, do, item.job.what, item.job.name, board, claim))
+    return claim is not None
 
 
 def _done(do: Do, what: dict[str, Any], name: str, board: Board | None, claim: ExitStack) -> dict[str, Any]:
-    """Do a job that is held, say what came of it, and let go."""
+    """Do a job that is held, post what came of it, and let go."""
     with claim:
         result = do(what)
         if board is not None:
@@ -277,7 +301,7 @@ class Helper:
     """Does jobs that another process has planned.
 
     Attributes:
-        do: does one.
+        do: does a job.
         mine: whether a job can be done here.
         refused: names of those that cannot.
     """
@@ -303,9 +327,10 @@ class Helper:
                 future.result()
                 running.remove(future)
                 finished += 1
-            for where, name in [(board, name) for board in boards for name in board.names()]:
-                if len(running) < workers.count and (begun := self._take(where, name, workers)) is not None:
-                    running.append(begun)
+            for board in boards:
+                for name in board.names():
+                    if len(running) < workers.count and (begun := self._take(board, name, workers)) is not None:
+                        running.append(begun)
             if not running:
                 return finished
             wait(running, LOOK, FIRST_COMPLETED)
@@ -318,4 +343,4 @@ class Helper:
             self.refused.add(name)
             claim.close()
             return None
-        return workers.begin(lambda: _done(self.do, what, name, board, claim))
+        return workers.begin(partial(_done, self.do, what, name, board, claim))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.records import Conversation
 from headstart.errors import UserError
 from headstart.support.files import read_json, read_jsonl, write_json, write_jsonl
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.records import Conversation
 
 _SUPERVISED = "bold green underline"
 _OPEN, _CLOSE = "⟦", "⟧"

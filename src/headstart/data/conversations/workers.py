@@ -9,19 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import TypeVar
 
 import torch
+
+from headstart.servers.at_once import Stopped
 
 R = TypeVar("R")
 
 _MAX = 2
 """Each worker has a KV cache and a batch of its own."""
-
-
-class Stopped(Exception):
-    """Raised inside a job whose result nobody waits for any more."""
 
 
 class Workers:
@@ -53,9 +50,7 @@ class Workers:
             self._pool = ThreadPoolExecutor(self.count, "worker")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
@@ -67,10 +62,10 @@ class Workers:
         return self._pool.submit(job)
 
     def check(self) -> None:
-        """For jobs to call now and then: ends those that are not wanted any more.
+        """For jobs to call now and then.
 
         Raises:
-            Stopped: the context was left.
+            Stopped: the context was left, so that nobody waits for the job any more.
         """
         if self._stop.is_set():
             raise Stopped

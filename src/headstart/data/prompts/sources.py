@@ -68,7 +68,7 @@ def find_origin(source: str, revision: str | None = None) -> Origin:
     Asks the hub unless `revision` is a commit; without a network, the newest commit that was downloaded before counts.
 
     Args:
-        source: as for `headstart.data.prompts.prompts.load_prompts`.
+        source: as for `headstart.data.prompts.reading.load_prompts`.
         revision: branch, tag or commit of a dataset on the hub; None is its main branch.
 
     Raises:

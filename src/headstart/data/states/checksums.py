@@ -22,7 +22,7 @@ from headstart.errors import UserError
 from headstart.support.files import DAMAGED
 
 KEY = "checksums"
-"""In the metadata of a shard; absent from those of earlier versions, which are read unverified."""
+"""In the metadata of a shard."""
 
 _BROKEN = (ValueError, KeyError, AttributeError, TypeError, RuntimeError)
 """What reading damaged metadata raises."""
@@ -38,12 +38,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def checksums(tensors: Mapping[str, Tensor], lengths: Sequence[int]) -> str:
-    """For a shard's metadata.
-
-    Args:
-        tensors: of the shard, [S, ...].
-        lengths: of its conversations, end to end.
-    """
+    """For a shard's metadata: of its tensors [S, ...], whose conversations of these lengths lie end to end."""
     return json.dumps(
         {name: list(map(checksum, torch.split(tensor, list(lengths)))) for name, tensor in tensors.items()}
     )
@@ -51,9 +46,6 @@ def checksums(tensors: Mapping[str, Tensor], lengths: Sequence[int]) -> str:
 
 class Checks:
     """What the parts of one shard should be.
-
-    Args:
-        file: the shard.
 
     Raises:
         UserError: it cannot be read.
@@ -64,30 +56,24 @@ class Checks:
         self._wanted: dict[tuple[str, int], int] = {}
         try:
             with safe_open(file, framework="pt") as handle:
-                metadata = handle.metadata() or {}
+                metadata = handle.metadata()
             starts = list(accumulate(json.loads(metadata["lengths"]), initial=0))
-            for name, found in json.loads(metadata.get(KEY, "{}")).items():
-                self._wanted.update(zip(((name, start) for start in starts), found, strict=False))
+            for name, sums in json.loads(metadata[KEY]).items():
+                self._wanted.update(zip(((name, start) for start in starts), sums, strict=False))
         except FileNotFoundError:
             raise is_missing(file) from None
         except (SafetensorError, *_BROKEN):
             raise put_aside(file) from None
 
     def verify(self, name: str, start: int, part: Tensor) -> None:
-        """See that a conversation's part of a tensor is as it was written; once, as long as it is.
-
-        Args:
-            name: of the tensor.
-            start: of the part, in tokens.
-            part: as read.
+        """See that a conversation's part of a tensor, from this token on, is as it was written; once.
 
         Raises:
             UserError: it is not. The shard is put aside, so that building the states computes it anew.
         """
-        wanted = self._wanted.get((name, start))
+        wanted = self._wanted.pop((name, start), None)
         if wanted is not None and checksum(part) != wanted:
             raise put_aside(self._file)
-        self._wanted.pop((name, start), None)
 
 
 def whole(file: Path) -> bool:
@@ -95,9 +81,9 @@ def whole(file: Path) -> bool:
     try:
         with safe_open(file, framework="pt") as handle:
             metadata = handle.metadata()
-            lengths, wanted = json.loads(metadata["lengths"]), json.loads(metadata.get(KEY, "{}"))
+            lengths, wanted = json.loads(metadata["lengths"]), json.loads(metadata[KEY])
             parts = {name: torch.split(handle.get_tensor(name), lengths) for name in wanted}
-        return all(list(map(checksum, parts[name])) == found for name, found in wanted.items())
+        return all(list(map(checksum, parts[name])) == sums for name, sums in wanted.items())
     except (SafetensorError, FileNotFoundError, *_BROKEN):
         return False
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headstart.data.conversations.conversations import Conversation
+from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import check_conversations
 from headstart.data.states.store import Sample
 from headstart.target.model import Target

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,41 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.data.conversations.conversations import Conversation
-from headstart.data.conversations.encoding import AUTO, encode
-from headstart.data.conversations.jobs import Board, Job, share
+from headstart.data.conversations.jobs import Board, InOrder, Job, owner_of, share
+from headstart.data.conversations.records import Conversation
 from headstart.data.conversations.workers import Workers
 from headstart.data.states.checksums import KEY, checksums
-from headstart.data.states.store import FORMAT, FORMAT_OF_CODES, MANIFEST, StateStore, estimate_bytes
+from headstart.data.states.codes import AUTO, encode
+from headstart.data.states.store import FORMAT, MANIFEST, StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.support.files import format_bytes, need_disk, write_atomic, write_json
 from headstart.target.model import Target
 
+STATES = "states"
+"""Kind of the jobs that compute a shard."""
 SHARD_BYTES = 64_000_000, 2_000_000_000
 """A shard is closed once it holds this much, at least and at most; it is the most work that a kill can lose."""
 _SHARDS = 200
 """Between the two, the states of a build make about so many shards."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """How states are computed and stored.
+
+    Attributes:
+        states_dtype: how they are stored, see `headstart.data.states.codes`.
+        batch_tokens: tokens of a forward at most, padding included (one longer conversation goes alone).
+        shard_bytes: size at which a shard is closed; None chooses by what there is to compute.
+        advance: called with (tokens done, tokens in all) after every forward here, and after every shard of others.
+        board: where other processes find shards to compute; None to compute all of them here.
+    """
+
+    states_dtype: str = AUTO
+    batch_tokens: int = 2048
+    shard_bytes: int | None = None
+    advance: Callable[[int, int], None] = lambda done, total: None
+    board: Board | None = None
 
 
 def build_store(
@@ -43,14 +65,9 @@ def build_store(
     *,
     budget_bytes: int,
     shards: Path | None = None,
-    batch_tokens: int = 2048,
-    advance: Callable[[int, int], None] | None = None,
-    shard_bytes: int | None = None,
-    states_dtype: str = AUTO,
-    board: Board | None = None,
+    work: Work | None = None,
 ) -> StateStore:
-    """Compute and keep the aux hidden states of conversations; states that a whole shard holds already are not
-    computed.
+    """Compute and keep the aux hidden states of conversations, but for those that a whole shard holds already.
 
     Args:
         folder: of the store; a manifest that is there is replaced.
@@ -59,53 +76,34 @@ def build_store(
         aux_layers: which hidden states to keep.
         budget_bytes: conversations from the first one on are kept while they fit; see `StateStore.notice`.
         shards: folder of the shards, which other stores of the same target may share; by default `folder` itself.
-        batch_tokens: tokens of a forward at most, padding included (one longer conversation goes alone).
-        advance: called with (tokens done, tokens in all) after every forward here, and after every shard of others.
-        shard_bytes: size at which a shard is closed; None chooses by what there is to compute.
-        states_dtype: how they are stored, see `encoding`.
-        board: where other processes find shards to compute; None to compute all of them here.
+        work: how states are computed and stored.
 
     Raises:
         UserError: nothing to store, a conversation that the target cannot read, a budget too small for the first
             conversation, or too little free disk.
     """
     check_conversations(conversations, target)
-    aux_layers, shards = tuple(dict.fromkeys(aux_layers)), shards or folder
-    kept = conversations[: fitting(conversations, target, aux_layers, budget_bytes, states_dtype)]
-    lengths = [len(conversation.tokens) for conversation in kept]
-    keys = [_key(conversation.tokens) for conversation in kept]
-    if board is not None:  # shards that a process which was killed had planned: its helpers may be computing them still
-        posted = [Job(name.rpartition("-")[0], board.job(name)) for name in board.names()]
-        for _ in _computed(target, shards, posted, board):
+    aux_layers, shards, work = tuple(dict.fromkeys(aux_layers)), shards or folder, work or Work()
+    kept = conversations[: fitting(conversations, target, aux_layers, budget_bytes, work.states_dtype)]
+    if work.board is not None:  # what a process which was killed had planned: its helpers may be computing it still
+        posted = [Job(name.rpartition("-")[0], work.board.job(name)) for name in work.board.names()]
+        for _ in _computed(target, shards, posted, work.board):
             pass
-    index = _Index(shards, owner_of(target, states_dtype))
-    lacking = index.lacking(keys, aux_layers)
-    total, left = sum(lengths), sum(lengths[i] for numbers in lacking.values() for i in numbers)
-    size = (target.hidden_size, target.dtype, states_dtype)
-    per_token = {layers: estimate_bytes(1, len(layers), *size) for layers in lacking}
-    needed = sum(per_token[layers] * lengths[i] for layers, numbers in lacking.items() for i in numbers)
-    need_disk(shards, needed, "Keeping hidden states")
-    planned = [
-        (layers, numbers)
-        for layers, missing in lacking.items()
-        for numbers in _shards(missing, lengths, per_token[layers], shard_bytes or shard_size(needed))
-    ]
-    jobs = (
-        _shard_job(number, target, layers, [kept[i].tokens for i in numbers], batch_tokens, states_dtype)
-        for number, (layers, numbers) in enumerate(planned)
-    )
+    index = ShardIndex(shards, owner(target, work.states_dtype))
+    jobs = _planned(target, kept, index.lacking(kept, aux_layers), shards, work)
+    total = sum(len(conversation.tokens) for conversation in kept)
+    done = total - sum(_tokens(job) for job in jobs)
 
-    def read(tokens: int) -> None:
-        if advance is not None:
-            advance(total - left + tokens, total)
+    def advance(tokens: int) -> None:
+        work.advance(done + tokens, total)
 
-    for job, file in _computed(target, shards, jobs, board, read):
+    for job, file in _computed(target, shards, jobs, work.board, advance):
         index.add(file)
-        left -= sum(map(len, job.what["rows"]))
-        read(0)
-    if board is not None:
-        board.clear()
-    manifest = _manifest(folder, index, target, aux_layers, kept, keys, states_dtype)
+        done += _tokens(job)
+        advance(0)
+    if work.board is not None:
+        work.board.clear()
+    manifest = _manifest(folder, index, target, aux_layers, kept, work.states_dtype)
     write_json(folder / MANIFEST, {**manifest, "dropped": len(conversations) - len(kept)}, indent=None)
     return StateStore(folder)
 
@@ -130,7 +128,7 @@ class Capture:
         shards: folder of the shards.
         target: the model that writes.
         aux_layers: which hidden states to keep.
-        states_dtype: how they are stored, see `encoding`.
+        states_dtype: how they are stored, see `headstart.data.states.codes`.
     """
 
     def __init__(self, shards: Path, target: Target, aux_layers: Sequence[int], states_dtype: str = AUTO) -> None:
@@ -146,54 +144,45 @@ class Capture:
         if not written:
             return
         once = {_key(conversation.tokens): (conversation.tokens, states) for conversation, states in written}
-        rows = [tokens for tokens, _ in once.values()]
-        target, tokens = self._target, sum(map(len, rows))
-        need_disk(
-            self._shards,
-            estimate_bytes(tokens, len(self.aux_layers), target.hidden_size, target.dtype, self._states_dtype),
-            "Keeping hidden states",
-        )
-        states = [states for _, states in once.values()]
-        owner = owner_of(target, self._states_dtype)
-        _write_shard(self._shards, owner, self.aux_layers, rows, states, self._states_dtype)
+        rows, states = [tokens for tokens, _ in once.values()], [states for _, states in once.values()]
+        target, layers = self._target, self.aux_layers
+        needed = estimate_bytes(sum(map(len, rows)), len(layers), target.hidden_size, target.dtype, self._states_dtype)
+        need_disk(self._shards, needed, "Keeping hidden states")
+        _write_shard(self._shards, target, layers, rows, states, self._states_dtype)
 
 
-def without_states(
-    shards: Path,
-    target: Target,
-    conversations: Sequence[Conversation],
-    aux_layers: Sequence[int],
-    states_dtype: str = AUTO,
-) -> dict[int, tuple[int, ...]]:
-    """Numbers of the conversations that the whole shards of a folder do not hold all states of, equal ones once, each
-    with the layers that are missing."""
-    index = _Index(shards, owner_of(target, states_dtype))
-    found = index.lacking([_key(item.tokens) for item in conversations], aux_layers)
-    return {number: layers for layers, numbers in found.items() for number in numbers}
+# -- computing -------------------------------------------------------------------------------------------------------
 
 
-STATES = "states"
-"""Kind of these jobs."""
+def _planned(
+    target: Target, kept: Sequence[Conversation], lacking: Mapping[tuple[int, ...], list[int]], shards: Path, work: Work
+) -> list[Job]:
+    """A job for each shard to compute; conversations are told by their tokens.
+
+    `lacking` holds the numbers of those that lack states, by the layers that they lack.
+    """
+    lengths = [len(conversation.tokens) for conversation in kept]
+    size = (target.hidden_size, target.dtype, work.states_dtype)
+    per_token = {layers: estimate_bytes(1, len(layers), *size) for layers in lacking}
+    needed = sum(per_token[layers] * lengths[i] for layers, numbers in lacking.items() for i in numbers)
+    need_disk(shards, needed, "Keeping hidden states")
+    jobs: list[Job] = []
+    for layers, missing in lacking.items():
+        for numbers in _split(missing, lengths, per_token[layers], work.shard_bytes or shard_size(needed)):
+            what = {
+                "kind": STATES,
+                "target": owner_of(target),
+                "layers": list(layers),
+                "rows": [list(kept[i].tokens) for i in numbers],
+                "batch_tokens": work.batch_tokens,
+                "states_dtype": work.states_dtype,
+            }
+            jobs.append(Job(f"{len(jobs):06d}", what))
+    return jobs
 
 
-def _shard_job(
-    number: int,
-    target: Target,
-    aux_layers: Sequence[int],
-    rows: Sequence[Sequence[int]],
-    batch_tokens: int,
-    states_dtype: str,
-) -> Job:
-    """A shard to compute, of conversations that are told by their tokens."""
-    what = {
-        "kind": STATES,
-        "target": owner_of(target),
-        "layers": list(aux_layers),
-        "rows": [list(row) for row in rows],
-        "batch_tokens": batch_tokens,
-        "states_dtype": states_dtype,
-    }
-    return Job(f"{number:06d}", what)
+def _tokens(job: Job) -> int:
+    return sum(map(len, job.what["rows"]))
 
 
 def compute_shard(
@@ -205,37 +194,18 @@ def compute_shard(
 ) -> dict[str, Any]:
     """Compute and write the shard of a job.
 
-    Args:
-        target: the model that the job asks for.
-        what: the job.
-        shards: folder of the shards.
-        check: called before every forward.
-        advance: called with the tokens of this shard that are done, after every forward.
+    `check` is called before every forward, `advance` after it, with the tokens of this shard that are done.
     """
     rows, layers, done = what["rows"], tuple(what["layers"]), 0
     states: dict[int, dict[int, Tensor]] = {}
     for batch in _batches(range(len(rows)), list(map(len, rows)), what["batch_tokens"]):
         check()
-        found = target.hidden_states([rows[i] for i in batch], layers)
-        states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in found), strict=True))
+        computed = target.hidden_states([rows[i] for i in batch], layers)
+        states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in computed), strict=True))
         done += sum(len(rows[i]) for i in batch)
         advance(done)
-    kind = what["states_dtype"]
-    file = _write_shard(shards, owner_of(target, kind), layers, rows, [states[i] for i in range(len(rows))], kind)
-    return {"file": file.name}
-
-
-class _InTurn:
-    """Jobs one after the other, see `headstart.data.conversations.jobs.Plan`."""
-
-    def __init__(self, jobs: Iterable[Job]) -> None:
-        self._jobs = iter(jobs)
-
-    def next(self, waiting: Sequence[Job], writers: int) -> Job | None:
-        return next(self._jobs, None)
-
-    def still(self, job: Job, writers: int) -> bool:
-        return True
+    in_order = [states[i] for i in range(len(rows))]
+    return {"file": _write_shard(shards, target, layers, rows, in_order, what["states_dtype"]).name}
 
 
 def _computed(
@@ -247,55 +217,48 @@ def _computed(
 ) -> Iterator[tuple[Job, Path]]:
     """The files of jobs, computed here or by those who help."""
     with Workers(target.device, 1, beside=board is not None) as workers:
-        for job, result in share(
-            _InTurn(jobs), lambda what: compute_shard(target, what, shards, workers.check, advance), workers, board
-        ):
+
+        def compute(what: dict[str, Any]) -> dict[str, Any]:
+            return compute_shard(target, what, shards, workers.check, advance)
+
+        for job, result in share(InOrder(jobs), compute, workers, board):
             yield job, shards / result["file"]
 
 
-def owner_of(target: Target, states_dtype: str = AUTO) -> str:
-    """Whose states a shard holds, or a job asks for, and how they are stored."""
-    owner = f"{target.identity().fingerprint} {target.settings} {_name_of(target.dtype)}"
-    return owner if states_dtype == AUTO else f"{owner} {states_dtype}"
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def owner(target: Target, states_dtype: str = AUTO) -> str:
+    """Whose states a shard holds, and how they are stored."""
+    return owner_of(target) if states_dtype == AUTO else f"{owner_of(target)} {states_dtype}"
 
 
 def _manifest(
     folder: Path,
-    index: _Index,
+    index: ShardIndex,
     target: Target,
     aux_layers: Sequence[int],
     kept: Sequence[Conversation],
-    keys: Sequence[str],
     states_dtype: str,
 ) -> dict[str, Any]:
     """What a store says of itself; see `StateStore` for what is read of it."""
-    files = sorted({index.places[layer, key][0] for layer in aux_layers for key in keys})
+    places = [[index.places[layer, _key(item.tokens)] for item in kept] for layer in aux_layers]
+    files = sorted({file for of_layer in places for file, _ in of_layer})
     number_of = {file: number for number, file in enumerate(files)}
     digest = hashlib.sha256(json.dumps([FORMAT, index.owner]).encode())
     for conversation in kept:
         digest.update(json.dumps([conversation.tokens, conversation.supervised_spans]).encode())
-    how = {} if states_dtype == AUTO else {"states_dtype": states_dtype}
     return {
-        "format": FORMAT_OF_CODES if how else FORMAT,
-        **how,
+        "format": FORMAT,
+        "states_dtype": states_dtype,
         "fingerprint": digest.hexdigest()[:32],
         "target": target.name,
         "target_fingerprint": target.identity().fingerprint,
-        "dtype": _name_of(target.dtype),
+        "dtype": str(target.dtype).removeprefix("torch."),
         "taps": list(aux_layers),
         "hidden_size": target.hidden_size,
         "shards": os.path.relpath(index.folder.resolve(), folder.resolve()),
         "files": [{"file": file, "bytes": (index.folder / file).stat().st_size} for file in files],
         "lengths": [len(conversation.tokens) for conversation in kept],
         "supervised": [[list(span) for span in conversation.supervised_spans] for conversation in kept],
-        "places": [
-            [[number_of[file], start] for file, start in (index.places[layer, key] for key in keys)]
-            for layer in aux_layers
-        ],
+        "places": [[[number_of[file], start] for file, start in of_layer] for of_layer in places],
     }
 
 
@@ -326,12 +289,12 @@ def fitting(
     return len(conversations)
 
 
-class _Index:
+class ShardIndex:
     """What the whole shards of a folder hold.
 
     Args:
         folder: of the shards.
-        owner: whose states count: a target and its dtype.
+        owner: whose states count, see `owner`.
 
     Attributes:
         places: (name of the shard's file, first token in it) by layer and key of a conversation.
@@ -364,13 +327,15 @@ class _Index:
                 self.places.setdefault((layer, key), (file.name, start))
             start += length
 
-    def lacking(self, keys: Sequence[str], aux_layers: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
+    def lacking(
+        self, conversations: Sequence[Conversation], aux_layers: Sequence[int]
+    ) -> dict[tuple[int, ...], list[int]]:
         """By the layers that no whole shard holds of them: numbers of conversations, equal ones once."""
-        found: dict[tuple[int, ...], dict[str, int]] = {}
-        for number, key in enumerate(keys):
+        numbers: dict[tuple[int, ...], dict[str, int]] = {}
+        for number, key in enumerate(_key(conversation.tokens) for conversation in conversations):
             if missing := tuple(layer for layer in aux_layers if (layer, key) not in self.places):
-                found.setdefault(missing, {}).setdefault(key, number)
-        return {missing: list(numbers.values()) for missing, numbers in found.items()}
+                numbers.setdefault(missing, {}).setdefault(key, number)
+        return {missing: list(by_key.values()) for missing, by_key in numbers.items()}
 
 
 def check_conversations(conversations: Sequence[Conversation], target: Target) -> None:
@@ -405,7 +370,7 @@ def _key(tokens: Sequence[int]) -> str:
     return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:24]
 
 
-def _shards(numbers: Sequence[int], lengths: Sequence[int], per_token: int, shard_bytes: int) -> list[list[int]]:
+def _split(numbers: Sequence[int], lengths: Sequence[int], per_token: int, shard_bytes: int) -> list[list[int]]:
     """Conversations by shard, longest first: rows of a batch have about one length, and memory runs out at once or
     never."""
     shards: list[list[int]] = [[]]
@@ -436,21 +401,19 @@ def _batches(shard: Sequence[int], lengths: Sequence[int], batch_tokens: int) ->
 
 def _write_shard(
     folder: Path,
-    owner: str,
+    target: Target,
     aux_layers: Sequence[int],
     rows: Sequence[Sequence[int]],
     states: Sequence[Mapping[int, Tensor]],
     states_dtype: str,
 ) -> Path:
     """Write one shard: tokens of conversations, and their states; returns its file."""
-    tensors = {
-        "tokens": torch.tensor([token for row in rows for token in row], dtype=torch.int32),
-    }
+    tensors = {"tokens": torch.tensor([token for row in rows for token in row], dtype=torch.int32)}
     for layer in aux_layers:
         tensors |= encode(layer, torch.cat([of_row[layer] for of_row in states]), states_dtype)
     lengths = list(map(len, rows))
     metadata = {
-        "owner": owner,
+        "owner": owner(target, states_dtype),
         "taps": json.dumps(list(aux_layers)),
         "keys": json.dumps([_key(row) for row in rows]),
         "lengths": json.dumps(lengths),

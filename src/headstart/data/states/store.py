@@ -28,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.data.conversations.encoding import AUTO, bytes_per_state, decode
 from headstart.data.states.checksums import Checks, is_missing, put_aside, rebuild, whole
+from headstart.data.states.codes import AUTO, bytes_per_state, decode
 from headstart.errors import UserError
 from headstart.support.files import format_bytes, read_json
 
@@ -38,9 +38,8 @@ CACHE_BYTES = 2_000_000_000
 
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
-FORMAT = 2
-FORMAT_OF_CODES = 3
-"""Of stores with one byte a number, which earlier versions would take for states."""
+FORMAT, _READ = 2, (2, 3)
+"""A 3 says what `states_dtype` says, too."""
 
 Location = tuple[int, int]
 """Where the states of a conversation lie: number of the shard among the manifest's, first token in it."""
@@ -84,8 +83,8 @@ class StateStore:
         if not (folder / MANIFEST).is_file():
             raise UserError(f"{folder} holds no finished store of hidden states.", "Run: headstart data build RECIPE")
         manifest = read_json(folder / MANIFEST)
-        if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, FORMAT_OF_CODES):
-            raise UserError(f"{folder} is a store of another format.", "Build it again, in another folder.")
+        if not isinstance(manifest, dict) or manifest.get("format") not in _READ:
+            raise UserError(f"{folder} is a store of another format.", "Build it again: headstart data build RECIPE")
         self.fingerprint: str = manifest["fingerprint"]
         self.target_fingerprint: str = manifest["target_fingerprint"]
         self.dtype: str = manifest["dtype"]
@@ -104,11 +103,10 @@ class StateStore:
             for layer, indices in zip(self.aux_layers, manifest["places"], strict=True)
         }
         for path, file in zip(self.files, manifest["files"], strict=True):
-            found = path.stat().st_size if path.is_file() else 0
-            if found != file["bytes"]:
-                raise UserError(
-                    f"{path} is {'cut short' if found else 'missing'} ({found} of {file['bytes']} bytes).", rebuild()
-                )
+            size = path.stat().st_size if path.is_file() else 0
+            if size != file["bytes"]:
+                state = "cut short" if size else "missing"
+                raise UserError(f"{path} is {state} ({size} of {file['bytes']} bytes).", rebuild())
         self._cached = self.bytes <= cache_bytes
         self._loaded: dict[int, dict[str, Tensor]] = {}
         self._open: dict[int, Any] = {}

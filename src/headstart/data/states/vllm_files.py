@@ -25,10 +25,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.data.conversations.conversations import Conversation
-from headstart.data.conversations.encoding import AUTO
+from headstart.data.conversations.records import Conversation
+from headstart.data.states.codes import AUTO
 from headstart.data.states.identify import every_layer, identify
-from headstart.data.states.shards import Capture, shard_size, without_states
+from headstart.data.states.shards import Capture, ShardIndex, owner, shard_size
 from headstart.data.states.store import estimate_bytes
 from headstart.errors import UserError
 from headstart.support.files import need_disk
@@ -66,14 +66,7 @@ def engine_layers(aux_layers: Iterable[int], target: Target) -> list[int]:
 
 
 def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder: Path) -> str:
-    """What starts a vLLM that writes these states.
-
-    Args:
-        model: the target as vLLM loads it.
-        target: the same, loaded here.
-        aux_layers: wanted, FINAL among them or not.
-        folder: where vLLM writes.
-    """
+    """What starts a vLLM that loads this model, the target, and writes its states at these layers into a folder."""
     options = ["--dtype", _name(target.dtype), "--no-enable-prefix-caching"]
     return shlex.join(["vllm", "serve", model, *options, *serve_arguments(target, aux_layers, folder)])
 
@@ -120,17 +113,24 @@ class Import:
     ) -> None:
         self._folder, self._target, self._states_dtype = shards, target, states_dtype
         self._engine_layers = engine_layers(aux_layers, target)
-        layers = tuple(dict.fromkeys(aux_layers))
         unlike = list({tuple(item.tokens): item for item in conversations}.values())
-        lacking = without_states(shards, target, unlike, layers, states_dtype)
-        self._wanted = {tuple(unlike[i].tokens): (unlike[i], missing) for i, missing in lacking.items()}
+        index = ShardIndex(shards, owner(target, states_dtype))
+        lacking = index.lacking(unlike, tuple(dict.fromkeys(aux_layers)))
+        self._wanted = {
+            tuple(unlike[i].tokens): (unlike[i], layers) for layers, numbers in lacking.items() for i in numbers
+        }
         self._gathered: dict[tuple[int, ...], list[tuple[Conversation, Mapping[int, Tensor]]]] = {}
         self._bytes = 0
-        self.found = Imported(there=len(unlike) - len(lacking), lacking=len(lacking))
+        self.found = Imported(there=len(unlike) - len(self._wanted), lacking=len(self._wanted))
         sizes = ((len(tokens), len(missing)) for tokens, (_, missing) in self._wanted.items())
         needed = sum(estimate_bytes(*size, target.hidden_size, target.dtype, states_dtype) for size in sizes)
         need_disk(shards, needed, "Keeping hidden states")
         self._shard_bytes = shard_bytes or shard_size(needed)
+
+    @property
+    def spec(self) -> str:
+        """Hub id or path of the target."""
+        return self._target.spec
 
     @property
     def waiting(self) -> list[Conversation]:
@@ -241,10 +241,10 @@ class Import:
     def _compare(self, conversation: Conversation, states: Mapping[int, Tensor]) -> None:
         fresh = self._target.hidden_states([conversation.tokens[:_COMPARED]], every_layer(self._target))[0]
         for layer, state_TE in states.items():
-            _, said = identify(layer, state_TE[:_COMPARED], fresh, self._target)
-            if said:
+            _, difference = identify(layer, state_TE[:_COMPARED], fresh, self._target)
+            if difference:
                 raise UserError(
-                    f"vLLM's states are not what they should be: {said} (conversation {conversation.id!r}).",
+                    f"vLLM's states are not what they should be: {difference} (conversation {conversation.id!r}).",
                     f"Serve {self._target.name} with the layers {', '.join(map(str, self._engine_layers))}, as "
                     "headstart data import-states RECIPE shows.",
                 )
@@ -258,35 +258,32 @@ def final_norm(target: Target) -> Callable[[Tensor], Tensor]:
     Raises:
         UserError: there is none, so that an engine's states before the norm are of no use.
     """
-    last, here = target.num_layers, threading.get_ident()
-    seen: dict[str, Any] = {}
+    last, thread = target.num_layers, threading.get_ident()
+    outputs: dict[str, Any] = {}
 
     def note(name: str) -> Callable[[Any, Any, Any], None]:
-        def hook(_: Any, __: Any, out: Any) -> None:
-            if threading.get_ident() == here:  # others may read with the same target meanwhile
-                seen[name] = out
+        def hook(_: Any, __: Any, output: Any) -> None:
+            if threading.get_ident() == thread:  # others may read with the same target meanwhile
+                outputs[name] = output
 
         return hook
 
-    hooks = [
-        module.register_forward_hook(note(name))
-        for name, module in target.decoder.named_children()
-        if module is not target.layers
-    ]
+    modules = {name: module for name, module in target.decoder.named_children() if module is not target.layers}
+    hooks = [module.register_forward_hook(note(name)) for name, module in modules.items()]
     try:
         states = target.hidden_states([[0, 1]], [last, FINAL])[0]
     finally:
         for hook in hooks:
             hook.remove()
-    for name, out in seen.items():
-        module = getattr(target.decoder, name)
-        if not isinstance(out, Tensor) or out.shape[1:] != states[FINAL].shape:
+    for name, output in outputs.items():
+        if not isinstance(output, Tensor) or output.shape[1:] != states[FINAL].shape:
             continue
-        if torch.equal(out[0], states[FINAL]):
+        if torch.equal(output[0], states[FINAL]):
+            norm: Callable[[Tensor], Tensor] = modules[name]
             with torch.inference_mode():
-                again: Any = module(states[last][None])
+                again = norm(states[last][None])
             if torch.equal(again[0], states[FINAL]):
-                return lambda state_BTE: module(state_BTE)
+                return norm
     raise UserError(
         f"{target.name} has no norm of its own after the last layer.",
         "Compute the states here: headstart data build RECIPE.",

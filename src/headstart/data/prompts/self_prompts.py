@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.data.conversations.generator import Generator, InProcess
+from headstart.data.prompts.chat import check_prompts
 from headstart.data.prompts.seed_prompts import TOPICS, seed_prompt_list
-from headstart.errors import UserError
+from headstart.data.writing.in_process import InProcess
+from headstart.data.writing.writer import Continuation, Writer
 from headstart.target.model import Target
 
 _SENTINEL = "\u2603headstart\u2603"
@@ -32,13 +33,9 @@ def user_prefix(tokenizer: Any) -> str:
     """What the chat template writes before the user's first words.
 
     Raises:
-        UserError: when the target has no chat template.
+        UserError: the target has no chat template.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "The target has no chat template, so it cannot write its own prompts.",
-            "Give prompts as a file (data.prompts=FILE.jsonl), or use an instruction-tuned target.",
-        )
+    check_prompts(tokenizer, "self")
     text = str(tokenizer.apply_chat_template([{"role": "user", "content": _SENTINEL}], tokenize=False))
     return text[: text.index(_SENTINEL)]
 
@@ -47,10 +44,9 @@ def write_prompts(
     target: Target,
     count: int,
     breadth: str,
-    ends: frozenset[int],
     seed: int,
-    check: Callable[[], None] | None = None,
-    generator: Generator | None = None,
+    writer: Writer | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> list[SelfPrompt]:
     """Let the target write `count` requests, one batch; those of poor quality are left out.
 
@@ -58,15 +54,13 @@ def write_prompts(
         target: the model, with its tokenizer.
         count: rows of the batch.
         breadth: "broad" draws seed prompts over what people ask, "none" starts from nothing.
-        ends: tokens that end a turn.
         seed: of seed prompts and draws; the same seed gives the same requests.
-        check: called before each step; what it raises ends the work.
-        generator: that writes; the target in this process by default.
+        writer: the target in this process by default.
+        check: called now and then; what it raises ends the work.
     """
     rng = random.Random(seed)
-    seed_prompts = seed_prompt_list(breadth)
     by_category: dict[str, list[str]] = {}
-    for category, seed_prompt in seed_prompts:
+    for category, seed_prompt in seed_prompt_list(breadth):
         by_category.setdefault(category, []).append(seed_prompt)
     categories = sorted(by_category)
     starts = []
@@ -75,19 +69,13 @@ def write_prompts(
         starts.append((category, rng.choice(by_category[category]).replace("{topic}", rng.choice(TOPICS))))
     prefix = user_prefix(target.tokenizer)
     rows = [target.tokenizer(prefix + seed_prompt, add_special_tokens=False)["input_ids"] for _, seed_prompt in starts]
-    written = (generator or InProcess(target)).continue_rows(
-        rows,
-        max_new_tokens=_MAX_PROMPT_TOKENS,
-        temperatures=[1.0] * count,
-        top_p=0.95,
-        ends=ends,
-        seed=seed,
-        check=check,
-    )
+    ends = target.end_tokens
+    continuation = Continuation(_MAX_PROMPT_TOKENS, [1.0] * count, ends, seed, top_p=0.95, check=check)
+    written = (writer or InProcess(target)).continue_rows(rows, continuation)
     prompts = []
     for (category, seed_prompt), row, tokens in zip(starts, rows, written, strict=True):
         if tokens[-1] not in ends:
-            continue  # still talking when the budget ended
+            continue  # cut off in the middle
         text = seed_prompt + _added_text(target.tokenizer, row, tokens[:-1])
         if acceptable(text, target.tokenizer.all_special_tokens):
             prompts.append(SelfPrompt(text.strip(), category))

@@ -1,0 +1,188 @@
+"""On-policy conversations: prompts, answered by the target itself.
+
+Work goes in numbered parts of one batch each, written atomically and seeded by their number, so that an interrupted
+run goes on with the next part and gives what an uninterrupted one would have given. Parts are only ever added: whoever
+asks for more conversations gets more parts, whoever asks for fewer uses the first ones. A prompt belongs to the first
+part that holds it, so it is in one split only. One process plans the parts and adds them, in their order; others may
+write some of them (`headstart.data.conversations.jobs`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from headstart.data.conversations.answers import KeepsStates
+from headstart.data.conversations.jobs import JOBS, Board, share
+from headstart.data.conversations.part_writer import SPLITS, PartWriter
+from headstart.data.conversations.parts import CLOCKS, Part, TimeBudget
+from headstart.data.conversations.planning import GivenPrompts, PartPlan, Wanted
+from headstart.data.conversations.records import Conversation, write_conversations
+from headstart.data.conversations.workers import Workers
+from headstart.data.prompts.overlap import normalise
+from headstart.data.prompts.reading import LeftOut
+from headstart.errors import UserError
+from headstart.recipes.sections import DataSection
+from headstart.support.terminal import progress_bar
+from headstart.target.model import Target
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Conversations for training, for validation and tuning, and prompts kept for reports (without answers)."""
+
+    train: list[Conversation]
+    validation: list[Conversation]
+    heldout: list[Conversation]
+
+
+def build_conversations(
+    target: Target,
+    settings: DataSection,
+    folder: Path,
+    console: Console | None = None,
+    *,
+    shared: Path | None = None,
+    max_tokens: float = math.inf,
+    capture: KeepsStates | None = None,
+) -> Splits:
+    """Write (or go on writing) the conversations of a run.
+
+    Held-out and validation conversations come first, so that a time budget cuts the training ones only.
+
+    Args:
+        target: the model, with its tokenizer.
+        settings: the recipe's data section.
+        folder: where `train.jsonl`, `calibration.jsonl` and `heldout.jsonl` go.
+        console: shows a progress bar with the time left; None is silent.
+        shared: folder of the parts, and of the jobs that other processes may take; runs with the same `identity` may
+            share it. By default the parts lie in `folder` and all are written here.
+        max_tokens: training conversations are written until they and those for validation have so many tokens.
+        capture: takes the hidden states that writing computes, where memory has room for them.
+
+    Raises:
+        UserError: no usable prompt, unreadable prompt file, or no chat template.
+    """
+    board = None if shared is None else Board(shared / JOBS)
+    writer = PartWriter(target, settings, None if console is None else console.print, capture)
+    # The one process that sends requests to servers bounds them.
+    writing = _Writing(writer, (shared or folder) / "parts", None if settings.server else board)
+    counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
+    kept: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
+    with progress_bar(console, "conversations", total=sum(counts.values())) as bar:
+        answer_tokens, started = 0, time.perf_counter()
+        for split, count in counts.items():
+            room = math.inf
+            if split == "train":
+                room = max_tokens - sum(len(item.tokens) for item in kept["calibration"])
+            for part, new in writing.parts(split, kept[split], count, room):
+                fresh = part.fresh[: count - len(kept[split])]
+                kept[split].extend(fresh)
+                answer_tokens += sum(sum(item.supervised) for item in part.conversations) if new else 0
+                rate = answer_tokens / max(1e-9, time.perf_counter() - started)
+                bar.advance(len(fresh), note=f"{rate:.0f} answer tokens/s" if rate else "")
+    if not kept["train"]:
+        raise UserError(
+            f"No training conversation could be written. {writing.prompts.left_out.notice}".strip(),
+            "Give more prompts or minutes, lower data.heldout and data.validation, or raise data.max_prompt_tokens.",
+        )
+    if console is not None:
+        for notice in filter(None, _notices(writing, settings, len(kept["train"]))):
+            console.print(f"    {notice}", highlight=False, markup=False, soft_wrap=True)
+    if board is not None:
+        board.clear()
+    for split, conversations in kept.items():
+        write_conversations(folder / f"{split}.jsonl", conversations)
+    return Splits(kept["train"], kept["calibration"], kept["heldout"])
+
+
+def _notices(writing: _Writing, settings: DataSection, count: int) -> Iterator[str]:
+    yield writing.prompts.left_out.notice
+    if 0 < len(writing.prompts.used_up) < len(settings.sources):
+        yield f"No more prompts in {', '.join(writing.prompts.used_up)}: the other sources stand in for the rest."
+    if writing.time_is_up and count < settings.conversations:
+        yield (
+            f"{count} of the {settings.conversations} conversations asked for: data.minutes={settings.minutes:g} is "
+            "spent. Raise it for more."
+        )
+
+
+class _Writing:
+    """The parts of a folder: those that are there, and further ones as they are asked for.
+
+    Attributes:
+        prompts: those given.
+        time_is_up: whether a budget of time is what ended the writing.
+    """
+
+    def __init__(self, writer: PartWriter, folder: Path, board: Board | None) -> None:
+        settings = writer.settings
+        self._writer, self._folder, self._board = writer, folder, board
+        self._seen: set[str] = set()
+        self._parts: list[Part] = []
+        self.time_is_up = False
+        for file in sorted(self._folder.glob("[0-9]*-*.jsonl")):
+            self._add(Part.read(file))
+        wanted = sum(int(getattr(settings, name)) for name in SPLITS.values())
+        self.prompts = GivenPrompts(writer, self._stop + wanted + settings.batch_size)
+
+    @property
+    def _stop(self) -> int:
+        """Where the prompts begin that no part has answered."""
+        return max((part.prompts[1] for part in self._parts), default=0)
+
+    def _add(self, part: Part) -> None:
+        for item in part.conversations:
+            asked = normalise(next(message["content"] for message in item.messages if message["role"] == "user"))
+            if asked not in self._seen:
+                self._seen.add(asked)
+                part.fresh.append(item)
+        self._parts.append(part)
+
+    def parts(
+        self, split: str, kept: Sequence[Conversation], count: int, max_tokens: float
+    ) -> Iterator[tuple[Part, bool]]:
+        """The parts of a split, each with whether it is new, until there is enough.
+
+        Args:
+            split: its name.
+            kept: what the caller keeps of the parts, which decides how many more there are.
+            count: conversations wanted.
+            max_tokens: tokens wanted.
+        """
+
+        def missing() -> int:
+            return 0 if sum(len(item.tokens) for item in kept) >= max_tokens else count - len(kept)
+
+        clock = TimeBudget(self._writer.settings.minutes if split == "train" else None, self._folder / CLOCKS)
+        for part in [part for part in self._parts if part.split == split]:
+            if missing() <= 0 or not clock.takes(part.seconds):
+                break
+            yield part, False
+        else:
+            yield from ((part, True) for part in self._new(Wanted(split, count, missing, clock)))
+        clock.stop()
+        self.time_is_up = self.time_is_up or clock.ended
+
+    def _new(self, wanted: Wanted) -> Iterator[Part]:
+        """Further parts; while one is waited for, the next ones are being written, here and by those who help."""
+        writer, number = self._writer, 1 + max((part.number for part in self._parts), default=-1)
+        begun = any(part.split == wanted.split for part in self._parts)
+        plan = PartPlan(writer, self.prompts, wanted, number=number, start=self._stop, begun=begun)
+        jobs = -(-wanted.count // self._writer.settings.batch_size) if writer.shareable else 1
+        with Workers(writer.target.device, jobs, beside=self._board is not None) as workers:
+            for job, written in share(plan, lambda what: writer.write(what, workers.check), workers, self._board):
+                self.prompts.answering.add_all(LeftOut(written["left_out"], written["examples"]))
+                conversations = [Conversation.from_json(row) for row in written["conversations"]]
+                part = Part(job.number, job.split, job.prompts, plan.lap(), conversations)
+                part.write(self._folder)
+                is_wanted = wanted.missing() > 0
+                self._add(part)
+                wanted.clock.note(part.seconds)
+                if is_wanted:  # else it was begun before it was known that there is enough: it stays for later
+                    yield part

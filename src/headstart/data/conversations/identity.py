@@ -1,0 +1,125 @@
+"""What conversations depend on: the name under which runs share them, with the commits that prompts are pinned to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headstart.data.prompts.chat import has_template
+from headstart.data.prompts.sources import find_origin
+from headstart.recipes.sections import DataSection
+from headstart.target.model import Target
+
+AMOUNTS = {
+    *("conversations", "heldout", "validation", "minutes", "batch_size"),
+    *("cache_gigabytes", "states", "states_dtype"),
+}
+"""Settings of the data that say how much of it there is, and not what it is."""
+OF_SERVERS = {"server", "server_requests"}
+"""Settings that say who writes it. What counts is whether a server does: its numbers are not those of this process."""
+VERSION = 3
+"""Raised when the same settings come to mean other conversations."""
+_OF_FILES, _OF_SELF = {"split", "regenerate", "revision"}, {"seed_prompts"}
+_OF_SOME = {"prefix_tokens", "chat_template_kwargs", "exclude"}
+"""Settings that are part of an identity only where they mean something."""
+
+
+def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What conversations depend on: the target, its template, where prompts come from, how answers are drawn.
+
+    Args:
+        target: that writes them.
+        settings: the recipe's data section, as JSON values.
+
+    Raises:
+        UserError: no such file or dataset of prompts, or a hub that cannot be asked for its commit.
+    """
+    prompts = settings["prompts"]
+    self_prompted, mixed = prompts == "self", not isinstance(prompts, str)
+    unneeded = AMOUNTS | OF_SERVERS | _OF_SOME | (_OF_FILES if self_prompted else _OF_SELF)
+    unneeded |= {"split"} if mixed else set()
+    origin = None if self_prompted or mixed else find_origin(prompts, settings.get("revision"))
+    template = json.dumps(getattr(target.tokenizer, "chat_template", None), sort_keys=True)
+    return {
+        "version": VERSION,
+        "target": target.identity().fingerprint,
+        "settings": target.settings,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "vocabulary": target.vocabulary,
+        "ends": sorted(target.end_tokens),
+        "template": hashlib.sha256(template.encode()).hexdigest()[:16],
+        **{key: value for key, value in settings.items() if key not in unneeded},
+        **({"server": True} if settings.get("server") else {}),
+        "prompts": _mixture(settings) if mixed else "self" if origin is None else origin.identity,
+        "configuration": "" if origin is None or origin.content is None else _configuration(prompts),
+        "revision": None if origin is None else origin.commit,
+        **_of_some(target, settings),
+    }
+
+
+def _of_some(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What only some conversations depend on."""
+    known: dict[str, Any] = {}
+    if not has_template(target.tokenizer):
+        known["prefix_tokens"] = settings["prefix_tokens"]
+    if values := settings.get("chat_template_kwargs"):
+        known["chat_template_kwargs"] = values
+    if files := settings.get("exclude"):
+        known["exclude"] = sorted(str(find_origin(file).content) for file in files)
+    return known
+
+
+def _mixture(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each of several sources holds, and its share."""
+    total = sum(source["weight"] for source in settings["prompts"])
+    identities = []
+    for source in settings["prompts"]:
+        origin = find_origin(source["source"], source["revision"])
+        identities.append(
+            {
+                "origin": origin.identity,
+                "commit": origin.commit,
+                "configuration": "" if origin.content is None else _configuration(source["source"]),
+                "split": source["split"] or settings["split"],
+                "share": round(source["weight"] / total, 6),
+            }
+        )
+    return identities
+
+
+def _configuration(source: str) -> str:
+    """What a folder of data has after a colon, as in `folder:config`."""
+    return "" if Path(source).expanduser().exists() else source.partition(":")[2]
+
+
+def begun_at(settings: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that name the commits of the hub that a run began with, whatever is newer.
+
+    Args:
+        settings: the recipe's data section, as JSON values.
+        begun: the identity of the conversations that the run has; empty when it has none.
+    """
+    prompts, before = settings["prompts"], begun.get("prompts")
+    if isinstance(prompts, str):
+        commit = begun.get("revision")
+        same = settings["revision"] is None and commit and before == f"{prompts} at {commit}"
+        return {**settings, "revision": commit} if same else dict(settings)
+    if not isinstance(before, list) or len(before) != len(prompts):
+        return dict(settings)
+    pinned_sources = []
+    for source, known in zip(prompts, before, strict=True):
+        same = known["origin"] == f"{source['source']} at {known['commit']}"
+        pinned_sources.append({**source, "revision": source["revision"] or known["commit"]} if same else source)
+    return {**settings, "prompts": pinned_sources}
+
+
+def pinned(data: DataSection, identity: Mapping[str, Any]) -> DataSection:
+    """The same settings at the commits that an identity names."""
+    if isinstance(data.prompts, str):
+        return data.model_copy(update={"revision": identity["revision"]})
+    pairs = zip(data.prompts, identity["prompts"], strict=True)
+    sources = tuple(source.model_copy(update={"revision": known["commit"]}) for source, known in pairs)
+    return data.model_copy(update={"prompts": sources})

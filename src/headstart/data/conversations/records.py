@@ -1,0 +1,111 @@
+"""Conversations as files hold them: tokens, which of them the assistant wrote, and the messages as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from headstart.data.prompts.chat import Message
+from headstart.errors import UserError
+from headstart.support.files import read_jsonl, write_jsonl
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation ready for training.
+
+    Attributes:
+        id: unique within its file.
+        tokens: the rendered conversation.
+        supervised: for each token, whether the assistant wrote it; its end-of-turn token counts, the template's text
+            after that does not.
+        messages: the turns as text.
+        category: kind of request, for reports; may be empty.
+        sampling: how the answers were drawn (temperature, seed, ...); empty when they were given.
+    """
+
+    id: str
+    tokens: list[int]
+    supervised: list[bool]
+    messages: list[Message]
+    category: str = ""
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.supervised), "one mask entry per token"
+
+    @property
+    def supervised_spans(self) -> list[tuple[int, int]]:
+        """[start, stop) of every run of supervised tokens.
+
+        >>> Conversation("a", [5, 6, 7, 8], [False, True, True, False], []).supervised_spans
+        [(1, 3)]
+        """
+        spans: list[tuple[int, int]] = []
+        for flag, run in groupby(enumerate(self.supervised), key=lambda pair: pair[1]):
+            indices = [index for index, _ in run]
+            if flag:
+                spans.append((indices[0], indices[-1] + 1))
+        return spans
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object; the mask is kept as its runs."""
+        return {
+            "id": self.id,
+            "category": self.category,
+            "messages": self.messages,
+            "sampling": self.sampling,
+            "tokens": self.tokens,
+            "supervised": [list(span) for span in self.supervised_spans],
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Conversation:
+        """Back from `to_json`.
+
+        Raises:
+            ValueError: a field is missing or of another type.
+        """
+        try:
+            tokens = [int(token) for token in row["tokens"]]
+            supervised = [False] * len(tokens)
+            for start, stop in row["supervised"]:
+                if not 0 <= start < stop <= len(tokens):
+                    raise ValueError(f"supervised run [{start}, {stop}) of {len(tokens)} tokens")
+                supervised[start:stop] = [True] * (stop - start)
+            messages = [
+                {name: str(message[name]) for name in ("role", "content", *({"reasoning_content"} & message.keys()))}
+                for message in row["messages"]
+            ]
+            category, sampling = str(row.get("category", "")), dict(row.get("sampling", {}))
+            return cls(str(row["id"]), tokens, supervised, messages, category, sampling)
+        except KeyError as error:
+            raise ValueError(f"no {error.args[0]!r}") from None
+        except (TypeError, AttributeError) as error:
+            raise ValueError(str(error)) from None
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Read what `write_conversations` wrote.
+
+    Raises:
+        UserError: missing file, or a line that is not a conversation; the message names file and line.
+    """
+    conversations: list[Conversation] = []
+    for number, row in read_jsonl(path):
+        try:
+            conversations.append(Conversation.from_json(row))
+        except ValueError as error:
+            raise UserError(
+                f"{path}, line {number}: not a tokenised conversation ({error}).",
+                "Delete the file and run the command again, or pass a file of prompts as data.prompts.",
+            ) from None
+    return conversations
+
+
+def write_conversations(path: Path, conversations: Sequence[Conversation]) -> None:
+    """Write one conversation a line, atomically."""
+    write_jsonl(path, (conversation.to_json() for conversation in conversations))

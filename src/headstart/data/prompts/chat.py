@@ -1,0 +1,146 @@
+"""What the target reads of a conversation: its messages, rendered by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import partial
+from typing import Any
+
+from jinja2 import TemplateError
+
+from headstart.errors import UserError
+
+Message = dict[str, str]
+"""{"role": "system" | "user" | "assistant", "content": text}; of a given answer also "reasoning_content"."""
+
+
+class Unfit(UserError):
+    """A conversation that the chat template makes nothing to learn from of; others of the same source may do.
+
+    Args:
+        problem: what is wrong with it.
+        remedy: what to do about it.
+        reason: under which it is counted, such as "that the chat template refuses".
+    """
+
+    def __init__(self, problem: str, remedy: str, reason: str) -> None:
+        super().__init__(problem, remedy)
+        self.reason = reason
+
+
+def prompt_tokens(messages: Sequence[Message], tokenizer: Any) -> list[int]:
+    """What the target reads before it answers: the rendered messages and the generation prompt.
+
+    A target without a chat template reads the text of a single user message as it is, and goes on with it.
+
+    Raises:
+        UserError: no tokenizer, or several messages for a target without a chat template.
+        Unfit: the template refuses these messages.
+    """
+    if tokenizer is not None and not has_template(tokenizer) and [message["role"] for message in messages] == ["user"]:
+        return list(tokenizer.encode(messages[0]["content"]))
+    return list(tokenizer.encode(render(messages, tokenizer, answer=True), add_special_tokens=False))
+
+
+def render(messages: Sequence[Message], tokenizer: Any, *, answer: bool) -> str:
+    """The chat template's text for these messages; `answer` appends the generation prompt.
+
+    Raises:
+        UserError: no tokenizer or chat template.
+        Unfit: the template refuses these messages.
+    """
+    check_template(tokenizer)
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
+    except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        roles = ", ".join(message.get("role", "?") for message in messages) or "none"
+        raise Unfit(
+            f"The target's chat template refuses a conversation with the roles {roles}: {error}.",
+            "Start with the user (after at most one system message) and let user and assistant alternate.",
+            "that the chat template refuses",
+        ) from error
+
+
+def added_tokens(before: str, after: str, last_token: int, tokenizer: Any) -> list[int]:
+    """Tokens that a template puts after an answer.
+
+    The end of the turn is the answer's own last token; what the template puts after it comes with the next turn.
+
+    Args:
+        before: the conversation up to the answer, rendered; `after` begins with it.
+        after: the same with what follows.
+        last_token: of the answer, as the target wrote it.
+        tokenizer: of the target.
+    """
+    end = tokenizer.decode([last_token])
+    tail = before[before.rindex(end) + len(end) :] if end in before else ""
+    return list(tokenizer(tail + after[len(before) :], add_special_tokens=False)["input_ids"])
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether a target can chat; without a chat template it can only go on with a text."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def with_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a tokenizer that always renders its chat template with these variables; itself without any.
+
+    Raises:
+        UserError: no chat template, or one that does not know such a variable.
+    """
+    if not values:
+        return tokenizer
+    check_template(tokenizer)
+    for name in values:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise UserError(
+                f"The target's chat template has no variable {name!r}.",
+                "Correct data.chat_template_kwargs, or leave it out.",
+            )
+    bound = copy(tokenizer)
+    bound.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
+    return bound
+
+
+def check_template(tokenizer: Any) -> None:
+    """Refuse a target that cannot chat.
+
+    Raises:
+        UserError: no tokenizer, or one without a chat template.
+    """
+    if tokenizer is None or not has_template(tokenizer):
+        raise UserError(
+            "The target's tokenizer has no chat template, so there is no telling what the assistant wrote.",
+            "Choose an instruction-tuned target, or set tokenizer.chat_template and save it with the model.",
+        )
+
+
+def check_prompts(tokenizer: Any, prompts: object) -> None:
+    """Refuse a target that cannot answer a recipe's prompts (`data.prompts`), before they are read.
+
+    Raises:
+        UserError: no tokenizer, or no chat template and prompts that the target should write itself.
+    """
+    if tokenizer is None:
+        check_template(tokenizer)
+    if prompts == "self" and not has_template(tokenizer):
+        raise UserError(
+            "The target has no chat template, so it cannot write its own prompts.",
+            'Give rows of plain text (data.prompts=FILE.jsonl, each row {"text": ..}), or use an instruction-tuned '
+            "target.",
+        )
+
+
+def check_offsets(tokenizer: Any) -> None:
+    """Refuse a tokenizer that does not tell where its tokens lie in a text.
+
+    Raises:
+        UserError: it is a slow one.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            f"{type(tokenizer).__name__} does not tell which characters a token covers.",
+            "Use a target with a fast tokenizer (tokenizer.json).",
+        )

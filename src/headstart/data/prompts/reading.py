@@ -1,0 +1,315 @@
+"""Prompts read from files and datasets: which records make a prompt, and in which order several sources give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+from headstart.data.prompts.chat import Unfit, check_offsets, check_template, has_template, prompt_tokens
+from headstart.data.prompts.overlap import Excluded, normalise
+from headstart.data.prompts.shapes import SHAPES, Prompt, Unusable, parse_prompt
+from headstart.data.prompts.sources import Origin, find_origin, read_records
+from headstart.errors import UserError
+from headstart.recipes.sections import DataSection, PromptSource
+
+MISSHAPEN = "of a shape that is not understood"
+PLAIN = "of plain text, which only targets without a chat template go on with"
+CHAT = "of conversations, which a target without a chat template cannot answer"
+
+_CHARACTERS_PER_TOKEN = 64
+"""More than tokens have: so much of a long text is read to cut its beginning off."""
+_TRIES = 1000
+"""Rows of a dataset after which one that nothing can be made of is given up."""
+
+T = TypeVar("T")
+
+
+class LeftOut:
+    """Records that cannot be used, counted by reason; one object may be shared by threads.
+
+    Attributes:
+        counts: by reason, worded for `notice`, such as "repeated".
+        examples: the first record of each reason, and what is wrong with it.
+    """
+
+    def __init__(self, counts: Mapping[str, int] | None = None, examples: Mapping[str, str] | None = None) -> None:
+        self.counts = dict(counts or {})
+        self.examples = dict(examples or {})
+        self._lock = Lock()
+
+    def add(self, reason: str, example: str = "", count: int = 1) -> None:
+        """Count records that are left out for a reason."""
+        with self._lock:
+            self.counts[reason] = self.counts.get(reason, 0) + count
+            self.examples.setdefault(reason, example)
+
+    def add_all(self, other: LeftOut) -> None:
+        """Count what another has counted as well."""
+        for reason, count in other.counts.items():
+            self.add(reason, other.examples[reason], count)
+
+    @property
+    def notice(self) -> str:
+        """One sentence, the most frequent reason first; empty when nothing was left out.
+
+        Of records of a shape that is not understood, which somebody may want to correct, the first is named.
+
+        >>> left_out = LeftOut()
+        >>> for reason in ("repeated", "over 384 tokens", "repeated"):
+        ...     left_out.add(reason)
+        >>> left_out.notice
+        'Left out: 2 repeated, 1 over 384 tokens.'
+        """
+        phrases = []
+        for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+            first = f" (the first: {self.examples[reason]})" if reason == MISSHAPEN else ""
+            phrases.append(f"{count} {reason}{first}")
+        return f"Left out: {', '.join(phrases)}." if phrases else ""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What `load_prompts` read.
+
+    Attributes:
+        prompts: in the order in which they were drawn.
+        left_out: the other records that were read on the way.
+        origins: the content that they were drawn from, source by source.
+        used_up: sources among several that had no more; the others gave their share.
+    """
+
+    prompts: list[Prompt]
+    left_out: LeftOut
+    origins: list[Origin]
+    used_up: list[str]
+
+    @property
+    def origin(self) -> Origin:
+        """The content of the only source."""
+        (origin,) = self.origins
+        return origin
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Which records are left out or cut.
+
+    Attributes:
+        max_tokens: of a prompt's first turn, rendered by the chat template; longer prompts are left out.
+        prefix_tokens: tokens of a plain text that are the prompt; at most `max_tokens`.
+        exclude: question files; prompts that give one of their questions away are left out.
+    """
+
+    max_tokens: int | None = None
+    prefix_tokens: int = 64
+    exclude: Sequence[str] = ()
+
+
+def prompts_for(
+    data: DataSection, tokenizer: Any, limit: int, *, seed: int | None = None, whole: bool = True
+) -> Prompts:
+    """The prompts that a recipe names, when the target does not write its own; see `load_prompts`."""
+    limits = Limits(data.max_prompt_tokens, data.prefix_tokens, data.exclude)
+    return load_prompts(data.sources, tokenizer, limits, limit=limit, seed=seed, whole=whole)
+
+
+def load_prompts(
+    sources: Sequence[PromptSource],
+    tokenizer: Any = None,
+    limits: Limits | None = None,
+    *,
+    limit: int | None = None,
+    seed: int | None = None,
+    whole: bool = True,
+) -> Prompts:
+    """Read prompts; those that cannot be used, are repeated or too long are left out and counted.
+
+    With a seed they are drawn from the whole source, in an order that depends on its content and the seed alone: a
+    larger `limit` gives the same prompts and then more. Several sources are each drawn from in such an order, in turns
+    by their weights.
+
+    Args:
+        sources: .jsonl files, .json files with a list, or names (or folders) that `datasets.load_dataset` knows;
+            "name:config" chooses a configuration.
+        tokenizer: needed with `max_tokens`. Without a chat template only rows of plain text are taken, with one all
+            others.
+        limits: which records are left out or cut.
+        limit: stop after so many prompts.
+        seed: of the order; None takes the records as they stand.
+        whole: a dataset of the hub may be downloaded as a whole; when false only what is read is.
+
+    Raises:
+        UserError: missing file, malformed line (file and line are named), unknown dataset, split or revision, or no
+            prompt left in one of the sources.
+    """
+    rule = _Rule(tokenizer, limits or Limits())
+    readings = [_Reading(source, seed, whole, rule) for source in sources]
+    several = len(readings) > 1
+    prompts: list[Prompt] = []
+    for number, prompt in in_turns(list(map(iter, readings)), [source.weight for source in sources]):
+        # Files of the same name give the same ids.
+        prompts.append(replace(prompt, id=f"{number + 1}-{prompt.id}") if several else prompt)
+        if len(prompts) == limit:
+            break
+    left_out = LeftOut()
+    for reading in readings:
+        left_out.add_all(reading.left_out)
+    used_up = [reading.where for reading in readings if several and reading.used_up]
+    return Prompts(prompts, left_out, [reading.origin for reading in readings], used_up)
+
+
+def in_turns(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterator[tuple[int, T]]:
+    """The items of several sources, each with its source's number, as often as its weight (above 0) says.
+
+    At every point of the order each source has given its share, to within one item for two sources and a few for more.
+    A source that has no more is passed over; the others keep their proportions.
+
+    >>> "".join(item for _, item in in_turns([iter("aaaaaa"), iter("BB")], [3, 1]))
+    'aaBaaaBa'
+    """
+    due = [0.0] * len(sources)
+    remaining = list(range(len(sources)))
+    while remaining:
+        for number in remaining:
+            due[number] += weights[number]
+        chosen = max(remaining, key=lambda number: (due[number], -number))
+        try:
+            item = next(sources[chosen])
+        except StopIteration:
+            remaining.remove(chosen)
+            continue
+        due[chosen] -= sum(weights[number] for number in remaining)
+        yield chosen, item
+
+
+class _Rule:
+    """Which records make a prompt; one for all sources, so that none is repeated."""
+
+    def __init__(self, tokenizer: Any, limits: Limits) -> None:
+        if limits.max_tokens is not None and tokenizer is None:
+            check_template(tokenizer)
+        self._tokenizer, self._max_tokens = tokenizer, limits.max_tokens
+        self._prefix_tokens = min(limits.prefix_tokens, limits.max_tokens or limits.prefix_tokens)
+        self._excluded = Excluded(limits.exclude)
+        self._plain = tokenizer is not None and not has_template(tokenizer)
+        self._seen: set[str] = set()
+
+    def prompt(self, row: Mapping[str, Any], name: str) -> Prompt:
+        """The prompt that a record makes.
+
+        Raises:
+            ValueError: as `parse_prompt`.
+            Unusable: it makes none, is repeated, too long or excluded.
+        """
+        prompt = parse_prompt(row, name)
+        if prompt.plain is not self._plain:
+            raise Unusable(PLAIN if prompt.plain else CHAT)
+        if reason := self._excluded.reason(prompt.turns):
+            raise Unusable(reason)
+        if prompt.plain:
+            text = beginning(prompt.turns[0], self._tokenizer, self._prefix_tokens)
+            prompt = replace(prompt, messages=[{"role": "user", "content": text}])
+        key = _key(prompt)
+        if key in self._seen:
+            raise Unusable("repeated")
+        self._check_length(prompt)
+        self._seen.add(key)
+        return prompt
+
+    def _check_length(self, prompt: Prompt) -> None:
+        if self._max_tokens is None:
+            return
+        try:
+            tokens = prompt_tokens(prompt.opening, self._tokenizer)
+        except Unfit as refusal:
+            raise Unusable(refusal.reason) from None
+        if len(tokens) > self._max_tokens:
+            raise Unusable(f"over {self._max_tokens} tokens")
+
+
+class _Reading:
+    """The usable prompts of a source, in their order.
+
+    Attributes:
+        where: the source, for people.
+        used_up: whether there are no more.
+    """
+
+    def __init__(self, source: PromptSource, seed: int | None, whole: bool, rule: _Rule) -> None:
+        self._split = source.split or "train"
+        self.origin = find_origin(source.source, source.revision)
+        self.left_out = LeftOut()
+        is_file = Path(source.source).suffix in (".jsonl", ".json")
+        self.where = source.source if is_file else f"{source.source!r}, split {self._split!r}"
+        self.used_up = False
+        self._seed, self._whole, self._rule = seed, whole, rule
+
+    def __iter__(self) -> Iterator[Prompt]:
+        read = usable = hopeless = 0
+        for record in read_records(self.origin, self._split, self._seed, whole=self._whole):
+            read += 1
+            try:
+                prompt = self._rule.prompt(record.row, record.id)
+            except UserError:  # of the tokenizer, not of this record
+                raise
+            except ValueError as error:
+                hopeless += 1
+                self.left_out.add(MISSHAPEN, f"{record.location}: {error}")
+            except Unusable as reason:
+                hopeless += str(reason) in (PLAIN, CHAT)
+                self.left_out.add(str(reason), record.location)
+            else:
+                usable += 1
+                yield prompt
+            if hopeless == read == _TRIES:
+                break
+        if not usable:
+            raise _none_left(self.where, read, self.left_out)
+        self.used_up = True
+
+
+def _none_left(where: str, read: int, left_out: LeftOut) -> UserError:
+    if not read:
+        return UserError(f"No usable prompt in {where}: there is none.", "Give a file with prompts in it.")
+    counts = left_out.counts
+    reasons = [f"{count} {reason} (the first: {left_out.examples[reason]})" for reason, count in counts.items()]
+    problem = f"No usable prompt in {where}: {read} read, {', '.join(reasons)}."
+    accepted = "Accepted records: " + "; ".join(SHAPES) + "."
+    if CHAT in counts:
+        return UserError(
+            f"{problem} The target's tokenizer has no chat template.",
+            'Give rows of plain text ({"text": ..}), choose an instruction-tuned target, or set '
+            "tokenizer.chat_template and save it with the model.",
+        )
+    if PLAIN in counts:
+        remedy = "Give requests or conversations, or a target without a chat template (a base model)."
+        return UserError(problem, f"{remedy} {accepted}")
+    remedy = accepted if MISSHAPEN in counts else "Raise data.max_prompt_tokens, or give other prompts."
+    return UserError(problem, remedy)
+
+
+def beginning(text: str, tokenizer: Any, tokens: int) -> str:
+    """The text of the first `tokens` tokens; all of a shorter text.
+
+    Raises:
+        UserError: a tokenizer that does not tell where its tokens lie in a text.
+    """
+    check_offsets(tokenizer)
+    read = text[: _CHARACTERS_PER_TOKEN * tokens]
+    offsets = tokenizer(read, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return text[: max(stop for _, stop in offsets[:tokens])] if offsets else text
+
+
+def deduplicate(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Keep the first of those that ask the same; see `normalise`."""
+    first: dict[str, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(_key(prompt), prompt)
+    return list(first.values())
+
+
+def _key(prompt: Prompt) -> str:
+    return "\x00".join(normalise(turn) for turn in prompt.turns)

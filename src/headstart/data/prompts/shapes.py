@@ -1,0 +1,175 @@
+"""A prompt, from one record of any shape that files and datasets of prompts have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.data.prompts.chat import Message
+
+SHAPES = (
+    '{"turns": [text, ...]}',
+    '{"messages": [{"role", "content"}, ...]}',
+    '{"conversations": [{"from", "value"}, ...]} (ShareGPT)',
+    '{"instruction", "input", "output"} (Alpaca)',
+    '{"prompt": text}',
+    '{"text": text} (plain text, for targets without a chat template)',
+)
+"""Shapes of records that are understood; the first whose column is there and not null counts."""
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
+"""By role or speaker, in small letters."""
+
+_COLUMNS = ("messages", "conversations", "turns", "instruction", "prompt", "conversation", "text")
+"""The columns that tell a shape, in the order in which they are looked for."""
+_WITH_SYSTEM = ("conversations", "conversation", "instruction")
+"""Those of formats in which a system message may stand in a column of its own, `system`."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a user asks.
+
+    Attributes:
+        messages: the turns as given, from the system message or the first user message on. Where no answers were
+            given, two user messages follow one another.
+        category: kind of request, for reports; may be empty.
+        id: the record's own, or its file and line.
+        plain: the one message is a text to go on with, not a request.
+        calls_tools: an answer that was given calls tools, which the messages do not show.
+    """
+
+    messages: list[Message]
+    category: str = ""
+    id: str = ""
+    plain: bool = False
+    calls_tools: bool = False
+
+    @property
+    def opening(self) -> list[Message]:
+        """The messages before the first answer: system message and first user message."""
+        first = next(i for i, message in enumerate(self.messages) if message["role"] == "user")
+        return self.messages[: first + 1]
+
+    @property
+    def turns(self) -> list[str]:
+        """What the user says, turn by turn."""
+        return [message["content"] for message in self.messages if message["role"] == "user"]
+
+
+class Unusable(Exception):
+    """A well-formed record that makes no prompt; the reason is worded for `LeftOut`."""
+
+
+def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
+    """A prompt from one record of any of `SHAPES`; `name` is its id when it has none of its own.
+
+    Messages of the assistant without a text (calls of tools, say) are answers that were not given. The parts of a
+    content that is a list are put together when all of them are text.
+
+    Raises:
+        ValueError: a shape that is not understood; the message says what is wrong.
+        Unusable: the shape is right, but this record makes no prompt.
+    """
+    present = [column for column in _COLUMNS if column in row]
+    column = next((column for column in present if row[column] is not None), next(iter(present), None))
+    if column is None:
+        raise ValueError(f"unknown shape with the keys {', '.join(map(str, row)) or '(none)'}")
+    messages = _messages(row, column)
+    while messages and messages[0]["role"] == "assistant":  # a greeting that nobody asked for
+        messages = messages[1:]
+    user_texts = [message["content"] for message in messages if message["role"] == "user"]
+    if not all(text.strip() for text in user_texts) or not user_texts:
+        raise Unusable("in which the user says nothing")
+    if column in _WITH_SYSTEM and messages[0]["role"] != "system":
+        system = _text(row.get("system") or "")
+        if system.strip():
+            messages = [{"role": "system", "content": system}, *messages]
+    own_id = next((row[key] for key in ("id", "question_id", "prompt_id") if row.get(key) is not None), name)
+    return Prompt(
+        messages,
+        str(row.get("category") or ""),
+        str(own_id),
+        plain=column == "text",
+        calls_tools=column in ("messages", "prompt") and _calls_tools(row[column]),
+    )
+
+
+def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
+    """The messages in the column that tells a record's shape."""
+    value = row[column]
+    if column in ("messages", "conversations", "conversation") or (column == "prompt" and isinstance(value, list)):
+        return _turns(value, column)
+    if column == "turns":
+        if not isinstance(value, list):
+            raise ValueError(f"'turns' is a {type(value).__name__}, not a list of texts")
+        return [{"role": "user", "content": _text(turn)} for turn in value]
+    if column == "instruction":
+        parts = [_text(row.get(key) or "") for key in ("instruction", "input")]
+        request = {"role": "user", "content": "\n\n".join(part for part in parts if part.strip())}
+        output = _text(row.get("output") or "")
+        return [request, {"role": "assistant", "content": output}] if output else [request]
+    text = _text(value)
+    if column == "text" and not text.strip():
+        raise Unusable("without a text")
+    return [{"role": "user", "content": text}]
+
+
+def _turns(value: Any, field: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise ValueError(f"{field!r} is a {type(value).__name__}, not a list of messages")
+    messages = []
+    for number, turn in enumerate(value, start=1):
+        if not isinstance(turn, Mapping):
+            raise ValueError(f"message {number} of {field!r} is a {type(turn).__name__}, not an object")
+        # Files with {"from", "value"} in `messages` and the other way round are common.
+        keys = (("role", "content"), ("from", "value"))
+        (role_key, text_key), (other_role, other_text) = reversed(keys) if field.startswith("conv") else keys
+        speaker = turn.get(role_key, turn.get(other_role))
+        text = turn.get(text_key, turn.get(other_text))
+        role = _ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+        if role is None:
+            raise Unusable(f"with a message of the role {speaker!r}")
+        if text is None and role == "assistant":
+            continue
+        message = {"role": role, "content": _text(text)}
+        if role == "assistant" and isinstance(reasoning := turn.get("reasoning_content"), str) and reasoning.strip():
+            message["reasoning_content"] = reasoning
+        messages.append(message)
+    return messages
+
+
+def _calls_tools(turns: Any) -> bool:
+    return isinstance(turns, list) and any(turn.get("tool_calls") or turn.get("function_call") for turn in turns)
+
+
+def _text(value: Any) -> str:
+    """A text, or the texts of a list of parts put together."""
+    if isinstance(value, list):
+        return "".join(_part(part) for part in value)
+    if value is None:
+        raise Unusable("with a message without a text")
+    if not isinstance(value, str):
+        raise Unusable(f"with a {type(value).__name__} in the place of a text")
+    return value
+
+
+def _part(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return _text(part)
+    if part.get("type", "text") not in ("text", "input_text", "output_text"):
+        raise Unusable(f"with {part['type']} content")
+    return _text(part.get("text"))

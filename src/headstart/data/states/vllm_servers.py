@@ -1,0 +1,91 @@
+"""Hidden states asked for from vLLM servers that write them to a folder which both sides see; see `vllm_files`."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+from headstart.data.states.vllm_files import Import, Imported, Unusable
+from headstart.errors import UserError
+from headstart.servers.client import Endpoint, Later, Pool
+from headstart.servers.completions import Ask, served_by
+
+_RESTART = "Start it as headstart data import-states RECIPE shows; then the same command goes on from there."
+
+
+def take_from_servers(
+    urls: Sequence[str],
+    work: Import,
+    requests: int,
+    advance: Callable[[int, int], None] | None = None,
+) -> Imported:
+    """Let servers read every conversation that is waiting and take what they write; their files are removed.
+
+    Args:
+        urls: of the servers, used in turns.
+        work: what takes the files.
+        requests: most that are under way, over all servers.
+        advance: called with (tokens done, tokens in all) after each conversation.
+
+    Raises:
+        UserError: a server refuses, does not answer for long, writes no states or other ones than asked for.
+    """
+    waiting = work.waiting
+    total, done = sum(len(item.tokens) for item in waiting), 0
+    pool = Pool(urls, requests, _RESTART)
+    files = pool.answers(len(waiting), lambda number, endpoint: _written(endpoint, work.spec, waiting[number].tokens))
+    try:
+        with closing(files):
+            for number, file in files:
+                try:
+                    work.take(file, waiting[number].tokens)
+                except Unusable as problem:
+                    raise UserError(f"{file}, which vLLM wrote: {problem}.", _RESTART) from None
+                for path in (file, _lock_of(file)):
+                    with suppress(OSError):
+                        path.unlink()
+                done += len(waiting[number].tokens)
+                if advance is not None:
+                    advance(done, total)
+    finally:
+        work.close()  # what was taken before a failure as well: its files are gone
+    return work.found
+
+
+def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
+    """Let a server read token ids; the file that it has written their states to.
+
+    Raises:
+        Later: it may work another time.
+        UserError: it will not.
+    """
+    dialect, model = endpoint.once(lambda endpoint: served_by(endpoint, spec))
+    path, body = dialect.request(Ask(tokens, 1), model)
+    page = endpoint.ask("POST", path, body)
+    try:
+        file = Path((page.get("kv_transfer_params") or {})["hidden_states_path"])
+        read = dialect.read(page).prompt
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise UserError(f"{endpoint.url} answers, and writes no hidden states.", _RESTART) from None
+    if read not in (None, list(tokens)):
+        raise UserError(
+            f"{endpoint.url} read other token ids than those it was sent: {len(read or ())} for {len(tokens)}.",
+            "It may add or cut tokens: give it a longer context.",
+        )
+    if _lock_of(file).is_file():  # held while vLLM writes
+        with _lock_of(file).open("rb") as lock, suppress(OSError):  # no locks here: it is whole or refused below
+            fcntl.flock(lock, fcntl.LOCK_SH)
+    elif not file.is_file():
+        raise UserError(
+            f"{endpoint.url} says it wrote {file}, and there is no such file here.",
+            "shared_storage_path has to be a folder that the server and this machine both see under this name.",
+        )
+    if not file.is_file():
+        raise Later(f"it did not write {file}")
+    return file
+
+
+def _lock_of(file: Path) -> Path:
+    return file.with_name(file.name + ".lock")

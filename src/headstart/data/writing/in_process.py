@@ -1,0 +1,348 @@
+"""The target in this process continues many rows at once, with the cache, the draws and the ends of decoding.
+
+Rows need not answer quickly here, only all of them soon: what all begin with is read once, rows of alike length are
+read together, a batch that memory does not hold is written in halves, and rows leave it as they end. Users decode with
+`headstart.decode`.
+
+Shape suffixes: B rows, M rows of one temperature, V vocabulary, R candidates.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headstart.data.writing.writer import CANDIDATES, Continuation
+from headstart.decode.options import DecodeOptions, SamplingOptions
+from headstart.decode.sampling import warp
+from headstart.decode.stopping import Stopper
+from headstart.decode.verify import argmax
+from headstart.errors import UserError
+from headstart.support.files import format_bytes
+from headstart.support.rng import draw_at
+from headstart.target.memory import free_bytes, out_of_memory
+from headstart.target.model import Target
+from headstart.tree.tree import DraftTree, TreeShape
+
+_KEPT = 0.875
+"""Rows are dropped from the cache once no more than this share of them goes on: dropping copies it."""
+CACHE_PEAK = 1 + _KEPT
+"""Most that a batch's cache takes, as a multiple of itself: the copy stands beside it for a moment."""
+_MAX_PADDING = 64
+"""Tokens of padding that a group of rows may be read with in any case: a forward of its own costs as much."""
+_CPU_SHARE, _GPU_SHARE = 0.4, 0.85
+"""Of free memory, what a batch may take: on a CPU two are written side by side."""
+_COLDEST = 1e-4
+"""Lowest temperature above 0."""
+_ROOT = TreeShape.chain(0)
+
+
+class BatchMemory:
+    """How large a batch memory holds: learned from what did not fit, and shared by all batches of a run.
+
+    Args:
+        say: told, once, that batches are written in parts.
+    """
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._say = say
+        self._maximum: float = float("inf")
+
+    def holds(self, target: Target, rows: int, length: int) -> bool:
+        """Whether the cache of so many rows of this length fits, as far as anyone can tell before trying."""
+        if rows * length > self._maximum:
+            return False
+        free = (_CPU_SHARE if target.device.type == "cpu" else _GPU_SHARE) * free_bytes(target.device)
+        return rows * length * target.kv_bytes_per_token * CACHE_PEAK <= free
+
+    def failed(self, rows: int, length: int) -> None:
+        """A batch that seemed to fit did not; larger ones than half of it are not tried again."""
+        self._maximum = min(self._maximum, rows * length / 2)
+
+    def note(self, target: Target, rows: int, length: int) -> None:
+        """Say that this batch is written in parts, unless that was said before."""
+        if self._say is not None:
+            size = format_bytes(rows * length * target.kv_bytes_per_token)
+            self._say(
+                f"Memory does not hold {rows} conversations of up to {length} tokens at a time (a KV cache of {size}): "
+                "such batches are written in halves. A smaller data.batch_size avoids it."
+            )
+        self._say = None
+
+
+class InProcess:
+    """The target itself continues rows; see `headstart.data.writing.writer.Writer`.
+
+    Each row has draws of its own, so that what it says does not depend on which rows were written beside it (beyond
+    rounding).
+
+    Args:
+        target: the model.
+        memory: what is known of it from earlier batches.
+    """
+
+    def __init__(self, target: Target, memory: BatchMemory | None = None) -> None:
+        self._target = target
+        self._memory = memory or BatchMemory()
+
+    @property
+    def shareable(self) -> bool:
+        """Some rotary tables change with the text that is read."""
+        rotary = str(getattr(self._target.config, "rope_parameters", ""))
+        return not any(kind in rotary for kind in ("dynamic", "longrope"))
+
+    @torch.inference_mode()
+    def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
+        """Continue each row; rows that memory does not hold at a time are written half by half.
+
+        Hidden states are kept of batches whose states memory has room for.
+
+        Raises:
+            UserError: memory does not hold a single row.
+        """
+        if not self.shareable:
+            continuation = replace(continuation, turns=None)
+        written: dict[int, list[int]] = {}
+        waiting = [list(range(len(rows)))]
+        while waiting:
+            numbers = waiting.pop()
+            added = self._write(rows, numbers, continuation)
+            if added is None:
+                half = (len(numbers) + 1) // 2
+                waiting += [numbers[half:], numbers[:half]]
+            else:
+                written.update(zip(numbers, added, strict=True))
+        return [written[number] for number in range(len(rows))]
+
+    def _write(
+        self, rows: Sequence[Sequence[int]], numbers: Sequence[int], continuation: Continuation
+    ) -> list[list[int]] | None:
+        """The tokens added to rows with these numbers; None where memory does not hold them at a time."""
+        target, count = self._target, len(numbers)
+        length = max(len(rows[number]) for number in numbers) + continuation.max_new_tokens
+        if count == 1 or self._memory.holds(target, count, length):
+            try:
+                return _Batch(target, rows, numbers, continuation).write()
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                if count == 1:
+                    raise UserError(
+                        f"A text of {length} tokens does not fit the memory of {target.device} beside {target.name}.",
+                        "Lower data.max_new_tokens or data.max_prompt_tokens, or use another device.",
+                    ) from error
+            # Only here is the error gone, which holds on to what memory was too small for.
+            self._memory.failed(count, length)
+            if continuation.turns is not None:  # what is not kept is read again
+                continuation.turns.forget()
+            gc.collect()
+            if target.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self._memory.note(target, count, length)
+        return None
+
+
+class _Batch:
+    """Rows that are written together.
+
+    Args:
+        target: the model.
+        rows: all rows.
+        numbers: of those in this batch.
+        continuation: of all rows.
+    """
+
+    def __init__(
+        self, target: Target, rows: Sequence[Sequence[int]], numbers: Sequence[int], continuation: Continuation
+    ) -> None:
+        self._target, self._numbers, self._continuation = target, numbers, continuation
+        self._rows = [rows[number] for number in numbers]
+        self._temperatures = [continuation.temperatures[number] for number in numbers]
+        self._random = [random.Random(f"{continuation.seed} {number}") for number in numbers]
+        options = DecodeOptions(continuation.max_new_tokens)
+        self._stoppers = [Stopper(None, options, continuation.ends) for _ in numbers]
+        self._added: list[list[int]] = [[] for _ in numbers]
+        self._ended = [False] * len(numbers)
+        capacity = max(map(len, self._rows)) + continuation.max_new_tokens
+        self._cache = target.new_cache(len(numbers), capacity)
+        self._alive = sorted(range(len(numbers)), key=lambda row: len(self._rows[row]))  # rows in the cache
+        states = continuation.states
+        self._states = states if states is not None and states.fit(target, len(numbers), capacity) else None
+        self._aux_layers = () if self._states is None else self._states.aux_layers
+        if self._states is not None:
+            self._states.begin(target, len(numbers), capacity)
+
+    def write(self) -> list[list[int]]:
+        """The tokens added to each row."""
+        logits_BV = self._read()
+        while not all(self._ended):
+            self._continuation.check()
+            tokens = self._draw(logits_BV)
+            going = self._add(tokens)
+            if not going:
+                break
+            if len(going) <= _KEPT * len(self._alive):
+                self._keep_turns(sorted(set(range(len(self._alive))) - set(going)))
+                self._cache.reorder(going)
+                self._alive, tokens = [self._alive[index] for index in going], [tokens[index] for index in going]
+            logits_BV = self._forward(tokens)
+        self._keep_turns(range(len(self._alive)))
+        if self._states is not None:
+            lengths = [len(row) + len(added) for row, added in zip(self._rows, self._added, strict=True)]
+            self._states.end(self._numbers, lengths)
+        return self._added
+
+    # -- reading what is there ---------------------------------------------------------------------------------------
+
+    def _read(self) -> Tensor:
+        """Read all rows; logits [B, V] after them."""
+        if self._go_on():
+            groups = [(index, index + 1) for index in range(len(self._alive))]  # each from a length of its own
+        else:
+            self._read_beginning()
+            groups = _groups([len(self._rows[row]) - self._cache.lengths[0] for row in self._alive])
+        return torch.cat([self._prefill(start, stop) for start, stop in groups])
+
+    def _go_on(self) -> bool:
+        """Put what earlier turns have read into the cache; False where there is nothing."""
+        turns, states = self._continuation.turns, self._states
+        if turns is None:
+            return False
+        begun = False
+        for index, row in enumerate(self._alive):
+            before = turns.take(self._numbers[row], states is not None)
+            if before is None:
+                continue
+            begun = True
+            self._cache.go_on_with(index, before[0])
+            if states is not None:
+                read = {layer: before[1][layer][None, : self._cache.lengths[index]] for layer in self._aux_layers}
+                states.add([row], [0], read)
+        return begun
+
+    def _read_beginning(self) -> None:
+        """Read once what all rows begin with alike, such as what a chat template puts in front of them."""
+        shared = _shared(self._rows)
+        if not shared:
+            return
+        beginning = self._target.new_cache(1, shared)
+        out = self._target.prefill(beginning, [self._rows[0][:shared]], self._aux_layers)
+        self._cache.begin_with(beginning)
+        if self._states is not None:
+            of_all = {layer: state.expand(len(self._rows), -1, -1) for layer, state in out.aux_hidden_states.items()}
+            self._states.add(self._alive, [0] * len(self._rows), of_all)
+
+    def _prefill(self, start: int, stop: int) -> Tensor:
+        """Read what is new of these rows of the cache together; logits [B, V] after them."""
+        self._continuation.check()
+        part, rows = self._cache.part(start, stop), self._alive[start:stop]
+        before = list(part.lengths)
+        texts = [self._rows[row][length:] for row, length in zip(rows, before, strict=True)]
+        out = self._target.prefill(part, texts, self._aux_layers)
+        if self._states is not None:
+            self._states.add(rows, before, out.aux_hidden_states)
+        self._cache.lengths[start:stop] = part.lengths
+        return out.logits_BTV[:, 0]
+
+    # -- writing on --------------------------------------------------------------------------------------------------
+
+    def _draw(self, logits_BV: Tensor) -> list[int]:
+        """The next token of each row in the cache."""
+        temperatures = [self._temperatures[row] for row in self._alive]
+        numbers = [self._random[row].random() for row in self._alive]
+        return next_tokens(logits_BV, temperatures, self._continuation.top_p, numbers)
+
+    def _add(self, tokens: Sequence[int]) -> list[int]:
+        """Add these tokens; indices of the rows in the cache that have to be read on."""
+        going = []
+        for index, (row, token) in enumerate(zip(self._alive, tokens, strict=True)):
+            if not self._ended[row]:
+                self._added[row].append(token)
+                self._ended[row] = self._stoppers[row].take([token])[1] is not None
+            # A token that nothing follows is read for its states alone.
+            unread = len(self._rows[row]) + len(self._added[row]) > self._cache.lengths[index]
+            if not self._ended[row] or (self._states is not None and unread):
+                going.append(index)
+        return going
+
+    def _forward(self, tokens: Sequence[int]) -> Tensor:
+        """Read the last token of each row in the cache; logits [B, V] after it."""
+        tree = DraftTree.from_shape(torch.tensor(tokens, device=self._target.device)[:, None], _ROOT)
+        out = self._target.forward_tree(self._cache, tree, self._aux_layers)
+        if self._states is not None:
+            self._states.add(self._alive, self._cache.lengths, out.aux_hidden_states)
+        self._cache.commit([[0]] * len(self._alive))
+        return out.logits_BTV[:, 0]
+
+    def _keep_turns(self, indices: Iterable[int]) -> None:
+        """Keep what the cache holds of these rows, where another turn may follow."""
+        turns = self._continuation.turns
+        if turns is None:
+            return
+        for index in indices:
+            row = self._alive[index]
+            if self._added[row][-1] in self._continuation.ends:
+                length = min(self._cache.lengths[index], len(self._rows[row]) + len(self._added[row]))
+                turns.keep(self._target, self._numbers[row], self._cache, index, length)
+
+
+def next_tokens(logits_BV: Tensor, temperatures: Sequence[float], top_p: float, numbers: Sequence[float]) -> list[int]:
+    """Next token of each row: argmax at temperature 0, else what a number from [0, 1) draws of the likeliest tokens.
+
+    >>> logits_BV = torch.tensor([[0.0, 2.0, 1.0]])  # probabilities 0.09, 0.67, 0.24
+    >>> [next_tokens(logits_BV, [1.0], 1.0, [number])[0] for number in (0.0, 0.6, 0.7, 0.92, 1.0)]
+    [1, 1, 2, 0, 0]
+    """
+    tokens_B = argmax(logits_BV) if 0 in temperatures else logits_BV.new_empty(len(logits_BV), dtype=torch.long)
+    for temperature in {temperature for temperature in temperatures if temperature > 0}:
+        index = [index for index, of_row in enumerate(temperatures) if of_row == temperature]
+        index_M = torch.tensor(index, device=logits_BV.device)
+        logits_MV = logits_BV if len(index) == len(logits_BV) else logits_BV[index_M]
+        top_MR, tokens_MR = logits_MV.topk(min(CANDIDATES, logits_MV.shape[-1]), dim=-1)
+        probs_MR = warp(SamplingOptions(temperature=max(temperature, _COLDEST), top_p=top_p), top_MR)
+        number_M = torch.tensor([numbers[i] for i in index], dtype=torch.float64, device=logits_BV.device)
+        drawn_M, _ = draw_at(probs_MR, number_M)
+        tokens_B[index_M] = tokens_MR.gather(1, drawn_M[:, None])[:, 0]
+    tokens: list[int] = tokens_B.tolist()
+    return tokens
+
+
+def _groups(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Starts and stops of rows that are read together, from their lengths in ascending order: with little padding.
+
+    >>> _groups([1, 1, 2, 100, 100, 120, 300])
+    [(0, 3), (3, 6), (6, 7)]
+    """
+    groups: list[tuple[int, int]] = []
+    start = 0
+    for row, length in enumerate(lengths):
+        padding = (row - start + 1) * length - sum(lengths[start : row + 1])
+        if padding > max(_MAX_PADDING, 0.1 * sum(lengths[start : row + 1])):
+            groups.append((start, row))
+            start = row
+    return [*groups, (start, len(lengths))]
+
+
+def _shared(rows: Sequence[Sequence[int]]) -> int:
+    """How many tokens all of several rows begin with alike, at least one of each left over.
+
+    >>> _shared([[1, 2, 3], [1, 2, 4, 5], [1, 2]]), _shared([[1, 2]])
+    (1, 0)
+    """
+    return min(common_beginning(rows), min(map(len, rows)) - 1) if len(rows) > 1 else 0
+
+
+def common_beginning(texts: Sequence[Sequence[int]]) -> int:
+    """How many tokens several texts begin with alike.
+
+    >>> common_beginning([[1, 2, 3], [1, 2, 4, 3], [1, 2]])
+    2
+    """
+    lists = sorted(map(list, texts))
+    pairs = enumerate(zip(lists[0], lists[-1], strict=False))  # in order, the first and last differ most
+    return next((index for index, (first, last) in pairs if first != last), min(map(len, texts)))

@@ -1,0 +1,148 @@
+"""Servers continue rows: asked for token ids with token ids, and checked.
+
+A reply that the target cannot have written ends the work, with the server's name; see `headstart.servers.client` for
+what is tried again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from headstart.data.writing.writer import CANDIDATES, Continuation
+from headstart.errors import UserError
+from headstart.servers.client import Endpoint, Later, Pool
+from headstart.servers.completions import Ask, Dialect, NoTokenIds, served_by
+from headstart.target.model import Target
+
+_PROBE = "A bicycle stays upright while it moves, and nobody has to think about it."
+"""Words of every day: one tokenizer reads them the same way everywhere, and another one does not."""
+
+
+class Servers:
+    """Continues rows on servers: vLLM and others with its completions, or llama-server.
+
+    Args:
+        urls: of the servers; they are used in turns.
+        target: the model that they serve.
+        requests: most that are under way, over all servers.
+    """
+
+    shareable = False
+    """All requests may be under way for the rows of one thread."""
+
+    def __init__(self, urls: Sequence[str], target: Target, requests: int) -> None:
+        self._target = target
+        self._pool = Pool(
+            urls,
+            requests,
+            "See whether the server runs and data.server is its address; then the same command goes on from there: "
+            "finished parts are kept.",
+        )
+
+    def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
+        """See `Writer`; of hidden states a server says nothing.
+
+        Raises:
+            UserError: no server answered for long, or one gave what the target cannot have written.
+        """
+        asks = [
+            Ask(
+                row,
+                continuation.max_new_tokens,
+                temperature,
+                top_k=CANDIDATES,
+                top_p=continuation.top_p,
+                seed=random.Random(f"{continuation.seed} {number}").getrandbits(31),  # as servers take them
+                ends=continuation.ends,
+            )
+            for number, (row, temperature) in enumerate(zip(rows, continuation.temperatures, strict=True))
+        ]
+        answers = self._pool.answers(
+            len(asks), lambda number, endpoint: self._answer(endpoint, asks[number]), continuation.check
+        )
+        with closing(answers):
+            added = dict(answers)
+        return [added[number] for number in range(len(asks))]
+
+    def _answer(self, endpoint: Endpoint, ask: Ask) -> list[int]:
+        """The added tokens; raises as `Endpoint.ask`, and where the answer cannot be the target's."""
+        assert ask.ends is not None and ask.seed is not None
+        dialect, model = endpoint.once(self._meet)
+        added: list[int] = []
+        while True:
+            rest = replace(
+                ask,
+                prompt=[*ask.prompt, *added],
+                max_new_tokens=ask.max_new_tokens - len(added),
+                seed=ask.seed + len(added),
+            )
+            tokens, at_own_end = self._once(endpoint, dialect, model, rest)
+            added += tokens
+            if len(added) == ask.max_new_tokens or (added and added[-1] in ask.ends):
+                return added
+            # llama-server also ends at tokens that the target reads on from (those of other templates, say).
+            if not (tokens and at_own_end):
+                raise UserError(
+                    f"{endpoint.url} ended an answer after {len(added)} of {ask.max_new_tokens} tokens, and not at one "
+                    f"that ends a turn of {self._target.name}.",
+                    "Its context may be shorter than data.max_prompt_tokens + data.max_new_tokens, or it serves "
+                    "another model.",
+                )
+
+    def _once(self, endpoint: Endpoint, dialect: Dialect, model: str, ask: Ask) -> tuple[list[int], bool]:
+        """What one request adds, up to the first end token, and whether the server's own end ended it."""
+        path, body = dialect.request(ask, model)
+        page = endpoint.ask("POST", path, body)
+        try:
+            reply = dialect.read(page)
+        except NoTokenIds:
+            raise UserError(
+                f"{endpoint.url} returns no token ids, and text alone does not say which were written.",
+                "Use vLLM (0.10.2 or newer) or llama-server.",
+            ) from None
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise Later(f"a reply that is none: {str(page)[:200]}") from None
+        if reply.aborted:
+            raise Later("the server gave up in the middle of an answer")
+        prompt = list(ask.prompt)
+        if reply.prompt not in (None, prompt) or reply.prompt_length not in (None, len(prompt)):
+            length = len(reply.prompt) if reply.prompt is not None else reply.prompt_length
+            raise UserError(
+                f"{endpoint.url} read other token ids than those it was asked to continue: {length} token ids for "
+                f"{len(prompt)}.",
+                "It may add or cut tokens: give it a longer context, and no prompt template of its own.",
+            )
+        self._check(endpoint, reply.tokens, ask.max_new_tokens)
+        assert ask.ends is not None
+        first = next((index for index, token in enumerate(reply.tokens) if token in ask.ends), None)
+        return (reply.tokens, reply.at_own_end) if first is None else (reply.tokens[: first + 1], True)
+
+    def _check(self, endpoint: Endpoint, tokens: Sequence[Any], most: int) -> None:
+        size = self._target.vocab_size
+        strange = [token for token in tokens if type(token) is not int or not 0 <= token < size]
+        if strange:
+            raise UserError(
+                f"{endpoint.url} wrote token id {strange[0]!r}, and {self._target.name} has ids from 0 to {size - 1}.",
+                "Serve the recipe's target there.",
+            )
+        if len(tokens) > most:
+            raise UserError(
+                f"{endpoint.url} wrote {len(tokens)} tokens where {most} were asked for.",
+                "It does not keep to OpenAI's max_tokens: use vLLM or llama-server.",
+            )
+
+    def _meet(self, endpoint: Endpoint) -> tuple[Dialect, str]:
+        """How the server is asked and what it calls its model; its tokenizer is compared, where it lets anyone ask."""
+        dialect, model = served_by(endpoint, self._target.spec)
+        path, body = dialect.tokenize(_PROBE, model)
+        theirs = endpoint.ask("POST", path, body, absent={}).get("tokens")
+        if isinstance(theirs, list) and theirs != self._target.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]:
+            raise UserError(
+                f"{endpoint.url} serves {model or 'a model'} with another tokenizer than that of {self._target.name}.",
+                "Serve the recipe's target there.",
+            )
+        return dialect, model

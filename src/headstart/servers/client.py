@@ -1,0 +1,275 @@
+"""Servers asked over HTTP: one client, and one way to ask again.
+
+A request that may succeed later (no connection, 429, 5xx, a reply that is cut) is sent again after a while, to another
+server if there is one; of several requests that failed together, a server is spared the more the longer it fails. A
+reply that no further try would change raises a `UserError` with the server's address.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from itertools import count
+from time import monotonic
+from typing import Any, TypeVar
+
+import httpx
+
+from headstart.errors import UserError
+from headstart.servers.at_once import Stopped, answered
+
+T = TypeVar("T")
+
+TRIES = 10
+"""For a request and each server, before it is given up."""
+FIRST_WAIT = 0.5
+LONGEST_WAIT = 30.0
+"""Seconds until a server that failed is asked again: the first, doubled with each failure in a row, and the longest."""
+_LONGEST_ASKED_WAIT = 600.0
+"""Of a server that says itself when to come back."""
+_ANSWER_SECONDS = 1800.0
+_CONNECT_SECONDS = 10.0
+_KEPT_SECONDS = 2.0
+"""An idle connection is used again: servers close theirs after five."""
+_WAITING = {408, 409, 425, 429}
+"""Statuses below 500 that may pass."""
+_ABSENT = {400, 404, 405, 422, 501}
+"""Statuses that say that a server has no such page, or another one."""
+
+
+class Later(Exception):
+    """A request failed in a way that may pass.
+
+    Args:
+        problem: what happened.
+        busy: whether the server has too much to do.
+        seconds: after which the server wants to be asked again, if it said so.
+    """
+
+    def __init__(self, problem: str, busy: bool = False, seconds: float = 0.0) -> None:
+        super().__init__(problem)
+        self.busy, self.seconds = busy, seconds
+
+
+class Endpoint:
+    """One server. Its counts belong to whoever holds the lock of the `Pool`.
+
+    Args:
+        url: with or without the `/v1` of OpenAI's paths.
+
+    Attributes:
+        url: as messages name it.
+        under_way: requests.
+        last: number of the last of them, among those of the pool.
+        failures: in a row.
+        rests_until: the moment before which it is not asked again.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.under_way = self.last = self.failures = 0
+        self.rests_until = self._failed_at = 0.0
+        self._meeting = threading.Lock()
+        self._known: list[Any] = []
+        self._unmet: tuple[float, Later] | None = None
+        self._client = httpx.Client(
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS), trust_env=False
+        )
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def send(
+        self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = _ANSWER_SECONDS
+    ) -> httpx.Response:
+        """One request, whose body is sent as JSON, and its reply, whatever the status.
+
+        Raises:
+            Later: no reply.
+        """
+        timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
+        try:
+            return self._client.request(method, self.url + path, json=body, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise Later(f"{type(error).__name__}: {error}") from None
+
+    def ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, absent: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The JSON object that a request is answered with.
+
+        Args:
+            method: of HTTP.
+            path: after the server's address.
+            body: sent as JSON.
+            absent: what comes back where the server has no such page; None is an error then.
+
+        Raises:
+            Later: it may work another time.
+            UserError: it will not.
+        """
+        return self.read(self.send(method, path, body), absent)
+
+    def read(self, reply: httpx.Response, absent: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON object of a reply; see `ask`."""
+        status, words = reply.status_code, " ".join(reply.text.split())[:300]
+        if status in _ABSENT and absent is not None:
+            return absent
+        if status in _WAITING or status >= 500:
+            after = _retry_after(reply.headers.get("retry-after", ""))
+            raise Later(f"{status} {words}".strip(), status == 429, after)
+        if not reply.is_success:
+            remedy = "Serve the recipe's target there, with room for the longest conversation and one token more."
+            if status in (401, 403):
+                remedy = "Let it answer without a key: headstart sends none."
+            raise UserError(f"{self.url}{reply.url.path} answered {status}: {words or 'nothing'}.", remedy)
+        try:
+            page = reply.json()
+        except ValueError:
+            raise Later(f"a reply that is no JSON: {words[:100]!r}") from None
+        if not isinstance(page, dict):
+            raise Later(f"a reply that is none: {words[:100]!r}")
+        return page
+
+    def once(self, find: Callable[[Endpoint], T]) -> T:
+        """What there is to find out about the server, by the first of the requests that need it.
+
+        Raises:
+            Later, UserError: as `find`. A failure counts for all requests that waited for it.
+        """
+        came = monotonic()
+        with self._meeting:
+            if not self._known:
+                if self._unmet is not None and self._unmet[0] >= came:
+                    raise self._unmet[1]
+                try:
+                    self._known.append(find(self))
+                except Later as problem:
+                    self._unmet = monotonic(), problem
+                    raise
+        found: T = self._known[0]
+        return found
+
+    def failed(self, problem: Later, began: float, jitter: float) -> None:
+        """Note that a request which began at this moment came to nothing; those sent together fail together."""
+        now = monotonic()
+        seconds = min(problem.seconds, _LONGEST_ASKED_WAIT)
+        if began >= self._failed_at:
+            self._failed_at = now
+            self.failures += 1
+            seconds = max(seconds, jitter * min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(self.failures - 1, 30)))
+        self.rests_until = max(self.rests_until, now + seconds)
+
+    def worked(self, began: float) -> None:
+        """Note that a request which began at this moment was answered."""
+        if began >= self._failed_at:
+            self.failures, self.rests_until = 0, 0.0
+
+
+class Pool:
+    """Servers that answer the same questions.
+
+    Args:
+        urls: of the servers.
+        requests: most that are under way, over all of them.
+        remedy: what to do when none answers.
+    """
+
+    def __init__(self, urls: Sequence[str], requests: int, remedy: str) -> None:
+        self._endpoints = [Endpoint(url) for url in urls]
+        self._requests, self._remedy = requests, remedy
+        self._lock = threading.Lock()
+        self._jitter = random.Random()
+        self._answered = 0
+        self._numbers = count(1)
+
+    def answers(
+        self, questions: int, ask: Callable[[int, Endpoint], T], check: Callable[[], None] = lambda: None
+    ) -> Generator[tuple[int, T], None, None]:
+        """Numbers of questions with their answers, as these come.
+
+        Args:
+            questions: how many there are.
+            ask: puts a question to a server; raises `Later` where another try may help.
+            check: called while answers are waited for; what it raises ends the work.
+
+        Raises:
+            UserError: no server answered for long, or what `ask` raised.
+        """
+
+        def patiently(number: int, stop: threading.Event) -> T:
+            return self._answer(lambda endpoint: ask(number, endpoint), stop)
+
+        with closing(answered(questions, self._requests, patiently, check)) as answers:
+            yield from answers
+
+    def _answer(self, ask: Callable[[Endpoint], T], stop: threading.Event) -> T:
+        """Ask until there is an answer or no more patience."""
+        tries, most = 0, TRIES * len(self._endpoints)
+        while True:
+            answered_before = self._answered
+            endpoint = self._next(stop)
+            began = monotonic()
+            try:
+                answer = ask(endpoint)
+            except Later as problem:
+                tries += 1
+                with self._lock:
+                    endpoint.failed(problem, began, self._jitter.uniform(0.5, 1.0))
+                    if problem.busy and self._answered > answered_before:
+                        tries = 1  # others are answered: the turn of this one comes
+                if tries >= most:
+                    raise UserError(
+                        f"{endpoint.url} did not answer: {str(problem).rstrip('.')} ({tries} tries).", self._remedy
+                    ) from None
+            else:
+                with self._lock:
+                    endpoint.worked(began)
+                    self._answered += 1
+                return answer
+            finally:
+                with self._lock:
+                    endpoint.under_way -= 1
+
+    def _next(self, stop: threading.Event) -> Endpoint:
+        """The server to ask now, waited for if all of them are left alone for a while."""
+        while not stop.is_set():
+            with self._lock:
+                now = monotonic()
+                working = any(not endpoint.failures for endpoint in self._endpoints)
+                # While others work, one that failed is tried with one request at a time.
+                ready = [
+                    endpoint
+                    for endpoint in self._endpoints
+                    if endpoint.rests_until <= now and not (endpoint.failures and endpoint.under_way and working)
+                ]
+                if ready:
+                    chosen = min(ready, key=lambda endpoint: (endpoint.under_way, endpoint.last))
+                    chosen.under_way, chosen.last = chosen.under_way + 1, next(self._numbers)
+                    return chosen
+                seconds = min(endpoint.rests_until for endpoint in self._endpoints) - now
+                seconds *= self._jitter.uniform(1.0, 1.2)  # those that wait together do not come back together
+            stop.wait(max(0.001, seconds))
+        raise Stopped
+
+
+def _retry_after(text: str) -> float:
+    """Seconds that a server asks for: as a number or a date; 0 when it asks for none.
+
+    >>> _retry_after("7"), _retry_after(""), _retry_after("soon"), _retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
+    (7.0, 0.0, 0.0, 0.0)
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
+        except (ValueError, TypeError):
+            return 0.0
+    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
