@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.parts import Part
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
@@ -367,19 +366,16 @@ def test_optimisers_keep_what_is_planned(tiny_target: Target, optimizer: str) ->
     assert optimizer_bytes(heads, found.train) == kept
 
 
-def test_what_is_written_says_how_long_conversations_are(tiny_target: Target, tmp_path: Path) -> None:
+def test_what_is_written_says_how_long_conversations_are(tiny_target: Target) -> None:
     data = DataSection(max_new_tokens=20)
     tokens, spans = [list(range(3, 33)), list(range(3, 53))], [(10, 30), (10, 20)]
     found = [
         Conversation(str(i), row, [first <= at < last for at in range(len(row))], [{"role": "user", "content": "x"}])
         for i, (row, (first, last)) in enumerate(zip(tokens, spans, strict=True))
     ]
-    Part(0, "train", (0, 0), 1.0, found).write(tmp_path)
-    lengths = written_lengths(data, tiny_target.max_length, sorted(tmp_path.glob("*.jsonl")))
-    assert lengths is not None
+    lengths = written_lengths(data, tiny_target.max_length, found)
     assert (lengths.tokens, lengths.prompt, lengths.turns, lengths.answer) == (40, 10, 1, 15)
     assert (lengths.read, lengths.cached, lengths.source) == (10, 70, "as the 2 that are written")
-    assert written_lengths(data, tiny_target.max_length, []) is None
 
 
 def test_the_page_on_scaling_says_what_plans_say(monkeypatch: pytest.MonkeyPatch) -> None:

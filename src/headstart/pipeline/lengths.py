@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headstart.data.prompts.shapes import Prompt
+    from headstart.data.conversations.records import Conversation
+    from headstart.data.prompts.prompts import Prompt
     from headstart.recipes.sections import DataSection
     from headstart.target.model import Target
 
@@ -78,19 +76,8 @@ def assumed_lengths(data: DataSection, longest: int, prompt: int | None = None) 
     return Lengths(min(read + answer, longest), read, 1.0, answer, read, min(most + data.max_new_tokens, longest))
 
 
-def written_lengths(data: DataSection, longest: int, parts: Iterable[Path]) -> Lengths | None:
-    """Those of conversations that are written; None where there are none.
-
-    Args:
-        data: of the recipe.
-        longest: text that the target reads.
-        parts: files of parts of training conversations.
-    """
-    from headstart.data.conversations.parts import Part
-
-    written = [item for file in itertools.islice(parts, SAMPLE) for item in Part.read(file).conversations][:SAMPLE]
-    if not written:
-        return None
+def written_lengths(data: DataSection, longest: int, written: Sequence[Conversation]) -> Lengths:
+    """Those of conversations that are written; `longest` is the text that the target reads."""
     spans = [item.supervised_spans for item in written]
     tokens = [len(item.tokens) for item in written]
     read = [row[-1][0] - sum(stop - start for start, stop in row[:-1]) for row in spans if row]

@@ -57,9 +57,6 @@ from headstart.target.memory import free_bytes, most_resident
 from headstart.target.model import Target
 from headstart.target.outline import Outline, outline, weights_are_here
 
-_SAME = ("data.prompts", "data.max_new_tokens", "data.max_prompt_tokens", "data.seed_prompts", "data.regenerate")
-"""Settings that say how long conversations are: what was written under the same ones says it better."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -152,7 +149,7 @@ def _timed(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
     heads.warm_start(target)
     heads.gradient_checkpointing = recipe.train.gradient_checkpointing
     needed = sorted({*heads.aux_layers, FINAL})
-    lengths, problems = _lengths(run, target, prompt_tokens)
+    lengths, problems = _lengths(run, target, plan, prompt_tokens)
     speeds = measure(target, heads, needed, recipe, lengths)
     crowding = max(1.0, processes * torch.get_num_threads() / (core_count() or 1)) if on_cpu else 1.0
     workers = Workers(target.device, -(-data.conversations // data.batch_size)).count
@@ -176,7 +173,7 @@ def _sized(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
     with torch.device("meta"):
         heads: DraftHead = family(config.family)(config)
     heads.bind(shapes)
-    lengths, problems = _lengths(run, target, prompt_tokens)
+    lengths, problems = _lengths(run, target, plan, prompt_tokens)
     held, needed = target.parameters * target.dtype.itemsize, sorted({*heads.aux_layers, FINAL})
     planned = Planned(recipe, target, heads, needed, lengths, Speeds(), processes, held=held)
     how = f"Times are not known: they come from forwards of {target.name}, and its weights are not here."
@@ -207,8 +204,8 @@ def _amounts(run: Run, planned: Planned, left: Mapping[str, str]) -> Amounts:
     """What is on the disk of stages that are done, and what to expect of the others."""
     if "conversations" in left:
         return amounts_of(planned)
-    split = {name: [len(item.tokens) for item in conversations(run, name)] for name in ("train", "calibration")}
-    amounts = amounts_with(planned, len(split["train"]), sum(split["train"]), sum(split["calibration"]))
+    train, validation = ([len(item.tokens) for item in conversations(run, split)] for split in ("train", "calibration"))
+    amounts = amounts_with(planned, len(train), sum(train), sum(validation))
     if "states" in left or is_online(run):
         return amounts
     stores = kept_stores(run)
@@ -216,15 +213,13 @@ def _amounts(run: Run, planned: Planned, left: Mapping[str, str]) -> Amounts:
     return replace(amounts, trained=stores["train"].tokens, states=states, wanted=states)
 
 
-def _lengths(run: Run, target: Target | Outline, prompt_tokens: int | None) -> tuple[Lengths, list[str]]:
-    """What to expect of the conversations; prompts that cannot be read are a problem, and are assumed."""
+def _lengths(run: Run, target: Target | Outline, plan: Plan, prompt_tokens: int | None) -> tuple[Lengths, list[str]]:
+    """Of the conversations, as they are written or as to be expected; prompts that cannot be read are a problem."""
     data, longest, tokenizer = run.recipe.data, target.max_length, target.tokenizer
-    if prompt_tokens is not None:
+    if "conversations" not in plan.left:
+        return written_lengths(data, longest, conversations(run, "train")), []
+    if prompt_tokens is not None or tokenizer is None:
         return assumed_lengths(data, longest, prompt_tokens), []
-    if (written := _written(run, longest)) is not None:
-        return written, []
-    if tokenizer is None:
-        return assumed_lengths(data, longest), []
     try:
         prompts = prompts_of(data, tokenizer)
         answers = isinstance(target, Target) and not data.server
@@ -232,20 +227,6 @@ def _lengths(run: Run, target: Target | Outline, prompt_tokens: int | None) -> t
         return counted_lengths(data, tokenizer, longest, prompts, usual), []
     except UserError as error:
         return assumed_lengths(data, longest), [f"{error.problem} {error.remedy}"]
-
-
-def _written(run: Run, longest: int) -> Lengths | None:
-    """What the run's own conversations say, where some were written under the same settings."""
-    record, folder = run.record("conversations"), referred(run.folder, "conversations")
-    if record is None or folder is None:
-        return None
-    settings = {f"data.{name}": value for name, value in run.recipe.data.model_dump(mode="json").items()}
-    if any(record.settings.get(name) != settings[name] for name in _SAME):
-        return None
-    try:
-        return written_lengths(run.recipe.data, longest, sorted((folder / "parts").glob("*-train.jsonl")))
-    except UserError:  # a part that is damaged: whoever writes says so
-        return None
 
 
 # -- what would fail ---------------------------------------------------------------------------------------------------
