@@ -49,11 +49,10 @@ def show_audit(results: Mapping[str, Any], console: Console) -> None:
 def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """Check, what was compared, what was found, verdict. Prompts of the sampling proof share a line."""
     for row in results["greedy"]:
-        found = f"{row['different_tokens']} differ, {row['drafts_accepted']} drafts accepted"
         yield (
             f"greedy, {row['drafter']}, batch {row['batch_size']}",
             f"{row['tokens']} tokens",
-            found,
+            f"{row['different_tokens']} differ, {row['drafts_accepted']} drafts accepted",
             _mark(row["problem"] is None),
         )
     bits = results["bits"]

@@ -182,7 +182,7 @@ class Transformers:
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), _quiet(), self._target.stock() as model, self._helper() as helper:
             torch.manual_seed(seed)
-            own = model.generation_config
+            defaults = model.generation_config
             model.generation_config = GenerationConfig(max_new_tokens=max_new_tokens, **self._settings)
             try:
                 start = clock.start = perf_counter()
@@ -191,7 +191,7 @@ class Transformers:
                 rows = out_BT[:, tokens_BT.shape[1] :].tolist()
                 seconds = perf_counter() - start
             finally:
-                model.generation_config = own
+                model.generation_config = defaults
         tokens = [_cut(row[:max_new_tokens], self._ends) for row in rows]
         return Run(tokens, seconds, [_until(clock.arrivals, len(row)) for row in tokens])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -27,82 +27,67 @@ _STYLE = {
 
 def plots(results: Mapping[str, Any]) -> list[dict[str, str]]:
     """Every plot whose numbers are there, as {"title", "note", "svg"}."""
-    summary, categories = results["summary"], results.get("categories") or []
-    drawn = [
-        _compare(results.get("compare") or []),
-        _throughput(summary.get("tokens_per_second_interval") or {}, summary.get("drafter") or HEADS),
+    summary, rows = results["summary"], results.get("compare") or []
+    tested = summary.get("drafter") or HEADS
+    plotted = [
+        _speeds("Every drafter", _every_drafter(rows)) if len(rows) > len(METHODS) else None,
+        _speeds("Speed of each method", _every_method(summary.get("tokens_per_second_interval") or {}, tested)),
         _acceptance(summary.get("acceptance_by_position") or []),
         _histogram(summary.get("tokens_per_round_histogram") or [], summary.get("tokens_per_round")),
-        _round_time(summary.get("round_ms"), summary.get("plain_round_ms"), summary.get("drafter") or HEADS),
-        _categories(categories),
+        _round_time({tested: summary.get("round_ms"), LABELS[PLAIN].short: summary.get("plain_round_ms")}),
+        _categories(results.get("categories") or []),
     ]
-    return [plot for plot in drawn if plot is not None]
+    return [plot for plot in plotted if plot is not None]
 
 
-def _compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
-    """All methods, the fastest on top; only where more of them ran than in every report."""
-    speeds = [(row, row["tokens_per_second_interval"]) for row in rows if row.get("tokens_per_second_interval")]
-    if len(speeds) <= len(METHODS):
+class _Bar(NamedTuple):
+    """The tokens per second of a method, with their interval."""
+
+    name: str
+    speed: Mapping[str, Any]
+    colour: str
+
+
+def _every_drafter(rows: Sequence[Mapping[str, Any]]) -> list[_Bar]:
+    """All compared methods, the fastest first. The drafter under test stands out; baselines keep their colours."""
+    bars = []
+    for row in rows:
+        name, mark = str(row["name"]), "" if row.get("lossless", True) else " (LOSSY)"
+        label = LABELS[HEADS] if name == rows[0]["name"] else LABELS.get(name)
+        if speed := row.get("tokens_per_second_interval"):
+            bars.append(_Bar(name + mark, speed, label.colour if label else PARTS["verify"]))
+    return sorted(bars, key=lambda bar: -bar.speed["mean"])
+
+
+def _every_method(speeds: Mapping[str, Mapping[str, Any] | None], tested: str) -> list[_Bar]:
+    """The methods of every report."""
+    return [
+        _Bar(tested if name == HEADS else LABELS[name].short, speed, LABELS[name].colour)
+        for name, speed in speeds.items()
+        if speed
+    ]
+
+
+def _speeds(title: str, bars: Sequence[_Bar]) -> dict[str, str] | None:
+    if not bars:
         return None
-    speeds.sort(key=lambda pair: -pair[1]["mean"])
-    figure, axes = _figure(1.0 + 0.3 * len(speeds))
-    means = [speed["mean"] for _, speed in speeds]
-    bars = axes.barh(
-        [str(row["name"]) + ("" if row.get("lossless", True) else " (LOSSY)") for row, _ in speeds],
-        means,
-        height=0.62,
-        xerr=_whiskers([speed for _, speed in speeds]),
-        capsize=3,
-        color=[_colour(row["name"], rows[0]["name"]) for row, _ in speeds],
-    )
-    axes.bar_label(bars, fmt="%.1f", padding=3)
+    figure, axes = _figure(1.0 + 0.3 * len(bars))
+    means = [bar.speed["mean"] for bar in bars]
+    whiskers, note = None, "Bars: all tokens over all seconds, same prompts in turn."
+    if all(bar.speed["low"] is not None for bar in bars):
+        note += " Whiskers: 95 % interval over prompts."
+        whiskers = [
+            [max(0.0, bar.speed["mean"] - bar.speed["low"]) for bar in bars],
+            [max(0.0, bar.speed["high"] - bar.speed["mean"]) for bar in bars],
+        ]
+    names, colours = [bar.name for bar in bars], [bar.colour for bar in bars]
+    drawn = axes.barh(names, means, height=0.62, xerr=whiskers, capsize=3, color=colours)
+    axes.bar_label(drawn, fmt="%.1f", padding=3)
     axes.invert_yaxis()
     axes.set_xlabel("tokens per second")
     axes.margins(x=0.15)
     axes.grid(axis="y", visible=False)
-    note = "Bars: all tokens over all seconds, same prompts in turn." + _whisker_note([speed for _, speed in speeds])
-    return _plot(figure, "Every drafter", note)
-
-
-def _colour(name: str, tested: str) -> str:
-    """The drafter under test stands out; baselines keep their colours in every plot."""
-    return LABELS[HEADS].colour if name == tested else LABELS[name].colour if name in LABELS else PARTS["verify"]
-
-
-def _whiskers(speeds: Sequence[Mapping[str, Any]]) -> list[list[float]] | None:
-    """Distances from the mean down to the low end of each interval, and up to the high end; None without intervals."""
-    if any(speed["low"] is None for speed in speeds):
-        return None
-    return [
-        [max(0.0, speed["mean"] - speed["low"]) for speed in speeds],
-        [max(0.0, speed["high"] - speed["mean"]) for speed in speeds],
-    ]
-
-
-def _whisker_note(speeds: Sequence[Mapping[str, Any]]) -> str:
-    return "" if _whiskers(speeds) is None else " Whiskers: 95 % interval over prompts."
-
-
-def _throughput(speeds: Mapping[str, Mapping[str, float] | None], tested: str) -> dict[str, str] | None:
-    shown = [(name, speed) for name, speed in speeds.items() if speed]
-    if not shown:
-        return None
-    figure, axes = _figure()
-    means = [speed["mean"] for _, speed in shown]
-    bars = axes.bar(
-        [tested if name == HEADS else LABELS[name].short for name, _ in shown],
-        means,
-        width=0.62,
-        yerr=_whiskers([speed for _, speed in shown]),
-        capsize=4,
-        color=[LABELS[name].colour for name, _ in shown],
-    )
-    axes.bar_label(bars, fmt="%.1f", padding=3)
-    axes.set_ylabel("tokens per second")
-    axes.margins(y=0.15)
-    axes.grid(axis="x", visible=False)
-    note = "Bars: all tokens over all seconds." + _whisker_note([speed for _, speed in shown])
-    return _plot(figure, "Speed of each method", note)
+    return _plot(figure, title, note)
 
 
 def _acceptance(shares: Sequence[float]) -> dict[str, str] | None:
@@ -141,19 +126,18 @@ def _histogram(counts: Sequence[int], mean: float | None) -> dict[str, str] | No
     return _plot(figure, "Tokens per round", "One token is the target's own; the others are accepted drafts.")
 
 
-def _round_time(
-    drafted: Mapping[str, float] | None, plain: Mapping[str, float] | None, tested: str
-) -> dict[str, str] | None:
-    shown = [(label, ms) for label, ms in ((tested, drafted), (LABELS[PLAIN].short, plain)) if ms]
-    if not shown:
+def _round_time(parts_ms: Mapping[str, Mapping[str, float] | None]) -> dict[str, str] | None:
+    """Milliseconds of each part of a round, by method."""
+    rounds = {name: ms for name, ms in parts_ms.items() if ms}
+    if not rounds:
         return None
     figure, axes = _figure(2.4)
-    left = [0.0] * len(shown)
+    starts = [0.0] * len(rounds)
     for part, colour in PARTS.items():
-        widths = [ms[part] for _, ms in shown]
-        axes.barh([label for label, _ in shown], widths, left=left, height=0.55, color=colour, label=part)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    for index, total in enumerate(left):
+        widths = [ms[part] for ms in rounds.values()]
+        axes.barh(list(rounds), widths, left=starts, height=0.55, color=colour, label=part)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    for index, total in enumerate(starts):
         axes.text(total, index, f" {total:.1f} ms", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.2)

@@ -94,7 +94,7 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def render(results: Mapping[str, Any], name: str, drawn: list[dict[str, str]] | None = None) -> str:
+def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str, str]] = ()) -> str:
     """A report by the name of its template."""
     summary = defaultdict(lambda: None, results["summary"])  # what was not measured is None
     compare = results.get("compare") or []
@@ -116,7 +116,7 @@ def render(results: Mapping[str, Any], name: str, drawn: list[dict[str, str]] | 
         failed=[(row["name"], row["drafter_error"]) for row in compare if row.get("drafter_error")],
         baselines=BASELINES,
         definitions=DEFINITIONS,
-        plots=[{**plot, "svg": Markup(plot["svg"])} for plot in drawn or []],
+        plots=[{**plot, "svg": Markup(plot["svg"])} for plot in figures],
     )
 
 
@@ -159,26 +159,26 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
     >>> target_remarks({"target": "tiny in int8", "quantization": "int8"})
     ["The target's linear layers are in int8: the speed-ups are against its own plain loop, and the words are its own."]
     """
-    told = []
+    remarks = []
     if bits := settings.get("quantization"):
-        told.append(
+        remarks.append(
             f"The target's linear layers are in {bits}: the speed-ups are against its own plain loop, and the words "
             "are its own."
         )
     if (adapter := settings.get("adapter")) is None:
-        return told
-    told.append(
+        return remarks
+    remarks.append(
         f"The target is the adapted model, {settings.get('target', 'the target')}: the speed-ups are against its own "
         "plain loop, and the words are its own, which are not always those of the model without the adapter."
     )
     if adapter.get("tokens"):
         before, after = adapter["perplexity_before"], adapter["perplexity_after"]
-        told.append(
+        remarks.append(
             f"On {adapter['tokens']} validation tokens it is {adapter['kl']:.4f} nats a token from the model without "
             f"the adapter (KL); the perplexity of the answers, which that model wrote, goes from {before:.2f} to "
             f"{after:.2f}."
         )
-    return told
+    return remarks
 
 
 def divergence_sentence(results: Mapping[str, Any]) -> str:
@@ -186,37 +186,25 @@ def divergence_sentence(results: Mapping[str, Any]) -> str:
     summary = results["summary"]
     if summary.get("lossless") is False:
         return LOSSY
-    found = summary.get("divergences") or {"prompts": 0}
-    if not found["prompts"]:
+    judged = summary.get("divergences") or {"prompts": 0}
+    if not judged["prompts"]:
         return "Outputs were not compared token by token: sampled outputs differ from run to run."
-    bits, exact = summary.get("bits"), (results.get("environment") or {}).get("exact") == "bits"
-    if not found["count"]:
-        same = (
-            f"The words are the same: {found['tokens_compared']} tokens of {found['prompts']} prompts compared with "
-            f"{LABELS[PLAIN].name}, none differs."
-        )
-        return f"{same} {_bits(bits)}" if exact and bits else same
-    differ = f"{found['count']} of {found['prompts']} prompts leave the plain loop's output at some token"
+    exact, of_bits = (results.get("environment") or {}).get("exact") == "bits", ""
+    if exact and (bits := summary.get("bits")):
+        of_bits = f" In {bits['differ']} of {bits['rows']} rows of logits a tree differs from single steps in any bit."
+    if not judged["count"]:
+        compared = f"{judged['tokens_compared']} tokens of {judged['prompts']} prompts compared"
+        return f"The words are the same: {compared} with {LABELS[PLAIN].name}, none differs.{of_bits}"
+    differ = f"{judged['count']} of {judged['prompts']} prompts leave the plain loop's output at some token"
     if exact:
-        return (
-            f"{differ}, although all bits should be the same: look for a fault. {_bits(bits) if bits else ''}".strip()
-        )
-    limit, largest = found.get("margin_limit"), found.get("largest_margin")
+        return f"{differ}, although all bits should be the same: look for a fault.{of_bits}"
+    limit, largest = judged.get("margin_limit"), judged.get("largest_margin")
     margins = "" if limit is None or largest is None else f" (largest margin {largest:.3g}, limit {limit:.3g})"
-    if not found["unexplained"]:
+    if not judged["unexplained"]:
         stock = summary.get("transformers_divergences")
         scale = f" For scale, {LABELS[STOCK].name} leaves it on {stock['count']}." if stock else ""
         return f"{differ}. Rounding explains every one of them{margins}.{scale}"
-    return f"{differ}. Rounding does not explain {found['unexplained']} of them{margins}: look for a fault."
-
-
-def _bits(bits: Mapping[str, int]) -> str:
-    """Whether trees had the bits of single steps.
-
-    >>> _bits({"rows": 64, "differ": 0})
-    'In 0 of 64 rows of logits a tree differs from single steps in any bit.'
-    """
-    return f"In {bits['differ']} of {bits['rows']} rows of logits a tree differs from single steps in any bit."
+    return f"{differ}. Rounding does not explain {judged['unexplained']} of them{margins}: look for a fault."
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -258,15 +246,15 @@ def words(row: Mapping[str, Any]) -> str:
     >>> words({"lossless": True, "divergences": {"prompts": 8, "count": 2, "unexplained": 0}})
     '2 of 8 differ, by rounding'
     """
-    found = row.get("divergences") or {}
+    judged = row.get("divergences") or {}
     if not row["lossless"]:
         return "LOSSY"
-    if not found.get("prompts"):
+    if not judged.get("prompts"):
         return "sampled"
-    if not found["count"]:
+    if not judged["count"]:
         return "the same"
-    cause = f"{found['unexplained']} unexplained" if found["unexplained"] else "by rounding"
-    return f"{found['count']} of {found['prompts']} differ, {cause}"
+    cause = f"{judged['unexplained']} unexplained" if judged["unexplained"] else "by rounding"
+    return f"{judged['count']} of {judged['prompts']} differ, {cause}"
 
 
 def times(ratio: Mapping[str, float | None] | None, interval: bool = True) -> str:
