@@ -69,7 +69,7 @@ def test_what_is_typed_is_what_the_command_gets() -> None:
     app = typer.Typer()
 
     @app.command()
-    @with_options(DecodeOptions, seed=7)
+    @with_options(seed=7)
     def ask(name: str, options: DecodeOptions = DecodeOptions(), loud: bool = False) -> None:
         got.append((name, options, loud))
 

@@ -14,16 +14,7 @@ from rich.markup import escape
 from headstart.cli.doctor import doctor
 from headstart.cli.engines import engine_table, export, import_checkpoint
 from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder
-from headstart.cli.options import (
-    Dtype,
-    DtypeOption,
-    Overrides,
-    QuantizationOption,
-    RecipeName,
-    RunDir,
-    TargetOption,
-    with_options,
-)
+from headstart.cli.options import JsonFile, LoadOptions, Overrides, RecipeName, RunDir, with_options
 from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
@@ -59,7 +50,7 @@ app.add_typer(recipes_app, name="recipes")
 
 @app.command()
 def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
-    """Everything, from nothing to a report: data, training, tuning, export, measuring.
+    """Do everything, from nothing to a report: data, training, tuning, export, measuring.
 
     Stages that are done are skipped; an interrupted run goes on where it was.
 
@@ -108,7 +99,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option(help="Only list.")] = False,
     states_gigabytes: Annotated[
         float | None,
-        typer.Option(min=0, help="Keep so much of hidden states: of finished trainings the longest unread go."),
+        typer.Option(min=0, help="Keep so much of hidden states; delete the longest unread of finished trainings."),
     ] = None,
 ) -> None:
     """List what no run refers to any more, with sizes, and delete it after asking.
@@ -124,21 +115,20 @@ def gc(
 
     console = Console()
     maximum = None if states_gigabytes is None else int(states_gigabytes * 1e9)
-    found = [*unreferenced(folder), *(over_budget(folder, maximum) if maximum is not None else ())]
-    for one in found:
-        line = f"{format_bytes(one.bytes):>9}  {one.path}  ({one.what})"
+    unused = [*unreferenced(folder), *(over_budget(folder, maximum) if maximum is not None else ())]
+    for item in unused:
+        line = f"{format_bytes(item.bytes):>9}  {item.path}  ({item.what})"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if not found:
+    if not unused:
         console.print(f"Nothing to delete: the runs in {folder} use everything that is there.", highlight=False)
         return
-    total = format_bytes(sum(one.bytes for one in found))
+    total = format_bytes(sum(item.bytes for item in unused))
     if dry_run:
-        console.print(f"{len(found)} to delete, {total} at most.", highlight=False)
-        return
-    if not yes and not typer.confirm(f"Delete these {len(found)}, {total} at most?"):
+        console.print(f"{len(unused)} to delete, {total} at most.", highlight=False)
+    elif yes or typer.confirm(f"Delete these {len(unused)}, {total} at most?"):
+        console.print(f"Freed {format_bytes(free(folder, unused, maximum))}.", highlight=False)
+    else:
         console.print("Nothing was deleted.")
-        return
-    console.print(f"Freed {format_bytes(free(folder, found, maximum))}.", highlight=False)
 
 
 @app.command()
@@ -150,9 +140,9 @@ def plan(
     prompt_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a prompt, instead of reading some of the prompts.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="File to write the plan to as well, for programs.")] = None,
+    json: JsonFile = None,
 ) -> None:
-    """What a run would cost in disk, memory, network and time, before any of it is spent.
+    """Say what a run would cost in memory, disk, network and time, before any of it is spent.
 
     Times come from forwards timed here, where the target's weights are; for all else its config.json is enough.
 
@@ -216,10 +206,10 @@ def data_show(
     file = source / CONVERSATIONS / "train.jsonl" if source.is_dir() else source
     if source.is_dir() and not file.is_file():
         raise UserError(f"{source} has no conversations yet.", "Write them with: headstart data build RECIPE")
-    found = read_conversations(file)
-    if not 0 <= index < len(found):
-        raise UserError(f"There is no conversation {index} in {file}.", f"It holds 0 to {len(found) - 1}.")
-    show_conversation(found[index], tokenizer_for(file, target), Console())
+    conversations = read_conversations(file)
+    if not 0 <= index < len(conversations):
+        raise UserError(f"There is no conversation {index} in {file}.", f"It holds 0 to {len(conversations) - 1}.")
+    show_conversation(conversations[index], tokenizer_for(file, target), Console())
 
 
 @app.command()
@@ -248,15 +238,13 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
 
 
 @app.command()
-@with_options(EngineOptions)
+@with_options(without=("any_target", "exact", "revision"))
 def tune(
     path: Annotated[str, typer.Argument(metavar="RUN_OR_HEADS", help="A run's folder, or a folder of heads.")],
     conversations: Annotated[
         Path | None, typer.Option(help="Calibration conversations, for heads that lie outside their run.")
     ] = None,
-    target: TargetOption = None,
-    dtype: DtypeOption = Dtype.auto,
-    quantization: QuantizationOption = None,
+    loading: LoadOptions = LoadOptions(),
     options: EngineOptions = EngineOptions(),
 ) -> None:
     """Measure costs on this machine again and choose the tree that is fastest here.
@@ -267,16 +255,17 @@ def tune(
 
     Example: headstart tune runs/quickstart --engine llama.cpp --engine-command ~/llama.cpp/build/bin/llama-server
     """
-    if options.engine and dtype is not Dtype.auto:
+    if options.engine and loading.dtype != "auto":
         raise UserError(
-            "--dtype is that of our own decoder.", f"Give it to the engine: --engine-arguments='--dtype {dtype.value}'"
+            "--dtype is that of our own decoder.",
+            f"Give it to the engine: --engine-arguments='--dtype {loading.dtype}'",
         )
     if not options.engine and options != EngineOptions():
         raise UserError("An option of engines was given, and no engine.", "Name it: --engine vllm or llama.cpp.")
     if options.engine:
         from headstart.pipeline.in_engine import describe_engine_tuning, tune_in_engine
 
-        measured = tune_in_engine(Path(path).expanduser(), conversations, Console(), target, options)
+        measured = tune_in_engine(Path(path).expanduser(), conversations, Console(), loading.target, options)
         Console().print(engine_table(measured))
         Console().print(describe_engine_tuning(measured), highlight=False)
         return
@@ -288,8 +277,7 @@ def tune(
         work = _run(str(folder / "recipe.yaml"), None, folder)
         _execute(work, stages_until("export"), again={"tune"})
         return
-    decoder = load_decoder(path, target, None, dtype, quantization=quantization)
-    Console().print(retune(decoder, folder, conversations, Console()), highlight=False)
+    Console().print(retune(load_decoder(path, loading), folder, conversations, Console()), highlight=False)
 
 
 @app.command()
@@ -345,8 +333,8 @@ def recipes(ctx: typer.Context) -> None:
     table.add_column("target")
     table.add_column("what it is")
     for name in packaged_recipes():
-        found = read_values(name)  # loads neither torch nor transformers
-        table.add_row(name, found["target"], found["description"])
+        values = read_values(name)  # loads neither torch nor transformers
+        table.add_row(name, values["target"], values["description"])
     Console().print(table)
 
 
@@ -364,13 +352,13 @@ def recipes_show(
     """
     from headstart.recipes.recipe import load_recipe, recipe_text
 
-    found = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, overrides or [])
     if explained:
         from headstart.recipes.docs import show_settings
 
-        show_settings(found, Console())
+        show_settings(loaded, Console())
     else:
-        typer.echo(recipe_text(found), nl=False)
+        typer.echo(recipe_text(loaded), nl=False)
 
 
 @recipes_app.command("docs")
@@ -399,11 +387,7 @@ def root(
 
 
 def _alone(command: str) -> None:
-    """Refuse to be one of several processes of a launcher.
-
-    Raises:
-        UserError: it is.
-    """
+    """Refuse to be one of several processes of a launcher."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"headstart {command} is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
@@ -415,8 +399,8 @@ def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:
     from headstart.pipeline.run import Run
     from headstart.recipes.recipe import load_recipe
 
-    found = load_recipe(recipe, overrides or [])
-    return Run(found, run_dir or Path("runs") / found.name, Console())
+    loaded = load_recipe(recipe, overrides or [])
+    return Run(loaded, run_dir or Path("runs") / loaded.name, Console())
 
 
 def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headstart.cli.options import Dtype, Revision, listed
+from headstart.cli.options import LoadOptions, TargetOption, listed, with_options
 from headstart.errors import UserError
 from headstart.support.terminal import program, say
 
@@ -37,13 +37,11 @@ class WeightDtype(StrEnum):
     q8_0 = "q8_0"
 
 
-_Heads = Annotated[
-    str | None, typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
-]
-
-
 def export(
-    heads: _Heads = None,
+    heads: Annotated[
+        str | None,
+        typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name)."),
+    ] = None,
     format: Annotated[
         list[FormatChoice] | None,
         typer.Option(
@@ -55,7 +53,7 @@ def export(
     dtype: Annotated[
         WeightDtype | None, typer.Option(help="Of the weights; q8_0 in GGUF files alone.", show_default="bfloat16")
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Where the target is, when it is not where the heads say.")] = None,
+    target: TargetOption = None,
     check: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads, whoever wrote it.")
     ] = None,
@@ -103,20 +101,20 @@ def export(
     with console.status("exporting"):
         from headstart.hub.engines.export import export_for
 
-        done = export_for(folder, out, [one.value for one in formats], target, dtype.value if dtype else None)
+        done = export_for(folder, out, [each.value for each in formats], target, dtype.value if dtype else None)
     for remark in done.remarks:
         console.print(remark, highlight=False, markup=False, soft_wrap=True)
     say(console, ("Heads", out), *((f"Serve with {name}", command) for name, command in done.commands.items()))
 
 
+@with_options(without=("target", "any_target", "exact", "quantization"))
 def import_checkpoint(
     source: Annotated[
         str, typer.Argument(metavar="FOLDER|USER/NAME", help="A published checkpoint: a folder, or a Hub id.")
     ],
     target: Annotated[str, typer.Option(help="The model that the heads were trained on.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    dtype: Annotated[Dtype, typer.Option(help="Of the target while it is read.")] = Dtype.auto,
-    revision: Revision = None,
+    loading: LoadOptions = LoadOptions(),
 ) -> None:
     """Make heads of ours from a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint, to decode with and tune.
 
@@ -137,7 +135,7 @@ def import_checkpoint(
         from headstart.hub.engines.importing import import_heads
         from headstart.target.loading import load_target
 
-        heads = import_heads(source, load_target(target, dtype.value), out, revision)
+        heads = import_heads(source, load_target(target, loading.dtype), out, loading.revision)
     say(
         console,
         ("Heads", f"{out} ({heads.family})"),
@@ -170,18 +168,15 @@ def _copy(folder: Path, out: Path, dtype: WeightDtype | None) -> None:
 
 def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target: str | None) -> None:
     """Print what is wrong, and exit with 1 if anything is."""
-    from headstart.hub.engines.export import check_export, export_remarks, formats_of
+    from headstart.hub.engines.export import check_export, export_remarks, readers_of
 
-    found = check_export(folder, engines, against, target)
+    findings = check_export(folder, engines, against, target)
     console = Console()
-    for one in found:
-        line = f"{one.engine}: {one.problem} {one.remedy}"
+    for finding in findings:
+        line = f"{finding.engine}: {finding.problem} {finding.remedy}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if found:
+    if findings:
         raise typer.Exit(1)
-    names = " and ".join(engines or [one.engines[0] for one in formats_of(folder)])
-    console.print(
-        f"{folder} is whole, and all of it is read by {names}.", highlight=False, markup=False, soft_wrap=True
-    )
-    for said in export_remarks(folder, engines):
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    names = " and ".join(readers_of(folder, engines))
+    for line in (f"{folder} is whole, and all of it is read by {names}.", *export_remarks(folder, engines)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

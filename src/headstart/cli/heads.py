@@ -10,33 +10,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
-from headstart.cli.options import (
-    AnyTarget,
-    AuditDrafters,
-    BatchSize,
-    Bits,
-    Compare,
-    Dtype,
-    DtypeOption,
-    ExactChoice,
-    ExactOption,
-    Heads,
-    Limit,
-    MultiTurn,
-    Overwrite,
-    QuantizationOption,
-    Questions,
-    Revision,
-    Samples,
-    Seed,
-    TargetOption,
-    Temperatures,
-    TopP,
-    Verifiers,
-    listed,
-    with_options,
-)
-from headstart.decode.options import DecodeKeywords, DecodeOptions
+from headstart.cli.options import Heads, Limit, LoadOptions, Overwrite, listed, with_options
+from headstart.decode.options import DecodeKeywords, DecodeOptions, meaning
 from headstart.errors import UserError
 from headstart.support.files import check_writable
 from headstart.support.terminal import ask, complain, say
@@ -49,23 +24,25 @@ AUDIT_FILES = ("audit.json", "audit.md")
 _OF_ONE_ANSWER = ("stop", "raw")
 
 
-@with_options(DecodeOptions, without=_OF_ONE_ANSWER, drafter="heads")
+@with_options(without=_OF_ONE_ANSWER, drafter="heads")
 def evaluate(
     heads: Heads,
     questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
     out: Annotated[Path, typer.Option(help="Folder for results.json, report.md and report.html.")],
-    compare: Compare = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME,NAME...",
+            help="Measure other drafters in the same turns: those of --drafter, dynamic, static, chain, "
+            "transformers_assistant:SPEC, or all (every one that needs no second model).",
+        ),
+    ] = None,
     overwrite: Overwrite = False,
     limit: Limit = None,
-    dtype: DtypeOption = Dtype.auto,
     options: DecodeOptions = DecodeOptions(),
-    batch_size: BatchSize = 1,
-    multi_turn: MultiTurn = False,
-    target: TargetOption = None,
-    any_target: AnyTarget = False,
-    exact: ExactOption = ExactChoice.auto,
-    quantization: QuantizationOption = None,
-    revision: Revision = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Decode so many prompts together.")] = 1,
+    multi_turn: Annotated[bool, typer.Option(help="Ask every turn; without it the first only.")] = False,
+    loading: LoadOptions = LoadOptions(),
 ) -> None:
     """Measure heads on a question file against plain decoding, transformers, and other drafters.
 
@@ -81,7 +58,7 @@ def evaluate(
     from headstart.pipeline.results_table import show_summary
 
     console = Console()
-    how = EvalOptions(
+    measuring = EvalOptions(
         **vars(options),
         limit=limit,
         batch_size=batch_size,
@@ -89,32 +66,47 @@ def evaluate(
         heads_name=heads,
         compare=tuple(compare or ()),
     )
-    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization, options.drafter)
-    results = report(decoder, asked, how, out, console)
+    results = report(load_decoder(heads, loading, options.drafter), asked, measuring, out, console)
     show_summary(results, f"{heads} on {questions.name}", console)
     show_compare(results, console)
     say(console, ("Report", out / "report.html"))
 
 
+@with_options(dtype="float32")
 def audit(
     heads: Heads,
-    questions: Questions = None,
+    questions: Annotated[
+        list[Path] | None, typer.Option(help="JSONL with questions; may be repeated. Without it, a few of our own.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for audit.json and audit.md.")] = None,
     overwrite: Overwrite = False,
     limit: Limit = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest greedy answer, in tokens.")] = 32,
-    temperature: Temperatures = None,
-    top_p: TopP = 0.9,
-    samples: Samples = 2000,
-    drafters: AuditDrafters = None,
-    verifier: Verifiers = None,
-    seed: Seed = 0,
-    dtype: DtypeOption = Dtype.float32,
-    target: TargetOption = None,
-    any_target: AnyTarget = False,
-    exact: ExactOption = ExactChoice.auto,
-    quantization: QuantizationOption = None,
-    revision: Revision = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, help="Sample at this temperature; may be repeated.", show_default="0.7 and 1"),
+    ] = None,
+    top_p: Annotated[float, typer.Option(help=meaning(DecodeOptions, "top_p").text)] = 0.9,
+    samples: Annotated[int, typer.Option(min=1, help="Draw so many for each prompt, verifier and temperature.")] = 2000,
+    drafters: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME,NAME...",
+            help="Prove greedy decoding for these drafters: those of --compare, 'random heads', 'always wrong'.",
+            show_default="one of each kind",
+        ),
+    ] = None,
+    verifier: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--verifier",
+            metavar="NAME,NAME...",
+            help="Prove sampling for these verifiers.",
+            show_default="every lossless one",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help=meaning(DecodeOptions, "seed").text)] = 0,
+    loading: LoadOptions = LoadOptions(),
 ) -> None:
     """Prove that drafts change nothing, on your own target and heads; exits with 1 if they do.
 
@@ -144,7 +136,7 @@ def audit(
         seed=seed,
         heads_name=heads,
     )
-    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization)
+    decoder = load_decoder(heads, loading)
     prompts = [decoder.tokens(text) for text in (asked or PROMPTS)[:limit]]
     results = run_audit(decoder, prompts, options, console)
     if out is not None:
@@ -156,17 +148,12 @@ def audit(
         raise typer.Exit(1)
 
 
-@with_options(DecodeOptions)
+@with_options()
 def generate(
     heads: Heads,
     prompt: Annotated[str, typer.Option(help="What the user says.")],
     options: DecodeOptions = DecodeOptions(),
-    dtype: DtypeOption = Dtype.auto,
-    target: TargetOption = None,
-    any_target: AnyTarget = False,
-    exact: ExactOption = ExactChoice.auto,
-    quantization: QuantizationOption = None,
-    revision: Revision = None,
+    loading: LoadOptions = LoadOptions(),
 ) -> None:
     """Answer one prompt; the text goes to stdout, the figures to stderr.
 
@@ -174,29 +161,22 @@ def generate(
     """
     if not (prompt if options.raw else prompt.strip()):
         raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
-    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization, options.drafter)
-    stream = decoder.stream(prompt, **_keywords(options))
-    _pour(stream)
-    _remark(stream, options.verifier)
+    decoder = load_decoder(heads, loading, options.drafter)
+    _pour(decoder.stream(prompt, **_keywords(options)), options.verifier)
 
 
-@with_options(DecodeOptions, without=_OF_ONE_ANSWER, max_new_tokens=512)
+@with_options(without=_OF_ONE_ANSWER, max_new_tokens=512)
 def chat(
     heads: Heads,
     options: DecodeOptions = DecodeOptions(),
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    dtype: DtypeOption = Dtype.auto,
-    target: TargetOption = None,
-    any_target: AnyTarget = False,
-    exact: ExactOption = ExactChoice.auto,
-    quantization: QuantizationOption = None,
-    revision: Revision = None,
+    loading: LoadOptions = LoadOptions(),
 ) -> None:
     """Talk with the target; after each answer its tokens/s and accepted length (τ).
 
     Example: headstart chat runs/quickstart
     """
-    decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization, options.drafter)
+    decoder = load_decoder(heads, loading, options.drafter)
     console = Console()
     console.print(f"{decoder.target.name}. Empty line or Ctrl-D ends, /new forgets what was said.", style="dim")
     opening = [{"role": "system", "content": system}] if system else []
@@ -207,9 +187,7 @@ def chat(
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
-            stream = decoder.stream(asked, **_keywords(options))
-            answer = _pour(stream)
-            _remark(stream, options.verifier)
+            answer = _pour(decoder.stream(asked, **_keywords(options)), options.verifier)
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new begins anew.")
             continue
@@ -224,41 +202,29 @@ def _keywords(options: DecodeOptions) -> DecodeKeywords:
     return cast(DecodeKeywords, vars(options))
 
 
-def load_decoder(
-    heads: str,
-    target: str | None,
-    revision: str | None,
-    dtype: Dtype,
-    any_target: bool = False,
-    exact: ExactChoice = ExactChoice.auto,
-    quantization: Bits | None = None,
-    drafter: str = "heads",
-) -> Decoder:
+def load_decoder(heads: str, loading: LoadOptions, drafter: str = "heads") -> Decoder:
     """Heads and their target, ready to generate; a spinner says that it takes a while.
 
     Where the modules of a target's checkpoint draft, what is named as heads may be the target itself.
     """
-    console = Console(stderr=True)
-    with console.status("loading"):
+    with Console(stderr=True).status("loading"):
         from headstart.api import load
         from headstart.drafters.catalog import check_drafter, kinds_of
         from headstart.hub.pull import has_heads
 
         check_drafter(drafter)
-        alone = {"mtp"} <= kinds_of(drafter) <= {"mtp", "ngram", "lookahead"} and not has_heads(heads)
-        return load(
-            None if alone else heads,
-            (target or heads) if alone else target,
-            revision,
-            dtype.value,
-            any_target=any_target,
-            exact=exact.kind,
-            quantization=quantization and quantization.value,
-        )
+        settings = dict(vars(loading))
+        if {"mtp"} <= kinds_of(drafter) <= {"mtp", "ngram", "lookahead"} and not has_heads(heads):
+            return load(**{**settings, "target": loading.target or heads})
+        return load(heads, **settings)
 
 
-def _pour(stream: Stream) -> str:
-    """Write a stream's text to stdout as it comes, then its figures to stderr; returns the text."""
+def _pour(stream: Stream, verifier: str) -> str:
+    """Write a stream's text to stdout as it comes, then to stderr its figures and what a reader should know of it.
+
+    Returns:
+        The text.
+    """
     try:
         for piece in stream:
             sys.stdout.write(piece)
@@ -269,37 +235,33 @@ def _pour(stream: Stream) -> str:
         sys.stdout.flush()
     answer = stream.answer
     assert answer is not None, "a stream that ran to its end has an answer"
-    Console(stderr=True).print(
+    console = Console(stderr=True)
+    console.print(
         f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}, "
         f"first token after {answer.first_token_ms:.0f} ms",
         style="dim",
         highlight=False,
         soft_wrap=True,
     )
+    from headstart.decode.rules import RULES
+
+    if verifier in RULES and not RULES[verifier].lossless:
+        console.print(f"LOSSY: the verifier {verifier} changes what the target would have said.", style="yellow")
+    if answer.drafter_error:
+        console.print(
+            f"The drafter failed ({answer.drafter_error}); decoding went on plainly.",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
     return answer.text
 
 
 def _check_out(out: Path, files: Sequence[str], overwrite: bool) -> None:
     """Refuse a folder that cannot be written to, or whose report would be lost, before anything is measured."""
-    found = [name for name in files if (out / name).exists()]
-    if found and not overwrite:
+    existing = [name for name in files if (out / name).exists()]
+    if existing and not overwrite:
         raise UserError(
-            f"{out} holds a report already ({', '.join(found)}).", "Choose another folder, or add --overwrite."
+            f"{out} holds a report already ({', '.join(existing)}).", "Choose another folder, or add --overwrite."
         )
     check_writable(out)
-
-
-def _remark(stream: Stream, verifier: str) -> None:
-    """What a reader of the text should know about how it came to be."""
-    from headstart.decode.rules import RULES
-
-    console = Console(stderr=True)
-    if verifier in RULES and not RULES[verifier].lossless:
-        console.print(f"LOSSY: the verifier {verifier} changes what the target would have said.", style="yellow")
-    if stream.answer is not None and stream.answer.drafter_error:
-        console.print(
-            f"The drafter failed ({stream.answer.drafter_error}); decoding went on plainly.",
-            style="yellow",
-            markup=False,
-            soft_wrap=True,
-        )

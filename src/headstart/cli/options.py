@@ -4,54 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from headstart.decode.options import DecodeOptions, Meaning, meaning
+from headstart.decode.options import Meaning, meaning, option
 
 Command = Callable[..., None]
-T = TypeVar("T")
-
-
-class Dtype(StrEnum):
-    """What `--dtype` takes."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Bits(StrEnum):
-    """What `--quantization` takes."""
-
-    none = "none"
-    int8 = "int8"
-    int4 = "int4"
-
-
-class ExactChoice(StrEnum):
-    """What `--exact` takes."""
-
-    auto = "auto"
-    bits = "bits"
-    tokens = "tokens"
-
-    @property
-    def kind(self) -> Literal["auto", "bits", "tokens"]:
-        """The same, as `headstart.load` takes it."""
-        match self:
-            case ExactChoice.bits:
-                return "bits"
-            case ExactChoice.tokens:
-                return "tokens"
-        return "auto"
-
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 # -- runs ------------------------------------------------------------------------------------------------------------
 
@@ -68,73 +32,32 @@ RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_def
 Heads = Annotated[
     str, typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
 ]
-TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Where the target is, when it is not where the heads say.")
-]
-ExactOption = Annotated[
-    ExactChoice,
-    typer.Option(
-        "--exact",
-        help="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower). "
-        "tokens, which auto takes: equal up to rounding at near-ties.",
-    ),
-]
-AnyTarget = Annotated[
-    bool, typer.Option("--any-target", help="Take a target that the heads were not trained on, if its sizes fit.")
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of heads on the Hub.")]
-QuantizationOption = Annotated[
-    Bits | None,
-    typer.Option(
-        "--quantization",
-        help="Bits that the target's linear layers are put into (needs torchao).",
-        show_default="as when the heads were exported or tuned",
-    ),
-]
-DtypeOption = Annotated[Dtype, typer.Option(help="auto is bfloat16 where the machine is fast at it.")]
-
-# -- measuring -------------------------------------------------------------------------------------------------------
-
 Limit = Annotated[int | None, typer.Option(min=1, help="Questions at most.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Prompts decoded together.")]
-MultiTurn = Annotated[bool, typer.Option(help="Ask every turn; without it the first only.")]
-Compare = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME,NAME...",
-        help="Other drafters to measure in the same turns: those of --drafter, dynamic, static, chain, "
-        "transformers_assistant:SPEC, or all (every one that needs no second model).",
-    ),
-]
-
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a report that is there already.")]
+JsonFile = Annotated[Path | None, typer.Option(help="Write the same to this file, for programs.")]
 
-# -- the audit -------------------------------------------------------------------------------------------------------
 
-Questions = Annotated[
-    list[Path] | None, typer.Option(help="JSONL with questions; may be repeated. Without it, a few of our own.")
-]
-Temperatures = Annotated[
-    list[float] | None,
-    typer.Option(min=0.0, help="Of sampling; may be repeated.", show_default="0.7 and 1"),
-]
-Samples = Annotated[int, typer.Option(min=1, help="Drawn for each prompt, verifier and temperature.")]
-TopP = Annotated[float, typer.Option(help=meaning(DecodeOptions, "top_p").text)]
-Seed = Annotated[int, typer.Option(help=meaning(DecodeOptions, "seed").text)]
-AuditDrafters = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME,NAME...",
-        help="Drafters of the greedy proof: those of --compare, 'random heads', 'always wrong'.",
-        show_default="one of each kind",
-    ),
-]
-Verifiers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--verifier", metavar="NAME,NAME...", help="Of the sampling proof.", show_default="every lossless one"
-    ),
-]
+@dataclass(frozen=True)
+class LoadOptions:
+    """How heads and their target are loaded, see `headstart.load`."""
+
+    dtype: Dtype = option("auto", "Numbers to compute in; auto is bfloat16 where the machine is fast at it.")
+    target: str | None = option(None, "Load the target from here, when it is not where the heads say.")
+    any_target: bool = option(False, "Take a target that the heads were not trained on, if its sizes fit.")
+    exact: Literal["auto", "bits", "tokens"] = option(
+        "auto",
+        "bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower). "
+        "tokens, which auto takes: equal up to rounding at near-ties.",
+    )
+    quantization: Literal["none", "int8", "int4"] | None = option(
+        None,
+        "Put the target's linear layers into so many bits (needs torchao).",
+        shown="as when the heads were exported or tuned",
+    )
+    revision: str | None = option(None, "Branch, tag or commit of heads on the Hub.")
+
+
+TargetOption = Annotated[str | None, typer.Option("--target", help=meaning(LoadOptions, "target").text)]
 
 
 def listed(values: Sequence[str] | None) -> tuple[str, ...]:
@@ -146,35 +69,35 @@ def listed(values: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(name.strip() for value in values or () for name in value.split(",") if name.strip())
 
 
-# -- what decoding can be asked ----------------------------------------------------------------------------------------
-
-
-def with_options(options: type[T], without: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:
-    """Decorator of a command: its parameter `options` becomes one option of the command line for each field of a class,
-    described as there, and the command gets an instance of the class.
+def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:
+    """Decorator of a command: each of its parameters that is a dataclass of options becomes one option of the command
+    line for each field, described as there; the command gets instances of the classes.
 
     Args:
-        options: a class of `headstart.decode.options`.
-        without: its options that this command does not take.
+        without: options that this command does not take.
         defaults: where this command has others than the class.
     """
-    every: tuple[Field[Any], ...] = fields(options)  # type: ignore[arg-type]  # a dataclass
-    asked = [one for one in every if one.metadata["meaning"].typed and one.name not in without]
-    types = get_type_hints(options)
 
     def decorated(command: Command) -> Command:
+        hints = get_type_hints(command, include_extras=True)
+        groups = {name: _typed(hint, without) for name, hint in hints.items() if is_dataclass(hint)}
+
         @wraps(command)
         def call(**given: Any) -> None:
-            chosen = {one.name: _chosen(one, given.pop(one.name)) for one in asked}
-            command(options=options(**chosen), **given)
+            chosen = {
+                name: hints[name](**{item.name: _chosen(item, given.pop(item.name)) for item in group})
+                for name, group in groups.items()
+            }
+            command(**given, **chosen)
 
-        hints, parameters = get_type_hints(command, include_extras=True), list[inspect.Parameter]()
-        for parameter in inspect.signature(command).parameters.values():
-            if parameter.name == "options":
-                parameters += [_parameter(one, types[one.name], defaults.get(one.name, one.default)) for one in asked]
+        parameters: list[inspect.Parameter] = []
+        for name, parameter in inspect.signature(command).parameters.items():
+            if name in groups:
+                kinds = get_type_hints(hints[name])
+                defined = ((item, defaults.get(item.name, item.default)) for item in groups[name])
+                parameters += [_parameter(item, kinds[item.name], default) for item, default in defined]
             else:
-                named = parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-                parameters.append(named)
+                parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return call
@@ -182,27 +105,37 @@ def with_options(options: type[T], without: Sequence[str] = (), **defaults: Any)
     return decorated
 
 
-def _parameter(one: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
+def _typed(options: Any, without: Sequence[str]) -> list[Field[Any]]:
+    """The fields of a class of options that a command takes."""
+    return [item for item in fields(options) if item.metadata["meaning"].typed and item.name not in without]
+
+
+def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
     """An option of the command line for a field: words to choose from for literals, a list for what may be many."""
-    known: Meaning = one.metadata["meaning"]
+    known: Meaning = item.metadata["meaning"]
     words = [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
-    flag = f"--{one.name.replace('_', '-')}"
     typed: Any = kind
     if words:
-        words = [known.unset, *words] if known.unset else words
         choice: Any = StrEnum
-        typed = choice(one.name, {word: word for word in words})
-        default = typed(known.unset if default is None else default)
+        typed = choice(item.name, {word: word for word in ([known.unset, *words] if known.unset else words)})
+        default = typed(default or known.unset) if default or known.unset else None
     elif default == ():
         typed, default = list[str] | None, None
-    shown = typer.Option(flag, help=known.text, min=known.minimum, metavar=known.metavar)
+    shown = typer.Option(
+        f"--{item.name.replace('_', '-')}",
+        help=known.text,
+        min=known.minimum,
+        metavar=known.metavar,
+        show_default=known.shown or True,
+    )
+    typed = typed if default is not None else typed | None
     return inspect.Parameter(
-        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[typed, shown]
+        item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[typed, shown]
     )
 
 
-def _chosen(one: Field[Any], value: Any) -> Any:
+def _chosen(item: Field[Any], value: Any) -> Any:
     """A field's value from what was typed."""
     if isinstance(value, StrEnum):
-        return None if value == one.metadata["meaning"].unset else value.value
-    return one.default if value is None else value
+        return None if value == item.metadata["meaning"].unset else value.value
+    return item.default if value is None else value

@@ -44,14 +44,14 @@ def import_states(
     changes = list(overrides or [])
     if source is not None and _is_override(source):
         changes, source = [source, *changes], None
-    found = load_recipe(recipe, changes)
-    run = Run(found, run_dir or Path("runs") / found.name, Console())
-    here = "import-states compares what it takes over with the target's own states: give it where the target is."
+    loaded = load_recipe(recipe, changes)
+    run = Run(loaded, run_dir or Path("runs") / loaded.name, Console())
+    remedy = "import-states compares what it takes over with the target's own states: give it where the target is."
     if source is None:
         try:
             command = serve_command(run)
         except NoTarget as error:
-            raise UserError(error.problem, f"{error.remedy} {here}") from None
+            raise UserError(error.problem, f"{error.remedy} {remedy}") from None
         print(command)
         again = f"{program()} data import-states {recipe} http://localhost:8000"
         say(Console(stderr=True), ("Then", " ".join([again, *changes])))
@@ -62,14 +62,14 @@ def import_states(
         execute(run, stages)
         done = take(run, source)
     except NoTarget as error:
-        raise UserError(error.problem, f"{error.remedy} {here}") from None
+        raise UserError(error.problem, f"{error.remedy} {remedy}") from None
     for reason, files in done.left_out.items():
         names = ", ".join(files[:_SHOWN]) + (", ..." if len(files) > _SHOWN else "")
         print(f"Left out {len(files)} file{'s' * (len(files) > 1)}: {reason} ({names}).")
     if done.left_out and not done.taken and done.lacking:
         raise UserError("None of the files could be taken over.", "See the reasons above.")
-    there = f"; {done.there} had states before" if done.there else ""
-    print(f"States of {done.taken} conversations taken over{there}.")
+    before = f"; {done.there} had states before" if done.there else ""
+    print(f"States of {done.taken} conversations taken over{before}.")
     if done.lacking:
         print(f"{done.lacking} have none yet: headstart computes them here when states are next needed.")
     say(run.console, ("Train", f"{program()} train {' '.join([recipe, *changes])}"))

@@ -37,6 +37,7 @@ class Meaning:
         minimum: its smallest value, where the command line refuses smaller ones by itself.
         metavar: of its value there.
         unset: the word that stands for None there.
+        shown: what stands there for the default, when that is None.
         typed: whether it can be given there at all.
     """
 
@@ -44,6 +45,7 @@ class Meaning:
     minimum: float | None = None
     metavar: str | None = None
     unset: str = ""
+    shown: str = ""
     typed: bool = True
 
 
@@ -111,21 +113,21 @@ class DecodeOptions(SamplingOptions):
 
     max_new_tokens: int = option(128, "Longest answer in tokens, the one that ends the turn included.", minimum=1)
     _: KW_ONLY
-    seed: int = option(0, "Of sampling; prompt b of a batch takes seed + b.")
+    seed: int = option(0, "Seed of sampling; prompt b of a batch takes seed + b.")
     verifier: str = option(
         "auto",
-        "How drafts are accepted when sampling: auto, top_k, greedy_draft, traversal, or typical (LOSSY).",
+        "Accept drafts by this rule when sampling: auto, top_k, greedy_draft, traversal, or typical (LOSSY).",
         metavar="NAME",
     )
     draft: Draft = option("auto", "auto pauses drafting where it does not pay, on always drafts, off never.")
     drafter: str = option(
         "heads+ngram",
-        "heads, none (plain decoding), ngram, lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own modules), "
+        "Draft with heads, none (plain decoding), ngram, lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own modules), "
         "draft-model:SPEC, or several joined with +, such as heads+ngram.",
         metavar="NAME",
     )
-    tree: Tree | None = option(None, "How the heads draft; by default as tuning found best.", unset="tuned")
-    stop: str | Sequence[str] = option((), "Ends the answer; several may be given.", metavar="TEXT")
+    tree: Tree | None = option(None, "Let the heads draft such trees; by default as tuning found best.", unset="tuned")
+    stop: str | Sequence[str] = option((), "End the answer after this text; several may be given.", metavar="TEXT")
     raw: bool = option(False, "Read a text prompt as it is, without the chat template.")
     ignore_end: bool = option(False, "Go on past the end-of-turn token, for measuring.", typed=False)
     stop_test: StopTest | None = option(None, "A test of your own that ends a row's text.", typed=False)
@@ -180,16 +182,16 @@ class EngineOptions:
         metavar="NAME",
     )
     engine_command: str = option(
-        "", "What starts it, such as a path; else `vllm serve` or `llama-server`.", metavar="COMMAND"
+        "", "Start it with this, such as a path; else `vllm serve` or `llama-server`.", metavar="COMMAND"
     )
     engine_target: str = option(
-        "", "The target as the engine takes it, such as another GGUF file; else the heads' own.", metavar="TARGET"
+        "", "Serve this target, such as another GGUF file; else the heads' own.", metavar="TARGET"
     )
     engine_arguments: str = option(
-        "", "More of its own arguments, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
+        "", "Give it more arguments of its own, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
     )
     engine_drafts: str = option(
-        "", "Numbers of drafts to try; else 1, 2, 3 and 5, and all of a block.", metavar="N,N..."
+        "", "Try these numbers of drafts; else 1, 2, 3 and 5, and all of a block.", metavar="N,N..."
     )
-    engine_prompts: int = option(8, "Prompts to ask, those of calibration conversations.", minimum=1)
+    engine_prompts: int = option(8, "Ask so many prompts of the calibration conversations.", minimum=1)
     engine_tokens: int = option(64, "Longest answer of the engine in tokens.", minimum=2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headstart.data.conversations.records import Conversation
-    from headstart.data.prompts.prompts import Prompt
+    from headstart.data.prompts.shapes import Prompt
     from headstart.recipes.sections import DataSection
     from headstart.target.model import Target
 
