@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headstart.target.attention import causal_attention
+from headstart.target.attention import Scores, causal_attention
 
 
 @pytest.mark.parametrize("new", [5, 11])
@@ -20,7 +20,7 @@ def test_a_sink_is_one_more_key_without_a_value(new: int, monkeypatch: pytest.Mo
     allowed = torch.ones(new, 11, dtype=torch.bool).tril(11 - new)
     scores = (query @ keys.transpose(2, 3) * 0.5).masked_fill(~allowed, float("-inf"))
     shares = torch.cat([scores, sinks[:, None, None].expand(2, 4, new, 1)], dim=-1).softmax(-1)
-    found = causal_attention(query, key, value, scaling=0.5, s_aux=sinks)
+    found = causal_attention(query, key, value, Scores(scaling=0.5, sink=sinks))
     torch.testing.assert_close(found, shares[..., :-1] @ values)
     without = F.scaled_dot_product_attention(query, keys, values, allowed, scale=0.5)
     assert not torch.allclose(found, without, atol=0.1), "the sinks take their share"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
-from headstart.target.attention import TreeMask, _reference, causal_attention
+from headstart.target.attention import Scores, TreeMask, _reference, causal_attention
 from headstart.target.fitting import FINAL
 from headstart.target.model import Exact, Target
 from headstart.target.products import ALONE, SameBits, agreeing, same_bits
@@ -119,7 +119,7 @@ def test_without_them_rounding_differs() -> None:
 
 def test_the_order_of_slots_is_felt_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     own = _reference
-    monkeypatch.setattr("headstart.target.attention._reference", lambda *args: own(*args[:8]))
+    monkeypatch.setattr("headstart.target.attention._reference", lambda *args: own(*args[:5]))
     assert compare(Target(tiny_model("llama"), exact="bits"), TEXTS).logits > 0
 
 
@@ -239,10 +239,10 @@ def test_the_same_of_attention_in_any_order_of_slots() -> None:
     order = torch.randperm(40)
     holes = torch.zeros(1, 1, 6, 40)
     holes[..., 30:] = float("-inf")
-    one = _reference(query, key[:, :, :30], value[:, :, :30], None, None, None, None, 2, torch.float64)
-    two = _reference(query, key[:, :, order], value[:, :, order], holes[..., order], None, None, None, 2, torch.float64)
+    one = _reference(query, key[:, :, :30], value[:, :, :30], None, Scores(), torch.float64)
+    two = _reference(query, key[:, :, order], value[:, :, order], holes[..., order], Scores(), torch.float64)
     assert torch.equal(one, two) and one.dtype == torch.bfloat16
-    last = _reference(query[:, :, 5:], key[:, :, :30], value[:, :, :30], None, None, None, None, 1, torch.float64)
+    last = _reference(query[:, :, 5:], key[:, :, :30], value[:, :, :30], None, Scores(), torch.float64)
     assert torch.equal(one[:, :, 5:], last)
 
 
@@ -259,8 +259,8 @@ def test_causal_attention_equals_the_masked_one(
     allowed = (distance >= 0) & (distance < (window or 99))
     mask = TreeMask(torch.zeros(1, 1, new, 21).masked_fill(~allowed, float("-inf")), None).folded(False, 2, query)
     folded = query.reshape(2, 2, 2 * new, 8)
-    wanted = _reference(folded, key, value, mask, None, softcap, None, 2).reshape(2, 4, new, 8)
-    torch.testing.assert_close(causal_attention(query, key, value, None, window, softcap), wanted)
+    wanted = _reference(folded, key, value, mask, Scores(softcap=softcap)).reshape(2, 4, new, 8)
+    torch.testing.assert_close(causal_attention(query, key, value, Scores(softcap=softcap), window), wanted)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "phi3_long", "llama_long"])

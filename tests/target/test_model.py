@@ -131,7 +131,7 @@ def test_capped_attention_reference_equals_sdpa_without_a_cap() -> None:
     mask = TreeMask(torch.zeros(1, 1, 3, 5).masked_fill(torch.ones(3, 5).triu(3).bool(), float("-inf")), None)
     folded = mask.folded(False, 2, query)
     sdpa = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=folded)
-    torch.testing.assert_close(_reference(query, key, value, folded, None, None, None, 2), sdpa, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(_reference(query, key, value, folded), sdpa, rtol=1e-5, atol=1e-6)
 
 
 def test_models_with_running_state_are_refused() -> None:

@@ -168,6 +168,26 @@ def run(forward: Running) -> Iterator[Running]:
         _THREAD.running = before
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How a layer makes scores, beyond the product of queries and keys.
+
+    Attributes:
+        scaling: None for one over the root of D.
+        softcap: they are bent to stay within plus and minus this (Gemma 2).
+        sink: of each query head, a score that takes a share and gives nothing (gpt-oss).
+    """
+
+    scaling: float | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own attention makes them so."""
+        return self.softcap is None and self.sink is None
+
+
 def tree_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -185,7 +205,7 @@ def tree_attention(
     rows, query_heads, new_tokens, size = query.shape
     heads = key.shape[1]
     groups = query_heads // heads
-    forward = running()
+    forward, scores = running(), Scores(scaling, softcap, s_aux)
     assert forward is not None, "a forward of ours"
     if attention_mask is not None or forward.mask is not None:
         if forward.mask is None or attention_mask is None or attention_mask.shape != forward.mask.full_B1TS.shape:
@@ -193,15 +213,14 @@ def tree_attention(
         mask = forward.mask.folded(sliding_window is not None, groups, query)
     elif forward.causal:
         window = forward.window if sliding_window is not None else None
-        read = causal_attention(query, key, value, scaling, window, softcap, s_aux)
-        return read.transpose(1, 2).contiguous(), None
+        return causal_attention(query, key, value, scores, window).transpose(1, 2).contiguous(), None
     else:
         mask = None
     query = query.reshape(rows, heads, groups * new_tokens, size)
     if forward.bits:
-        out = _reference(query, key, value, mask, scaling, softcap, s_aux, groups, torch.float64)
-    elif softcap is not None or s_aux is not None:
-        out = _reference(query, key, value, mask, scaling, softcap, s_aux, groups)
+        out = _reference(query, key, value, mask, scores, torch.float64)
+    elif not scores.plain:
+        out = _reference(query, key, value, mask, scores)
     elif forward.spans and mask is not None:
         parts = [
             F.scaled_dot_product_attention(
@@ -221,13 +240,7 @@ def tree_attention(
 
 
 def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores = Scores(), window: int | None = None
 ) -> Tensor:
     """Attention of the last T tokens of a text [B, Q, T, D] over all of it [B, H, S, D]; returns [B, Q, T, D_v].
 
@@ -238,19 +251,19 @@ def causal_attention(
     near = window is None or seen <= window
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if new == seen and near and softcap is None and s_aux is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    if new == seen and near and scores.plain:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scaling)
     parts = []
     for start in range(0, new, PIECE):
         stop = min(start + PIECE, new)
         last = seen - new + stop
         first = 0 if near or window is None else max(0, last - (stop - start) - window + 1)
         mask = _causal_mask(stop - start, last - first, None if near else window, query)
-        own = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
-        if softcap is None and s_aux is None:
-            parts.append(F.scaled_dot_product_attention(*own, attn_mask=mask, scale=scaling))
+        piece = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
+        if scores.plain:
+            parts.append(F.scaled_dot_product_attention(*piece, attn_mask=mask, scale=scores.scaling))
         else:
-            parts.append(_reference(*own, mask, scaling, softcap, s_aux, 1))
+            parts.append(_reference(*piece, mask, scores))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
@@ -271,42 +284,36 @@ def _reference(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    groups: int,
+    how: Scores = Scores(),
     exactly: torch.dtype | None = None,
 ) -> Tensor:
-    """Plain attention, for models whose scores are capped (Gemma 2) or carry a sink (gpt-oss).
+    """Plain attention, for scores that torch's own does not make, and for exact sums.
 
     Args:
-        query: [B, H, groups * T, D].
+        query: [B, H, G * T, D], with the query heads that share a key-value head folded into the length.
         key: [B, H, S, D].
         value: [B, H, S, D_v].
         mask: additive, or None.
-        scaling: of the scores; None for one over the root of D.
-        softcap: of the scores.
-        s_aux: sink of each query head.
-        groups: query heads folded into the query length.
+        how: scores are made.
         exactly: dtype of scores, probabilities and sums; None for float32 scores, and the rest as the values are.
     """
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scale = how.scaling if how.scaling is not None else query.shape[-1] ** -0.5
     dtype = value.dtype
     if exactly is not None:
         query, key, value = query.to(exactly), key.to(exactly), value.to(exactly)
     scores = torch.matmul(query, key.transpose(2, 3))
     scores = (scores if exactly is not None else scores.float()).mul_(scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
     if mask is not None:
         scores += mask
-    if s_aux is not None:
-        heads = key.shape[1]
-        new_tokens = query.shape[2] // groups
-        sink = s_aux.to(scores.dtype).reshape(1, heads, groups, 1, 1).expand(query.shape[0], -1, -1, new_tokens, -1)
-        scores = torch.cat([scores, sink.reshape(query.shape[0], heads, groups * new_tokens, 1)], dim=-1)
-        return torch.matmul(scores.softmax(-1)[..., :-1].to(value.dtype), value).to(dtype)
-    return torch.matmul(scores.softmax(-1).to(value.dtype), value).to(dtype)
+    if how.sink is None:
+        return torch.matmul(scores.softmax(-1).to(value.dtype), value).to(dtype)
+    rows, heads, folded = scores.shape[:3]
+    groups = len(how.sink) // heads
+    sink = how.sink.to(scores.dtype).reshape(1, heads, groups, 1, 1).expand(rows, -1, -1, folded // groups, -1)
+    scores = torch.cat([scores, sink.reshape(rows, heads, folded, 1)], dim=-1)
+    return torch.matmul(scores.softmax(-1)[..., :-1].to(value.dtype), value).to(dtype)
 
 
 AttentionInterface.register(NAME, tree_attention)
