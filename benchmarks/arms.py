@@ -261,7 +261,7 @@ def alternate(
             first = number % len(names)
             order = names[first:] + names[:first]
             runs = {name: asdict(methods[name].run([tokens], max_new_tokens, number)) for name in order}
-            known = {"prompt": tokens, "runs": {name: {**runs[name], "arrivals": []} for name in names}}
+            known = {"prompt": tokens, "runs": {name: {**runs[name], "token_ms": []} for name in names}}
             write_json(file, known)
             print(f"{folder.name}: {number + 1} of {len(questions)}", flush=True)
         prompt = Prompt(str(question.question_id), question.category, tokens)

@@ -55,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for name, drafter in drafters.items():
         started = time.perf_counter()
-        differ = tokens_that_differ(answers, decode_in_batches(Engine(target, drafter), *batches))
-        rows.append({"drafter": name, **differ, "seconds": round(time.perf_counter() - started)})
+        counts = tokens_that_differ(answers, decode_in_batches(Engine(target, drafter), *batches))
+        counts["accepted_drafts"] = counts.pop("drafts_accepted")
+        rows.append({"drafter": name, **counts, "seconds": round(time.perf_counter() - started)})
         print(rows[-1], flush=True)
     what = (
         f"Tokens that differ from plain greedy decoding in float32: {len(prompts)} questions, "

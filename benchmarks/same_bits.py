@@ -93,16 +93,16 @@ def cell(
         target.exact = name[1]
         engine.generate([prompts[0]] * batch, replace(asked, max_new_tokens=2))
     for number, start in enumerate(range(0, len(prompts), batch)):
-        own = prompts[start : start + batch]
+        texts = prompts[start : start + batch]
         first = number % len(names)
         for name in names[first:] + names[:first]:
             target.exact = name[1]
             began = perf_counter()
-            found = engines[name].generate(own, asked)
+            generations = engines[name].generate(texts, asked)
             seconds[name] += perf_counter() - began
-            outputs[name] += [one.tokens for one in found]
-            rounds[name] += sum(len(one.rounds) for one in found)
-            errors[name] |= {one.drafter_error for one in found if one.drafter_error}
+            outputs[name] += [output.tokens for output in generations]
+            rounds[name] += sum(len(output.rounds) for output in generations)
+            errors[name] |= {output.drafter_error for output in generations if output.drafter_error}
     speeds = {name: sum(map(len, outputs[name])) / seconds[name] for name in names}
     counted = {}
     for exact in dict.fromkeys(exact for _, exact in names):
@@ -117,7 +117,7 @@ def cell(
                 "exact": exact,
                 "batch": batch,
                 "outputs": len(ours),
-                "outputs_that_differ": sum(one != two for one, two in zip(ours, plain, strict=True)),
+                "outputs_that_differ": sum(output != expected for output, expected in zip(ours, plain, strict=True)),
                 "tokens": sum(map(len, ours)),
                 "logit_rows": counted[exact],
                 "tokens_per_round": sum(map(len, ours)) / max(1, rounds[method, exact]),

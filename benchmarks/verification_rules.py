@@ -50,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for temperature in options.temperatures:
         for likeness in LIKENESS:
             for shape in SHAPES:
-                found = {
+                tokens = {
                     rule: emitted(rule, LIKENESS[likeness], SHAPES[shape], temperature, options.rounds)
                     for rule in rules
                     if SHAPES[shape].width == 1 or not RULES[rule].chains_only
                 }
-                results.append({"temperature": temperature, "drafts": likeness, "shape": shape, "tokens": found})
-                cells = [f"{found[rule][0]:.3f} ±{found[rule][1]:.3f}" if rule in found else "" for rule in rules]
+                results.append({"temperature": temperature, "drafts": likeness, "shape": shape, "tokens": tokens})
+                cells = [f"{tokens[rule][0]:.3f} ±{tokens[rule][1]:.3f}" if rule in tokens else "" for rule in rules]
                 print(f"| {temperature:g} | {likeness} | {shape} | " + " | ".join(cells) + " |", flush=True)
     if options.out:
         what = "Tokens of a round by verification rule, on drawn pairs of target and drafter; mean, half its interval."
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def emitted(rule: str, likeness: float, shape: TreeShape, temperature: float, rounds: int) -> tuple[float, float]:
     """Mean tokens of a round, and the half width of its 95 % interval."""
-    own, draft = streams(0)
+    verify, draft = streams(0)
     tables = torch.Generator().manual_seed(1)
     counts = []
     for _ in range(rounds):
@@ -75,7 +75,7 @@ def emitted(rule: str, likeness: float, shape: TreeShape, temperature: float, ro
         q_draft_NV = (likely_NV / temperature).softmax(-1)
         tokens, sampled = grown(shape, q_draft_NV, RULES[rule].children, draft)
         row = Row(tokens, shape.parents, sampled, p_target_NV, lambda p_target_V, _: p_target_V)
-        counts.append(len(RULES[rule].accept_row(row, own).tokens))
+        counts.append(len(RULES[rule].accept_row(row, verify).tokens))
     mean = sum(counts) / rounds
     return mean, 1.96 * math.sqrt(sum((count - mean) ** 2 for count in counts)) / rounds
 
@@ -92,12 +92,12 @@ def grown(
         q_draft_V = q_draft_NV[node].clone()
         top = q_draft_V.topk(fixed).indices
         q_draft_V[top] = 0.0
-        found = top.tolist()
+        children_tokens = top.tolist()
         if fixed < len(below):
             q_draft_V /= q_draft_V.sum()
-            found += torch.multinomial(q_draft_V, len(below) - fixed, generator=stream).tolist()
+            children_tokens += torch.multinomial(q_draft_V, len(below) - fixed, generator=stream).tolist()
             sampled[node] = SampledChildren(list(below[fixed:]), q_draft_V)
-        for child, token in zip(below, found, strict=True):
+        for child, token in zip(below, children_tokens, strict=True):
             tokens[child] = token
     return tokens, sampled
 

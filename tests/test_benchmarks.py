@@ -209,9 +209,8 @@ def test_audit_fp32(path: Path, tiny_target: Target, tiny_target_folder: Path, m
     assert all(row["different_tokens"] == 0 and row["tokens"] > 3 for row in rows)
     assert rows[2]["accepted_drafts"] == 0
 
-    counts = {"prompts": 3, "tokens": 18, "different_tokens": 1, "accepted": 0, "rounds": 18}
-    found = dict.fromkeys([row["drafter"] for row in rows], SimpleNamespace(**counts))
-    monkeypatch.setattr(audit_fp32, "audit", lambda *_: found)
+    counts = {"tokens": 18, "different_tokens": 1, "drafts_accepted": 0, "rounds": 18}
+    monkeypatch.setattr(audit_fp32, "tokens_that_differ", lambda *_: dict(counts))
     with pytest.raises(SystemExit) as ended:
         audit_fp32.main(arguments)
     assert ended.value.code == 1

@@ -54,9 +54,16 @@ def run(healthy: Path, tmp_path: Path) -> Path:
 def problems(subject: Subject | Path) -> list[Finding]:
     """What a quick examination finds wrong; nothing in it may break off."""
     subject = find_subject(str(subject), quick=True) if isinstance(subject, Path) else subject
-    found = [finding for finding in examine(subject) if finding.ok is False]
-    assert all("traceback" not in finding.figures for finding in found), found
-    return found
+    wrong = [finding for finding in examine(subject) if finding.ok is False]
+    assert all("traceback" not in finding.figures for finding in wrong), wrong
+    return wrong
+
+
+def planted(subject: Subject | Path, check: str, *words: str) -> Finding:
+    """The first finding; it has to be this check's, and to say these words."""
+    first = problems(subject)[0]
+    assert (first.check, [word for word in words if word not in first.sentence]) == (check, []), first
+    return first
 
 
 def rewrite(run: Path, target: Target, change: Callable[[Conversation], Conversation], *aux_layers: int) -> None:
@@ -87,9 +94,9 @@ def rewrite_states(run: Path, change: Callable[[dict[str, torch.Tensor]], dict[s
 def read_again(target: Target, tensors: dict[str, torch.Tensor], run: Path, layer: int) -> torch.Tensor:
     """States at `layer` of the tokens of a shard, whose conversations lie end to end."""
     every = [item for split in SPLITS for item in read_conversations(run / CONVERSATIONS / f"{split}.jsonl")]
-    left, rows = tensors["tokens"].tolist(), []
-    while left:
-        item = next(item for item in every if left[: len(item.tokens)] == item.tokens)
+    tokens, rows = tensors["tokens"].tolist(), []
+    while tokens:
+        item = next(item for item in every if tokens[: len(item.tokens)] == item.tokens)
         rows.append(target.hidden_states([item.tokens], [layer])[0][layer])
-        left = left[len(item.tokens) :]
+        tokens = tokens[len(item.tokens) :]
     return torch.cat(rows)

@@ -21,7 +21,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.medusa import MedusaHead, MedusaState
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from tests.doctor.conftest import problems, read_again, rewrite, rewrite_states
+from tests.doctor.conftest import planted, problems, read_again, rewrite, rewrite_states
 from tests.tiny import CHATML, SPECIAL, tiny_model, tiny_tokenizer
 
 
@@ -42,10 +42,7 @@ def shifted(mask: list[bool], tokens: int) -> list[bool]:
 @pytest.mark.parametrize(("tokens", "words"), [(1, "one token late"), (-1, "one token early"), (2, "2 tokens late")])
 def test_a_shifted_mask(run: Path, tiny_target: Target, tokens: int, words: str) -> None:
     rewrite(run, tiny_target, lambda item: replace(item, supervised=shifted(item.supervised, tokens)))
-    first = problems(run)[0]
-    assert (first.check, first.figures["shift"]) == ("mask", tokens)
-    assert words in first.sentence
-    assert "train.jsonl" in first.sentence
+    assert planted(run, "mask", words, "train.jsonl").figures["shift"] == tokens
 
 
 def test_a_mask_shifted_in_the_store_alone(run: Path) -> None:
@@ -53,10 +50,7 @@ def test_a_mask_shifted_in_the_store_alone(run: Path) -> None:
         known = json.loads(manifest.read_text())
         known["supervised"] = [[[start + 1, stop + 1] for start, stop in spans] for spans in known["supervised"]]
         manifest.write_text(json.dumps(known))
-    first = problems(run)[0]
-    assert first.check == "mask"
-    assert "one token late" in first.sentence
-    assert "data/states/train" in first.sentence
+    planted(run, "mask", "one token late", "data/states/train")
 
 
 def test_supervised_padding_and_ends_that_are_not_learned(healthy: Path, run: Path, tiny_target: Target) -> None:
@@ -67,22 +61,18 @@ def test_supervised_padding_and_ends_that_are_not_learned(healthy: Path, run: Pa
         return replace(item, supervised=[*item.supervised[:-1], False])
 
     rewrite(run, tiny_target, cut)
-    assert "ends early" in problems(run)[0].sentence
+    planted(run, "mask", "ends early")
     shutil.rmtree(run.parent)
     shutil.copytree(healthy.parent, run.parent, symlinks=True)
     rewrite(run, tiny_target, pad)
-    first = problems(run)[0]
-    assert first.check == "mask"
-    assert "after the end of the turn" in first.sentence
+    planted(run, "mask", "after the end of the turn")
 
 
 def test_nothing_supervised(run: Path, tiny_target: Target) -> None:
     file = run / "data" / "conversations" / "train.jsonl"
     rows = [{**json.loads(line), "supervised": []} for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first = problems(run)[0]
-    assert first.check == "mask"
-    assert "Nothing is supervised" in first.sentence
+    planted(run, "mask", "Nothing is supervised")
 
 
 @pytest.mark.parametrize(
@@ -95,10 +85,7 @@ def test_nothing_supervised(run: Path, tiny_target: Target) -> None:
 def test_another_template(run: Path, tiny_target: Target, tokenizer: Any, words: str) -> None:
     subject = find_subject(str(run), quick=True)
     subject.target = Target(tiny_target.model, tokenizer, "tiny")
-    first = problems(subject)[0]
-    assert first.check == "template"
-    assert f"The {words} is another one" in first.sentence
-    assert "parts at token" in first.sentence
+    planted(subject, "template", f"The {words} is another one", "parts at token")
     del subject.__dict__["kept_tokenizer"]
     (run / "target" / "tokenizer").rename(run / "target" / "gone")  # what was kept is not needed to see it
     assert problems(subject)[0].check == "template"
@@ -122,7 +109,7 @@ def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None
     rewrite(run, tiny_target, talk)
     assert {finding.check for finding in problems(run)}.isdisjoint({"template", "mask"})
     rewrite(run, tiny_target, lambda item: replace(item, supervised=shifted(item.supervised, -1)))
-    assert "one token early" in problems(run)[0].sentence
+    planted(run, "mask", "one token early")
 
 
 # -- states ----------------------------------------------------------------------------------------------------------
@@ -132,33 +119,29 @@ def test_an_off_by_one_aux_layer(run: Path, tiny_target: Target) -> None:
     rewrite(run, tiny_target, lambda item: item, 1, 2)
     assert problems(run) == []
     rewrite_states(run, lambda tensors: {**tensors, "states.1": tensors["states.2"].clone()})
-    first = problems(run)[0]
-    assert first.check == "states"
-    assert "The store's layer 1 holds layer 2: off by one" in first.sentence
+    planted(run, "states", "The store's layer 1 holds layer 2: off by one")
 
 
 def test_a_norm_that_is_missing(run: Path, tiny_target: Target) -> None:
     rewrite_states(run, lambda tensors: {**tensors, "states.-1": read_again(tiny_target, tensors, run, 3)})
-    found = problems(run)
-    assert found[0].check == "states"
-    assert "FINAL holds the state before the final norm" in found[0].sentence
+    planted(run, "states", "FINAL holds the state before the final norm")
 
 
 def test_a_norm_too_many(run: Path, tiny_target: Target) -> None:
     rewrite(run, tiny_target, lambda item: item, 3)
     rewrite_states(run, lambda tensors: {**tensors, "states.3": tensors["states.-1"].clone()})
-    assert "layer 3 holds the state after the final norm" in problems(run)[0].sentence
+    planted(run, "states", "layer 3 holds the state after the final norm")
 
 
 def test_states_of_the_token_before(run: Path) -> None:
     rewrite_states(run, lambda tensors: {**tensors, "states.-1": tensors["states.-1"].roll(1, 0)})
-    assert "FINAL is one token late" in problems(run)[0].sentence
+    planted(run, "states", "FINAL is one token late")
 
 
 def test_states_of_another_model(run: Path, tiny_target: Target) -> None:
     other = Target(tiny_model("llama", seed=5, vocab_size=tiny_target.vocab_size), tiny_target.tokenizer, "other")
     rewrite(run, other, lambda item: item)
-    assert "another model" in problems(run)[0].sentence
+    planted(run, "states", "another model")
 
 
 def test_answers_of_somebody_else(run: Path, tiny_target: Target) -> None:
@@ -170,9 +153,7 @@ def test_answers_of_somebody_else(run: Path, tiny_target: Target) -> None:
         return replace(item, tokens=[*item.tokens[:start], *words])
 
     rewrite(run, tiny_target, replace_answer)
-    first = problems(run)[0]
-    assert first.check == "teacher"
-    assert "off-policy: they are said to be greedy" in first.sentence
+    planted(run, "teacher", "off-policy: they are said to be greedy")
 
 
 def test_answers_that_were_given(run: Path, tiny_target: Target) -> None:
@@ -184,10 +165,7 @@ def test_answers_that_were_given(run: Path, tiny_target: Target) -> None:
         return Conversation(item.id, tokens, supervised, messages, sampling={"source": "given"})
 
     rewrite(run, tiny_target, give)
-    first = problems(run)[0]
-    assert first.check == "teacher"
-    assert "they were given" in first.sentence
-    assert "data.regenerate=true" in first.remedy
+    assert "data.regenerate=true" in planted(run, "teacher", "they were given").remedy
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -228,10 +206,7 @@ def test_a_truncated_vocabulary(run: Path, tiny_target: Target) -> None:
     kept = set(subject.heads.draft_to_target_D.tolist())
     rare = [token for token in range(3, tiny_target.vocab_size) if token not in kept]
     rewrite_heads(run, draft_to_target_D=torch.tensor(sorted([2, *rare, *sorted(kept - {2})][: len(kept)])))
-    first = problems(run)[0]
-    assert first.check == "vocabulary"
-    assert "truncated" in first.sentence
-    assert first.figures["coverage"] < 0.97
+    assert planted(run, "vocabulary", "truncated").figures["coverage"] < 0.97
 
 
 @pytest.mark.parametrize(
@@ -252,9 +227,8 @@ def test_a_number_that_is_none(run: Path) -> None:
     weight = find_subject(str(run)).heads.state_dict()["block_bias_KLE"].clone()
     weight[0, 0, 7] = torch.nan
     rewrite_heads(run, block_bias_KLE=weight)
-    (only,) = problems(run)
-    assert only.check == "weights"
-    assert "1 numbers of 'block_bias_KLE' are NaN or infinite" in only.sentence
+    planted(run, "weights", "1 numbers of 'block_bias_KLE' are NaN or infinite")
+    assert len(problems(run)) == 1
 
 
 def test_states_that_overflowed(run: Path) -> None:
@@ -263,7 +237,7 @@ def test_states_that_overflowed(run: Path) -> None:
         return tensors
 
     rewrite_states(run, overflow)
-    assert "Stored states are not finite (the final state, conversation 0" in problems(run)[0].sentence
+    planted(run, "states", "Stored states are not finite (the final state, conversation 0")
 
 
 def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
@@ -272,11 +246,9 @@ def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
     rewrite_heads(run, **{name: weight.detach() for name, weight in heads.named_parameters() if "block" not in name})
     zero = {name: torch.zeros_like(weight) for name, weight in heads.named_parameters() if "block" in name}
     rewrite_heads(run, **zero)
-    found = {finding.check: finding for finding in problems(run)}
-    assert "those of the warm start" in found["weights"].sentence
+    planted(run, "weights", "those of the warm start")
     rewrite_heads(run, **{name: torch.zeros_like(weight) for name, weight in heads.named_parameters()})
-    found = {finding.check: finding for finding in problems(run)}
-    assert "All weights of the heads are zero" in found["weights"].sentence
+    planted(run, "weights", "All weights of the heads are zero")
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ def unit(group: int, category: str, emitted: list[int], seconds: tuple[float, fl
     """One prompt: a chain of 3 drafts (4 nodes) a round, first token from the prefill."""
     rounds = [Round(4, count, 1.0, 6.0, 3.0, depth=3) for count in emitted]
     total = 1 + sum(emitted)
-    arrivals = [(10.0, 1)]
+    token_ms = [10.0]
     for count in emitted:
-        arrivals.append((arrivals[-1][0] + 12.0, count))
-    heads = Run([[7] * total], seconds[0], [arrivals], [rounds])
-    plain = Run([[7] * total], seconds[1], [[(10.0 + 8.0 * i, 1) for i in range(total)]], [[]])
+        token_ms += [token_ms[-1] + 12.0] * count
+    heads = Run([[7] * total], seconds[0], [token_ms], [rounds])
+    plain = Run([[7] * total], seconds[1], [[10.0 + 8.0 * i for i in range(total)]], [[]])
     return Unit(group, [Prompt(str(group), category, [1, 2])], {"heads": heads, "plain": plain})
 
 

@@ -47,13 +47,8 @@ class Absent(Exception):
 class Subject:
     """What is examined. Its properties raise `Absent` for what is not there, and UserError for what cannot be read.
 
-    Attributes:
-        target: the frozen model.
-        recipe: what the run was asked to do; None for heads without their run.
-        run: folder of the run; None when there is none.
-        heads_folder: of the heads; None when there are none yet.
-        questions: what else people will ask.
-        quick: look at less of everything, and train nothing.
+    Without a run, its folder and its recipe are None; without heads, theirs. To be quick is to look at less of
+    everything, and to train nothing.
     """
 
     target: Target
@@ -200,9 +195,9 @@ def find_subject(
     Args:
         path: a packaged recipe, a recipe's file, the folder of a run, a folder of heads, or a Hub id of heads.
         run_dir: the run that a recipe or heads belong to; by default runs/<name>, and the folder that heads lie in.
-        questions: a question file.
+        questions: a file of what people will ask.
         target: where the target is, when it is not where the recipe or the heads say.
-        quick: see `Subject`.
+        quick: look at less.
 
     Raises:
         UserError: nothing of the kind is there, or the target cannot be loaded.

@@ -99,7 +99,7 @@ def evaluate(
 
     Args:
         target: the frozen model, with a tokenizer; without a chat template the text of a question is read as it is.
-        drafter: what drafts; None measures plain decoding against itself.
+        drafter: the one under test; None measures plain decoding against itself.
         questions: what to ask.
         options: how to measure.
         progress: where to draw a progress bar; None for none.
@@ -116,6 +116,8 @@ def evaluate(
     options = options or EvalOptions()
     _check_options(target, options)
     questions = list(questions)[: options.limit]
+    if not options.multi_turn:
+        questions = [replace(question, turns=question.turns[:1]) for question in questions]
     if not questions:
         raise UserError("There are no questions.", "Give a question file with at least one line, or raise --limit.")
     if target.tokenizer is None or options.multi_turn:  # a target without a template can go on with a text, once
@@ -161,12 +163,7 @@ def evaluate_decoder(
 ) -> dict[str, Any]:
     """`evaluate`, with drafters found by the names in the options.
 
-    Args:
-        source: target, heads and their tuning.
-        questions: what to ask.
-        options: how to measure; names to compare may be comma-separated, and "all" stands for several, see
-            `headstart.eval.methods.wanted`. `drafter` is a catalog name.
-        progress: see `evaluate`.
+    Names to compare may be comma-separated, and "all" stands for several, see `headstart.eval.methods.wanted`.
 
     Raises:
         UserError: as `evaluate`, or an unknown drafter.
@@ -223,11 +220,11 @@ def _measure(
 ) -> list[Unit]:
     units: list[Unit] = []
     ordered = list(methods)
-    total = sum(_turns(question, options) for question in questions)
+    total = sum(len(question.turns) for question in questions)
     with progress_bar(console, "warming up", total) as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for group, first in enumerate(range(0, len(questions), options.batch_size)):
-            for prompts in _conversations(target, questions[first : first + options.batch_size], options, units):
+            for prompts in _conversations(target, questions[first : first + options.batch_size], units):
                 tokens = [prompt.tokens for prompt in prompts]
                 seed = options.seed + len(units) * options.batch_size
                 if not units:
@@ -243,27 +240,20 @@ def _measure(
     return units
 
 
-def _conversations(
-    target: Target, questions: Sequence[Question], options: EvalOptions, units: list[Unit]
-) -> Iterator[list[Prompt]]:
+def _conversations(target: Target, questions: Sequence[Question], units: list[Unit]) -> Iterator[list[Prompt]]:
     """The prompts of a batch of questions, turn by turn; a later turn reads the plain answers of the unit before."""
     messages: list[list[dict[str, str]]] = [[] for _ in questions]
-    for turn in range(max(_turns(question, options) for question in questions)):
-        asked = [number for number, question in enumerate(questions) if turn < _turns(question, options)]
-        prompts = []
-        for number in asked:
+    for turn in range(max(len(question.turns) for question in questions)):
+        prompts, numbers = [], [number for number, question in enumerate(questions) if turn < len(question.turns)]
+        for number in numbers:
             messages[number].append({"role": "user", "content": questions[number].turns[turn]})
             name = str(questions[number].question_id) + (f"/{turn + 1}" if turn else "")
             tokens = prompt_tokens(messages[number], target.tokenizer)
             prompts.append(Prompt(name, questions[number].category, tokens))
         yield prompts
-        for number, answer in zip(asked, units[-1].runs[PLAIN].tokens, strict=True):
+        for number, answer in zip(numbers, units[-1].runs[PLAIN].tokens, strict=True):
             text = target.tokenizer.decode(answer, skip_special_tokens=True)
             messages[number].append({"role": "assistant", "content": text})
-
-
-def _turns(question: Question, options: EvalOptions) -> int:
-    return len(question.turns) if options.multi_turn else 1
 
 
 def _speeds(units: Sequence[Unit]) -> str:
@@ -342,15 +332,13 @@ def _check_fits(target: Target, question: Question, options: EvalOptions) -> Non
     """Refuse a question that passes the context, with every answer at its longest."""
     if not question.turns:
         raise UserError(f"Question {question.question_id} has no turns.", "Give each question at least one turn.")
-    turns = _turns(question, options)
     messages: list[dict[str, str]] = []
-    for turn in question.turns[:turns]:
+    for turn in question.turns:
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
-    length = len(prompt_tokens(messages[:-1], target.tokenizer))
-    needed = length + turns * options.max_new_tokens
-    if needed > target.max_length:
+    length, new = len(prompt_tokens(messages[:-1], target.tokenizer)), len(question.turns) * options.max_new_tokens
+    if length + new > target.max_length:
         raise UserError(
-            f"Question {question.question_id} has {length} tokens; with {turns * options.max_new_tokens} new ones it "
-            f"passes the {target.max_length} tokens that {target.name} can read.",
+            f"Question {question.question_id} has {length} tokens; with {new} new ones it passes the "
+            f"{target.max_length} tokens that {target.name} can read.",
             "Leave it out, or lower --max-new-tokens.",
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -313,11 +313,12 @@ def _percentiles(units: Sequence[Unit], values: Callable[[Run], Iterable[float]]
 
 def _first_ms(run: Run) -> Iterable[float]:
     """Time to the first token of each row, prefill included."""
-    return (row[0][0] for row in run.arrivals if row)
+    return (row[0] for row in run.token_ms if row)
 
 
 def _gaps_ms(run: Run) -> Iterable[float]:
     """Time between tokens: the wait for an arrival, shared evenly by the tokens that came with it."""
-    for row in run.arrivals:
-        for (before, _), (now, tokens) in pairwise(row):
+    for row in run.token_ms:
+        arrivals = [(ms, len(list(together))) for ms, together in groupby(row)]
+        for (before, _), (now, tokens) in pairwise(arrivals):
             yield from [(now - before) / tokens] * tokens

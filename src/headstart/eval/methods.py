@@ -34,9 +34,6 @@ TREES: dict[str, Tree] = {"dynamic": "dynamic", "static": "static", "chain": "ch
 ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")
 """Every drafter that needs no second model."""
 
-Arrivals = list[tuple[float, int]]
-"""(milliseconds since the call, tokens that came at that moment), in order."""
-
 
 @dataclass
 class Run:
@@ -45,14 +42,14 @@ class Run:
     Attributes:
         tokens: emitted token ids of each row, the end-of-turn token included.
         seconds: wall-clock time of the whole batch, prefill included.
-        arrivals: when the tokens of each row came.
+        token_ms: for each row, milliseconds since the call at which each of its tokens came.
         rounds: of each row; empty for methods that do not draft through our loop.
         drafter_error: what the drafter raised, when it did; decoding went on plainly.
     """
 
     tokens: list[list[int]]
     seconds: float
-    arrivals: list[Arrivals]
+    token_ms: list[list[float]]
     rounds: list[list[Round]] = field(default_factory=list)
     drafter_error: str | None = None
 
@@ -132,7 +129,7 @@ class Ours:
         return Run(
             [output.tokens for output in outputs],
             seconds,
-            [_arrivals(output.token_ms) for output in outputs],
+            [output.token_ms for output in outputs],
             [output.rounds for output in outputs],
             next((output.drafter_error for output in outputs if output.drafter_error), None),
         )
@@ -193,15 +190,16 @@ class Transformers:
             finally:
                 model.generation_config = defaults
         tokens = [_cut(row[:max_new_tokens], self._ends) for row in rows]
-        return Run(tokens, seconds, [_until(clock.arrivals, len(row)) for row in tokens])
+        return Run(tokens, seconds, [clock.token_ms[: len(row)] for row in tokens])
 
     @contextmanager
     def _helper(self) -> Iterator[dict[str, Any]]:
+        """What `generate` is given to draft with, beside the settings."""
         if self._assistant is None:
             yield {}
-            return
-        with self._assistant.stock() as model:
-            yield {"assistant_model": model}
+        else:
+            with self._assistant.stock() as model:
+                yield {"assistant_model": model}
 
 
 def _check_same_words(target: Target, assistant: Target) -> None:
@@ -220,7 +218,7 @@ class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers has no ty
 
     def __init__(self, rows: int) -> None:
         self.start = 0.0
-        self.arrivals: Arrivals = []
+        self.token_ms: list[float] = []
         self._rows = rows
         self._prompt = True
 
@@ -228,40 +226,10 @@ class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers has no ty
         if self._prompt:
             self._prompt = False
         else:  # one token of every row, or several of a single one
-            self.arrivals.append((1e3 * (perf_counter() - self.start), value.numel() // self._rows))
+            self.token_ms += [1e3 * (perf_counter() - self.start)] * (value.numel() // self._rows)
 
     def end(self) -> None:
         """Nothing is held back."""
-
-
-def _arrivals(token_ms: Sequence[float]) -> Arrivals:
-    """Tokens with the same time came together.
-
-    >>> _arrivals([5.0, 9.0, 9.0])
-    [(5.0, 1), (9.0, 2)]
-    """
-    arrivals: Arrivals = []
-    for ms in token_ms:
-        if arrivals and arrivals[-1][0] == ms:
-            arrivals[-1] = (ms, arrivals[-1][1] + 1)
-        else:
-            arrivals.append((ms, 1))
-    return arrivals
-
-
-def _until(arrivals: Arrivals, count: int) -> Arrivals:
-    """The arrivals of a row's first `count` tokens.
-
-    >>> _until([(1.0, 1), (2.0, 3), (3.0, 1)], 3)
-    [(1.0, 1), (2.0, 2)]
-    """
-    kept: Arrivals = []
-    for ms, tokens in arrivals:
-        if count <= 0:
-            break
-        kept.append((ms, min(tokens, count)))
-        count -= tokens
-    return kept
 
 
 def _cut(tokens: list[int], ends: frozenset[int]) -> list[int]:
