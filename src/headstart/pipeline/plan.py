@@ -258,11 +258,11 @@ def _problems(planned: Planned, amounts: Amounts, plan: Plan) -> tuple[list[str]
     free = max(0, plan.room - planned.held)
     writes = "conversations" in plan.left and not data.server  # servers plan their memory themselves
     conversation = planned.lengths.cached * target.kv_bytes_per_token
-    training, report = (plan.memory.get(stage, 0) - planned.held for stage in ("train", "eval"))
+    train_bytes, report_bytes = (plan.memory.get(stage, 0) - planned.held for stage in ("train", "eval"))
     for what, more, remedy in (
         ("Writing the longest conversation", conversation if writes else 0, "lower data.max_new_tokens"),
-        ("Training", training, _smaller_batches(planned, training - free)),
-        ("The report", report, "lower eval.max_new_tokens"),
+        ("Training", train_bytes, _smaller_batches(planned, train_bytes - free)),
+        ("The report", report_bytes, "lower eval.max_new_tokens"),
     ):
         if more > free:
             problems.append(
