@@ -207,6 +207,17 @@ def test_an_artifact_is_found_by_what_it_is_whatever_it_is_called(tmp_path: Path
     assert artifact(tmp_path / "other", "things", "another", {"what": 1}).folder == made.folder
 
 
+def test_a_run_that_is_laid_out_otherwise_is_left_alone(tmp_path: Path, factory: Factory) -> None:
+    folder = tmp_path / "run"
+    execute(make_run(folder), factory.stages())
+    file = folder / "stages" / "first.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "layout": 99}))
+    factory.worked.clear()
+    with pytest.raises(UserError, match=r"another version of headstart.*--run-dir"):
+        execute(make_run(folder, data={"seed": 1}), factory.stages())
+    assert factory.worked == []
+
+
 def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, factory: Factory) -> None:
     folder = tmp_path / "run"
     with locked(folder), pytest.raises(UserError, match=f"process {os.getpid()}"):

@@ -135,12 +135,9 @@ def counted_lengths(
     usual = answer_tokens(data.max_new_tokens) if usual is None else usual
     template = _tokens_of_a_turn(tokenizer)
     rows = [_conversation(prompt, data, tokenizer, longest, usual, template) for prompt in prompts]
+    averages = ("tokens", "prompt", "turns", "answer", "read")
     return Lengths(
-        tokens=fmean(row.tokens for row in rows),
-        prompt=fmean(row.prompt for row in rows),
-        turns=fmean(row.turns for row in rows),
-        answer=fmean(row.answer for row in rows),
-        read=fmean(row.read for row in rows),
+        **{name: fmean(getattr(row, name) for row in rows) for name in averages},
         cached=max(row.cached for row in rows),
         prompts=len(rows),
         source=f"from {len(rows)} of the prompts",

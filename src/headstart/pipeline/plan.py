@@ -60,7 +60,7 @@ from headstart.target.outline import Outline, outline, weights_are_here
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes.
+    """What a run takes, in bytes and seconds.
 
     Attributes:
         left: the stages still to do, each with why (`headstart.pipeline.run.left_to_do`).
@@ -156,10 +156,11 @@ def _timed(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
     planned = Planned(recipe, target, heads, needed, lengths, speeds, processes, crowding, workers, held, bare)
     room, free = held + free_bytes(target.device) // processes, shutil.disk_usage(_existing(run.folder)).free
     plan = _estimate(run, planned, replace(plan, problems=problems, room=room, free_bytes=free))
+    loads = plan.memory.keys() - (set() if planned.needs_target else {"train"})
     return replace(
         plan,
         seconds={"target": loading, **plan.seconds},
-        memory={stage: max(peak, most) for stage, most in plan.memory.items()},
+        memory={stage: max(most, peak if stage in loads else 0) for stage, most in plan.memory.items()},
         how="Times come from forwards and steps timed on this machine now.",
     )
 
@@ -255,29 +256,23 @@ def _problems(planned: Planned, amounts: Amounts, plan: Plan) -> tuple[list[str]
     if plan.room is None:
         return problems, advice
     free = max(0, plan.room - planned.held)
-    longest_bytes = planned.lengths.cached * target.kv_bytes_per_token
-    writing = plan.memory.get("conversations", 0)
-    takes = {
-        "Writing the longest conversation": (
-            0 if data.server else longest_bytes if "conversations" in plan.left else 0
-        ),
-        "Training": plan.memory.get("train", 0) - planned.held,
-        "The report": plan.memory.get("eval", 0) - planned.held,
-    }
-    remedies = {
-        "Writing the longest conversation": "lower data.max_new_tokens or data.max_prompt_tokens",
-        "Training": _smaller_batches(planned, plan.memory.get("train", 0) - plan.room),
-        "The report": "lower eval.max_new_tokens",
-    }
-    problems += [
-        f"{what} takes about {format_bytes(more)} beside the target, and {format_bytes(free)} are free on "
-        f"{target.device}: {remedies[what]}."
-        for what, more in takes.items()
-        if more > free
-    ]
-    if writing > plan.room and longest_bytes <= free and not data.server:  # found out by trying
-        rows = int(free / ((writing - planned.held) / data.batch_size))
-        advice.append(f"data.batch_size={max(1, rows)} would fit into memory: larger batches are written in halves.")
+    writes = "conversations" in plan.left and not data.server  # servers plan their memory themselves
+    conversation = planned.lengths.cached * target.kv_bytes_per_token
+    train_bytes, report_bytes = (plan.memory.get(stage, 0) - planned.held for stage in ("train", "eval"))
+    for what, more, remedy in (
+        ("Writing the longest conversation", conversation if writes else 0, "lower data.max_new_tokens"),
+        ("Training", train_bytes, _smaller_batches(planned, train_bytes - free)),
+        ("The report", report_bytes, "lower eval.max_new_tokens"),
+    ):
+        if more > free:
+            problems.append(
+                f"{what} takes about {format_bytes(more)} beside the target, and {format_bytes(free)} are free on "
+                f"{target.device}: {remedy}."
+            )
+    batch = plan.memory.get("conversations", 0) - planned.held
+    if writes and batch > free >= conversation:
+        rows = max(1, int(free / batch * data.batch_size))
+        advice.append(f"data.batch_size={rows} would fit into memory: larger batches are written in halves.")
     return problems, advice
 
 

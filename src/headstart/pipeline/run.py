@@ -102,7 +102,11 @@ class Run:
         with self.console.status(f"loading {escape(section.spec)}"):
             try:
                 target = load_target(
-                    *(section.spec, section.dtype, section.device, section.revision, section.exact),
+                    section.spec,
+                    dtype=section.dtype,
+                    device=section.device,
+                    revision=section.revision,
+                    exact=section.exact,
                     adapter=adapter,
                     quantization=section.quantization,
                 )
@@ -139,14 +143,24 @@ class Run:
         return self.folder / "stages" / f"{stage}.json"
 
     def record(self, stage: str) -> Record | None:
-        """What is known of a stage; None when there is nothing, or nothing readable."""
+        """What is known of a stage; None when there is nothing, or nothing readable.
+
+        Raises:
+            UserError: another version of headstart wrote it.
+        """
         file = self.record_file(stage)
         if not file.is_file():
             return None
         try:
-            return Record(**read_json(file))
+            record = Record(**read_json(file))
         except (UserError, TypeError):
             return None
+        if record.layout != LAYOUT:
+            raise UserError(
+                f"The run in {self.folder} was made by another version of headstart, which lays runs out differently.",
+                "Choose another --run-dir, or move the folder away.",
+            )
+        return record
 
 
 @dataclass
@@ -162,7 +176,7 @@ class Record:
         identity: what later stages depend on: new each time the stage is built, unless the stage knows better.
         seconds: spent on it, interrupted attempts included where they could be timed.
         summary: what came of it, as a short phrase.
-        layout: of the run's folder, see `headstart.pipeline.run`.
+        layout: of the run's folder, see `LAYOUT`.
         artifact: that the run referred to when the stage was finished; empty for stages that make none.
     """
 

@@ -56,14 +56,8 @@ _CONVERSATION_BYTES = 10.5
 
 @dataclass(frozen=True)
 class Cost:
-    """What a stage takes.
-
-    Attributes:
-        seconds: from its beginning to its end.
-        disk: bytes that it leaves.
-        at_peak: bytes that it writes beside these for a while.
-        memory: bytes that a process holds at most, on its GPU where it has one.
-    """
+    """What a stage takes: seconds, bytes that it leaves on disk and that stand beside these for a while, bytes that a
+    process holds at most (on its GPU where it has one)."""
 
     seconds: float
     disk: int
@@ -99,11 +93,8 @@ class Planned:
     """What the costs of a run follow from.
 
     Attributes:
-        recipe: settings.
         target: the model, or its outline where the weights are not here.
-        heads: as the recipe wants them.
         needed: layers whose states are kept.
-        lengths: of the conversations.
         speeds: measured; all 0 where the weights are not here.
         processes: that train, each on a device of its own, or beside each other on a CPU.
         crowding: how many times as long a step takes since processes share a CPU's cores.
@@ -328,15 +319,21 @@ def train_cost(planned: Planned, amounts: Amounts) -> Cost:
         memory += heads.config.draft_width * target.hidden_size * target.dtype.itemsize
     if section.lora_rank:  # the sums of weights and updates, and their gradients
         memory += 8 * planned.weights
-    grown = 1.0
     if planned.on_cpu:
         memory += weights  # bytes that are being written
         memory += amounts.states if amounts.states <= CACHE_BYTES else 0  # stores are kept in memory once read
-        if section.position_weight == "subsampled":
-            # No two steps have the same shapes, and what the allocator and oneDNN keep of each adds up: 1.6 times as
-            # much after 16 steps as after four, 2.7 times after 60.
-            grown = math.cbrt(max(4.0, min(steps, _SHAPES)) / 4)
-    return Cost(seconds, disk, weights + moments, memory + int(grown * planned.speeds.training_bytes))
+    return Cost(seconds, disk, weights + moments, memory + int(_grown(planned, steps) * planned.speeds.training_bytes))
+
+
+def _grown(planned: Planned, steps: float) -> float:
+    """Memory of many steps as a multiple of that of a few.
+
+    On a CPU with subsampled drafts no two steps have the same shapes, and what the allocator and oneDNN keep of each
+    adds up: 1.6 times as much after 16 steps as after four, 2.7 times after 60.
+    """
+    if not planned.on_cpu or planned.recipe.train.position_weight != "subsampled":
+        return 1.0
+    return math.cbrt(max(4.0, min(steps, _SHAPES)) / 4)
 
 
 def batch_token_bytes(planned: Planned) -> int:
