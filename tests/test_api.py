@@ -284,7 +284,7 @@ def test_leaving_a_stream_ends_its_decoding(decoder: Decoder) -> None:
 _LEFT_OPEN = """
 import sys
 import headstart
-from headstart.target import load_target
+from headstart.target.loading import load_target
 
 decoder = headstart.load(sys.argv[1], target=load_target(sys.argv[2], dtype="float32", device="cpu"))
 kept = [decoder.stream("Hello", max_new_tokens=900, temperature=1.0, seed=seed) for seed in range(3)]
