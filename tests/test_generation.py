@@ -113,7 +113,7 @@ def same(model: Any, folder: str, inputs: dict[str, Tensor], tokenizer: Any = No
     texts = [row[mask == 1] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
     length = inputs["input_ids"].shape[1]
     known = [[*text.tolist(), *row[length:].tolist()] for text, row in zip(texts, plain, strict=True)]
-    ((_, _, decoder),) = lend._SHELVES[model].decoders.values()
+    ((_, _, decoder),) = lend._PREPARED[model].decoders.values()
     engine = decoder.engine()
     drafter, engine.drafter = engine.drafter, Foresight(known)
     before = [criterion.calls for criterion in stops]

@@ -87,12 +87,8 @@ class Decoder:
     def engine(self, drafter: str = DEFAULT, tree: Tree | None = None, drafts: bool = True) -> Engine:
         """The decode loop with a drafter, see `drafter`; made once, so that a draft model is loaded once.
 
-        Costs are measured here where they have to be, before the clock of an answer starts.
-
-        Args:
-            drafter: its name.
-            tree: how heads draft.
-            drafts: whether it will ever draft. Plain decoding needs no costs.
+        Costs are measured here where they have to be, before the clock of an answer starts; without `drafts`, for plain
+        decoding, there are none.
         """
         drafts = drafts and _drafts(drafter, tree)
         with self._lock:
@@ -124,9 +120,7 @@ class Decoder:
             UserError: as `generate`.
         """
         asked = DecodeOptions.of(options)
-        tokens = [self.tokens(prompt, asked.raw) for prompt in prompts]
-        check(self.target, tokens, asked)
-        engine = self.engine(asked.drafter, asked.tree, asked.draft != "off")
+        tokens, engine = self._prepared(prompts, asked)
         return [self._answer(generation) for generation in engine.generate(tokens, asked)]
 
     def stream(self, prompt: Prompt, **options: Unpack[DecodeKeywords]) -> Stream:
@@ -143,11 +137,9 @@ class Decoder:
         if tokenizer is None:
             raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
         asked = DecodeOptions.of(options)
-        tokens = self.tokens(prompt, asked.raw)
-        check(self.target, [tokens], asked)
-        engine = self.engine(asked.drafter, asked.tree, asked.draft != "off")
+        tokens, engine = self._prepared([prompt], asked)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
-        return Stream(lambda on_tokens: self._answer(engine.generate([tokens], asked, on_tokens)[0]), pieces)
+        return Stream(lambda on_tokens: self._answer(engine.generate(tokens, asked, on_tokens)[0]), pieces)
 
     def tokens(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids that the target reads for a prompt, see `generate`.
@@ -156,40 +148,43 @@ class Decoder:
             UserError: as `generate`.
         """
         tokenizer = self.target.tokenizer
-        said = prompt if isinstance(prompt, str) else _last_words(prompt)
-        if said is not None and not (said if raw else said.strip()):
+        text = prompt if isinstance(prompt, str) else _last_words(prompt)
+        if text is not None and not (text if raw else text.strip()):
             raise UserError("The prompt is empty.", "Write what the target is to answer.")
         if isinstance(prompt, str) and raw:
             if tokenizer is None:
                 raise UserError("A text prompt needs a tokenizer.", "Pass token ids.")
             return list(tokenizer.encode(prompt))
-        if isinstance(prompt, str):
-            return self.tokens([{"role": "user", "content": prompt}])
-        if prompt and all(isinstance(turn, dict) for turn in prompt):
+        items: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if items and all(isinstance(item, dict) for item in items):
             if not getattr(tokenizer, "chat_template", None):
                 raise UserError(
                     f"{self.target.name} has no chat template to render messages with.",
                     "Pass token ids, or a text with raw=True to have it continued as it is.",
                 )
-            for number, turn in enumerate(prompt):
-                if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
+            for number, message in enumerate(items):
+                if not {"role", "content"} <= message.keys():
                     raise UserError(
                         f"Message {number} lacks a role or a content.", 'Write {"role": .., "content": ..}.'
                     )
-            return prompt_tokens([turn for turn in prompt if isinstance(turn, dict)], tokenizer)
-        ids = [token for token in prompt if isinstance(token, int)]
-        if len(ids) != len(prompt):
+            return prompt_tokens(items, tokenizer)
+        if not all(isinstance(item, int) for item in items):
             raise UserError(
                 "A prompt of this kind is not understood.",
                 "Pass a text, a list of messages with role and content, or a list of token ids.",
             )
-        if ids and not 0 <= min(ids) <= max(ids) < self.target.vocab_size:
+        if items and not 0 <= min(items) <= max(items) < self.target.vocab_size:
             raise UserError(
-                f"Token ids run from {min(ids)} to {max(ids)}, and {self.target.name} knows 0 to "
+                f"Token ids run from {min(items)} to {max(items)}, and {self.target.name} knows 0 to "
                 f"{self.target.vocab_size - 1}.",
                 "Use the target's own tokenizer.",
             )
-        return ids
+        return items
+
+    def _prepared(self, prompts: Sequence[Prompt], asked: DecodeOptions) -> tuple[list[list[int]], Engine]:
+        tokens = [self.tokens(prompt, asked.raw) for prompt in prompts]
+        check(self.target, tokens, asked)
+        return tokens, self.engine(asked.drafter, asked.tree, asked.draft != "off")
 
     def _tuned_here(self) -> Tuning | None:
         """The tuning with costs that hold here and now, measured once for each set of conditions."""
@@ -234,8 +229,8 @@ class Decoder:
 def _last_words(prompt: Sequence[Any]) -> str | None:
     """What the last of a list of messages says, when it is the user's; None for any other prompt."""
     last = prompt[-1] if prompt else None
-    said = last.get("content") if isinstance(last, dict) and last.get("role") == "user" else None
-    return said if isinstance(said, str) else None
+    content = last.get("content") if isinstance(last, dict) and last.get("role") == "user" else None
+    return content if isinstance(content, str) else None
 
 
 def _drafts(name: str, tree: Tree | None) -> bool:

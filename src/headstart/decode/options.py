@@ -122,8 +122,8 @@ class DecodeOptions(SamplingOptions):
     draft: Draft = option("auto", "auto pauses drafting where it does not pay, on always drafts, off never.")
     drafter: str = option(
         "heads+ngram",
-        "Draft with heads, none (plain decoding), ngram, lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own modules), "
-        "draft-model:SPEC, or several joined with +, such as heads+ngram.",
+        "Draft with heads, none (plain decoding), ngram, lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's "
+        "own modules), draft-model:SPEC, or several joined with +, such as heads+ngram.",
         metavar="NAME",
     )
     tree: Tree | None = option(None, "Let the heads draft such trees; by default as tuning found best.", unset="tuned")

@@ -23,7 +23,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions, Draft, Tree
 from headstart.errors import UserError
-from headstart.hf_generate.heads_by_model import lent
+from headstart.hf_generate.heads_by_model import decoder_for
 from headstart.hf_generate.request import Ending, LogitsChain, Prompts, check_mode
 
 
@@ -51,18 +51,10 @@ def generate(
 
     The arguments are those of `model.generate`; all but those named here go on to it.
 
-    Args:
-        model: a transformers causal language model.
-        inputs: token ids, when they are not given as `input_ids`.
-        generation_config: may hold stop strings.
-        tokenizer: of the model; needed for stop strings only.
-        stop_strings: end a row with the token that completes one of them.
-        revision: branch, tag or commit of the heads.
-
     Raises:
         UserError: see `CustomGenerate`.
     """
-    heads = _asked("custom_generate")
+    heads = _caller_argument("custom_generate")
     if not isinstance(heads, str):
         raise UserError(
             "Which heads to use is not known outside a call of model.generate.",
@@ -92,19 +84,13 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]  # tra
     tokens_per_round: Tensor | None = None
 
 
+@dataclass(eq=False)
 class CustomGenerate:
-    """What transformers calls instead of its own loop; made by `custom_generate`.
+    """What transformers calls instead of its own loop; made by `custom_generate`."""
 
-    Args:
-        heads: a folder of heads, the folder of a run, or a Hub id.
-        revision: branch, tag or commit of heads on the Hub.
-        tokenizer: for `stop_strings`.
-    """
-
-    def __init__(self, heads: str | Path, revision: str | None = None, tokenizer: Any = None) -> None:
-        self.heads = heads
-        self.revision = revision
-        self.tokenizer = tokenizer
+    heads: str | Path
+    revision: str | None = None
+    tokenizer: Any = None
 
     def __call__(
         self,
@@ -121,20 +107,10 @@ class CustomGenerate:
         verifier: str = DecodeOptions.verifier,
         **model_kwargs: Any,
     ) -> Any:
-        """Decode a batch that transformers has prepared.
+        """Decode a batch that transformers has prepared: `input_ids` are int64 [B, L], padded on the left.
 
-        Args:
-            model: whose `generate` was called.
-            input_ids: int64 [B, L], padded on the left.
-            logits_processor: what the generation config and the caller ask for.
-            stopping_criteria: likewise.
-            generation_config: with every default filled in.
-            stop_strings: end a row with the token that completes one of them.
-            drafter: see `DecodeOptions`; can be given to `model.generate`, like the next three.
-            tree: see there.
-            draft: see there.
-            verifier: see there.
-            model_kwargs: what transformers would hand to the model; refused where it would change the text.
+        `drafter`, `tree`, `draft` and `verifier` are as in `DecodeOptions`, and can be given to `model.generate`.
+        `model_kwargs` are what transformers would hand to the model.
 
         Returns:
             int64 [B, S], rows that ended early padded on the right; a `SpeculativeOutput` with
@@ -143,8 +119,8 @@ class CustomGenerate:
         Raises:
             UserError: heads of another model, or an argument that decoding with heads cannot honour.
         """
-        streamer = _asked("streamer")
-        check_mode(model, generation_config, _asked("assistant_model"), _asked("synced_gpus"))
+        streamer = _caller_argument("streamer")
+        check_mode(model, generation_config, _caller_argument("assistant_model"), _caller_argument("synced_gpus"))
         prompts = Prompts.read(input_ids, model_kwargs)
         chain = LogitsChain.read(logits_processor, bool(generation_config.do_sample), prompts)
         ending = Ending.read(stopping_criteria, stop_strings, self.tokenizer)
@@ -166,7 +142,7 @@ class CustomGenerate:
             rows = [prompts.rows[row] for row in group]
             return engine.generate(rows, options, lambda index, tokens: text.add(group[index], tokens))
 
-        with lent(model, self.heads, self.revision) as decoder:
+        with decoder_for(model, self.heads, self.revision) as decoder:
             engine = decoder.engine(drafter, tree, draft != "off")
             for group in prompts.groups(together=not chain.rest):
                 generations.update(zip(group, decode(engine, group), strict=True))
@@ -211,22 +187,21 @@ class _Text:
         """Take a row's next tokens, and hand on to the streamer what all rows have reached."""
         self._tokens[row].extend(tokens)
         while self._streamer is not None and self._complete(self._streamed):
-            self._streamer.put(torch.tensor([self._at(row, self._streamed) for row in range(len(self._tokens))]))
+            self._streamer.put(torch.tensor(self._column(self._streamed)))
             self._streamed += 1
 
     def sequences_BS(self) -> Tensor:
         """Prompts and new tokens, rows that ended early padded on the right."""
-        width = max(map(len, self._tokens))
-        rows = [[self._at(row, index) for index in range(width)] for row in range(len(self._tokens))]
-        return torch.cat([self._prompt_BL, self._prompt_BL.new_tensor(rows)], dim=-1)
+        columns = [self._column(index) for index in range(max(map(len, self._tokens)))]
+        return torch.cat([self._prompt_BL, self._prompt_BL.new_tensor(columns).T], dim=-1)
 
     def _complete(self, index: int) -> bool:
+        """Whether every row has reached this place or ended before it, and one has reached it."""
         reached = [len(tokens) > index for tokens in self._tokens]
         return any(reached) and all(there or ended for there, ended in zip(reached, self._ended, strict=True))
 
-    def _at(self, row: int, index: int) -> int:
-        tokens = self._tokens[row]
-        return tokens[index] if index < len(tokens) else self._pad
+    def _column(self, index: int) -> list[int]:
+        return [tokens[index] if index < len(tokens) else self._pad for tokens in self._tokens]
 
 
 def _seed() -> int:
@@ -234,7 +209,7 @@ def _seed() -> int:
     return int(torch.randint(1 << 48, ()))
 
 
-def _asked(name: str) -> Any:
+def _caller_argument(name: str) -> Any:
     """An argument of the call of `generate` that is running; transformers does not hand all of them to a callable.
 
     A streamer that is not handed on would never be ended, and whoever reads from it would wait for ever.

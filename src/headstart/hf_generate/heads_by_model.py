@@ -22,23 +22,18 @@ from headstart.target.model import Target
 
 
 @contextmanager
-def lent(model: Any, heads: str | Path, revision: str | None = None) -> Iterator[Decoder]:
+def decoder_for(model: Any, heads: str | Path, revision: str | None = None) -> Iterator[Decoder]:
     """A decoder of this model and these heads; the model is as before when the block ends.
 
     The first call for a model and heads checks that they belong together and loads the heads; later ones do not. Calls
     for the same model wait for each other. While the block runs, the model's own `forward` is not to be used.
 
-    Args:
-        model: a transformers causal language model.
-        heads: a folder of heads, the folder of a run, or a Hub id.
-        revision: branch, tag or commit of heads on the Hub.
-
     Raises:
         UserError: no such heads, heads of another model, or a model that cannot verify a token tree.
     """
-    shelf = _SHELVES.setdefault(model, _Shelf())
-    with shelf.lock, _restored(model):
-        decoder = shelf.decoder(model, heads, revision)
+    prepared = _PREPARED.setdefault(model, _Prepared())
+    with prepared.lock, _restored(model):
+        decoder = prepared.decoder(model, heads, revision)
         model.eval()
         try:
             yield decoder
@@ -46,21 +41,18 @@ def lent(model: Any, heads: str | Path, revision: str | None = None) -> Iterator
             decoder.target.release()
 
 
-_Key = tuple[str, str | None, str, str]
-"""Heads, revision, dtype and device of the model."""
-
-
 @dataclass
-class _Shelf:
+class _Prepared:
     """What is ready for one model.
 
     Attributes:
         lock: one call at a time.
-        decoders: and when the heads of each were written, to notice heads that were exported again.
+        decoders: by heads, revision, dtype and device; with the file of the heads and when it was written, to notice
+            heads that were exported again.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    decoders: dict[_Key, tuple[Path, int, Decoder]] = field(default_factory=dict)
+    decoders: dict[tuple[str, str | None, str, str], tuple[Path, int, Decoder]] = field(default_factory=dict)
 
     def decoder(self, model: Any, heads: str | Path, revision: str | None) -> Decoder:
         weight = model.get_output_embeddings().weight
@@ -68,19 +60,18 @@ class _Shelf:
         name = str(local.resolve()) if local.is_dir() else str(heads)
         key = (name, revision, str(weight.dtype), str(weight.device))
         if key in self.decoders:
-            weights, written, decoder = self.decoders[key]
-            if weights.is_file() and weights.stat().st_mtime_ns == written:
+            file, written, decoder = self.decoders[key]
+            if file.is_file() and file.stat().st_mtime_ns == written:
                 return decoder
         folder = locate(heads, revision)
-        weights = folder / WEIGHTS
         target = Target(model)
         decoder = load(folder, target)
         target.model = weakref.proxy(model)  # what is kept here must not keep the model
-        self.decoders[key] = (weights, weights.stat().st_mtime_ns, decoder)
+        self.decoders[key] = (folder / WEIGHTS, (folder / WEIGHTS).stat().st_mtime_ns, decoder)
         return decoder
 
 
-_SHELVES: weakref.WeakKeyDictionary[Any, _Shelf] = weakref.WeakKeyDictionary()
+_PREPARED: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary()
 
 
 @contextmanager

@@ -62,12 +62,6 @@ _HARMLESS = {"attention_mask", "position_ids", "past_key_values", "cache_positio
 def check_mode(model: Any, config: Any, assistant_model: Any, synced_gpus: Any) -> None:
     """Refuse ways of generating that draft heads have no part in, and outputs that the decode loop does not keep.
 
-    Args:
-        model: the transformers model.
-        config: the generation config, with all defaults filled in.
-        assistant_model: as given to `generate`.
-        synced_gpus: as given to `generate`.
-
     Raises:
         UserError: naming the argument.
     """
@@ -92,12 +86,7 @@ def check_mode(model: Any, config: Any, assistant_model: Any, synced_gpus: Any) 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The rows of a batch.
-
-    Attributes:
-        rows: token ids of each row, without padding.
-        padding: how many padding tokens stood before each.
-    """
+    """The rows of a batch: token ids without padding, and how many padding tokens stood before each."""
 
     rows: list[list[int]]
     padding: list[int]
@@ -190,17 +179,17 @@ class LogitsChain:
         return tuple(Padded(processor, padding_ids) if skip else processor for processor in chosen)
 
 
+@dataclass(frozen=True)
 class Padded:
     """A processor that sees the padding which its row came with: some count positions from the start of it."""
 
-    def __init__(self, processor: Any, padding_ids: list[int]) -> None:
-        self.processor = processor
-        self.padding_ids = padding_ids
+    processor: Any
+    padding_ids: list[int]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         padding = input_ids.new_tensor(self.padding_ids).expand(len(input_ids), -1)
-        scores = self.processor(torch.cat([padding, input_ids], dim=1), scores)
-        return scores
+        processed: Tensor = self.processor(torch.cat([padding, input_ids], dim=1), scores)
+        return processed
 
 
 @dataclass(frozen=True)
