@@ -233,15 +233,15 @@ class Target(FrozenModel):
         """
         self._fitting.refresh()
         together = max(1, _CAPTURED // max(map(len, rows)))
-        found: list[dict[int, Tensor]] = []
+        states: list[dict[int, Tensor]] = []
         for first in range(0, len(rows), together):
             group = rows[first : first + together]
             out = self._read_causal(None, self._padded(group), aux_layers, {0: 0}, [len(row) for row in group])
-            found += [
+            states += [
                 {aux_layer: out.aux_hidden_states[aux_layer][b, : len(row)].clone() for aux_layer in aux_layers}
                 for b, row in enumerate(group)
             ]
-        return found
+        return states
 
     def states_with_gradients(
         self, tokens_BT: Tensor, lengths: Sequence[int], aux_layers: Sequence[int]
@@ -521,5 +521,5 @@ def _together(pieces: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
 
 def _reads_again(model: Any, config: Any) -> bool:
     """Whether `generate` of this model drops its cache when a text passes the limit of its rotary frequencies."""
-    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
-    return own and hasattr(config, "original_max_position_embeddings")
+    has_its_own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return has_its_own and hasattr(config, "original_max_position_embeddings")
