@@ -64,8 +64,8 @@ class Eagle3Config(LayerConfig):
         middle, last = target.num_layers // 2, target.num_layers
         if settings.get("init") != "transition":
             return {**values, "aux_layers": (2, middle, last - 3)}
-        own = heads_needed(target.hidden_size, settings.get("head_dim", values["head_dim"]))
-        heads = own + min(values["num_key_value_heads"], max(1, own // 2))
+        own_heads = heads_needed(target.hidden_size, settings.get("head_dim", values["head_dim"]))
+        heads = own_heads + min(values["num_key_value_heads"], max(1, own_heads // 2))
         return {
             **values,
             "aux_layers": (2, middle, last - 1),

@@ -83,12 +83,12 @@ def to_int8(heads: nn.Module) -> bool:
     Does nothing where the heads are not on a CPU, or torch has no such product. What is packed already and did not
     change since stays as it is. Training mode of draft heads unpacks.
     """
-    found = [weight for weight in _matrices(heads) if weight.is_cpu and _multiplies(weight.dtype)]
-    for weight in found:
+    weights = [weight for weight in _matrices(heads) if weight.is_cpu and _multiplies(weight.dtype)]
+    for weight in weights:
         if not _is_int8(weight):
             complete = _pack(weight) if weight.dim() == 2 else [_pack(part) for part in weight.unbind(0)]
             setattr(weight, _NAME, complete)
-    return bool(found)
+    return bool(weights)
 
 
 def drop_int8(heads: nn.Module) -> None:
@@ -99,10 +99,10 @@ def drop_int8(heads: nn.Module) -> None:
 
 
 def _matrices(heads: nn.Module) -> list[Tensor]:
-    found = chain(heads.parameters(), heads.buffers())
+    tensors = chain(heads.parameters(), heads.buffers())
     return [
         weight
-        for weight in found
+        for weight in tensors
         if weight.is_floating_point()
         and weight.dim() in (2, 3)
         and weight.shape[-2:].numel() >= _MIN

@@ -82,7 +82,7 @@ def apply_adapter(model: Any, spec: str, merge: bool = True) -> Any:
     folder = find_adapter(spec)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             config = peft.PeftConfig.from_pretrained(str(folder))
             if config.is_prompt_learning:
@@ -91,7 +91,9 @@ def apply_adapter(model: Any, spec: str, merge: bool = True) -> Any:
                     "Use one that can be merged, such as LoRA.",
                 )
             adapted = peft.PeftModel.from_pretrained(model, str(folder))
-            if missing := next((str(one.message) for one in said if "missing adapter keys" in str(one.message)), None):
+            if missing := next(
+                (str(warning.message) for warning in warned if "missing adapter keys" in str(warning.message)), None
+            ):
                 raise ValueError(missing)
             ends = {model.get_input_embeddings(), model.get_output_embeddings()}
             if tied and any(isinstance(end, peft.tuners.tuners_utils.BaseTunerLayer) for end in ends):

@@ -112,9 +112,9 @@ def spans(lengths: Sequence[int], width: int) -> list[tuple[int, int, int]]:
     ([(0, 16, 14), (16, 32, 104)], [])
     """
     starts = range(0, len(lengths), _SPAN)
-    found = [(start, min(start + _SPAN, len(lengths)), max(lengths[start : start + _SPAN]) + width) for start in starts]
-    slots = sum((stop - start) * seen for start, stop, seen in found)
-    return found if slots <= _SPANS_PAY * len(lengths) * (max(lengths) + width) else []
+    parts = [(start, min(start + _SPAN, len(lengths)), max(lengths[start : start + _SPAN]) + width) for start in starts]
+    slots = sum((stop - start) * seen for start, stop, seen in parts)
+    return parts if slots <= _SPANS_PAY * len(lengths) * (max(lengths) + width) else []
 
 
 @dataclass

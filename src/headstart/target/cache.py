@@ -192,10 +192,10 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def kept(self, row: int, length: int) -> TreeCache:
         """What a row has committed of so many tokens, in memory of its own."""
-        one = self.part(row, row + 1)
-        one._stores = [store[:, :, :, :length].clone() for store in one._stores]
-        one.capacity, one.lengths = length, [length]
-        return one
+        alone = self.part(row, row + 1)
+        alone._stores = [store[:, :, :, :length].clone() for store in alone._stores]
+        alone.capacity, alone.lengths = length, [length]
+        return alone
 
     def go_on_with(self, row: int, other: TreeCache) -> None:
         """Start a row with what the only row of another cache has committed."""

@@ -113,10 +113,10 @@ class ChainCache:
 
     def kept(self, row: int, length: int) -> ChainCache:
         """What a row has committed, in memory of its own; nothing where that is more than `length` tokens."""
-        one = ChainCache(self._config, 1, length)
+        alone = ChainCache(self._config, 1, length)
         if self.lengths[row] == length:
-            one.go_on_with(0, self.part(row, row + 1))
-        return one
+            alone.go_on_with(0, self.part(row, row + 1))
+        return alone
 
     def go_on_with(self, row: int, other: ChainCache) -> None:
         """See `TreeCache.go_on_with`."""
@@ -142,14 +142,14 @@ def read_in_turn(module: Any, hidden_states: Tensor, cache_params: Any = None, *
     """Linear attention in a forward of ours: first what is pending, then, with a copy of the state made, the chain."""
     forward = running()
     row: Row | None = None if forward is None else forward.row
-    own = type(module).forward
+    forward_of_class = type(module).forward
     if row is None or cache_params is None:
-        out: Tensor = own(module, hidden_states, cache_params=cache_params, **more)
+        out: Tensor = forward_of_class(module, hidden_states, cache_params=cache_params, **more)
         return out
     before = len(row.pending)
     parts = [part for part in (hidden_states[:, :before], hidden_states[:, before:]) if part.shape[1]]
     if before:
-        parts[0] = own(module, parts[0], cache_params=cache_params, **more)
+        parts[0] = forward_of_class(module, parts[0], cache_params=cache_params, **more)
     row.keep(module.layer_idx)
-    parts[-1] = own(module, parts[-1], cache_params=cache_params, **more)
+    parts[-1] = forward_of_class(module, parts[-1], cache_params=cache_params, **more)
     return torch.cat(parts, dim=1)

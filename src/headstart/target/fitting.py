@@ -168,10 +168,10 @@ class Fitting:
             return  # another target of the same model may have fewer of its layers
         with self._lock:
             for module in matrices:
-                own = vars(module).get("forward")
-                if type(own) is not Matrix:
-                    self._matrices[module] = own
-                    vars(module)["forward"] = Matrix(module, own, module in self._prepacked)
+                replaced = vars(module).get("forward")
+                if type(replaced) is not Matrix:
+                    self._matrices[module] = replaced
+                    vars(module)["forward"] = Matrix(module, replaced, module in self._prepacked)
 
     def _fit(self) -> None:
         with self._lock:

@@ -194,13 +194,13 @@ def _differs_in_adapter(drawn: Mapping[str, Any], model: nn.Module, origin: Orig
         return None if ours is None else f"it has the adapter {ours.name}"
     if origin is None or ours is None:
         plain = ((name, weight) for name, weight in model.named_parameters() if _is_plain(weight))
-        found = _share_of_adapter(drawn, {name: _sampled(weight) for name, weight in plain})
-        return None if found is not None and found > 0.5 else "it lacks the adapter"
+        share = _share_of_adapter(drawn, {name: _sampled(weight) for name, weight in plain})
+        return None if share is not None and share > 0.5 else "it lacks the adapter"
     if theirs != ours.hash:
         return f"its adapter {ours.name} is another one"
     before = {name: torch.tensor(known["numbers"]) for name, known in origin.sketch["weights"].items()}
-    found = _share_of_adapter(drawn, before)
-    return "the adapter was in its weights before, and is twice now" if found is not None and found > 0.5 else None
+    share = _share_of_adapter(drawn, before)
+    return "the adapter was in its weights before, and is twice now" if share is not None and share > 0.5 else None
 
 
 def _share_of_adapter(drawn: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> float | None:

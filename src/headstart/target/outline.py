@@ -92,8 +92,8 @@ def outline(spec: str, dtype: str = "auto", revision: str | None = None, tokeniz
         ) from error
     try:
         config = AutoConfig.from_pretrained(folder, **options)
-        own = getattr(config.get_text_config(), "dtype", None)
-        kind = DTYPES.get(dtype, own if own in (torch.bfloat16, torch.float16) else torch.bfloat16)
+        saved = getattr(config.get_text_config(), "dtype", None)
+        kind = DTYPES.get(dtype, saved if saved in (torch.bfloat16, torch.float16) else torch.bfloat16)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=kind)
     except Exception as error:  # transformers raises many kinds; all mean the same to the user

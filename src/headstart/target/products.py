@@ -124,8 +124,8 @@ def _works(dtype: torch.dtype) -> bool:
     rows_MI, weight_OI = torch.eye(4, 32, dtype=dtype), torch.arange(64 * 32).view(64, 32).remainder(7).to(dtype)
     try:
         with torch.inference_mode():
-            found = product(rows_MI, prepack(weight_OI), None)
-            return torch.equal(found, F.linear(rows_MI, weight_OI))
+            rows_MO = product(rows_MI, prepack(weight_OI), None)
+            return torch.equal(rows_MO, F.linear(rows_MI, weight_OI))
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
 
@@ -253,8 +253,8 @@ def _try(weight: Tensor, conv: bool, biased: bool, level: int, prepacked: bool) 
     rows_4I, columns_OI = _cancelling(inputs, weight.dtype, generator)
     rows_MI = rows_4I.repeat(-(-tried[-1] // 4), 1)[: tried[-1]].to(weight.device)
     if weight.numel() * weight.itemsize <= _COPIED:
-        own = columns_OI.to(weight.device).repeat(-(-outputs // len(columns_OI)), 1)[:outputs]
-        weight = own.T.contiguous() if conv else own
+        chosen_OI = columns_OI.to(weight.device).repeat(-(-outputs // len(columns_OI)), 1)[:outputs]
+        weight = chosen_OI.T.contiguous() if conv else chosen_OI
     bias_O = weight.new_zeros(outputs) if biased else None
 
     packed = prepack(weight) if prepacked else None

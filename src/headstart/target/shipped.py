@@ -172,10 +172,11 @@ def read_shipped(target: Target) -> Shipped:
         UserError: no such tensors, some of them missing, packed ones, or layers that cannot take token trees.
     """
     files = _files(target)
-    found = next(((one, names) for one in ARRANGEMENTS if (names := _joins(one, files, target.num_layers))), None)
-    if found is None:
+    named = ((arrangement, _joins(arrangement, files, target.num_layers)) for arrangement in ARRANGEMENTS)
+    arranged = next(((arrangement, joins) for arrangement, joins in named if joins), None)
+    if arranged is None:
         raise _absent(target)
-    arrangement, joins = found
+    arrangement, joins = arranged
     modules: list[ShippedModule] = []
     shared: dict[str, Tensor] = {}
     for number, join in enumerate(joins):
@@ -193,8 +194,8 @@ def read_shipped(target: Target) -> Shipped:
         inner = {name.removeprefix(below): tensor for name, tensor in tensors.items()}
         shared |= {name: inner.pop(name) for name in _SHARED if name in inner}
         modules.append(_module(target, inner, outer, arrangement.state_first, f"{below}*"))
-    own = (target.lm_head_weight, target.embedding_weight)
-    others = [_if_other(shared.get(name), weight) for name, weight in zip(_SHARED, own, strict=True)]
+    of_target = (target.lm_head_weight, target.embedding_weight)
+    others = [_if_other(shared.get(name), weight) for name, weight in zip(_SHARED, of_target, strict=True)]
     return Shipped(modules, FINAL if arrangement.final else target.num_layers, *others)
 
 
@@ -260,8 +261,8 @@ def _files(target: Target) -> dict[str, Path | str]:
         folder, options = _folder(target), _options(target)
         index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **options)
         if index:
-            found: dict[str, Path | str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            return found
+            file_of: dict[str, Path | str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            return file_of
         file = cached_file(folder, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **options)
         if file is None:
             return {}
@@ -283,13 +284,13 @@ def _options(target: Target) -> dict[str, Any]:
 
 def _joins(arrangement: Arrangement, names: Mapping[str, Any], layers: int) -> list[str]:
     """Names of the joining maps of the modules, in order; the target's own layers have none."""
-    found: list[tuple[int, str]] = []
+    numbered: list[tuple[int, str]] = []
     for name in names:
         if match := re.match(arrangement.found_by, name):
             number = int(match[1]) if match.groups() else 0
             if arrangement is not ARRANGEMENTS[0] or number >= layers:
-                found.append((number, name))
-    joins = [name for _, name in sorted(found)]
+                numbered.append((number, name))
+    joins = [name for _, name in sorted(numbered)]
     if joins and arrangement.once:
         below = joins[0].removesuffix(f"{arrangement.parts[2]}.weight") + "layers."
         count = len({name.removeprefix(below).partition(".")[0] for name in names if name.startswith(below)})
@@ -309,23 +310,23 @@ def _tensors(target: Target, files: Mapping[str, Path | str], wanted: Sequence[s
             "Fetch the checkpoint again, all of its files.",
         )
     folder = _folder(target)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in sorted({str(files[name]) for name in wanted}):
         try:
             with safe_open(str(cached_file(folder, file, **_options(target))), "pt") as held:
-                found |= {name: held.get_tensor(name) for name in wanted if str(files[name]) == file}
+                tensors |= {name: held.get_tensor(name) for name in wanted if str(files[name]) == file}
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"The file {file} of {target.name} cannot be read: {error}", "Fetch the checkpoint again."
             ) from error
-    return found
+    return tensors
 
 
-def _if_other(found: Tensor | None, weight: Tensor) -> Tensor | None:
+def _if_other(shipped: Tensor | None, weight: Tensor) -> Tensor | None:
     """A module's own copy of the target's weights, where it differs from them."""
-    if found is None or (found.shape == weight.shape and torch.equal(found.to(weight), weight)):
+    if shipped is None or (shipped.shape == weight.shape and torch.equal(shipped.to(weight), weight)):
         return None
-    return found.to(weight)
+    return shipped.to(weight)
 
 
 def _absent(target: Target) -> UserError:

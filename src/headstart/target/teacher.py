@@ -208,8 +208,8 @@ def _assembled(cls: Any, note: Mapping[str, Any], tensors: Mapping[str, Tensor],
     for name, tensor in tensors.items():
         parameter = nn.Parameter(tensor.to(device), requires_grad=False)
         for alias in (name, *note["tied"].get(name, ())):
-            path, _, own = alias.rpartition(".")
-            setattr(model.get_submodule(path), own, parameter)
+            path, _, leaf = alias.rpartition(".")
+            setattr(model.get_submodule(path), leaf, parameter)
     return TeacherModel(model.eval().requires_grad_(False), note)
 
 
@@ -305,20 +305,20 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
     """Names of each parameter, by its id: tied ones have several."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return found
+        names.setdefault(id(parameter), []).append(name)
+    return names
 
 
 def _base(target: Target) -> dict[str, Tensor]:
     """Embeddings, LM head and norms outside the layers, each parameter once, by its first name."""
     modules = [target.model.get_input_embeddings(), target.model.get_output_embeddings()]
-    own = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+    parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
     for child in target.decoder.children():
         if child is not target.layers:
-            own += [parameter for parameter in child.parameters() if parameter.ndim == 1]
-    return _by_name(target, own)
+            parameters += [parameter for parameter in child.parameters() if parameter.ndim == 1]
+    return _by_name(target, parameters)
 
 
 def _of_layer(target: Target, number: int) -> dict[str, Tensor]:

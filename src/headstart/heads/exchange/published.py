@@ -253,7 +253,7 @@ def digest(published: Published) -> str:
     EAGLE-3 heads read the target's own embeddings, and block drafters its LM head too, which some files hold beside
     them: those are not the heads'.
     """
-    found = hashlib.sha256(json.dumps(published.settings, sort_keys=True, default=list).encode())
+    hashed = hashlib.sha256(json.dumps(published.settings, sort_keys=True, default=list).encode())
     ids_D = published.draft_ids_D
     tensors = dict(published.tensors)
     if published.layout is Layout.EAGLE3 or published.layout in BLOCKS:
@@ -265,6 +265,6 @@ def digest(published: Published) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu()
         whole = tensor.float() if tensor.is_floating_point() else tensor.to(torch.int64)
-        found.update(f"{name} {tuple(tensor.shape)}".encode())
-        found.update(whole.contiguous().numpy().tobytes())
-    return found.hexdigest()[:32]
+        hashed.update(f"{name} {tuple(tensor.shape)}".encode())
+        hashed.update(whole.contiguous().numpy().tobytes())
+    return hashed.hexdigest()[:32]

@@ -76,20 +76,20 @@ class BlockConfig(LayerConfig):
 
     @classmethod
     def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().of_target(target, settings)
+        values = super().of_target(target, settings)
         last = target.num_layers - 1
-        found["aux_layers"] = tuple(sorted({min(2, last), max(1, target.num_layers // 2), last}))
+        values["aux_layers"] = tuple(sorted({min(2, last), max(1, target.num_layers // 2), last}))
         if settings.get("init") == "linear":
-            heads = found["num_key_value_heads"] + sum(looking(target.hidden_size, found["head_dim"]))
-            found |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+            heads = values["num_key_value_heads"] + sum(looking(target.hidden_size, values["head_dim"]))
+            values |= {"num_attention_heads": heads, "num_key_value_heads": heads}
         if "mask_token_id" in settings:
-            return found
+            return values
         if target.spare_token is None:
             raise UserError(
                 f"{target.name} has no token that is known to be free, to stand for what is not drafted yet.",
                 "Name one that no text has: heads.mask_token_id=<id>.",
             )
-        return {**found, "mask_token_id": target.spare_token}
+        return {**values, "mask_token_id": target.spare_token}
 
     @property
     def start_layers(self) -> int:
@@ -156,9 +156,9 @@ class BlockLayer(DraftLayer):
         attention = getattr(target.layers[number], "self_attn", None)
         self._last_heads(target, number)
         for name in ("q_norm", "k_norm"):
-            norm, own = getattr(attention, name, None), getattr(self, name)
-            if getattr(norm, "weight", own.weight).shape == own.weight.shape:
-                own.weight.copy_(norm_scale(norm, own.weight))
+            norm, own_norm = getattr(attention, name, None), getattr(self, name)
+            if getattr(norm, "weight", own_norm.weight).shape == own_norm.weight.shape:
+                own_norm.weight.copy_(norm_scale(norm, own_norm.weight))
 
     def _last_heads(self, target: FrozenModel, number: int) -> None:
         """Where this layer has more heads than the target's, give its last ones the target's queries, keys, values."""
@@ -167,16 +167,16 @@ class BlockLayer(DraftLayer):
         given = [linear_of(attention, f"{name}_proj") for name in "qkv"]
         counts = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
         every = torch.split(self.qkv.weight, [count * config.head_dim for count in counts])
-        weights = [one.weight for one in given if one is not None]
+        weights = [linear.weight for linear in given if linear is not None]
         if config.head_dim != target.kv_shapes[number][0][1] or len(weights) < 3:
             return
         groups = config.num_attention_heads // config.num_key_value_heads  # of each of the target's, as many as fit
         grouped = weights[0].view(len(weights[1]) // config.head_dim, -1, config.head_dim, weights[0].shape[1])
         weights[0] = grouped[:, :groups].flatten(0, 2)
-        if any(len(one) >= len(rows) for one, rows in zip(weights, every, strict=True)):
+        if any(len(weight) >= len(rows) for weight, rows in zip(weights, every, strict=True)):
             return
-        for one, rows in zip(weights, every, strict=True):
-            rows[-len(one) :] = one
+        for weight, rows in zip(weights, every, strict=True):
+            rows[-len(weight) :] = weight
         if self.input_norm is not None:
             self.input_norm.weight.copy_(norm_scale(getattr(layer, "input_layernorm", None), self.input_norm.weight))
 
@@ -439,9 +439,9 @@ class Blocks:
         queries, own_keys, own_values = self.heads.light(layer.read, self.stream_BXE, self.rotary)
         slots, (rows, kv_heads, groups, _, size) = self.heads.config.block_size, queries.shape
         queries_BNGAKd = queries.view(rows, kv_heads, groups, -1, slots, size)
-        own = [x_BNXd.reshape(rows, kv_heads, -1, slots, size) for x_BNXd in (own_keys, own_values)]
+        own = (own_keys.reshape(rows, kv_heads, -1, slots, size), own_values.reshape(rows, kv_heads, -1, slots, size))
         queries_BNARd = queries_BNGAKd.transpose(2, 3).flatten(3, 4)
-        mixed_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, self.sight, (own[0], own[1]))
+        mixed_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, self.sight, own)
         mixed_BNAGKd = mixed_BNARd.view(rows, kv_heads, -1, groups, slots, size)
         return mixed_BNAGKd.transpose(2, 3).flatten(3, 4)
 

@@ -341,17 +341,18 @@ def look(layer: BlockLayer, counts: tuple[int, int], patterns: tuple[Pattern, Pa
     rows_HdE[keys + taken : keys + config.num_key_value_heads, fast_d] = 0
     spare = int((~fast_d).nonzero()[-1])
     for head in range(taken):
-        found, sign = (patterns[0], 1.0) if head < counts[0] else (patterns[1], -1.0)
+        chosen, sign = (patterns[0], 1.0) if head < counts[0] else (patterns[1], -1.0)
         key_d = torch.zeros(width)
         key_d[:pairs] = 1.0
         rows_HdE[keys + head] = (key_d[:, None] * (sign * number_E)).to(rows_HdE)
         for group in range(groups):
             soft = _SOFT[min(group, len(_SOFT) - 1)]
             query_d = torch.zeros(width)
-            query_d[:pairs], query_d[width // 2 : width // 2 + pairs] = soft * found.real_R, soft * found.imaginary_R
+            query_d[:pairs] = soft * chosen.real_R
+            query_d[width // 2 : width // 2 + pairs] = soft * chosen.imaginary_R
             query_d[spare] = (1 - soft**2) ** 0.5
             rows_HdE[head * groups + group] = (query_d[:, None] * -number_E).to(rows_HdE)
-    margin = min(found.margin for found in patterns)
+    margin = min(kind.margin for kind in patterns)
     layer.q_norm.weight[fast_d] = _MARGIN / (margin * (width / pairs) ** 0.5)
     layer.k_norm.weight[fast_d] = 1.0
 

@@ -60,7 +60,7 @@ class LayerConfig(HeadConfig):
     def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
         config, (heads, size) = target.config, target.kv_shapes[-1][0]
         rope = _rope(target)
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
             "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads": heads,
@@ -70,11 +70,11 @@ class LayerConfig(HeadConfig):
         }
         act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
         if act in ACT2FN:
-            found["hidden_act"] = act
+            values["hidden_act"] = act
         if rope.get("partial_rotary_factor", 1.0) == 1.0 and "rope_theta" in rope:
             complete = rope.get("rope_type", "default") in _ROTARY
-            found["rope_parameters"] = rope if complete else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-        return found
+            values["rope_parameters"] = rope if complete else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        return values
 
     @property
     def published_sizes(self) -> LayerSizes:
@@ -228,13 +228,13 @@ class DraftLayer(nn.Module):
         """Rows of each weight that hold several matrices, by matrix; rows in none of them do not learn."""
         config = self.config
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        own = self.own_heads
-        queries = slice(heads // kv_heads * own * size, heads * size)
-        keys = slice((heads + own) * size, (heads + kv_heads) * size)
+        own_heads = self.own_heads
+        queries = slice(heads // kv_heads * own_heads * size, heads * size)
+        keys = slice((heads + own_heads) * size, (heads + kv_heads) * size)
         values = slice((heads + kv_heads) * size, (heads + 2 * kv_heads) * size)
         halves = [slice(0, config.intermediate_size), slice(config.intermediate_size, 2 * config.intermediate_size)]
-        found = {"qkv.weight": [queries, keys, values], "gate_up.weight": halves}
-        return {name: [rows for rows in parts if rows.stop > rows.start] for name, parts in found.items()}
+        matrices = {"qkv.weight": [queries, keys, values], "gate_up.weight": halves}
+        return {name: [rows for rows in parts if rows.stop > rows.start] for name, parts in matrices.items()}
 
     def by_published_name(self, number: int) -> dict[str, Tensor]:
         """The weights as they are published, in the layer's own memory.

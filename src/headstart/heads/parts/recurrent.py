@@ -172,8 +172,8 @@ class RecurrentHead(DraftHead):
             )
             width = tokens_BW.shape[1]
             above_BWS = state.visible_BWS[rows_B[:, None], parents_BW]
-            own = torch.eye(width, dtype=torch.bool, device=device).expand(len(rows_B), width, width)
-            state.visible_BWS = torch.cat([above_BWS, own], dim=-1)
+            itself_BWW = torch.eye(width, dtype=torch.bool, device=device).expand(len(rows_B), width, width)
+            state.visible_BWS = torch.cat([above_BWS, itself_BWW], dim=-1)
             feedback_BWE = state.feedback_BWE[rows_B[:, None], parents_BW]
             starts = [base + 1 + above_BWS.shape[2] for base in state.base]
             stream_BWE = self._run(state, feedback_BWE, tokens_BW, starts, state.visible_BWS, depth)
@@ -326,13 +326,13 @@ class _Text:
             if number:
                 queries, keys, values = heads.light(layer.read, stream, rotary, self.learning[number])
             alone = values.shape[1] - keys.shape[1]  # heads that find their own position, whose value is all they give
-            own, values = values[:, :alone], values[:, alone:]
+            own_values, values = values[:, :alone], values[:, alone:]
             if step == 0:
                 self.kv.append((keys, values))
                 if number == len(heads.layers) - 1:  # after the last layer only the origins matter
                     index_BA1 = index_BA[:, :, None]
                     stream = stream.gather(1, index_BA1.expand(-1, -1, stream.shape[2]))
-                    own = own.gather(2, index_BA1[:, None].expand(-1, alone, -1, own.shape[3]))
+                    own_values = own_values.gather(2, index_BA1[:, None].expand(-1, alone, -1, own_values.shape[3]))
                     index = index_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
                     mixed = attend(queries.gather(3, index), keys, values, self.sight)
                 else:
@@ -340,5 +340,5 @@ class _Text:
             else:
                 self.chains[number].append((keys, values))
                 mixed = attend(queries, *self.kv[number], self.sight, self.chains[number])
-            stream = heads.light(layer.write, stream, with_own(own, mixed, queries.shape[2]))
+            stream = heads.light(layer.write, stream, with_own(own_values, mixed, queries.shape[2]))
         return stream

@@ -27,8 +27,8 @@ def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
 
     Normalised: embeddings are an order of magnitude smaller than final states.
     """
-    found = F.embedding(tokens.to(embedding_VE.device), embedding_VE).float()
-    return F.rms_norm(found, found.shape[-1:]).to(like)
+    embedded = F.embedding(tokens.to(embedding_VE.device), embedding_VE).float()
+    return F.rms_norm(embedded, embedded.shape[-1:]).to(like)
 
 
 def last_states(states_BTE: Tensor, counts_B: Tensor) -> Tensor:

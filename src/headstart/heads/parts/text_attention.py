@@ -168,11 +168,11 @@ def attend(
         sight: what each sees of the text.
         chain: keys and values [B, N, A, d] of the origin's own drafted tokens, first to last, this step's included.
     """
-    heads, own = queries_BNGAd.shape[1] * queries_BNGAd.shape[2], [tensor for step in chain for tensor in step]
+    heads, drafted = queries_BNGAd.shape[1] * queries_BNGAd.shape[2], [tensor for step in chain for tensor in step]
     if sight.is_short(heads):
-        return chain_attention(queries_BNGAd, keys_BNTd, values_BNTd, sight.hidden_BAT, *own)
+        return chain_attention(queries_BNGAd, keys_BNTd, values_BNTd, sight.hidden_BAT, *drafted)
     kernel = chain_attention if queries_BNGAd.device.type == "cpu" else chain_attention_fused
-    columns = [(queries_BNGAd, 3), *((tensor, 2) for tensor in own)]
+    columns = [(queries_BNGAd, 3), *((tensor, 2) for tensor in drafted)]
     return _in_parts(kernel, sight, sight.parts(heads), (keys_BNTd, values_BNTd), columns)
 
 
@@ -212,9 +212,9 @@ def chain_attention(
     queries_BNGAd = queries_BNGAd * size**-0.5
     scores = (queries_BNGAd.flatten(2, 3) @ keys_BNSd.transpose(2, 3)).view(rows, kv_heads, groups, origins, -1)
     scores = scores.masked_fill(hidden_BAS[:, None, None], float("-inf"))
-    own = [(queries_BNGAd * keys_BNAd[:, :, None]).sum(-1, keepdim=True) for keys_BNAd in chain[::2]]
+    drafted = [(queries_BNGAd * keys_BNAd[:, :, None]).sum(-1, keepdim=True) for keys_BNAd in chain[::2]]
     text = keys_BNSd.shape[2]
-    shares = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
+    shares = torch.cat([scores, *drafted], dim=-1).softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
     mixed = (shares[..., :text].flatten(2, 3) @ values_BNSd).view(queries_BNGAd.shape)
     for step, values_BNAd in enumerate(chain[1::2]):
         mixed = mixed + shares[..., text + step, None] * values_BNAd[:, :, None]
