@@ -22,7 +22,6 @@ from headstart.support.artifacts import artifact, held, relatives
 from headstart.support.files import read_json, write_json
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.train import checkpoint
 from tests.tiny import tiny_model
 
 JOINED = {"family": "eagle3", "num_layers": 2, "feedback": "post_norm", "join": True}
@@ -105,17 +104,6 @@ def test_a_stage_of_an_earlier_run_stays_done(tmp_path: Path) -> None:
     assert left_to_do(run, [stage]) == {}
     deeper = Run(Recipe(name="old", heads=parse_heads({**NOW, "num_layers": 3})), tmp_path, run.console)
     assert left_to_do(deeper, [stage]) == {"train": "heads.num_layers changed from 2 to 3"}
-
-
-def test_a_checkpoint_of_an_earlier_run_is_gone_on_from(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoints" / "step-00000004"
-    path.mkdir(parents=True)
-    trainer_state = asdict(checkpoint.TrainerState(step=4))
-    write_json(path / checkpoint.MANIFEST, {"standing": trainer_state, "settings": {"heads": JOINED}, "files": {}})
-    found = checkpoint.find(
-        tmp_path / "checkpoints", {"heads": parse_heads(NOW).to_recipe()}, lambda text: pytest.fail(text)
-    )
-    assert found is not None and found[1].step == 4
 
 
 def test_renamed_keys_and_values_are_read_and_hinted_at(monkeypatch: pytest.MonkeyPatch) -> None:

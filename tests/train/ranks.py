@@ -19,11 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -94,31 +90,6 @@ def take_plain_steps() -> None:
     """Heads and adapters learn by gradient descent from here on."""
     loop.make_optimizers = plain_steps
     Joint.optimizer = lambda joint: torch.optim.SGD(joint._trained(), 0.0)  # each step sets the rate
-
-
-def train_sharded(target_folder: str, states: str, folder: str) -> None:
-    """Train every family with FSDP2, each process with its shares of the weights, and go on from a checkpoint."""
-    # Modules inside the heads are named as in a recipe for a language model; they have to be passed over.
-    named = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "DraftLayer"}
-    os.environ.update(named, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-    _, device = join_processes("cpu")
-    target = load_target(target_folder, "float32", device)
-    store, valid = StateStore(Path(states) / "train"), StateStore(Path(states) / "calibration")
-    prepare = Accelerator.prepare
-    take_plain_steps()
-
-    def prepared(accelerator: Accelerator, *parts: Any) -> Any:
-        made = prepare(accelerator, *parts)
-        assert isinstance(made[0], FSDPModule) and all(isinstance(w, DTensor) for w in made[0].parameters())
-        return made
-
-    Accelerator.prepare = prepared
-    for name in families():
-        for steps in (2, 3):
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate shards on GPUs only
-            recipe = recipe_of(name, steps=steps, gradient_accumulation_steps=2, ema=0.9)
-            loop.train(recipe, target, silent(store), valid, Path(folder) / name)
-    leave_processes()
 
 
 def train_families_packed(

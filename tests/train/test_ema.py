@@ -26,7 +26,7 @@ class One(nn.Module):
 
 def test_it_follows_quickly_at_first_and_then_by_its_decay() -> None:
     heads: Any = One()
-    ema = Ema(heads, heads, 0.5)
+    ema = Ema(heads, 0.5)
     expected = 0.0
     for step in range(1, 15):
         with torch.no_grad():
@@ -38,14 +38,14 @@ def test_it_follows_quickly_at_first_and_then_by_its_decay() -> None:
             assert heads.weight.item() == pytest.approx(expected, rel=1e-6)
         assert heads.weight.item() == step
     assert decay == 0.5 and expected < 14
-    again = Ema(heads, heads, 0.5)
+    again = Ema(heads, 0.5)
     again.load_state_dict(ema.state_dict())
     assert again.state_dict() == ema.state_dict()
 
 
 def test_weights_come_back_when_what_is_done_with_the_averages_fails() -> None:
     heads: Any = One()
-    ema = Ema(heads, heads, 0.9)
+    ema = Ema(heads, 0.9)
     with torch.no_grad():
         heads.weight.fill_(3)
     with pytest.raises(UserError), ema.applied():

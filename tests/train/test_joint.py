@@ -186,7 +186,7 @@ def test_records_of_heads_alone_are_as_they_were(
     assert of(recipe(joint=JOINT)).name != of(recipe()).name
 
 
-def test_what_cannot_work_is_refused(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_work_is_refused(recipe: Callable[..., Recipe]) -> None:
     both = parse_recipe(
         {**recipe(joint=JOINT).model_dump(mode="json"), "target": {"spec": "tiny", "adapter": "some/adapter"}}
     )
@@ -198,9 +198,6 @@ def test_what_cannot_work_is_refused(recipe: Callable[..., Recipe], monkeypatch:
         with pytest.raises(UserError, match=rf"train\.joint .*{key}") as refused:
             check_training(parse_recipe(values))
         assert key in refused.value.remedy
-    monkeypatch.setattr("headstart.train.joint.is_sharded", lambda: True)
-    with pytest.raises(UserError, match="FSDP"):
-        check_training(recipe(joint=JOINT))
 
 
 def test_layers_of_other_kinds_are_adapted_too(recipe: Callable[..., Recipe]) -> None:

@@ -153,7 +153,6 @@ def test_what_cannot_work_is_refused(
     earlier: Callable[[str], Path],
     tiny_target: Target,
     train_store: StateStore,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = earlier("medusa")
     with pytest.raises(UserError, match=r"train\.start_from names none"):
@@ -163,6 +162,3 @@ def test_what_cannot_work_is_refused(
     other = {**adapted("medusa", folder), "heads": {"num_heads": 3}}
     with pytest.raises(UserError, match=r"heads\.num_heads is 3 where they have 2"):
         build_heads(recipe(**other), tiny_target, train_store)
-    monkeypatch.setattr("headstart.train.low_rank.is_sharded", lambda: True)
-    with pytest.raises(UserError, match="FSDP"):
-        check_training(recipe(**adapted("medusa", folder)))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import DistributedType
 
 from headstart.errors import UserError
 from headstart.recipes.recipe import Recipe
@@ -74,37 +73,14 @@ def test_a_target_elsewhere_than_its_training_is_refused(
     recipe: Callable[..., Recipe], tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def elsewhere(**_: Any) -> Any:
-        return SimpleNamespace(device=torch.device("meta"), distributed_type=DistributedType.NO)
+        return SimpleNamespace(device=torch.device("meta"))
 
     monkeypatch.setattr(processes, "Accelerator", elsewhere)
     with pytest.raises(UserError, match="The target is on cpu, and this process trains on meta"):
         processes.make_accelerator(recipe(), tiny_target, tmp_path)
 
 
-def test_ram_efficient_loading_is_refused_before_the_target_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other processes than the first would train on weights that nobody read."""
-    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        monkeypatch.setenv(name, "true")
-    with pytest.raises(UserError, match="only one process of a machine would get the target's weights"):
+def test_fsdp_is_refused_before_the_target_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="the launcher asks for FSDP"):
         processes.join_processes("cpu")
-
-
-@pytest.mark.parametrize(
-    ("version", "settings", "problem"), [(1, {}, "this is FSDP1"), (2, {"optimizer": "muon"}, "keeps one optimiser")]
-)
-def test_what_fsdp_cannot_train_is_refused(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    version: int,
-    settings: dict[str, Any],
-    problem: str,
-) -> None:
-    def sharding(**_: Any) -> Any:
-        state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
-        return SimpleNamespace(device=torch.device("cpu"), distributed_type=DistributedType.FSDP, state=state)
-
-    monkeypatch.setattr(processes, "Accelerator", sharding)
-    with pytest.raises(UserError, match=problem):
-        processes.make_accelerator(recipe(**settings), tiny_target, tmp_path)

@@ -241,19 +241,6 @@ def test_packed_on_two_processes_every_family_trains_as_unpacked_on_one(
         assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
 
 
-def test_every_family_trains_with_its_weights_spread_over_the_processes(
-    together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = together(ranks.train_sharded, tiny_target_folder, states, tmp_path / "both")
-    assert_codes(ended, 0, 0)
-    accumulation = 2 * COUNT
-    train_alone(monkeypatch, tiny_target_folder, states, tmp_path / "alone", accumulation, ema=0.9)
-    for name in families():
-        alone = load_heads(tmp_path / "alone" / name / "last").state_dict()
-        both = load_heads(tmp_path / "both" / name / "last").state_dict()
-        assert_moved_alike(start_of(tmp_path / "alone" / name), alone, both)
-
-
 def test_a_target_of_which_each_process_holds_a_part_gives_the_same_heads(
     together: Ranks, workplace: Callable[..., tuple[Path, Path]], tiny_target: Target
 ) -> None:

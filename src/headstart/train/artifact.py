@@ -86,7 +86,7 @@ def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> 
             continue
         kept = read_json(found[0] / checkpoint.MANIFEST)["settings"]
         kept = {checkpoint.PROCESSES: kept.get(checkpoint.PROCESSES), checkpoint.ACCUMULATION: _accumulation(other)}
-        fits = checkpoint.fits(kept, settings, found[0])
+        fits = checkpoint.fits(kept, settings)
         if fits and (best is None or found[1].step > best[0]):
             best = found[1].step, found[0]
             shorter = other.base == of.base

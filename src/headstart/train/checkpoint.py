@@ -22,11 +22,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from headstart.errors import UserError
-from headstart.recipes.sections import later_settings
 from headstart.support.artifacts import link_or_copy
 from headstart.support.files import PARTIAL, read_json, write_atomic, write_json
-from headstart.support.old_records import settings_now
-from headstart.train.processes import is_sharded
 
 MANIFEST = "checkpoint.json"
 BEST = "best"
@@ -126,8 +123,6 @@ def load(accelerator: Accelerator, path: Path) -> None:
     def rename(models: list[nn.Module], folder: str) -> None:
         """Load weights here when their names begin otherwise: accelerate wraps the heads where several train."""
         file = Path(folder) / _WEIGHTS
-        if not file.is_file():  # each process has its own share of each weight
-            return
         with safe_open(file, "pt") as weights:
             if set(weights.keys()) <= models[0].state_dict().keys():
                 return
@@ -144,19 +139,17 @@ def load(accelerator: Accelerator, path: Path) -> None:
     hook.remove()
 
 
-def fits(kept: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> bool:
+def fits(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
     """Whether a step reads as many batches now as when a checkpoint was written, however they are spread.
 
     Args:
         kept: settings of the checkpoint.
         settings: those of now.
-        path: of the checkpoint. Where each process holds a share of each weight (FSDP2), then or now, their number
-            must be the same.
     """
     if kept.get(PROCESSES) == settings.get(PROCESSES):
         return kept.get(ACCUMULATION) == settings.get(ACCUMULATION)
     before, now = batches_of_step(kept), batches_of_step(settings)
-    return before is not None and before == now and not is_sharded() and (path / _WEIGHTS).is_file()
+    return before is not None and before == now
 
 
 def batches_of_step(settings: Mapping[str, Any]) -> int | None:
@@ -178,9 +171,8 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
         if manifest is None:
             warn(f"The checkpoint {path} is cut short; falling back to the one before it.")
             continue
-        later = {f"train.{name}": value for name, value in later_settings().items()}
-        kept = {**later, **settings_now(manifest["settings"])}
-        spread = {PROCESSES, ACCUMULATION} if fits(kept, settings, path) else set()
+        kept = manifest["settings"]
+        spread = {PROCESSES, ACCUMULATION} if fits(kept, settings) else set()
         for key, value in settings.items():
             if key in spread:
                 continue
@@ -213,16 +205,12 @@ def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> st
 
 
 def restore_best(path: Path, best: Path) -> None:
-    """Put the best heads that a checkpoint knows of into the folder `best`, whatever is there now.
-
-    Checkpoints of before they held any leave `best` as it is.
-    """
+    """Put the best heads that a checkpoint knows of into the folder `best`, whatever is there now."""
 
     def link(partial: Path) -> None:
         shutil.copytree(path / BEST, partial, copy_function=link_or_copy)
 
-    if (path / BEST).is_dir():
-        write_atomic(best, link)
+    write_atomic(best, link)
 
 
 def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:

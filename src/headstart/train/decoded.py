@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from headstart.decode.loop import Engine, Generation, Round
 from headstart.decode.options import DecodeOptions
@@ -66,7 +65,7 @@ _SHOWN = 200
 """Last characters of a prompt that an example shows."""
 
 
-def decode(heads: DraftHead, state: Mapping[str, Tensor], target: Target, store: States) -> Decoded:
+def decode(heads: DraftHead, target: Target, store: States) -> Decoded:
     """Greedy decoding that drafts one chain, as deep as the heads go, in every round.
 
     A copy of the heads decodes, in the target's dtype as they will later; neither the heads in training nor the random
@@ -74,7 +73,6 @@ def decode(heads: DraftHead, state: Mapping[str, Tensor], target: Target, store:
 
     Args:
         heads: in training.
-        state: their weights, all of them (`processes.whole_state`).
         target: the frozen model.
         store: of the validation conversations.
     """
@@ -83,7 +81,7 @@ def decode(heads: DraftHead, state: Mapping[str, Tensor], target: Target, store:
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         copy = type(heads)(heads.config)
-    copy.load_state_dict(state)
+    copy.load_state_dict(heads.state_dict())
     copy.to(target.device, target.dtype).requires_grad_(False)
     copy.bind(target)
     drafter = HeadDrafter(copy, TreeShape.chain(heads.draft_steps), "chain")

@@ -12,24 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class Ema:
     """Averages of the weights that training changes; as large as they are, in float32.
 
-    accelerate keeps it in checkpoints (`register_for_checkpointing`). Where each process holds a share of each weight
-    (FSDP2), it holds that share of the averages.
+    accelerate keeps it in checkpoints (`register_for_checkpointing`).
 
     Args:
-        model: as accelerate prepared it.
-        heads: those inside, or their low-rank updates.
+        heads: in training, or their low-rank updates.
         decay: in (0, 1).
     """
 
-    def __init__(self, model: nn.Module, heads: nn.Module, decay: float) -> None:
-        self._model, self._decay, self._steps = model, decay, 0
+    def __init__(self, heads: nn.Module, decay: float) -> None:
+        self._decay, self._steps = decay, 0
         self._weights = {name: weight for name, weight in heads.named_parameters() if weight.requires_grad}
         self._averages = {name: weight.detach().float().clone() for name, weight in self._weights.items()}
 
@@ -53,25 +49,16 @@ class Ema:
 
     @torch.no_grad()
     def _take(self, values: dict[str, Tensor]) -> None:
-        if isinstance(self._model, FSDPModule):
-            self._model.reshard()  # gathered weights would stay what they were
         for name, weight in self._weights.items():
             weight.copy_(values[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole averages; every process calls it."""
-        whole = {
-            name: (average.full_tensor() if isinstance(average, DTensor) else average).cpu()
-            for name, average in self._averages.items()
-        }
-        return {"steps": self._steps, "averages": whole}
+        """The averages, on the CPU, and the steps taken."""
+        return {"steps": self._steps, "averages": {name: average.cpu() for name, average in self._averages.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave, on any number of processes."""
         self._steps = int(state["steps"])
         for name, average in self._averages.items():
-            kept = state["averages"][name].to(average.device)
-            if isinstance(average, DTensor):
-                kept = distribute_tensor(kept, average.device_mesh, average.placements)
-            average.copy_(kept)
+            average.copy_(state["averages"][name])

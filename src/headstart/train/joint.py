@@ -35,7 +35,6 @@ from headstart.target.adapter import NOTE
 from headstart.target.fitting import FINAL
 from headstart.target.identity import BUNDLED
 from headstart.target.model import Target
-from headstart.train.processes import is_sharded
 
 _ROWS = 512
 """Positions whose logits over the whole vocabulary exist at once."""
@@ -45,7 +44,7 @@ def check_joint(recipe: Recipe) -> None:
     """Refuse a joint training that cannot work.
 
     Raises:
-        UserError: for a target that has an adapter already, or where weights are spread over processes.
+        UserError: for a target that has an adapter already, or with settings that do not go with it.
     """
     section = recipe.train
     if not section.joint.rank:
@@ -65,11 +64,6 @@ def check_joint(recipe: Recipe) -> None:
         raise UserError(
             "train.joint trains an adapter of its own, and target.adapter names another.",
             "Merge that one first (Target.save writes a folder for target.spec), or set train.joint.rank=0.",
-        )
-    if is_sharded():
-        raise UserError(
-            "train.joint reads the whole target in each process, and FSDP spreads weights over processes.",
-            "Train without FSDP (DDP works), or set train.joint.rank=0.",
         )
 
 

@@ -62,7 +62,7 @@ from headstart.train.low_rank import LowRank
 from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
 from headstart.train.optimizers import make_optimizers
 from headstart.train.order import Order
-from headstart.train.processes import describe_processes, make_accelerator, on_device, together, whole_state
+from headstart.train.processes import describe_processes, make_accelerator, on_device, together
 from headstart.train.setup import build_heads, check_store, check_training, learning_rate_now
 from headstart.train.summing import Teacher, weighted
 from headstart.train.tracking import alert, finish_trackers, log_table, start_tracker
@@ -191,7 +191,7 @@ class _Run:
             # The buffers are the same everywhere from the start. What torch has instead, accelerate cannot say yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             self.model, *self.optimizers = accelerator.prepare(trained, *optimizers)
-        self.ema = Ema(self.model, self.learning, self.section.ema) if self.section.ema is not None else None
+        self.ema = Ema(self.learning, self.section.ema) if self.section.ema is not None else None
         if self.ema is not None:
             accelerator.register_for_checkpointing(self.ema)
         self.teacher = Teacher(target, self.heads.draft_to_target_D)
@@ -400,9 +400,8 @@ class _Run:
         return not any(row["drift"]["tokens"] for row in best)
 
     def _keep_heads(self, folder: Path) -> None:
-        state = whole_state(self.heads, self.accelerator.is_main_process)
-        if state is not None:
-            save_heads(self.heads, folder, state)
+        if self.accelerator.is_main_process:
+            save_heads(self.heads, folder)
             if self.joint is not None:
                 self.joint.save(folder, self.drift)
 
@@ -431,12 +430,11 @@ class _Run:
 
     def _decode(self, display: Display) -> None:
         """Decode validation prompts on the main process; the others wait for it in the next step."""
-        with self._to_keep():
-            state = whole_state(self.heads, self.accelerator.is_main_process)
-        if state is None:
+        if not self.accelerator.is_main_process:
             return
         assert isinstance(self.target, Target), "checked before the first step"
-        found = decode(self.heads, state, self.target, self.valid_store)
+        with self._to_keep():
+            found = decode(self.heads, self.target, self.valid_store)
         display.say(f"step {self.trainer_state.step} · {found.told}")
         if found.tau is not None:
             self._log(found.values())

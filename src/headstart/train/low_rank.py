@@ -25,7 +25,6 @@ from torch.func import functional_call
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction
 from headstart.recipes.sections import TrainSection
-from headstart.train.processes import is_sharded
 from headstart.train.unrolled import Unrolled
 
 R = TypeVar("R")
@@ -35,7 +34,7 @@ def check_low_rank(section: TrainSection) -> None:
     """Refuse settings with which low-rank updates cannot learn.
 
     Raises:
-        UserError: no heads to adapt, layers that are computed again, or weights spread over processes.
+        UserError: no heads to adapt, or layers that are computed again.
     """
     if not section.lora_rank:
         return
@@ -48,11 +47,6 @@ def check_low_rank(section: TrainSection) -> None:
         raise UserError(
             "train.gradient_checkpointing would compute layers again without their low-rank updates.",
             "Set train.gradient_checkpointing=false, or train.lora_rank=0.",
-        )
-    if is_sharded():
-        raise UserError(
-            "Low-rank updates are too small to spread over processes, which FSDP would do.",
-            "Train without FSDP (DDP works), or set train.lora_rank=0.",
         )
 
 

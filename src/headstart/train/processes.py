@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
-from accelerate.utils import DistributedType, gather_object
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from accelerate.utils import gather_object
 
 from headstart.errors import UserError
 from headstart.recipes.recipe import Recipe
@@ -42,13 +40,12 @@ def join_processes(device: str) -> tuple[PartialState, str]:
         What accelerate knows of the processes, and the device of this one.
 
     Raises:
-        UserError: one GPU for several processes, or a setting of FSDP with which they would not all load the target.
+        UserError: one GPU for several processes, or a launcher that asks for FSDP.
     """
-    if is_sharded() and _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        # transformers reads these too, and leaves the weights of every other process as they come.
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on"):
         raise UserError(
-            "With FSDP's RAM-efficient loading only one process of a machine would get the target's weights.",
-            "Set fsdp_cpu_ram_efficient_loading: false (FSDP_CPU_RAM_EFFICIENT_LOADING=false); heads are small.",
+            "Heads train whole on every process (DDP), and the launcher asks for FSDP.",
+            "Launch without FSDP (use_fsdp: false); train.shard_target=true spreads a large target over processes.",
         )
     if device == "cpu" or not torch.cuda.is_available():
         return PartialState(cpu=True), device  # `cuda` without a GPU is refused where the target is loaded
@@ -65,20 +62,11 @@ def join_processes(device: str) -> tuple[PartialState, str]:
     return state, str(state.device)
 
 
-def is_sharded() -> bool:
-    """Whether the launcher asked for a share of each weight on each process (FSDP)."""
-    return _is_on("ACCELERATE_USE_FSDP")
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")
-
-
 def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accelerator:
     """The accelerator of a run: the recipe's precision and tracker, on the target's device.
 
     Raises:
-        UserError: the target is not on the device of this process, or FSDP in a form that heads do not train with.
+        UserError: the target is not on the device of this process.
     """
     precision: str = recipe.train.mixed_precision
     tracker = recipe.train.tracker
@@ -91,8 +79,6 @@ def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accel
         project_dir=str(folder),
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
-    if accelerator.distributed_type == DistributedType.FSDP:
-        _prepare_sharding(accelerator, recipe)
     trains_on = torch.empty(0, device=accelerator.device).device  # `cuda` with the number of the current GPU
     if trains_on != target.device:
         raise UserError(
@@ -102,42 +88,9 @@ def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accel
     return accelerator
 
 
-def _prepare_sharding(accelerator: Accelerator, recipe: Recipe) -> None:
-    """Have FSDP gather the heads as a whole: their parts are used outside a forward of their own.
-
-    Raises:
-        UserError: FSDP1, or two optimisers, of which accelerate would save one.
-    """
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.fsdp_version != 2:
-        raise UserError("Heads train with FSDP2, and this is FSDP1.", "Set fsdp_version: 2 (FSDP_VERSION=2).")
-    if recipe.train.optimizer == "muon":
-        raise UserError(
-            "muon works beside AdamW, and with FSDP accelerate keeps one optimiser.", "Set train.optimizer=adamw."
-        )
-    plugin.auto_wrap_policy = None
-
-
 def on_device(device: torch.device) -> Any:
     """A context in which `cuda` means this GPU; for any other device it changes nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def whole_state(module: nn.Module, wanted: bool) -> dict[str, Tensor] | None:
-    """A module's state on the CPU, gathered where every process holds a part of each weight (FSDP2).
-
-    Every process calls it.
-
-    Args:
-        module: as accelerate prepared it.
-        wanted: whether this process wants it; None comes back otherwise.
-    """
-    state = {}
-    for name, tensor in module.state_dict().items():
-        complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if wanted:
-            state[name] = complete.detach().cpu()
-    return state if wanted else None
 
 
 def describe_processes(accelerator: Accelerator) -> list[str]:
