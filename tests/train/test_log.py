@@ -132,7 +132,7 @@ def test_heads_in_training_decode_as_they_will(
     said = [line for line in lines(tmp_path / "with") if "decoding" in line]
     assert [line.split(" · ")[0] for line in said] == ["step 2", "step 4"]
     heads = load_heads(tmp_path / "with" / "last", tiny_target)
-    found = decode(heads, heads.state_dict(), tiny_target, valid_store)
+    found = decode(heads, tiny_target, valid_store)
     assert found.told == f"decoding 2 prompts: {found.tau:.2f} tokens per round"
     assert said[-1] == f"step 4 · {found.told}"
     assert 1 <= len(found.acceptance) <= heads.draft_steps and all(0 <= share <= 1 for share in found.acceptance)

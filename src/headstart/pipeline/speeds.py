@@ -29,7 +29,6 @@ from headstart.train.losses import soft_ce
 from headstart.train.metrics import Tally, chosen_tokens
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
-from headstart.train.watch import draft_passes, training_flops
 from headstart.tree.tree import DraftTree, TreeShape
 
 _MATRICES, _READING = 0.4, 0.6
@@ -332,3 +331,23 @@ def from_table(
         draft=heads.draft_steps * heads.flops_per_draft() / 2 * item / (_READING * gpu.bandwidth),
         measured=False,
     )
+
+
+def draft_passes(heads: DraftHead, section: TrainSection) -> float:
+    """Draft steps that learn from a position, on average.
+
+    Where drafts are subsampled, `step_weight` of them go on to each further step.
+    """
+    if section.position_weight != "subsampled":
+        return float(heads.draft_steps)
+    return sum(section.step_weight**step for step in range(heads.draft_steps))
+
+
+def training_flops(heads: DraftHead, section: TrainSection, flops_per_draft: int) -> float:
+    """Operations that training takes for each position that is learnt from, backward included.
+
+    Those of the drafts (`DraftHead.flops_per_draft`) three times, and the teacher's distribution once; attention over
+    the text is left out, so that a share of a device's peak that follows from it is a little low.
+    """
+    teacher = 2 * heads.config.hidden_size * heads.config.draft_width
+    return 3 * draft_passes(heads, section) * flops_per_draft + teacher

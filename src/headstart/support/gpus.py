@@ -1,4 +1,4 @@
-"""GPUs by name: memory, bf16 arithmetic, bandwidth, link. What plans reckon with, and what MFU is a share of."""
+"""GPUs by name: memory, bf16 arithmetic, bandwidth, link. What plans reckon with."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ from headstart.train.setup import build_heads, check_store, check_training, lear
 from headstart.train.summing import Teacher, weighted
 from headstart.train.tracking import alert, finish_trackers, log_table, start_tracker
 from headstart.train.unrolled import Unrolled
-from headstart.train.watch import LossWatch, divergence, memory, peak_flops, training_flops
+from headstart.train.watch import LossWatch, divergence, memory
 
 if TYPE_CHECKING:
     from headstart.data.states.online import States
@@ -173,10 +173,6 @@ class _Run:
             self.settings = self._settings(recipe)
             self.found = checkpoint.find(folder / "checkpoints", self.settings, self.log.say)
         self.aux_layers = sorted({*self.heads.aux_layers, FINAL})
-        self.flops = self.heads.flops_per_draft()  # here: what `prepare` makes of the heads may be a part of them
-        peak = peak_flops(accelerator.device, accelerator.mixed_precision)
-        learning = training_flops(self.heads, self.section, self.flops)
-        self.share_of_peak = learning / (peak * self.ranks) if peak else 0.0  # that a token a second takes
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
         unrolled, rank = Unrolled(self.heads), self.section.lora_rank
@@ -218,7 +214,7 @@ class _Run:
             )
         self.log.say(
             f"{self.heads.draft_steps} draft steps, {self.learning.trainable_parameters / 1e6:.1f} M parameters to "
-            f"train, {self.flops / 1e6:.1f} MFLOP a drafted token; the "
+            f"train, {self.heads.flops_per_draft() / 1e6:.1f} MFLOP a drafted token; the "
             f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
             f"answers. {len(self.store)} conversations, {self.order.per_epoch} steps per epoch."
         )
@@ -255,8 +251,7 @@ class _Run:
                 speed = learnt / (now - started)
                 display.step(self._fraction(self._elapsed()), now - self.started, step, loss, lr, speed)
                 if step % self.section.log_every == 0:
-                    values = {"loss": loss, "lr": lr, "tokens_per_second": speed, "grad_norm": self.grad_norm}
-                    self._log(values | ({"mfu": speed * self.share_of_peak} if self.share_of_peak else {}))
+                    self._log({"loss": loss, "lr": lr, "tokens_per_second": speed, "grad_norm": self.grad_norm})
                 if ratio := self.watch.ratio(loss, self._starts_only(fraction)):
                     display.say(told := divergence(loss, ratio, step))
                     alert(self.accelerator, "The loss diverges", told, step)

@@ -9,10 +9,6 @@ from statistics import median
 import psutil
 import torch
 
-from headstart.heads.base import DraftHead
-from headstart.recipes.sections import TrainSection
-from headstart.support.gpus import gpu_of
-
 FACTOR = 2.0
 """A loss above this many times its running median is far above it."""
 WINDOW = 100
@@ -71,31 +67,3 @@ def memory(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         found["memory/cuda_peak_gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
     return found
-
-
-def draft_passes(heads: DraftHead, section: TrainSection) -> float:
-    """Draft steps that learn from a position, on average.
-
-    Where drafts are subsampled, `step_weight` of them go on to each further step.
-    """
-    if section.position_weight != "subsampled":
-        return float(heads.draft_steps)
-    return sum(section.step_weight**step for step in range(heads.draft_steps))
-
-
-def training_flops(heads: DraftHead, section: TrainSection, flops_per_draft: int) -> float:
-    """Operations that training takes for each position that is learnt from, backward included.
-
-    Those of the drafts (`DraftHead.flops_per_draft`) three times, and the teacher's distribution once; attention over
-    the text is left out, so that a share of a device's peak that follows from it is a little low.
-    """
-    teacher = 2 * heads.config.hidden_size * heads.config.draft_width
-    return 3 * draft_passes(heads, section) * flops_per_draft + teacher
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Operations a second that a device can do at most; None where the table of GPUs does not say: CPUs, float32."""
-    if device.type != "cuda" or precision not in ("bf16", "fp16"):
-        return None
-    gpu = gpu_of(torch.cuda.get_device_name(device))
-    return None if gpu is None else gpu.flops
