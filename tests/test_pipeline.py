@@ -398,7 +398,7 @@ def test_what_a_launcher_trained_meanwhile_is_not_taken_for_this_runs_heads(copi
     assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 6
     run = Run(changed(recipe, tune={"max_rank": 1}), folder, Console(file=io.StringIO(), width=200))
     execute(run, stages_until("tune"))
-    assert "refers to something else since" in said(run)
+    assert "train.steps changed from 6 to 4" in said(run)
     assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 4, (
         "the heads that the recipe asks for"
     )

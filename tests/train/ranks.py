@@ -23,6 +23,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from headstart.cli.app import app
 from headstart.data.states.online import OnlineStates, States
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
@@ -33,7 +34,6 @@ from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.train import loop, order, processes
-from headstart.train.__main__ import app
 from headstart.train.joint import Joint
 from headstart.train.processes import join_processes, leave_processes
 from tests.train.conftest import conversations
@@ -114,14 +114,14 @@ def train_families(
     **settings: Any,
 ) -> None:
     """Train every family; each process leaves its weights in <folder>/<family>: start-<rank>, then of-<rank>."""
-    state, device = join_processes("cpu")
-    target = load_target(target_folder, "float32", device)
+    join_processes("cpu")
+    target = load_target(target_folder, "float32", "cpu")
     store, valid = both_states(Path(states), target, how)
     go = loop._Run.go
     take_plain_steps()
 
     def save(run: Any, what: str) -> None:
-        folder = run.folder / f"{what}-{state.process_index}"
+        folder = run.folder / f"{what}-{run.rank}"
         save_heads(run.heads, folder)
         if run.joint is not None:
             run.joint.save(folder, run.drift)
@@ -154,8 +154,8 @@ def train_some_steps(
 ) -> None:
     """Train Medusa heads for 8 steps, or low-rank updates of earlier ones, or go on; a Ctrl-C ends it after `stop`
     steps."""
-    _, device = join_processes("cpu")
-    target = load_target(target_folder, "float32", device)
+    join_processes("cpu")
+    target = load_target(target_folder, "float32", "cpu")
     store, valid = both_states(Path(states), target, "stored")
     take_plain_steps()
     if stop is not None:
@@ -201,7 +201,7 @@ def at(step: int, act: Callable[[int], None]) -> None:
 
 def train(*arguments: str) -> None:
     """`python -m headstart.train`."""
-    app(list(arguments))
+    app(["train", *arguments])
 
 
 def train_plainly(*arguments: str) -> None:

@@ -21,12 +21,8 @@ class Gpus:
     """Two GPUs, as torch and accelerate see them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current = 0
         self._patch = monkeypatch
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(
-            torch.cuda, "set_device", lambda device: setattr(self, "current", torch.device(device).index)
-        )
         monkeypatch.setattr(processes, "PartialState", self.state)
 
     def launch(self, rank: int, ranks: int) -> None:
@@ -48,13 +44,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_each_process_of_a_launcher_takes_a_gpu_of_its_own(gpus: Gpus, device: str) -> None:
     gpus.launch(1, 2)
-    assert processes.join_processes(device)[1] == "cuda:1"
+    assert processes.join_processes(device) == "cuda:1"
 
 
-def test_a_single_process_takes_the_gpu_it_is_told(gpus: Gpus) -> None:
-    assert processes.join_processes("auto")[1] == "cuda"
-    state, device = processes.join_processes("cuda:1")
-    assert (device, gpus.current, str(state.device)) == ("cuda:1", 1, "cuda")
+def test_a_process_alone_takes_the_gpu_of_its_recipe(gpus: Gpus) -> None:
+    assert processes.join_processes("cuda:1") is None
 
 
 def test_one_gpu_for_several_processes_is_refused(gpus: Gpus) -> None:
@@ -65,8 +59,8 @@ def test_one_gpu_for_several_processes_is_refused(gpus: Gpus) -> None:
 
 
 def test_a_cpu_among_gpus_trains_on_the_cpu(gpus: Gpus) -> None:
-    state, device = processes.join_processes("cpu")
-    assert device == "cpu" and str(state.device) == "cpu"
+    gpus.launch(1, 2)
+    assert processes.join_processes("cpu") == "cpu"
 
 
 def test_a_target_elsewhere_than_its_training_is_refused(

@@ -50,12 +50,14 @@ class Run:
         folder: where everything goes.
         console: where progress is shown.
         again: names of stages whose work is to be done anew even where its result is there.
+        device: of this process, where several train; None for that of the recipe.
     """
 
     recipe: Recipe
     folder: Path
     console: Console
     again: Collection[str] = ()
+    device: str | None = None
 
     @cached_property
     def target(self) -> Target:
@@ -65,7 +67,7 @@ class Run:
             NoTarget: it cannot be loaded.
             UserError: it is no longer the model that the run began with.
         """
-        target = self._load(self.recipe.target.adapter)
+        target = self.load(self.recipe.target.adapter)
         record = self.record("target")
         if record is not None and record.whole and record.identity != target_identity(target):
             raise UserError(
@@ -85,9 +87,14 @@ class Run:
         if not self.recipe.train.joint.rank:
             return self.target
         vars(self).pop("target", None)  # there may not be room for both
-        return self._load(str(self.folder / TRAIN / "best" / ADAPTER))
+        return self.load(str(self.folder / TRAIN / "best" / ADAPTER))
 
-    def _load(self, adapter: str | None) -> Target:
+    def load(self, adapter: str | None, sharded: bool = False) -> Target:
+        """The recipe's target with this adapter; `sharded` keeps a part of its weights on each process.
+
+        Raises:
+            NoTarget: it cannot be loaded.
+        """
         from headstart.data.conversations.conversations import with_template_kwargs
         from headstart.target.loading import load_target
 
@@ -95,9 +102,10 @@ class Run:
         with self.console.status(f"loading {escape(section.spec)}"):
             try:
                 target = load_target(
-                    *(section.spec, section.dtype, section.device, section.revision, section.exact),
+                    *(section.spec, section.dtype, self.device or section.device, section.revision, section.exact),
                     adapter=adapter,
                     quantization=section.quantization,
+                    sharded=sharded,
                 )
             except UserError as error:
                 raise NoTarget(error.problem, error.remedy) from error
@@ -116,7 +124,7 @@ class Run:
         folder = teacher_folder(states, fingerprint, dtype)
         if folder.is_dir() and self.recipe.target.dtype in ("auto", dtype):
             try:
-                teacher = load_teacher(folder, pick_device(self.recipe.target.device))
+                teacher = load_teacher(folder, pick_device(self.device or self.recipe.target.device))
             except UserError:  # the stage of the states finds it broken, and writes it again
                 return self.target
             if target_identity(teacher) == record.identity:
@@ -320,8 +328,21 @@ def _wanted(run: Run, stage: Stage) -> Record:
         assert record.whole, f"stage {name} is finished before {stage.name} begins"
         before[name] = record.identity
     settings = json.loads(json.dumps(stage.settings(run)))
+    record = run.record(stage.name)
+    if record is not None and all(record.settings.get(key) == settings[key] for key in settings if _of_recipe(key)):
+        settings |= {key: value for key, value in record.settings.items() if _is_elsewhere(key, settings)}
     fingerprint = _fingerprint(stage.name, stage.version, settings, before)
     return Record(fingerprint, stage.version, settings, before)
+
+
+def _of_recipe(key: str) -> bool:
+    return key.partition(".")[0] in Recipe.model_fields
+
+
+def _is_elsewhere(key: str, settings: dict[str, Any]) -> bool:
+    """Whether a setting tells of files (the target's, prompts) that are not on this machine: they have not changed."""
+    found = settings.get(key)
+    return not _of_recipe(key) and (found is None or (isinstance(found, list) and not any(found)))
 
 
 def _fingerprint(stage: str, version: int, settings: dict[str, Any], before: dict[str, str]) -> str:
@@ -354,7 +375,7 @@ def _lost(run: Run, stage: Stage, record: Record) -> str | None:
     if gone:
         return f"{gone[0]} is gone"
     if references(run.folder).get(stage.name, "") != record.artifact:
-        return "the run refers to something else since"  # a launcher has trained for it, or the note is lost
+        return "the run refers to something else since"  # the note of it is lost
     return stage.broken(run)
 
 

@@ -43,12 +43,13 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     if "train" in names:
         check_training(recipe)
 
-    for one in recipe.data.sources:
-        prompts = Path(one.source).expanduser()
-        if prompts.suffix in (".json", ".jsonl") and not prompts.is_file():
-            raise UserError(f"No file at {one.source}.", "Check data.prompts; a relative path starts here.")
-    for file in recipe.data.exclude:
-        read_questions(Path(file).expanduser())
+    if "conversations" in names:
+        for one in recipe.data.sources:
+            prompts = Path(one.source).expanduser()
+            if prompts.suffix in (".json", ".jsonl") and not prompts.is_file():
+                raise UserError(f"No file at {one.source}.", "Check data.prompts; a relative path starts here.")
+        for file in recipe.data.exclude:
+            read_questions(Path(file).expanduser())
     if "eval" not in names:
         return
     for name in wanted(recipe.eval.compare, "heads"):

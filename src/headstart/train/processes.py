@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object, get_int_from_env, parse_flag_from_env
 
 from headstart.errors import UserError
 from headstart.recipes.recipe import Recipe
+from headstart.support.terminal import complain, explained
 from headstart.target.frozen import FrozenModel
 
 _SPEAKERS, _SAID, _HEARERS, _HEARD = (f"headstart/{key}" for key in ("speakers", "said", "hearers", "heard"))
@@ -25,19 +26,29 @@ _PATIENCE = 10.0
 """Seconds that a process with something to say waits for the main process, which usually has the same to say."""
 _MEETING = timedelta(seconds=30)
 LOST_CONTACT = (
-    "Another process of this training has ended.\n"
-    "See what it said above, if anything; the same command goes on from the last checkpoint."
+    "Another process of this training has ended.",
+    "See what it said above, if anything; the same command goes on from the last checkpoint.",
 )
 
 
-def join_processes(device: str) -> tuple[PartialState, str]:
-    """Join the processes that a launcher started, if any.
+def count_processes() -> int:
+    """How many processes a launcher has started for this training; 1 without a launcher."""
+    return int(get_int_from_env(("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"), 1))
+
+
+def is_main() -> bool:
+    """Whether this is the process that speaks and writes for all."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def join_processes(device: str) -> str | None:
+    """Join the processes that a launcher started, if there are several.
 
     Args:
         device: as a recipe names it: auto, cpu, cuda or, for a single process, cuda:1.
 
     Returns:
-        What accelerate knows of the processes, and the device of this one.
+        The device of this process; None for a process alone, which takes that of the recipe.
 
     Raises:
         UserError: one GPU for several processes, or a launcher that asks for FSDP.
@@ -47,19 +58,18 @@ def join_processes(device: str) -> tuple[PartialState, str]:
             "Heads train whole on every process (DDP), and the launcher asks for FSDP.",
             "Launch without FSDP (use_fsdp: false); train.shard_target=true spreads a large target over processes.",
         )
+    ranks = count_processes()
+    if ranks == 1:
+        return "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else None
     if device == "cpu" or not torch.cuda.is_available():
-        return PartialState(cpu=True), device  # `cuda` without a GPU is refused where the target is loaded
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ":" in device and ranks > 1:
+        PartialState(cpu=True)
+        return device  # `cuda` without a GPU is refused where the target is loaded
+    if ":" in device:
         raise UserError(
             f"target.device={device} is one GPU, and {ranks} processes train.",
             "Set target.device=auto: each process takes a GPU of its own. CUDA_VISIBLE_DEVICES chooses among them.",
         )
-    if ":" in device:
-        torch.cuda.set_device(device)  # which accelerate's `cuda` then means
-        return PartialState(), device
-    state = PartialState()
-    return state, str(state.device)
+    return str(PartialState().device)
 
 
 def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accelerator:
@@ -119,16 +129,68 @@ def together() -> Iterator[None]:
     Raises:
         UserError: of this process, or the first of the others'.
     """
-    own: UserError | None = None
+    refusal: UserError | None = None
     try:
         yield
     except UserError as error:
-        own = error
-    said = gather_object([(own.problem, own.remedy) if own is not None else None])
-    if own is not None:
-        raise own
-    if refused := next(filter(None, said), None):
-        raise UserError(*refused)
+        refusal = error
+    if dist.is_initialized():
+        refusals = gather_object([(refusal.problem, refusal.remedy) if refusal is not None else None])
+        if refusal is None and (first := next(filter(None, refusals), None)):
+            raise UserError(*first)
+    if refusal is not None:
+        raise refusal
+
+
+@contextmanager
+def on_main(hold: AbstractContextManager[object]) -> Iterator[None]:
+    """Hold something on the main process, for all of them.
+
+    Raises:
+        UserError: on all processes, when it cannot be held.
+    """
+    with ExitStack() as stack:
+        with together():
+            if is_main():
+                stack.enter_context(hold)
+        yield
+
+
+def tell_all(message: Any) -> Any:
+    """What the main process gives, on every process; each of them calls it."""
+    return broadcast_object_list([message])[0] if dist.is_initialized() else message
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Inside, several processes of a launcher end together, and one of them says why.
+
+    Raises:
+        SystemExit: with the exit code of the refusal or the interruption, where there are several processes.
+    """
+    if count_processes() == 1:
+        yield
+        return
+    try:
+        yield
+        leave_processes()
+    except UserError as error:
+        problem, remedy = error.problem, error.remedy
+        speak_once(lambda: complain(problem, remedy))
+        raise SystemExit(2) from None
+    except OSError as error:
+        problem, remedy = explained(error)
+        speak_once(lambda: complain(problem, remedy))
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        leave_processes()
+        raise SystemExit(130) from None
+    except RuntimeError as error:
+        if not is_lost_contact(error):
+            raise
+        spoken = has_spoken()
+        speak_once(lambda: None if spoken else complain(*LOST_CONTACT))
+        raise SystemExit(2 if spoken else 1) from None
 
 
 def speak_once(say: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,7 @@ from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import TrainSection
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
-from headstart.target.loading import load_target, pick_device
-from headstart.target.model import Target
-from headstart.target.teacher import TeacherModel, load_teacher, teach, teacher_folder, teacher_of
+from headstart.target.teacher import TeacherModel
 from headstart.train.batches import collate
 from headstart.train.checkpoint import TrainerState
 from headstart.train.joint import check_joint
@@ -28,8 +26,7 @@ from headstart.train.metrics import pick_vocabulary
 from headstart.train.tracking import check_tracker
 
 if TYPE_CHECKING:
-    from headstart.data.states.online import OnlineStates, States
-    from headstart.data.states.store import StateStore
+    from headstart.data.states.online import States
 
 
 _FIRST_LOOK = 200_000
@@ -114,92 +111,6 @@ def _check_sharding(recipe: Recipe) -> None:
             raise UserError(
                 f"train.shard_target does not go with {name}.", f"Set {instead}, or train.shard_target=false."
             )
-
-
-def sharded_target(recipe: Recipe, device: str) -> tuple[TeacherModel, Target]:
-    """What training reads of a target, whole, and the target itself, of whose weights each process has a part.
-
-    Every process calls it.
-
-    Raises:
-        UserError: it cannot be loaded, or transformers has no plan for its architecture.
-    """
-    target = load_whole(recipe, device, "Or set train.shard_target=false.", sharded=True)
-    return teach(target, make_config(recipe.heads, target).start_layers), target
-
-
-def open_target(recipe: Recipe, store: StateStore, device: str) -> FrozenModel:
-    """What training reads of the target: its teacher where one lies beside the states, else the target itself.
-
-    Args:
-        recipe: names the target; with `train.decode_every` or `train.joint` it is the target itself.
-        store: of the training data.
-        device: where it goes.
-
-    Raises:
-        UserError: a teacher that is cut short or damaged, or neither a teacher nor a target that can be loaded.
-    """
-    section = recipe.target
-    folder = teacher_folder(store.shards, store.target_fingerprint or "", store.dtype)
-    taught = teacher_of(folder)
-    remedy = "Or write a teacher where the target is (headstart data build with this recipe): heads train from it."
-    same = taught == (section.spec, section.revision) and section.adapter is None and section.quantization == "none"
-    same = same and section.dtype in ("auto", store.dtype)
-    if taught is not None and not same:
-        at = f" target.revision={taught[1]}" if taught[1] else ""
-        remedy = f"Or train from the teacher that is beside the states: target.spec={taught[0]}{at} target.dtype=auto"
-    elif taught is not None and recipe.train.needs_target:
-        setting = "train.decode_every=null" if recipe.train.decode_every else "train.joint.rank=0"
-        remedy = f"Or set {setting}: heads then train from the teacher beside the states."
-    elif taught is not None:
-        teacher = load_teacher(folder, pick_device(device))
-        if teacher.starts(make_config(recipe.heads, teacher).start_layers):
-            return teacher
-    return load_whole(recipe, device, remedy)
-
-
-def load_whole(recipe: Recipe, device: str, otherwise: str, sharded: bool = False) -> Target:
-    """The recipe's target itself.
-
-    Args:
-        recipe: names it.
-        device: where it goes.
-        otherwise: what else can be done where it cannot be loaded.
-        sharded: with a part of its weights on each process.
-
-    Raises:
-        UserError: it cannot.
-    """
-    section = recipe.target
-    try:
-        return load_target(
-            *(section.spec, section.dtype, device, section.revision),
-            adapter=section.adapter,
-            quantization=section.quantization,
-            sharded=sharded,
-        )
-    except UserError as error:
-        raise UserError(error.problem, f"{error.remedy} {otherwise}") from error
-
-
-def online_states(recipe: Recipe, target: Target, files: Mapping[str, Path]) -> dict[str, OnlineStates]:
-    """Conversations whose hidden states the target computes in the training loop.
-
-    Args:
-        recipe: its heads say which states.
-        target: the frozen model.
-        files: of the conversations, by what they are for.
-
-    Raises:
-        UserError: conversations that cannot be read, by this program or by the target.
-    """
-    from headstart.data.conversations.conversations import read_conversations
-    from headstart.data.states.online import OnlineStates
-
-    config = make_config(recipe.heads, target)
-    with torch.device("meta"):
-        layers = sorted({*family(config.family)(config).aux_layers, FINAL})
-    return {part: OnlineStates(file, read_conversations(file), target, layers) for part, file in files.items()}
 
 
 def _earlier(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
