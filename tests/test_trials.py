@@ -20,7 +20,7 @@ from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import Recipe, parse_recipe, recipe_text
 from headstart.support.files import format_bytes
 from headstart.target.model import Target
-from headstart.train import loop
+from headstart.train import trainer
 from tests.test_cli import refused, works
 from tests.test_pipeline import quiet, tiny_recipe
 from tests.train.test_golden import HEADS
@@ -57,7 +57,7 @@ def test_an_interrupted_training_is_called_one_and_can_still_go_on(
     recipe, folder = data
     runs = tmp_path / "runs"
     shutil.copytree(folder / "runs", runs, symlinks=True)
-    take = loop._Run._step
+    take = trainer._Trainer._step
 
     def dies(self: Any, *arguments: Any) -> float:
         if self.trainer_state.step == 3:
@@ -68,7 +68,7 @@ def test_an_interrupted_training_is_called_one_and_can_still_go_on(
     settings["heads"]["num_heads"] = 1  # whatever else was trained there
     recipe = parse_recipe(settings)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop._Run, "_step", dies)
+        patch.setattr(trainer._Trainer, "_step", dies)
         execute(quiet(runs / "run", recipe), stages_until("train"))
     assert not [one for one in unreferenced(runs) if "interrupted" in one.what], "its run would go on"
     other = parse_recipe({**settings, "train": {**settings["train"], "lr": 1e-5}})

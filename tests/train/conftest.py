@@ -21,7 +21,7 @@ from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.train.loop import TrainResult, train
+from headstart.train.trainer import TrainResult, train
 from tests.test_pipeline import quiet, tiny_recipe
 
 

@@ -33,7 +33,7 @@ from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
-from headstart.train import loop, order, processes
+from headstart.train import batches, processes, trainer
 from headstart.train.joint import Joint
 from headstart.train.processes import join_processes, leave_processes
 from tests.train.conftest import conversations
@@ -88,7 +88,7 @@ def plain_steps(heads: nn.Module, section: Any) -> list[torch.optim.Optimizer]:
 
 def take_plain_steps() -> None:
     """Heads and adapters learn by gradient descent from here on."""
-    loop.make_optimizers = plain_steps
+    trainer.make_optimizers = plain_steps
     Joint.optimizer = lambda joint: torch.optim.SGD(joint._trained(), 0.0)  # each step sets the rate
 
 
@@ -101,7 +101,7 @@ def train_families_packed(
     packing: bool = True,
 ) -> None:
     """As `train_families`, in the batches of packing, whether they are packed or not."""
-    loop.epoch_batches = order.epoch_batches = order.packed_batches
+    trainer.epoch_batches = batches.epoch_batches = batches.packed_batches
     train_families(target_folder, states, folder, gradient_accumulation_steps, how, packing=packing)
 
 
@@ -117,7 +117,7 @@ def train_families(
     join_processes("cpu")
     target = load_target(target_folder, "float32", "cpu")
     store, valid = both_states(Path(states), target, how)
-    go = loop._Run.go
+    go = trainer._Trainer.train
     take_plain_steps()
 
     def save(run: Any, what: str) -> None:
@@ -132,9 +132,9 @@ def train_families(
         save(run, "of")
         return result
 
-    loop._Run.go = keep
+    trainer._Trainer.train = keep
     for name in families():
-        loop.train(
+        trainer.train(
             recipe_of(name, gradient_accumulation_steps=int(gradient_accumulation_steps), **joint_of(how), **settings),
             target,
             silent(store),
@@ -165,13 +165,13 @@ def train_some_steps(
         settings.update(start_from=start_from, lora_rank=2)
     recipe = recipe_of("medusa", steps=8, lr=0.1, **settings)
     with suppress(KeyboardInterrupt):
-        loop.train(recipe, target, silent(store), valid, Path(folder))
+        trainer.train(recipe, target, silent(store), valid, Path(folder))
     leave_processes()
 
 
 def poison(step: int) -> None:
     """From this step on, the stored states of a conversation are not numbers."""
-    collate, take = loop.collate, loop._Run._step
+    collate, take = trainer.collate, trainer._Trainer._step
 
     def poisoned(store: StateStore, batch: Any, *args: Any) -> Any:
         made = collate(store, batch, *args)
@@ -181,22 +181,22 @@ def poison(step: int) -> None:
 
     def counted(run: Any, *args: Any) -> float:
         if run.trainer_state.step == step - 2:
-            loop.collate = poisoned
+            trainer.collate = poisoned
         return take(run, *args)
 
-    loop._Run._step = counted
+    trainer._Trainer._step = counted
 
 
 def at(step: int, act: Callable[[int], None]) -> None:
     """Call `act` with the rank before this many steps are done."""
-    take = loop._Run._step
+    take = trainer._Trainer._step
 
     def acting(run: Any, *args: Any) -> float:
         if run.trainer_state.step == step:
             act(run.rank)
         return take(run, *args)
 
-    loop._Run._step = acting
+    trainer._Trainer._step = acting
 
 
 def train(*arguments: str) -> None:
@@ -206,13 +206,13 @@ def train(*arguments: str) -> None:
 
 def train_plainly(*arguments: str) -> None:
     """With gradient descent; leaves the weights that it starts from beside the others."""
-    go = loop._Run.go
+    go = trainer._Trainer.train
 
     def keep(run: Any) -> Any:
         save_heads(run.heads, run.folder / f"start-{run.rank}")
         return go(run)
 
-    loop._Run.go = keep
+    trainer._Trainer.train = keep
     take_plain_steps()
     train(*arguments)
 

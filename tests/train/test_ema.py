@@ -11,8 +11,8 @@ from torch import nn
 
 from headstart.errors import UserError
 from headstart.recipes.recipe import parse_recipe
-from headstart.train import loop
-from headstart.train.ema import Ema
+from headstart.train import trainer
+from headstart.train.optimizers import Ema
 from tests.train.conftest import Train
 from tests.train.results import assert_same, metrics, weights
 
@@ -58,7 +58,7 @@ def test_what_is_kept_is_the_average_of_the_weights_of_every_step(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, torch.Tensor]] = []
-    take = loop._Run._step
+    take = trainer._Trainer._step
 
     def noted(self: Any, *args: Any) -> float:
         if not seen:
@@ -67,7 +67,7 @@ def test_what_is_kept_is_the_average_of_the_weights_of_every_step(
         seen.append({name: p.detach().clone() for name, p in self.heads.named_parameters()})
         return loss
 
-    monkeypatch.setattr(loop._Run, "_step", noted)
+    monkeypatch.setattr(trainer._Trainer, "_step", noted)
     run(tmp_path / "ema", steps=6, ema=0.3, lr=0.01)
     monkeypatch.undo()
     average = seen[0]

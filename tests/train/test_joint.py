@@ -19,11 +19,11 @@ from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
-from headstart.train import loop
-from headstart.train.artifact import training
+from headstart.train import trainer
 from headstart.train.batches import collate
+from headstart.train.checks import check_training
 from headstart.train.joint import Drift, Joint
-from headstart.train.setup import check_training
+from headstart.train.training_artifact import training
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
 from tests.train.results import Killed, assert_same, metrics
@@ -153,7 +153,7 @@ def test_a_killed_run_goes_on_to_the_same_heads_and_adapter(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(tmp_path / "whole", joint=JOINT)
-    original, left = loop._Run._step, [10]
+    original, left = trainer._Trainer._step, [10]
 
     def step(self: Any, *args: Any) -> float:
         left[0] -= 1
@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_to_the_same_heads_and_adapter(
             raise Killed
         return original(self, *args)
 
-    monkeypatch.setattr(loop._Run, "_step", step)
+    monkeypatch.setattr(trainer._Trainer, "_step", step)
     with pytest.raises(Killed):
         run(tmp_path / "killed", joint=JOINT)
     monkeypatch.undo()

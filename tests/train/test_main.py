@@ -19,7 +19,7 @@ from headstart.recipes.recipe import load_recipe
 from headstart.support.artifacts import referred
 from headstart.support.lock import locked
 from headstart.target.loading import load_target
-from headstart.train.loop import train
+from headstart.train.trainer import train
 from tests.train.conftest import clean_environment
 
 
@@ -51,11 +51,11 @@ def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
         [
             "import os, signal, sys",
             "from headstart.cli.app import main",
-            "from headstart.train import loop",
-            "take = loop._Run._step",
+            "from headstart.train import trainer",
+            "take = trainer._Trainer._step",
             "def step(run, *rest):",
             "    return take(run, *rest) if run.trainer_state.step < 7 else os.kill(os.getpid(), signal.SIGKILL)",
-            "loop._Run._step = step",
+            "trainer._Trainer._step = step",
             "sys.argv.insert(1, 'train')",
             "main()",
         ]

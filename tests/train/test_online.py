@@ -18,10 +18,10 @@ from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
 from headstart.support.artifacts import references
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.train import loop
-from headstart.train.artifact import training
-from headstart.train.loop import train
-from headstart.train.setup import check_training
+from headstart.train import trainer
+from headstart.train.checks import check_training
+from headstart.train.trainer import train
+from headstart.train.training_artifact import training
 from tests.train.conftest import conversations
 from tests.train.results import assert_same, metrics
 from tests.train.test_golden import HEADS
@@ -70,7 +70,7 @@ def test_every_family_trains_online_as_from_the_store(
 ) -> None:
     """Losses within what the golden runs allow: Adam's first steps make a whole step of a rounding error."""
     read: list[list[list[int]]] = [[], []]
-    collate = loop.collate
+    collate = trainer.collate
     settings = recipe(heads={"family": name, **HEADS[name]}, steps=4, eval_every=1, lr=1e-3, prefetch=0)
     for taken, stores in zip(read, ((train_store, valid_store), online), strict=True):
 
@@ -78,7 +78,7 @@ def test_every_family_trains_online_as_from_the_store(
             taken.append(batch)
             return collate(store, batch, *rest)
 
-        monkeypatch.setattr(loop, "collate", noted)
+        monkeypatch.setattr(trainer, "collate", noted)
         train(settings, tiny_target, stores[0], stores[1], tmp_path / type(stores[0]).__name__)
     assert read[0] == read[1], "the same batches in the same order"
     stored, computed = (metrics(tmp_path / who) for who in ("StateStore", "OnlineStates"))

@@ -26,10 +26,10 @@ from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import load_recipe
 from headstart.support.lock import locked
 from headstart.target.loading import load_target
-from headstart.train import loop, order
-from headstart.train.artifact import training
+from headstart.train import batches, trainer
 from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions
 from headstart.train.joint import Joint
+from headstart.train.training_artifact import training
 from tests.test_pipeline import quiet
 from tests.train import ranks
 from tests.train.conftest import clean_environment
@@ -140,11 +140,13 @@ def train_alone(
     **settings: Any,
 ) -> None:
     """What two processes do, in this one."""
-    for module in (loop, order):
+    for module in (trainer, batches):
         monkeypatch.setattr(module, "epoch_batches", module.epoch_batches)
-    monkeypatch.setattr(loop, "make_optimizers", loop.make_optimizers)  # put back afterwards what is replaced there
+    monkeypatch.setattr(
+        trainer, "make_optimizers", trainer.make_optimizers
+    )  # put back afterwards what is replaced there
     monkeypatch.setattr(Joint, "optimizer", Joint.optimizer)
-    monkeypatch.setattr(loop._Run, "go", loop._Run.go)
+    monkeypatch.setattr(trainer._Trainer, "train", trainer._Trainer.train)
     do(str(target_folder), str(states), str(folder), gradient_accumulation_steps, how, **settings)
 
 
@@ -310,9 +312,9 @@ def test_two_processes_go_on_where_one_was_stopped(
 
     def on_one(folder: Path, *stop: int) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(loop, "make_optimizers", loop.make_optimizers)
+            patch.setattr(trainer, "make_optimizers", trainer.make_optimizers)
             patch.setattr(Joint, "optimizer", Joint.optimizer)
-            patch.setattr(loop._Run, "_step", loop._Run._step)
+            patch.setattr(trainer._Trainer, "_step", trainer._Trainer._step)
             ranks.train_some_steps(str(tiny_target_folder), str(states), str(folder), COUNT, start_from, *stop)
 
     on_one(tmp_path / "whole")

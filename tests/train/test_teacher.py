@@ -20,7 +20,7 @@ from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.target.teacher import TeacherModel, load_teacher, save_teacher
-from headstart.train.loop import train
+from headstart.train.trainer import train
 from tests.test_pipeline import quiet, tiny_recipe
 from tests.tiny import tiny_model
 from tests.train.conftest import Train

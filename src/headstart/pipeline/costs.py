@@ -25,8 +25,8 @@ from headstart.recipes.sections import TrainSection
 from headstart.support.gpus import Gpu
 from headstart.target.model import Target
 from headstart.target.outline import Outline
-from headstart.train.low_rank import learning_numbers
 from headstart.train.optimizers import Muon, make_optimizers
+from headstart.train.wrapped import learning_numbers
 
 MACHINE = 8
 """GPUs of a machine; more processes than these are on several."""

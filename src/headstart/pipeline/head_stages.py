@@ -26,7 +26,7 @@ _TUNE_VERSION = 4
 
 def _train_settings(run: Run) -> dict[str, Any]:
     from headstart.recipes.sections import FREE_TO_CHANGE
-    from headstart.train.artifact import AMOUNT, weights_hash
+    from headstart.train.training_artifact import AMOUNT, weights_hash
 
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
     noted = run.recipe.train.noted((FREE_TO_CHANGE - set(AMOUNT)) | run.recipe.train.unset())
@@ -37,9 +37,9 @@ def _train_settings(run: Run) -> dict[str, Any]:
 def _train(run: Run) -> Outcome:
     """Every process of a training calls it; the main process writes."""
     from headstart.heads.base import make_config
-    from headstart.train.artifact import RESULT, finished, go_on_from_shorter, training
-    from headstart.train.loop import train
     from headstart.train.processes import count_processes, is_main, on_main, together
+    from headstart.train.trainer import train
+    from headstart.train.training_artifact import RESULT, finished, go_on_from_shorter, training
 
     with together():
         target, stores = _frozen_and_stores(run)

@@ -23,12 +23,12 @@ from headstart.support.gpus import Gpu
 from headstart.target.memory import forget_most_resident, most_resident
 from headstart.target.model import Target
 from headstart.target.outline import Outline
-from headstart.train.allocator import keep_freed_memory
 from headstart.train.batches import subsampled
 from headstart.train.losses import soft_ce
-from headstart.train.metrics import Tally, chosen_tokens
+from headstart.train.machine import keep_freed_memory
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
+from headstart.train.validation import Tally, chosen_tokens
 from headstart.tree.tree import DraftTree, TreeShape
 
 _MATRICES, _READING = 0.4, 0.6

@@ -37,7 +37,7 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     from headstart.drafters.catalog import check_drafter
     from headstart.eval.compare import TREES, wanted
     from headstart.eval.methods import ASSISTANT
-    from headstart.train.setup import check_training
+    from headstart.train.checks import check_training
 
     names = {stage.name for stage in stages}
     if "train" in names:

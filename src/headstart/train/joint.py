@@ -26,9 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
-from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import TrainSection
 from headstart.support.files import write_atomic, write_json
 from headstart.target.adapter import NOTE
@@ -38,33 +36,6 @@ from headstart.target.model import Target
 
 _ROWS = 512
 """Positions whose logits over the whole vocabulary exist at once."""
-
-
-def check_joint(recipe: Recipe) -> None:
-    """Refuse a joint training that cannot work.
-
-    Raises:
-        UserError: for a target that has an adapter already, or with settings that do not go with it.
-    """
-    section = recipe.train
-    if not section.joint.rank:
-        return
-    for name, given, why in (
-        ("data.states=online", recipe.data.states == "online", "compares with stored states of the target as it is"),
-        ("train.packing", section.packing, "reads a conversation in a row"),
-        ("train.ema", section.ema is not None, "keeps the adapter that the heads were judged with"),
-    ):
-        if given:
-            default = {"data.states=online": "data.states=stored", "train.packing": "train.packing=false"}
-            raise UserError(
-                f"train.joint {why}, and {name} is set.",
-                f"Set {default.get(name, 'train.ema=null')}, or train.joint.rank=0.",
-            )
-    if recipe.target.adapter is not None:
-        raise UserError(
-            "train.joint trains an adapter of its own, and target.adapter names another.",
-            "Merge that one first (Target.save writes a folder for target.spec), or set train.joint.rank=0.",
-        )
 
 
 class Drift:

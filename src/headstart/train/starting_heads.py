@@ -1,8 +1,7 @@
-"""What a run needs before its first step: settings that can work, heads, schedule."""
+"""The heads that a training starts with: warm-started from the target, from earlier heads and from a first look."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,17 +12,10 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, family, make_config, supervised_origins
 from headstart.heads.io import load_heads
 from headstart.recipes.recipe import Recipe
-from headstart.recipes.sections import TrainSection
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
-from headstart.target.teacher import TeacherModel
 from headstart.train.batches import collate
-from headstart.train.checkpoint import TrainerState
-from headstart.train.joint import check_joint
-from headstart.train.losses import find_loss
-from headstart.train.low_rank import check_low_rank
-from headstart.train.metrics import pick_vocabulary
-from headstart.train.tracking import check_tracker
+from headstart.train.validation import pick_vocabulary
 
 if TYPE_CHECKING:
     from headstart.data.states.online import States
@@ -32,88 +24,7 @@ if TYPE_CHECKING:
 _FIRST_LOOK = 200_000
 
 
-def learning_rate(section: TrainSection, fraction: float) -> float:
-    """Linear warm-up, then a cosine down to `min_lr_ratio` of the peak.
-
-    Args:
-        section: lr, warmup and min_lr_ratio.
-        fraction: of the run that is done, in [0, 1].
-
-    >>> section = TrainSection(lr=1.0, warmup=0.2, min_lr_ratio=0.1)
-    >>> [round(learning_rate(section, f), 3) for f in (0.0, 0.1, 0.2, 0.6, 1.0)]
-    [0.1, 0.55, 1.0, 0.55, 0.1]
-    """
-    if fraction < section.warmup:
-        share_of_peak = fraction / section.warmup
-    else:
-        share_of_peak = 0.5 + 0.5 * math.cos(math.pi * (fraction - section.warmup) / (1 - section.warmup))
-    return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share_of_peak)
-
-
-def learning_rate_now(section: TrainSection, fraction: float, standing: TrainerState) -> float:
-    """The learning rate; where a larger budget took over it warms up again, from where the smaller one ended."""
-    rate, span = learning_rate(section, fraction), section.warmup * (1 - standing.onward)
-    if not standing.onward or fraction >= standing.onward + span:
-        return rate
-    return standing.onward_lr + (rate - standing.onward_lr) * max(0.0, fraction - standing.onward) / span
-
-
-def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
-    """Refuse settings of training that cannot work, before any work is done for them.
-
-    Args:
-        recipe: its `train` part is checked.
-        target: the frozen model, where it is loaded already; without it, whether earlier heads fit it is left open.
-
-    Raises:
-        UserError: unknown loss, optimiser and precision that do not go together, a feature loss for heads without
-            features, a tracker that will not start, or earlier heads that cannot be read.
-    """
-    section = recipe.train
-    find_loss(section.loss)
-    if not all(0 <= beta < 1 for beta in section.betas):
-        raise UserError(f"train.betas is {list(section.betas)}.", "Both are at least 0 and below 1: [0.9, 0.95].")
-    if section.feature_weight and not family(recipe.heads.family).drafts_features:
-        raise UserError(f"{recipe.heads.family} heads draft no features to compare.", "Set train.feature_weight=0.")
-    if section.mixed_precision == "fp16" and section.optimizer == "muon":
-        raise UserError(
-            "muon works beside AdamW, and fp16 scales gradients for one optimiser.",
-            "Set train.mixed_precision=bf16, or train.optimizer=adamw.",
-        )
-    if section.mixed_precision == "fp16" and (recipe.target.device == "cpu" or not torch.cuda.is_available()):
-        raise UserError("fp16 training needs a GPU.", "Set train.mixed_precision=bf16 (or no).")
-    if section.needs_target and isinstance(target, TeacherModel):
-        name, off = ("train.decode_every", "null") if section.decode_every else ("train.joint", "{rank: 0}")
-        raise UserError(
-            f"{name} runs the target itself, and only its teacher is loaded.", f"Set {name}={off}, or load the target."
-        )
-    if section.shard_target:
-        _check_sharding(recipe)
-    check_joint(recipe)
-    check_low_rank(section)
-    check_tracker(section.tracker)
-    _earlier(recipe, target)
-
-
-def _check_sharding(recipe: Recipe) -> None:
-    """Refuse a sharded target where nobody reads it, or where it would have to be whole.
-
-    Raises:
-        UserError: what does not go with it.
-    """
-    for name, given, instead in (
-        ("data.states=stored", recipe.data.states == "stored", "data.states=online: stored states need no target"),
-        ("train.decode_every", recipe.train.decode_every is not None, "train.decode_every=null"),
-        ("target.adapter", recipe.target.adapter is not None, "target.adapter=null"),
-        ("target.quantization", recipe.target.quantization != "none", "target.quantization=none"),
-    ):
-        if given:
-            raise UserError(
-                f"train.shard_target does not go with {name}.", f"Set {instead}, or train.shard_target=false."
-            )
-
-
-def _earlier(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
+def earlier_heads(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
     """The heads that the recipe starts from, on the CPU."""
     if recipe.train.start_from is None:
         return None
@@ -147,7 +58,7 @@ def build_heads(
             "Look at it with `headstart data show`; the conversations need assistant turns.",
         )
     _check_depth(heads, train_store)
-    earlier = _earlier(recipe, target)
+    earlier = earlier_heads(recipe, target)
     if recipe.train.lora_rank and earlier is not None:
         _check_same(config, earlier.config)
     if earlier is not None and earlier.config.draft_width == config.draft_width:
