@@ -245,7 +245,7 @@ def _origins_by_conversation(batch: HeadBatch) -> tuple[NDArray[np.int64], NDArr
     return origin_M, origin_M // width * width + batch.starts_BT.flatten().cpu().numpy()[origin_M]
 
 
-# -- the order of a training -------------------------------------------------------------------------------------------
+# -- the order of a training -----------------------------------------------------------------------------------------
 
 
 class Order:
@@ -315,7 +315,7 @@ class Order:
         return epoch_steps(batches, self._ranks, section.gradient_accumulation_steps)
 
 
-# -- reading ahead -----------------------------------------------------------------------------------------------------
+# -- reading ahead ---------------------------------------------------------------------------------------------------
 
 
 Step = TypeVar("Step")

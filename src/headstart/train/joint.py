@@ -68,10 +68,6 @@ class Drift:
 class Joint:
     """The adapter in training; nothing of it is in the target before `begin` and after `release`.
 
-    Args:
-        target: to adapt.
-        section: its `joint` part is read.
-
     Attributes:
         weights: of the adapter, as a module that accelerate can prepare.
     """
@@ -131,12 +127,7 @@ class Joint:
         return dataclasses.replace(batch, states={layer: states[layer].to(dtypes[layer]) for layer in batch.states})
 
     def distillation(self, batch: HeadBatch, adapted: HeadBatch) -> Tensor:
-        """Sum of KL(without the adapter || with it) over the tokens that the target has written.
-
-        Args:
-            batch: with stored states.
-            adapted: the same, read by the adapted target.
-        """
+        """Sum of KL(without the adapter || with it) over the tokens that the target has written."""
         total = adapted.states[FINAL].new_zeros((), dtype=torch.float32)
         for base_SE, adapted_SE, _ in self._positions(batch, adapted):
             total = total + checkpoint(self._kl, base_SE, adapted_SE, use_reentrant=False)
@@ -179,7 +170,7 @@ class Joint:
     def _positions(self, batch: HeadBatch, adapted: HeadBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Final states without and with the adapter before supervised tokens, and those tokens; a part at a time."""
         supervised_BT = batch.supervised_BT[:, 1:]
-        base_SE, adapted_SE = (one.states[FINAL][:, :-1][supervised_BT] for one in (batch, adapted))
+        base_SE, adapted_SE = (read.states[FINAL][:, :-1][supervised_BT] for read in (batch, adapted))
         tokens_S = batch.tokens_BT[:, 1:][supervised_BT]
         for start in range(0, len(tokens_S), _ROWS):
             part = slice(start, start + _ROWS)

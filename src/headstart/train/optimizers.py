@@ -127,7 +127,7 @@ def _with_decay(weights: Sequence[nn.Parameter], rows: Mapping[nn.Parameter, Seq
     return [group for group in (learning, still) if group["params"]]
 
 
-# -- learning rates ----------------------------------------------------------------------------------------------------
+# -- learning rates --------------------------------------------------------------------------------------------------
 
 
 def learning_rate(section: TrainSection, fraction: float) -> float:
@@ -156,7 +156,7 @@ def learning_rate_now(section: TrainSection, fraction: float, standing: TrainerS
     return standing.onward_lr + (rate - standing.onward_lr) * max(0.0, fraction - standing.onward) / span
 
 
-# -- the moving average ------------------------------------------------------------------------------------------------
+# -- the moving average ----------------------------------------------------------------------------------------------
 
 
 class Ema:

@@ -36,13 +36,8 @@ def build_heads(
 ) -> DraftHead:
     """Heads of the recipe, warm-started from the target and from earlier heads when the recipe names some.
 
-    The draft vocabulary is that of the earlier heads when it has the same size, else that of the training data.
-
-    Args:
-        recipe: its `heads` and `train.start_from` are read.
-        target: the frozen model.
-        train_store: conversations to learn from.
-        say: takes a sentence for the user.
+    The draft vocabulary is that of the earlier heads when it has the same size, else that of the training data. `say`
+    takes a sentence for the user.
 
     Raises:
         UserError: unknown family or setting, a store that lacks a state or is another model's, nothing is supervised in
@@ -146,7 +141,7 @@ def _check_same(config: HeadConfig, earlier: HeadConfig) -> None:
     Raises:
         UserError: a setting of theirs differs.
     """
-    ours, theirs = ({"family": one.family, **one.model_dump(mode="json")} for one in (config, earlier))
+    ours, theirs = ({"family": heads.family, **heads.model_dump(mode="json")} for heads in (config, earlier))
     if differing := [key for key, value in ours.items() if theirs.get(key) != value]:
         key = differing[0]
         raise UserError(

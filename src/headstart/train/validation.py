@@ -156,7 +156,7 @@ def coverage(counts_V: Tensor, draft_to_target_D: Tensor) -> float:
     return float(counts_V[draft_to_target_D.cpu()].sum() / counts_V.sum().clamp_min(1))
 
 
-# -- decoding while training -------------------------------------------------------------------------------------------
+# -- decoding while training -----------------------------------------------------------------------------------------
 
 
 PROMPTS = 4
