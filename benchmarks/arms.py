@@ -39,7 +39,7 @@ from headstart.recipes.recipe import Recipe, load_recipe
 from headstart.support.files import read_json, write_json
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.train.loop import train
+from headstart.train.trainer import train
 from headstart.tree.tree import TreeShape
 from headstart.tuning.measure import Text, measure_ranks
 from headstart.tuning.tune import replay, tune

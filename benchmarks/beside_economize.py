@@ -39,7 +39,7 @@ from headstart.pipeline.run import CONVERSATIONS
 from headstart.support.files import read_json, write_json, write_jsonl, write_text
 from headstart.target.loading import load_target
 from headstart.target.model import Target
-from headstart.train.metrics import pick_vocabulary
+from headstart.train.validation import pick_vocabulary
 from headstart.tree.tree import TreeShape
 
 SETTINGS: dict[str, list[str]] = {"defaults": [], "tuned": ["--lr", "1e-3", "--warmup", "0.03"]}

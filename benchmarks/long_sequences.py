@@ -33,10 +33,10 @@ def one(family: str, tokens: int, vocabulary: int, checkpointing: bool) -> dict[
     from headstart.heads.base import HeadBatch, make_config
     from headstart.target.fitting import FINAL
     from headstart.target.loading import load_target
-    from headstart.train.allocator import keep_freed_memory
     from headstart.train.losses import find_loss
+    from headstart.train.machine import keep_freed_memory
     from headstart.train.summing import Teacher, weighted
-    from headstart.train.unrolled import Unrolled
+    from headstart.train.wrapped import Unrolled
 
     keep_freed_memory()
     torch.manual_seed(0)

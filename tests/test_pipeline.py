@@ -30,7 +30,7 @@ from headstart.recipes.recipe import Recipe, parse_heads, parse_recipe, recipe_t
 from headstart.support.lock import locked
 from headstart.target.fitting import FINAL
 from headstart.target.teacher import teacher_problem
-from headstart.train import loop
+from headstart.train import trainer
 from tests.test_stages import said
 
 WORDS = "tell me about the sun and moon how to cook rice what is a user system who are you"
@@ -190,13 +190,13 @@ def test_a_run_killed_while_training_goes_on(
         process.wait()
     before = newest_step(folder)
     assert before > 0
-    step = loop._Run._step
+    step = trainer._Trainer._step
 
     def interrupted(self: Any, *arguments: Any) -> float:
         signal.raise_signal(signal.SIGINT)
         return step(self, *arguments)
 
-    monkeypatch.setattr(loop._Run, "_step", interrupted)
+    monkeypatch.setattr(trainer._Trainer, "_step", interrupted)
     run = Run(recipe, folder, Console(file=io.StringIO(), width=200))
     with pytest.raises(KeyboardInterrupt):
         execute(run, stages_until("train"))
@@ -249,7 +249,7 @@ def test_heads_that_are_there_are_found_without_a_record(
 ) -> None:
     recipe, folder = copied
     shutil.rmtree(folder / "stages")
-    monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("headstart.train.trainer.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(
         "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
@@ -273,7 +273,7 @@ def test_what_changes_nothing_costs_nothing(
 ) -> None:
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
-    monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("headstart.train.trainer.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(
         "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
@@ -295,7 +295,7 @@ def test_longer_training_goes_on_and_the_shorter_one_is_kept(
     assert json.loads((first / "result.json").read_text())["steps"] == 4
     assert kept(before)
     # Back to the shorter one: everything is still there, its report and its heads too.
-    monkeypatch.setattr("headstart.train.loop.train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("headstart.train.trainer.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr("headstart.eval.evaluate.evaluate_decoder", lambda *_: pytest.fail("measured again"))
     execute(quiet(folder, recipe), STAGES)
     assert (folder / "train").resolve() == first
@@ -398,7 +398,7 @@ def test_what_a_launcher_trained_meanwhile_is_not_taken_for_this_runs_heads(copi
     assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 6
     run = Run(changed(recipe, tune={"max_rank": 1}), folder, Console(file=io.StringIO(), width=200))
     execute(run, stages_until("tune"))
-    assert "refers to something else since" in said(run)
+    assert "train.steps changed from 6 to 4" in said(run)
     assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 4, (
         "the heads that the recipe asks for"
     )

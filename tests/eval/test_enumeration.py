@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headstart.decode.options import SamplingOptions
-from headstart.decode.sampling import process
+from headstart.decode.sampling import process, warp
 from headstart.eval.enumeration import Distribution, chi_square_p, enumerate_texts, expected_variation, fit
 from headstart.target.model import Target
 from tests.tiny import tiny_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,16 +117,7 @@ def test_losses_differentiate_through_bias_scale_and_cap(kind: str) -> None:
         step = next(iter(heads.unroll(batch)))
         hidden_MH = step.hidden_MH.detach().requires_grad_()
         weight_M = torch.ones(len(hidden_MH))
-        loss = total(
-            LOSSES["soft_ce"],
-            hidden_MH,
-            step.lm_head_DH,
-            teacher_logits,
-            step.source_M,
-            weight_M,
-            step.bias_D,
-            step.finish,
-        )
+        loss = total(LOSSES["soft_ce"], replace(step, hidden_MH=hidden_MH), teacher_logits, weight_M)
         loss.backward()
         assert hidden_MH.grad is not None
         gradients += [loss.detach(), hidden_MH.grad]

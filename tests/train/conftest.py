@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from rich.console import Console
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
+from headstart.pipeline.run import execute
+from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.train.loop import TrainResult, train
+from headstart.train.trainer import TrainResult, train
+from tests.test_pipeline import quiet, tiny_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -105,20 +109,31 @@ def run(
     return go
 
 
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A folder with `run` as `headstart data build` leaves it, and the sections of its recipe."""
+    folder = tmp_path_factory.mktemp("written")
+    values = tiny_recipe(folder, tiny_target_folder, data={"conversations": 24, "validation": 7}).model_dump(
+        mode="json"
+    )
+    sections = {key: values[key] for key in ("target", "data")}
+    recipe = parse_recipe({"name": "tiny", "heads": {"family": "medusa"}, **sections})
+    execute(quiet(folder / "runs" / "run", recipe), stages_until("states"))
+    return folder / "runs", sections
+
+
 @pytest.fixture
 def workplace(
-    tmp_path: Path, states: Path, tiny_target_folder: Path, recipe: Callable[..., Recipe]
+    tmp_path: Path, written: tuple[Path, dict[str, Any]], recipe: Callable[..., Recipe]
 ) -> Callable[..., tuple[Path, Path]]:
-    """(recipe file, run folder with the data stage's outputs) for these train settings."""
+    """(recipe file, run folder as `headstart data build` leaves it) for these train settings."""
 
-    def make(**settings: object) -> tuple[Path, Path]:
+    def make(folder: Path = tmp_path, **settings: object) -> tuple[Path, Path]:
         values = recipe(**settings).model_dump(mode="json", exclude_defaults=True)
-        values["target"] = {"spec": str(tiny_target_folder), "dtype": "float32", "device": "cpu"}
-        file = tmp_path / "tiny.yaml"
-        file.write_text(yaml.safe_dump(values))
-        run = tmp_path / "runs" / "run"
-        (run / "data").mkdir(parents=True)
-        (run / "data" / "states").symlink_to(states)
-        return file, run
+        folder.mkdir(exist_ok=True)
+        file = folder / "tiny.yaml"
+        file.write_text(yaml.safe_dump({**values, **written[1]}))
+        shutil.copytree(written[0], folder / "runs", symlinks=True)
+        return file, folder / "runs" / "run"
 
     return make

@@ -19,14 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: its links are called train, data, eval ...
 
+from headstart.cli.app import app
 from headstart.data.states.online import OnlineStates, States
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
@@ -36,8 +33,7 @@ from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
-from headstart.train import loop, order, processes
-from headstart.train.__main__ import app
+from headstart.train import batches, processes, trainer
 from headstart.train.joint import Joint
 from headstart.train.processes import join_processes, leave_processes
 from tests.train.conftest import conversations
@@ -92,33 +88,8 @@ def plain_steps(heads: nn.Module, section: Any) -> list[torch.optim.Optimizer]:
 
 def take_plain_steps() -> None:
     """Heads and adapters learn by gradient descent from here on."""
-    loop.make_optimizers = plain_steps
+    trainer.make_optimizers = plain_steps
     Joint.optimizer = lambda joint: torch.optim.SGD(joint._trained(), 0.0)  # each step sets the rate
-
-
-def train_sharded(target_folder: str, states: str, folder: str) -> None:
-    """Train every family with FSDP2, each process with its shares of the weights, and go on from a checkpoint."""
-    # Modules inside the heads are named as in a recipe for a language model; they have to be passed over.
-    named = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "DraftLayer"}
-    os.environ.update(named, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-    _, device = join_processes("cpu")
-    target = load_target(target_folder, "float32", device)
-    store, valid = StateStore(Path(states) / "train"), StateStore(Path(states) / "calibration")
-    prepare = Accelerator.prepare
-    take_plain_steps()
-
-    def prepared(accelerator: Accelerator, *parts: Any) -> Any:
-        made = prepare(accelerator, *parts)
-        assert isinstance(made[0], FSDPModule) and all(isinstance(w, DTensor) for w in made[0].parameters())
-        return made
-
-    Accelerator.prepare = prepared
-    for name in families():
-        for steps in (2, 3):
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate shards on GPUs only
-            recipe = recipe_of(name, steps=steps, gradient_accumulation_steps=2, ema=0.9)
-            loop.train(recipe, target, silent(store), valid, Path(folder) / name)
-    leave_processes()
 
 
 def train_families_packed(
@@ -130,7 +101,7 @@ def train_families_packed(
     packing: bool = True,
 ) -> None:
     """As `train_families`, in the batches of packing, whether they are packed or not."""
-    loop.epoch_batches = order.epoch_batches = order.packed_batches
+    trainer.epoch_batches = batches.epoch_batches = batches.packed_batches
     train_families(target_folder, states, folder, gradient_accumulation_steps, how, packing=packing)
 
 
@@ -143,14 +114,14 @@ def train_families(
     **settings: Any,
 ) -> None:
     """Train every family; each process leaves its weights in <folder>/<family>: start-<rank>, then of-<rank>."""
-    state, device = join_processes("cpu")
-    target = load_target(target_folder, "float32", device)
+    join_processes("cpu")
+    target = load_target(target_folder, "float32", "cpu")
     store, valid = both_states(Path(states), target, how)
-    go = loop._Run.go
+    go = trainer._Trainer.train
     take_plain_steps()
 
     def save(run: Any, what: str) -> None:
-        folder = run.folder / f"{what}-{state.process_index}"
+        folder = run.folder / f"{what}-{run.rank}"
         save_heads(run.heads, folder)
         if run.joint is not None:
             run.joint.save(folder, run.drift)
@@ -161,9 +132,9 @@ def train_families(
         save(run, "of")
         return result
 
-    loop._Run.go = keep
+    trainer._Trainer.train = keep
     for name in families():
-        loop.train(
+        trainer.train(
             recipe_of(name, gradient_accumulation_steps=int(gradient_accumulation_steps), **joint_of(how), **settings),
             target,
             silent(store),
@@ -183,8 +154,8 @@ def train_some_steps(
 ) -> None:
     """Train Medusa heads for 8 steps, or low-rank updates of earlier ones, or go on; a Ctrl-C ends it after `stop`
     steps."""
-    _, device = join_processes("cpu")
-    target = load_target(target_folder, "float32", device)
+    join_processes("cpu")
+    target = load_target(target_folder, "float32", "cpu")
     store, valid = both_states(Path(states), target, "stored")
     take_plain_steps()
     if stop is not None:
@@ -194,13 +165,13 @@ def train_some_steps(
         settings.update(start_from=start_from, lora_rank=2)
     recipe = recipe_of("medusa", steps=8, lr=0.1, **settings)
     with suppress(KeyboardInterrupt):
-        loop.train(recipe, target, silent(store), valid, Path(folder))
+        trainer.train(recipe, target, silent(store), valid, Path(folder))
     leave_processes()
 
 
 def poison(step: int) -> None:
     """From this step on, the stored states of a conversation are not numbers."""
-    collate, take = loop.collate, loop._Run._step
+    collate, take = trainer.collate, trainer._Trainer._step
 
     def poisoned(store: StateStore, batch: Any, *args: Any) -> Any:
         made = collate(store, batch, *args)
@@ -210,38 +181,38 @@ def poison(step: int) -> None:
 
     def counted(run: Any, *args: Any) -> float:
         if run.trainer_state.step == step - 2:
-            loop.collate = poisoned
+            trainer.collate = poisoned
         return take(run, *args)
 
-    loop._Run._step = counted
+    trainer._Trainer._step = counted
 
 
 def at(step: int, act: Callable[[int], None]) -> None:
     """Call `act` with the rank before this many steps are done."""
-    take = loop._Run._step
+    take = trainer._Trainer._step
 
     def acting(run: Any, *args: Any) -> float:
         if run.trainer_state.step == step:
             act(run.rank)
         return take(run, *args)
 
-    loop._Run._step = acting
+    trainer._Trainer._step = acting
 
 
 def train(*arguments: str) -> None:
     """`python -m headstart.train`."""
-    app(list(arguments))
+    app(["train", *arguments])
 
 
 def train_plainly(*arguments: str) -> None:
     """With gradient descent; leaves the weights that it starts from beside the others."""
-    go = loop._Run.go
+    go = trainer._Trainer.train
 
     def keep(run: Any) -> Any:
         save_heads(run.heads, run.folder / f"start-{run.rank}")
         return go(run)
 
-    loop._Run.go = keep
+    trainer._Trainer.train = keep
     take_plain_steps()
     train(*arguments)
 

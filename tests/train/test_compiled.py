@@ -12,8 +12,8 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from headstart.errors import UserError
-from headstart.train import compiled
-from headstart.train.compiled import check_compiler
+from headstart.train import machine
+from headstart.train.machine import check_compiler
 from tests.train.conftest import Train
 from tests.train.results import metrics
 
@@ -27,7 +27,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         made.append(len(graph.graph.nodes))
         return aot_eager(graph, inputs)
 
-    monkeypatch.setattr(compiled, "BACKEND", backend)
+    monkeypatch.setattr(machine, "BACKEND", backend)
     yield made
     torch._dynamo.reset()
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from headstart.errors import UserError
 from headstart.recipes.recipe import parse_recipe
-from headstart.train import loop
-from headstart.train.ema import Ema
+from headstart.train import trainer
+from headstart.train.optimizers import Ema
 from tests.train.conftest import Train
 from tests.train.results import assert_same, metrics, weights
 
@@ -26,7 +26,7 @@ class One(nn.Module):
 
 def test_it_follows_quickly_at_first_and_then_by_its_decay() -> None:
     heads: Any = One()
-    ema = Ema(heads, heads, 0.5)
+    ema = Ema(heads, 0.5)
     expected = 0.0
     for step in range(1, 15):
         with torch.no_grad():
@@ -38,14 +38,14 @@ def test_it_follows_quickly_at_first_and_then_by_its_decay() -> None:
             assert heads.weight.item() == pytest.approx(expected, rel=1e-6)
         assert heads.weight.item() == step
     assert decay == 0.5 and expected < 14
-    again = Ema(heads, heads, 0.5)
+    again = Ema(heads, 0.5)
     again.load_state_dict(ema.state_dict())
     assert again.state_dict() == ema.state_dict()
 
 
 def test_weights_come_back_when_what_is_done_with_the_averages_fails() -> None:
     heads: Any = One()
-    ema = Ema(heads, heads, 0.9)
+    ema = Ema(heads, 0.9)
     with torch.no_grad():
         heads.weight.fill_(3)
     with pytest.raises(UserError), ema.applied():
@@ -58,7 +58,7 @@ def test_what_is_kept_is_the_average_of_the_weights_of_every_step(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, torch.Tensor]] = []
-    take = loop._Run._step
+    take = trainer._Trainer._step
 
     def noted(self: Any, *args: Any) -> float:
         if not seen:
@@ -67,7 +67,7 @@ def test_what_is_kept_is_the_average_of_the_weights_of_every_step(
         seen.append({name: p.detach().clone() for name, p in self.heads.named_parameters()})
         return loss
 
-    monkeypatch.setattr(loop._Run, "_step", noted)
+    monkeypatch.setattr(trainer._Trainer, "_step", noted)
     run(tmp_path / "ema", steps=6, ema=0.3, lr=0.01)
     monkeypatch.undo()
     average = seen[0]

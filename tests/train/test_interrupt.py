@@ -6,13 +6,13 @@ import signal
 
 import pytest
 
-from headstart.train import interrupt
-from headstart.train.interrupt import Interrupt
+from headstart.train import machine
+from headstart.train.machine import Interrupt
 
 
 def test_a_second_request_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
-    monkeypatch.setattr(interrupt, "monotonic", lambda: now[0])
+    monkeypatch.setattr(machine, "monotonic", lambda: now[0])
     before = signal.getsignal(signal.SIGINT)
     with Interrupt() as asked:
         assert not asked.asked

@@ -19,11 +19,11 @@ from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
-from headstart.train import loop
-from headstart.train.artifact import training
+from headstart.train import trainer
 from headstart.train.batches import collate
+from headstart.train.checks import check_training
 from headstart.train.joint import Drift, Joint
-from headstart.train.setup import check_training
+from headstart.train.training_artifact import training
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
 from tests.train.results import Killed, assert_same, metrics
@@ -153,7 +153,7 @@ def test_a_killed_run_goes_on_to_the_same_heads_and_adapter(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(tmp_path / "whole", joint=JOINT)
-    original, left = loop._Run._step, [10]
+    original, left = trainer._Trainer._step, [10]
 
     def step(self: Any, *args: Any) -> float:
         left[0] -= 1
@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_to_the_same_heads_and_adapter(
             raise Killed
         return original(self, *args)
 
-    monkeypatch.setattr(loop._Run, "_step", step)
+    monkeypatch.setattr(trainer._Trainer, "_step", step)
     with pytest.raises(Killed):
         run(tmp_path / "killed", joint=JOINT)
     monkeypatch.undo()
@@ -186,7 +186,7 @@ def test_records_of_heads_alone_are_as_they_were(
     assert of(recipe(joint=JOINT)).name != of(recipe()).name
 
 
-def test_what_cannot_work_is_refused(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_work_is_refused(recipe: Callable[..., Recipe]) -> None:
     both = parse_recipe(
         {**recipe(joint=JOINT).model_dump(mode="json"), "target": {"spec": "tiny", "adapter": "some/adapter"}}
     )
@@ -198,9 +198,6 @@ def test_what_cannot_work_is_refused(recipe: Callable[..., Recipe], monkeypatch:
         with pytest.raises(UserError, match=rf"train\.joint .*{key}") as refused:
             check_training(parse_recipe(values))
         assert key in refused.value.remedy
-    monkeypatch.setattr("headstart.train.joint.is_sharded", lambda: True)
-    with pytest.raises(UserError, match="FSDP"):
-        check_training(recipe(joint=JOINT))
 
 
 def test_layers_of_other_kinds_are_adapted_too(recipe: Callable[..., Recipe]) -> None:

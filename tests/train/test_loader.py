@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
-from headstart.train import loop
-from headstart.train.batches import collate
-from headstart.train.loader import read_ahead, sent
+from headstart.train import trainer
+from headstart.train.batches import collate, read_ahead
 from tests.train.conftest import Train
 from tests.train.results import assert_same
 
@@ -85,15 +83,7 @@ def test_what_the_store_refuses_ends_the_training_as_it_is_said(
             raise UserError("A shard is cut short.", "Build the states again.")
         return collate(store, *args)
 
-    monkeypatch.setattr(loop, "collate", broken)
+    monkeypatch.setattr(trainer, "collate", broken)
     with pytest.raises(UserError, match="A shard is cut short"):
         run(tmp_path)
     assert not [thread for thread in threading.enumerate() if "headstart-batches" in thread.name]
-
-
-def test_every_tensor_of_a_batch_goes_to_the_device() -> None:
-    batch = HeadBatch(*batch_of(1)[0].__dict__.values())
-    batch.starts_BT = batch.subsampled_steps_BT = torch.zeros(1, 1, dtype=torch.long)
-    found = sent(batch, torch.device("meta"))
-    made = [value for value in [*found.__dict__.values(), *found.states.values()] if isinstance(value, Tensor)]
-    assert len(made) == 5 and all(tensor.is_meta for tensor in made)

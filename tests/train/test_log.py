@@ -17,12 +17,10 @@ from headstart.errors import UserError
 from headstart.heads.io import load_heads
 from headstart.recipes.recipe import Recipe
 from headstart.target.model import Target
-from headstart.train import decoded, loop
-from headstart.train.decoded import decode, validation_prompts
-from headstart.train.display import Display
-from headstart.train.log import Log
-from headstart.train.loop import train
-from headstart.train.watch import LossWatch
+from headstart.train import trainer, validation
+from headstart.train.trainer import train
+from headstart.train.training_log import Display, Log, LossWatch
+from headstart.train.validation import decode, validation_prompts
 from tests.train.conftest import Train
 from tests.train.results import assert_same, metrics
 from tests.train.test_golden import HEADS
@@ -70,7 +68,7 @@ def test_what_ends_a_training_is_in_its_log(run: Train, tmp_path: Path, monkeypa
     def full(*_: Any) -> float:
         raise OSError(28, "full")
 
-    monkeypatch.setattr(loop._Run, "_step", full)
+    monkeypatch.setattr(trainer._Trainer, "_step", full)
     with pytest.raises(OSError, match="full"):
         run(tmp_path)
     assert lines(tmp_path)[-1] == "Error: [Errno 28] full"
@@ -81,7 +79,7 @@ def test_progress_is_a_line_a_minute(tmp_path: Path, terminal: bool) -> None:
     to = console(terminal)
     with Log(to, tmp_path) as log, Display(log, 0.0) as display:
         for second in range(0, 200, 10):
-            display.step(second / 200, float(second), second, 2.0, 1e-3, 50.0)
+            display.step(second / 200, float(second), f"step {second} · loss 2.0")
     steps = ["30% · step 60 ", "60% · step 120 ", "90% · step 180 "]
     assert [line[: len(start)] for line, start in zip(lines(tmp_path), steps, strict=True)] == steps
     plain = [line for line in shown(to).splitlines() if line.startswith(tuple(steps))]
@@ -91,12 +89,12 @@ def test_progress_is_a_line_a_minute(tmp_path: Path, terminal: bool) -> None:
 def test_a_loss_far_above_its_running_median_is_said_once(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = loop._Run._step
+    take = trainer._Trainer._step
 
     def diverging(self: Any, *args: Any) -> float:
         return take(self, *args) * (5 if self.trainer_state.step in (25, 26) else 1)
 
-    monkeypatch.setattr(loop._Run, "_step", diverging)
+    monkeypatch.setattr(trainer._Trainer, "_step", diverging)
     to = console()
     run(tmp_path, to, steps=28)
     (said,) = (line for line in lines(tmp_path) if "times the median" in line)
@@ -121,8 +119,8 @@ def test_heads_in_training_decode_as_they_will(
     name: str,
 ) -> None:
     """And training takes no notice: the same heads, bit by bit."""
-    monkeypatch.setattr(decoded, "NEW_TOKENS", 12)
-    monkeypatch.setattr(decoded, "PROMPTS", 2)
+    monkeypatch.setattr(validation, "NEW_TOKENS", 12)
+    monkeypatch.setattr(validation, "PROMPTS", 2)
     for folder, every in (("without", None), ("with", 2)):
         settings = recipe(heads={"family": name, **HEADS[name]}, steps=4, noise=0.1, decode_every=every)
         train(settings, tiny_target, train_store, valid_store, tmp_path / folder)
@@ -132,9 +130,9 @@ def test_heads_in_training_decode_as_they_will(
     said = [line for line in lines(tmp_path / "with") if "decoding" in line]
     assert [line.split(" · ")[0] for line in said] == ["step 2", "step 4"]
     heads = load_heads(tmp_path / "with" / "last", tiny_target)
-    found = decode(heads, heads.state_dict(), tiny_target, valid_store)
-    assert found.told == f"decoding 2 prompts: {found.tau:.2f} tokens per round"
-    assert said[-1] == f"step 4 · {found.told}"
+    found = decode(heads, tiny_target, valid_store)
+    assert found.summary == f"decoding 2 prompts: {found.tau:.2f} tokens per round"
+    assert said[-1] == f"step 4 · {found.summary}"
     assert 1 <= len(found.acceptance) <= heads.draft_steps and all(0 <= share <= 1 for share in found.acceptance)
     assert not any("decoding" in line for line in lines(tmp_path / "without"))
 

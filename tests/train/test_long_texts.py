@@ -17,7 +17,7 @@ from headstart.target.model import Target
 from headstart.train import summing
 from headstart.train.losses import find_loss
 from headstart.train.summing import Teacher, weighted
-from headstart.train.unrolled import Unrolled
+from headstart.train.wrapped import Unrolled
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 

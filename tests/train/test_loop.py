@@ -16,26 +16,25 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from safetensors.torch import load_file
 
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, families
+from headstart.heads.base import families
 from headstart.heads.io import load_heads
 from headstart.heads.parts.residual import head_hidden
 from headstart.recipes.recipe import Recipe
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
-from headstart.train import loop
+from headstart.train import trainer
 from headstart.train.batches import collate, predictions
-from headstart.train.loop import train
 from headstart.train.losses import LOSSES
-from headstart.train.setup import build_heads
+from headstart.train.starting_heads import build_heads
 from headstart.train.summing import Teacher, summed_plain, weighted
-from headstart.train.unrolled import Unrolled
+from headstart.train.trainer import train
+from headstart.train.wrapped import Unrolled
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
 from tests.train.results import Killed, metrics, weights
@@ -85,7 +84,7 @@ def test_accumulation_equals_larger_batches(run: Train, tmp_path: Path, train_st
     """All conversations in one step, as one batch or as several: the same gradient up to the order of sums. Where it is
     near zero Adam makes a share of the learning rate (3e-3) of that difference, hence the absolute tolerance."""
     complete = run(tmp_path / "whole", steps=3, epochs=3, batch_tokens=100_000)
-    batches = len(loop.epoch_batches(train_store.lengths, 128, seed=0, epoch=0))
+    batches = len(trainer.epoch_batches(train_store.lengths, 128, seed=0, epoch=0))
     assert batches > 3
     parts = run(tmp_path / "parts", steps=3, epochs=3, batch_tokens=128, gradient_accumulation_steps=batches)
     one, other = weights(complete.last_folder), weights(parts.last_folder)
@@ -106,7 +105,7 @@ def test_states_of_another_model_are_refused(
 
 
 def test_epochs_bound_a_run_and_its_schedule(run: Train, tmp_path: Path, train_store: StateStore) -> None:
-    per_epoch = len(loop.epoch_batches(train_store.lengths, 128, seed=0, epoch=0))
+    per_epoch = len(trainer.epoch_batches(train_store.lengths, 128, seed=0, epoch=0))
     assert run(tmp_path, steps=None, epochs=2).steps == 2 * per_epoch
 
 
@@ -124,7 +123,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_conversation(
 def test_a_gradient_that_is_not_finite_names_the_batch(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "find_loss", lambda name: lambda logits, probs: logits.sum(-1) * math.inf)
+    monkeypatch.setattr(trainer, "find_loss", lambda name: lambda logits, probs: logits.sum(-1) * math.inf)
     with pytest.raises(UserError, match=r"at step 1 .*its batches held training conversations \d+"):
         run(tmp_path)
 
@@ -220,8 +219,7 @@ def test_the_loop_learns_from_the_loss_that_is_asked_for(
     batch = collate(train_store, list(range(len(train_store))), [FINAL], torch.float32, torch.device("cpu"))
     teacher_logits = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
     total = sum(
-        0.8**step
-        * summed_plain(LOSSES[name], one.hidden_MH, one.lm_head_DH, teacher_logits, one.source_M, torch.ones(1))
+        0.8**step * summed_plain(LOSSES[name], one, teacher_logits, torch.ones(1))
         for step, one in enumerate(heads.unroll(batch))
     )
     before, after = (row["loss"] for row in metrics(tmp_path)[1:])
@@ -253,13 +251,13 @@ def test_noise_is_another_in_every_batch_of_every_step(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[tuple[int, ...]] = []
-    original = loop.noisy
+    original = trainer.noisy
 
     def noisy(batch: Any, noise: float, seed: Any) -> Any:
         seeds.append(tuple(seed))
         return original(batch, noise, seed)
 
-    monkeypatch.setattr(loop, "noisy", noisy)
+    monkeypatch.setattr(trainer, "noisy", noisy)
     run(tmp_path, steps=3, gradient_accumulation_steps=2, noise=0.1, seed=4)
     assert seeds == [(4, step, index) for step in range(3) for index in range(2)]
 
@@ -305,26 +303,10 @@ def test_a_bfloat16_target_trains_in_mixed_precision_with_float32_weights(
     assert {tensor.dtype for tensor in weights(result.last_folder).values()} == {torch.float32, torch.int64}
 
 
-def test_what_a_draft_costs_is_counted_before_the_heads_are_wrapped(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What accelerate makes of them may hold a part of each weight only."""
-    order: list[str] = []
-    prepare, count = Accelerator.prepare, DraftHead.flops_per_draft
-
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: (order.append(name), function(*args))[1]
-
-    monkeypatch.setattr(Accelerator, "prepare", noted("prepare", prepare))
-    monkeypatch.setattr(DraftHead, "flops_per_draft", noted("count", count))
-    run(tmp_path, steps=1)
-    assert order == ["count", "prepare"]
-
-
 def test_validation_keeps_no_states(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they would take the room of the training batches."""
     read: list[weakref.ref[Any]] = []
-    original = loop.collate
+    original = trainer.collate
 
     def collated(store: StateStore, *args: Any) -> Any:
         batch = original(store, *args)
@@ -336,8 +318,8 @@ def test_validation_keeps_no_states(run: Train, tmp_path: Path, monkeypatch: pyt
         gc.collect()
         raise Killed(sum(one() is not None for one in read))
 
-    monkeypatch.setattr(loop, "collate", collated)
-    monkeypatch.setattr(loop._Run, "_step", alive_at_first_step)
+    monkeypatch.setattr(trainer, "collate", collated)
+    monkeypatch.setattr(trainer._Trainer, "_step", alive_at_first_step)
     with pytest.raises(Killed) as stopped:
         run(tmp_path)
     assert len(read) > 1 and stopped.value.args == (0,)

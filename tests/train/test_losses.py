@@ -124,11 +124,16 @@ def _teacher_logits(rows: int, drafts: int = DRAFTS, size: int = 4) -> TeacherLo
     return TeacherLogits(torch.randn(rows, drafts), torch.randn(rows, size), torch.arange(-2, rows).clamp_min(-1))
 
 
-def _problem(trained: bool) -> tuple[Tensor, Tensor, TeacherLogits, Tensor, Tensor]:
+def _predicted(hidden_MH: Tensor, lm_head_DH: Tensor, source_M: Tensor, **of_lm_head: Any) -> StepPrediction:
+    return StepPrediction(hidden_MH, lm_head_DH, source_M, source_M, **of_lm_head)
+
+
+def _problem(trained: bool) -> tuple[StepPrediction, TeacherLogits, Tensor]:
     torch.manual_seed(0)
     hidden_MH = torch.randn(ROWS, WIDTH, requires_grad=True)
     lm_head_DH = torch.randn(DRAFTS, WIDTH, requires_grad=trained)
-    return hidden_MH, lm_head_DH, _teacher_logits(9), torch.randint(2, 11, (ROWS,)), torch.rand(ROWS)
+    teacher_logits, source_M = _teacher_logits(9), torch.randint(2, 11, (ROWS,))
+    return _predicted(hidden_MH, lm_head_DH, source_M), teacher_logits, torch.rand(ROWS)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -138,10 +143,11 @@ def _problem(trained: bool) -> tuple[Tensor, Tensor, TeacherLogits, Tensor, Tens
 def test_the_pass_over_blocks_equals_the_plain_sum(name: str, trained: bool, mixed: bool) -> None:
     results = []
     for way in (summed, summed_plain):
-        hidden_MH, lm_head_DH, *rest = _problem(trained)
+        prediction, teacher_logits, weight_M = _problem(trained)
         with torch.autocast("cpu", dtype=torch.bfloat16) if mixed else nullcontext():
-            total = way(LOSSES[name], hidden_MH, lm_head_DH, *rest)
+            total = way(LOSSES[name], prediction, teacher_logits, weight_M)
         (3 * total).backward()
+        hidden_MH, lm_head_DH = prediction.hidden_MH, prediction.lm_head_DH
         assert (lm_head_DH.grad is not None) == trained
         results.append([total.detach(), hidden_MH.grad, *([lm_head_DH.grad] if trained else [])])
     for fast, plain in zip(*results, strict=True):
@@ -176,7 +182,7 @@ def test_logits_of_all_predictions_never_exist(scheme: Any) -> None:
         weighted(steps, losses.soft_ce, teacher_logits, 0.8, scheme).backward()
     assert largest.numbers <= 4 * 40 * 2 < 40 * DRAFTS, "what the LM head reads is the largest: no step's whole table"
     with _Largest() as largest:
-        summed_plain(losses.soft_ce, hidden_MH, lm_head_DH, teacher_logits, origin_M, torch.ones(40))
+        summed_plain(losses.soft_ce, steps[0], teacher_logits, torch.ones(40))
     assert largest.numbers == 40 * DRAFTS, "the plain way has one"
 
 
@@ -187,7 +193,7 @@ def test_float16_gradients_do_not_overflow_before_they_are_scaled() -> None:
     teacher_logits = TeacherLogits(torch.tensor([[-60.0, 0.0]]), torch.zeros(1, 1), torch.tensor([0]))
     with torch.autocast("cpu", dtype=torch.float16):
         source_M, weight_M = torch.zeros(400, dtype=torch.long), torch.ones(400)
-        total = summed(losses.soft_ce, hidden_MH, lm_head_DH, teacher_logits, source_M, weight_M)
+        total = summed(losses.soft_ce, _predicted(hidden_MH, lm_head_DH, source_M), teacher_logits, weight_M)
     (1e-3 * total).backward()
     assert lm_head_DH.grad is not None
     torch.testing.assert_close(lm_head_DH.grad, torch.tensor([[400.0, 400.0], [-400.0, -400.0]]))
@@ -197,7 +203,7 @@ def test_a_step_without_predictions_costs_nothing_and_has_a_gradient() -> None:
     teacher_logits = TeacherLogits(torch.randn(2, 5), torch.zeros(2, 1), torch.tensor([0, 1]))
     hidden_MH, lm_head_DH = torch.zeros(0, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     nowhere = torch.zeros(0, dtype=torch.long)
-    total = summed(losses.soft_ce, hidden_MH, lm_head_DH, teacher_logits, nowhere, torch.zeros(0))
+    total = summed(losses.soft_ce, _predicted(hidden_MH, lm_head_DH, nowhere), teacher_logits, torch.zeros(0))
     total.backward()
     assert total.item() == 0
     assert hidden_MH.grad is not None and hidden_MH.grad.shape == (0, 3)
@@ -206,8 +212,9 @@ def test_a_step_without_predictions_costs_nothing_and_has_a_gradient() -> None:
 
 def test_a_source_that_no_supervised_token_follows_is_refused() -> None:
     teacher_logits = TeacherLogits(torch.randn(1, 5), torch.zeros(1, 1), torch.tensor([-1, 0]))
+    prediction = _predicted(torch.zeros(1, 3), torch.zeros(5, 3), torch.tensor([0]))
     with pytest.raises(AssertionError, match="supervised"):
-        summed(losses.soft_ce, torch.zeros(1, 3), torch.zeros(5, 3), teacher_logits, torch.tensor([0]), torch.ones(1))
+        summed(losses.soft_ce, prediction, teacher_logits, torch.ones(1))
 
 
 @pytest.mark.parametrize("finish", [None, Finish(divisor=2.0, cap=3.0)], ids=str)
@@ -216,15 +223,15 @@ def test_columns_that_do_not_learn_get_no_gradient_and_alpha_is_noted(finish: Fi
     torch.manual_seed(0)
     hidden_MH, lm_head_DH = torch.randn(40, 5, requires_grad=True), torch.randn(DRAFTS, 5, requires_grad=True)
     teacher_logits = TeacherLogits(torch.randn(40, DRAFTS), torch.zeros(40, 1), torch.arange(40))
-    operands = (hidden_MH, lm_head_DH, teacher_logits, torch.arange(40), torch.rand(40))
+    prediction = _predicted(hidden_MH, lm_head_DH, torch.arange(40), finish=finish, frozen_columns=3)
+    operands = (losses.soft_ce, prediction, teacher_logits, torch.rand(40))
     every = [hidden_MH, lm_head_DH]
-    wanted = torch.autograd.grad(summed_plain(losses.soft_ce, *operands, None, finish), every)
+    wanted = torch.autograd.grad(summed_plain(*operands), every)
     alpha_M = torch.zeros(40)
-    found = torch.autograd.grad(summed(losses.soft_ce, *operands, None, finish, 3, alpha_M), every)
+    found = torch.autograd.grad(summed(*operands, alpha_M), every)
     torch.testing.assert_close(found[0], wanted[0])
     torch.testing.assert_close(found[1][:, 3:], wanted[1][:, 3:], rtol=1e-5, atol=1e-5)
     assert not found[1][:, :3].any()
-    prediction = StepPrediction(hidden_MH, lm_head_DH, torch.arange(40), torch.arange(40), finish=finish)
     torch.testing.assert_close(alpha_M, agreement(prediction, teacher_logits)[0])
 
 

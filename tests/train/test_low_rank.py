@@ -16,11 +16,11 @@ from headstart.heads.io import load_heads, save_heads
 from headstart.recipes.recipe import Recipe
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.train import loop
+from headstart.train import trainer
 from headstart.train.batches import collate
-from headstart.train.low_rank import LowRank, learning_numbers, matrices
-from headstart.train.setup import build_heads, check_training
-from headstart.train.unrolled import Unrolled
+from headstart.train.checks import check_training
+from headstart.train.starting_heads import build_heads
+from headstart.train.wrapped import LowRank, Unrolled, learning_numbers, matrices
 from tests.train.conftest import Train
 from tests.train.results import assert_same, metrics, weights
 from tests.train.test_golden import HEADS
@@ -120,13 +120,13 @@ def test_what_is_judged_are_the_heads_that_are_kept(
     given = adapted("medusa", earlier("medusa"), lr=0.05)
     run(tmp_path / "low", **given, steps=6, eval_every=6)
     taken: list[dict[str, torch.Tensor]] = []
-    judge = loop._Run._judge
+    judge = trainer._Trainer._judge
 
     def noted(self: Any, *args: Any) -> None:
         taken.append({key: tensor.clone() for key, tensor in self.heads.state_dict().items()})
         judge(self, *args)
 
-    monkeypatch.setattr(loop._Run, "_judge", noted)
+    monkeypatch.setattr(trainer._Trainer, "_judge", noted)
     last = str(tmp_path / "low" / "last")
     run(tmp_path / "full", heads=given["heads"], start_from=last, steps=1, eval_every=1, lr=1e-9)
     kept = weights(tmp_path / "low" / "last")
@@ -153,7 +153,6 @@ def test_what_cannot_work_is_refused(
     earlier: Callable[[str], Path],
     tiny_target: Target,
     train_store: StateStore,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = earlier("medusa")
     with pytest.raises(UserError, match=r"train\.start_from names none"):
@@ -163,6 +162,3 @@ def test_what_cannot_work_is_refused(
     other = {**adapted("medusa", folder), "heads": {"num_heads": 3}}
     with pytest.raises(UserError, match=r"heads\.num_heads is 3 where they have 2"):
         build_heads(recipe(**other), tiny_target, train_store)
-    monkeypatch.setattr("headstart.train.low_rank.is_sharded", lambda: True)
-    with pytest.raises(UserError, match="FSDP"):
-        check_training(recipe(**adapted("medusa", folder)))

@@ -1,4 +1,4 @@
-"""`python -m headstart.train`: in a process of its own, killed and run again, and on two processes."""
+"""`python -m headstart.train` is `headstart train`: in a process of its own, killed and run again, on two processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headstart.recipes.recipe import load_recipe
 from headstart.support.artifacts import referred
 from headstart.support.lock import locked
 from headstart.target.loading import load_target
-from headstart.train.loop import train
+from headstart.train.trainer import train
 from tests.train.conftest import clean_environment
 
 
@@ -49,13 +49,15 @@ def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
     # It ends itself in the middle of step 8, as a kill from outside would end it.
     kill = "\n".join(
         [
-            "import os, signal",
-            "from headstart.train import __main__, loop",
-            "take = loop._Run._step",
+            "import os, signal, sys",
+            "from headstart.cli.app import main",
+            "from headstart.train import trainer",
+            "take = trainer._Trainer._step",
             "def step(run, *rest):",
             "    return take(run, *rest) if run.trainer_state.step < 7 else os.kill(os.getpid(), signal.SIGKILL)",
-            "loop._Run._step = step",
-            "__main__.app()",
+            "trainer._Trainer._step = step",
+            "sys.argv.insert(1, 'train')",
+            "main()",
         ]
     )
     words[words.index("-m") : words.index("headstart.train") + 1] = ["-c", kill]
@@ -78,8 +80,8 @@ def test_two_processes_do_what_one_does_with_twice_the_accumulation(
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert (run / "train" / "result.json").is_file()
-    assert "Training on 2 processes" in done.stderr
-    assert done.stderr.count("Training on") == 1, "only the main process speaks"
+    assert "Training on 2 processes" in done.stdout
+    assert done.stdout.count("Training on") == 1, "only the main process speaks"
     both = load_heads(run / "train" / "last").state_dict()
     alone_folder = tmp_path / "alone"
     alone = load_heads(here(file, alone_folder, "train.gradient_accumulation_steps=2")).state_dict()
@@ -92,14 +94,6 @@ def test_two_processes_do_what_one_does_with_twice_the_accumulation(
     assert first["predictions"] == second["predictions"] and first["tau"] == second["tau"]
 
 
-def test_missing_states_say_how_to_make_them(tmp_path: Path) -> None:
-    done = run_to_end("quickstart", "train.lr=1e-4", "--run-dir", tmp_path)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert f"no stored states at {tmp_path}/data/states/train" in done.stderr
-    assert f"headstart data build quickstart train.lr=1e-4 --run-dir {tmp_path}" in done.stderr
-
-
 def test_a_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Path, Path]]) -> None:
     file, run = workplace(steps=1)
     with locked(run):
@@ -110,18 +104,32 @@ def test_a_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Pa
     assert not (run / "train").exists()
 
 
+def test_both_ways_to_type_it_leave_the_same_records(
+    workplace: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    records = []
+    for name, words in (("module", ["-m", "headstart.train"]), ("command", ["-m", "headstart", "train"])):
+        file, run = workplace(tmp_path / name, steps=1)
+        done = subprocess.run(
+            [sys.executable, *words, str(file), "--run-dir", str(run)], env=clean_environment(), capture_output=True
+        )
+        assert done.returncode == 0, done.stderr
+        records.append(json.loads((run / "stages" / "train.json").read_text()))
+    one, other = ({**record, "seconds": 0} for record in records)
+    assert one == other and one["whole"]
+
+
 def test_it_says_so_when_the_launcher_starts_fewer_processes_than_asked(
     workplace: Callable[..., tuple[Path, Path]],
 ) -> None:
     file, run = workplace(steps=1)
     done = run_to_end(file, "--run-dir", run, MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="True")
     assert done.returncode == 0, done.stderr
-    assert "Training on 1 process (cpu, float32, 1 CPU threads each)" in done.stderr
-    assert "asked for more processes, but only this one runs" in done.stderr
+    assert "Training on 1 process (cpu, float32, 1 CPU threads each)" in done.stdout
+    assert "asked for more processes, but only this one runs" in done.stdout
     assert load_recipe(str(run / "recipe.yaml")) == load_recipe(str(file)), "what `headstart train` keeps, too"
     commands = json.loads((run / "provenance.json").read_text())["commands"]
-    assert "headstart/train/__main__.py" in commands[0]["argv"][0] and commands[0]["versions"]["torch"]
+    assert "headstart/train/__main__.py" in commands[-1]["argv"][0] and commands[-1]["versions"]["torch"]
     assert (run / "train").resolve() == referred(run, "train").resolve()
     again = run_to_end(file, "--run-dir", run)
-    assert again.returncode == 0 and "trained already" in again.stderr
-    assert "best heads (step" in done.stderr
+    assert again.returncode == 0 and "4/4 train  done" in again.stdout

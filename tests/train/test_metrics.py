@@ -12,9 +12,8 @@ from headstart.heads.base import HeadBatch, StepPrediction
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.train import summing
-from headstart.train.display import Display
-from headstart.train.log import Log
-from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage, pick_vocabulary
+from headstart.train.training_log import Display, Log
+from headstart.train.validation import Tally, Validation, chosen_tokens, coverage, pick_vocabulary
 
 DEVICE = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from headstart.data.states.store import StateStore
 from headstart.recipes.recipe import Recipe
 from headstart.support.files import read_jsonl
 from headstart.target.model import Target
-from headstart.train.loop import train
+from headstart.train.trainer import train
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.test_golden import GOLDEN, HEADS

@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data.conversations.records import write_conversations
+from headstart.data.conversations.records import read_conversations
 from headstart.data.states.online import OnlineStates
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import make_config
 from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
+from headstart.support.artifacts import references
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.train import loop
-from headstart.train.artifact import training
-from headstart.train.loop import train
-from headstart.train.setup import check_training, online_states
+from headstart.train import trainer
+from headstart.train.checks import check_training
+from headstart.train.trainer import train
+from headstart.train.training_artifact import training
 from tests.train.conftest import conversations
 from tests.train.results import assert_same, metrics
 from tests.train.test_golden import HEADS
@@ -69,7 +70,7 @@ def test_every_family_trains_online_as_from_the_store(
 ) -> None:
     """Losses within what the golden runs allow: Adam's first steps make a whole step of a rounding error."""
     read: list[list[list[int]]] = [[], []]
-    collate = loop.collate
+    collate = trainer.collate
     settings = recipe(heads={"family": name, **HEADS[name]}, steps=4, eval_every=1, lr=1e-3, prefetch=0)
     for taken, stores in zip(read, ((train_store, valid_store), online), strict=True):
 
@@ -77,7 +78,7 @@ def test_every_family_trains_online_as_from_the_store(
             taken.append(batch)
             return collate(store, batch, *rest)
 
-        monkeypatch.setattr(loop, "collate", noted)
+        monkeypatch.setattr(trainer, "collate", noted)
         train(settings, tiny_target, stores[0], stores[1], tmp_path / type(stores[0]).__name__)
     assert read[0] == read[1], "the same batches in the same order"
     stored, computed = (metrics(tmp_path / who) for who in ("StateStore", "OnlineStates"))
@@ -126,20 +127,14 @@ def test_the_command_trains_online_and_stores_nothing(
     workplace: Callable[..., tuple[Path, Path]], tiny_target: Target, tmp_path: Path
 ) -> None:
     file, run = workplace(steps=2)
-    (run / "data" / "states").unlink()
-    missing = run_to_end(file, "--run-dir", run, "data.states=online")
-    assert missing.returncode == 2 and "The run has no conversations at" in missing.stderr
-    folder = run / "data" / "conversations"
-    files = {split: folder / f"{split}.jsonl" for split in ("train", "calibration")}
-    for seed, (_, path) in enumerate(files.items()):
-        write_conversations(path, conversations(8, seed, tiny_target.vocab_size))
-    done = run_to_end(file, "--run-dir", run, "data.states=online")
+    online = run.with_name("online")
+    done = run_to_end(file, "--run-dir", online, "data.states=online")
     assert done.returncode == 0, done.stderr
+    files = [online / "data" / "conversations" / f"{split}.jsonl" for split in ("train", "calibration")]
+    stores = [OnlineStates(file, read_conversations(file), tiny_target, [FINAL]) for file in files]
     recipe = load_recipe(str(file), ["data.states=online"])
-    stores = online_states(recipe, tiny_target, files)
-    expected = train(recipe, tiny_target, stores["train"], stores["calibration"], tmp_path / "here").last_folder
-    assert_same(run / "train" / "last", expected)
-    assert not list(tmp_path.rglob("shard-*")) and not (run / "data" / "states").exists()
+    assert_same(online / "train" / "last", train(recipe, tiny_target, *stores, tmp_path / "here").last_folder)
+    assert not list((online / "data" / "states").iterdir()) and "states" not in references(online)
 
 
 def test_a_sharded_target_is_refused_where_it_would_have_to_be_whole(recipe: Callable[..., Recipe]) -> None:

@@ -16,7 +16,7 @@ from headstart.heads.base import DraftHead, HeadBatch, origins
 from headstart.recipes.recipe import parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.train import loop
+from headstart.train import trainer
 from headstart.train.batches import collate, packed_batches, predictions, states_by_conversation
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
@@ -128,7 +128,7 @@ def test_a_packed_conversation_that_is_not_finite_is_named(
             states_by_conversation(made)[batch.index(5)][0][-5:] = torch.nan
         return made
 
-    monkeypatch.setattr(loop, "collate", poisoned)
+    monkeypatch.setattr(trainer, "collate", poisoned)
     with pytest.raises(UserError, match="training conversations 5 are not finite"):
         run(tmp_path, packing=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headstart.train.position_weights import accept_until_failure, dpace, exponential, round_starts
+from headstart.train.losses import accept_until_failure, dpace, exponential, round_starts
 
 # A text of which drafts start at 0, 1 and 5; the draft from 5 ends after one step, that from 1 after two.
 ORIGINS = [torch.tensor([0, 1, 5]), torch.tensor([0, 1]), torch.tensor([0])]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import DistributedType
 
 from headstart.errors import UserError
 from headstart.recipes.recipe import Recipe
@@ -22,12 +21,8 @@ class Gpus:
     """Two GPUs, as torch and accelerate see them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current = 0
         self._patch = monkeypatch
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(
-            torch.cuda, "set_device", lambda device: setattr(self, "current", torch.device(device).index)
-        )
         monkeypatch.setattr(processes, "PartialState", self.state)
 
     def launch(self, rank: int, ranks: int) -> None:
@@ -49,13 +44,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_each_process_of_a_launcher_takes_a_gpu_of_its_own(gpus: Gpus, device: str) -> None:
     gpus.launch(1, 2)
-    assert processes.join_processes(device)[1] == "cuda:1"
+    assert processes.join_processes(device) == "cuda:1"
 
 
-def test_a_single_process_takes_the_gpu_it_is_told(gpus: Gpus) -> None:
-    assert processes.join_processes("auto")[1] == "cuda"
-    state, device = processes.join_processes("cuda:1")
-    assert (device, gpus.current, str(state.device)) == ("cuda:1", 1, "cuda")
+def test_a_process_alone_takes_the_gpu_of_its_recipe(gpus: Gpus) -> None:
+    assert processes.join_processes("cuda:1") is None
 
 
 def test_one_gpu_for_several_processes_is_refused(gpus: Gpus) -> None:
@@ -66,45 +59,22 @@ def test_one_gpu_for_several_processes_is_refused(gpus: Gpus) -> None:
 
 
 def test_a_cpu_among_gpus_trains_on_the_cpu(gpus: Gpus) -> None:
-    state, device = processes.join_processes("cpu")
-    assert device == "cpu" and str(state.device) == "cpu"
+    gpus.launch(1, 2)
+    assert processes.join_processes("cpu") == "cpu"
 
 
 def test_a_target_elsewhere_than_its_training_is_refused(
     recipe: Callable[..., Recipe], tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def elsewhere(**_: Any) -> Any:
-        return SimpleNamespace(device=torch.device("meta"), distributed_type=DistributedType.NO)
+        return SimpleNamespace(device=torch.device("meta"))
 
     monkeypatch.setattr(processes, "Accelerator", elsewhere)
     with pytest.raises(UserError, match="The target is on cpu, and this process trains on meta"):
         processes.make_accelerator(recipe(), tiny_target, tmp_path)
 
 
-def test_ram_efficient_loading_is_refused_before_the_target_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other processes than the first would train on weights that nobody read."""
-    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        monkeypatch.setenv(name, "true")
-    with pytest.raises(UserError, match="only one process of a machine would get the target's weights"):
+def test_fsdp_is_refused_before_the_target_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="the launcher asks for FSDP"):
         processes.join_processes("cpu")
-
-
-@pytest.mark.parametrize(
-    ("version", "settings", "problem"), [(1, {}, "this is FSDP1"), (2, {"optimizer": "muon"}, "keeps one optimiser")]
-)
-def test_what_fsdp_cannot_train_is_refused(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    version: int,
-    settings: dict[str, Any],
-    problem: str,
-) -> None:
-    def sharding(**_: Any) -> Any:
-        state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
-        return SimpleNamespace(device=torch.device("cpu"), distributed_type=DistributedType.FSDP, state=state)
-
-    monkeypatch.setattr(processes, "Accelerator", sharding)
-    with pytest.raises(UserError, match=problem):
-        processes.make_accelerator(recipe(**settings), tiny_target, tmp_path)

@@ -17,20 +17,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headstart.data.conversations.records import write_conversations
+from headstart.data.conversations.records import read_conversations
 from headstart.data.states.store import StateStore
 from headstart.heads.base import HeadBatch, families, make_config
 from headstart.heads.io import load_heads
+from headstart.pipeline.run import execute
+from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import load_recipe
 from headstart.support.lock import locked
 from headstart.target.loading import load_target
-from headstart.target.model import Target
-from headstart.train import loop, order
-from headstart.train.artifact import training
+from headstart.train import batches, trainer
 from headstart.train.batches import collate, epoch_batches, epoch_steps, predictions
 from headstart.train.joint import Joint
+from headstart.train.training_artifact import training
+from tests.test_pipeline import quiet
 from tests.train import ranks
-from tests.train.conftest import clean_environment, conversations
+from tests.train.conftest import clean_environment
 from tests.train.test_golden import HEADS
 from tests.train.test_main import here, run_to_end
 
@@ -138,11 +140,13 @@ def train_alone(
     **settings: Any,
 ) -> None:
     """What two processes do, in this one."""
-    for module in (loop, order):
+    for module in (trainer, batches):
         monkeypatch.setattr(module, "epoch_batches", module.epoch_batches)
-    monkeypatch.setattr(loop, "make_optimizers", loop.make_optimizers)  # put back afterwards what is replaced there
+    monkeypatch.setattr(
+        trainer, "make_optimizers", trainer.make_optimizers
+    )  # put back afterwards what is replaced there
     monkeypatch.setattr(Joint, "optimizer", Joint.optimizer)
-    monkeypatch.setattr(loop._Run, "go", loop._Run.go)
+    monkeypatch.setattr(trainer._Trainer, "train", trainer._Trainer.train)
     do(str(target_folder), str(states), str(folder), gradient_accumulation_steps, how, **settings)
 
 
@@ -241,33 +245,19 @@ def test_packed_on_two_processes_every_family_trains_as_unpacked_on_one(
         assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
 
 
-def test_every_family_trains_with_its_weights_spread_over_the_processes(
-    together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = together(ranks.train_sharded, tiny_target_folder, states, tmp_path / "both")
-    assert_codes(ended, 0, 0)
-    accumulation = 2 * COUNT
-    train_alone(monkeypatch, tiny_target_folder, states, tmp_path / "alone", accumulation, ema=0.9)
-    for name in families():
-        alone = load_heads(tmp_path / "alone" / name / "last").state_dict()
-        both = load_heads(tmp_path / "both" / name / "last").state_dict()
-        assert_moved_alike(start_of(tmp_path / "alone" / name), alone, both)
-
-
 def test_a_target_of_which_each_process_holds_a_part_gives_the_same_heads(
-    together: Ranks, workplace: Callable[..., tuple[Path, Path]], tiny_target: Target
+    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
 ) -> None:
     """Not the last bit: a part of each sum is added on each process."""
     file, run = workplace(
         heads={"family": "eagle3", **HEADS["eagle3"]}, steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1, eval_every=2
     )
-    (run / "data" / "states").unlink()
-    texts = {"train": conversations(24, 0, tiny_target.vocab_size), "calibration": conversations(6, 1, 200)}
-    assert len(epoch_batches([len(one.tokens) for one in texts["calibration"]], 64, seed=0, epoch=0)) % COUNT == 1
+    recipe = load_recipe(str(file), ["data.states=online"])
     folders = [run.with_name(name) for name in ("sharded", "whole")]
     for folder, sharded in zip(folders, ("true", "false"), strict=True):
-        for split, made in texts.items():
-            write_conversations(folder / "data" / "conversations" / f"{split}.jsonl", made)
+        execute(quiet(folder, recipe), stages_until("states"))
+        lengths = [len(text.tokens) for text in read_conversations(folder / "data/conversations/calibration.jsonl")]
+        assert len(epoch_batches(lengths, 64, seed=0, epoch=0)) % COUNT == 1
         words = ["--run-dir", folder, "data.states=online", f"train.shard_target={sharded}"]
         ended = together(ranks.train_plainly, file, *words)
         assert_codes(ended, 0, 0)
@@ -300,9 +290,8 @@ def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
     assert_codes(resumed, 0, 0)
     assert "Going on from step 3" in resumed[0].text and "Training on 2 processes" in resumed[0].text
     assert not resumed[1].text, "only the main process speaks"
-    complete = tmp_path / "whole"
-    (complete / "data").mkdir(parents=True)
-    (complete / "data" / "states").symlink_to(run / "data" / "states")
+    assert json.loads((run / "stages" / "train.json").read_text())["whole"]
+    _, complete = workplace(tmp_path / "whole", steps=8)
     assert_codes(together(ranks.train, file, "--run-dir", complete), 0, 0)
     one, other = (load_heads(folder / "train" / "last").state_dict() for folder in (run, complete))
     for name in one:
@@ -323,9 +312,9 @@ def test_two_processes_go_on_where_one_was_stopped(
 
     def on_one(folder: Path, *stop: int) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(loop, "make_optimizers", loop.make_optimizers)
+            patch.setattr(trainer, "make_optimizers", trainer.make_optimizers)
             patch.setattr(Joint, "optimizer", Joint.optimizer)
-            patch.setattr(loop._Run, "_step", loop._Run._step)
+            patch.setattr(trainer._Trainer, "_step", trainer._Trainer._step)
             ranks.train_some_steps(str(tiny_target_folder), str(states), str(folder), COUNT, start_from, *stop)
 
     on_one(tmp_path / "whole")
@@ -349,8 +338,8 @@ def test_ctrl_c_keeps_the_step_and_ends_both(together: Ranks, workplace: Callabl
     assert [path.name for path in (run / "train" / "checkpoints").iterdir()] == ["step-00000004"]
     alone = run_to_end(file, "--run-dir", run, "train.gradient_accumulation_steps=2")
     assert alone.returncode == 0, alone.stderr
-    assert "A training on another number of processes of these heads is there" in alone.stderr
-    assert "Going on from step 4" in alone.stderr and last_row(run / "train")["step"] == 8
+    assert "A training on another number of processes of these heads is there" in alone.stdout
+    assert "Going on from step 4" in alone.stdout and last_row(run / "train")["step"] == 8
 
 
 def test_what_one_process_alone_refuses_is_said_once(
@@ -381,6 +370,9 @@ def test_refusals_are_one_sentence_from_one_process(
     ended = together(ranks.train, file, "--run-dir", run, "train.loss=foo")
     assert_codes(ended, 2, 2)
     assert_one_voice(ended, "Unknown loss 'foo'")
+    ended = together(ranks.train, file, "--run-dir", run, "data.conversations=30")
+    assert_codes(ended, 2, 2)
+    assert_one_voice(ended, "(conversations: data.conversations changed from 24 to 30)", "headstart data build")
     with locked(run):
         ended = together(ranks.train, file, "--run-dir", run)
     assert_codes(ended, 2, 2)

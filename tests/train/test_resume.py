@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from headstart.errors import UserError
-from headstart.train import loop
+from headstart.train import trainer
 from tests.train.conftest import Train
 from tests.train.results import Killed, assert_same, metrics
 
@@ -24,7 +24,7 @@ from tests.train.results import Killed, assert_same, metrics
 @pytest.fixture
 def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Stop a run dead after so many optimiser steps, as a kill would: no handler, no clean-up of its own."""
-    original = loop._Run._step
+    original = trainer._Trainer._step
 
     def arm(steps: int) -> None:
         left = [steps]
@@ -35,7 +35,7 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
             left[0] -= 1
             return original(self, *args)
 
-        monkeypatch.setattr(loop._Run, "_step", step)
+        monkeypatch.setattr(trainer._Trainer, "_step", step)
 
     yield arm
     monkeypatch.undo()
@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(
 def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
     """Families with dropout draw from it in every step."""
     seen: list[torch.Tensor] = []
-    original = loop.learning_rate_now
+    original = trainer.learning_rate_now
 
     def lr(*args: Any) -> float:
         torch.rand(1)
@@ -82,7 +82,7 @@ def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callab
         return original(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "learning_rate_now", lr)
+        patch.setattr(trainer, "learning_rate_now", lr)
         run(tmp_path / "whole")
         complete, seen[:] = list(seen), []
         kill_after(9)
@@ -124,8 +124,8 @@ def test_a_finished_run_that_was_best_at_its_very_end_stays_the_same(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint of the last step is written before that step is judged, and once more after it."""
-    rising, result = itertools.count(1.5, 0.1), loop.Tally.result
-    monkeypatch.setattr(loop.Tally, "result", lambda tally: dataclasses.replace(result(tally), tau=next(rising)))
+    rising, result = itertools.count(1.5, 0.1), trainer.Tally.result
+    monkeypatch.setattr(trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), tau=next(rising)))
     settings: dict[str, Any] = {"steps": 8, "save_every": 4, "eval_every": 6}
     first = run(tmp_path, **settings)
     assert first.metrics["step"] == 8
@@ -137,8 +137,8 @@ def test_the_best_heads_are_never_of_a_lost_future(
     run: Train, tmp_path: Path, kill_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
     """Killed after a validation that no checkpoint knows of, and gone on with towards another end."""
-    taus, result = iter([1.5, 1.4, 1.5, 1.9, 1.4]), loop.Tally.result
-    monkeypatch.setattr(loop.Tally, "result", lambda tally: dataclasses.replace(result(tally), tau=next(taus)))
+    taus, result = iter([1.5, 1.4, 1.5, 1.9, 1.4]), trainer.Tally.result
+    monkeypatch.setattr(trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), tau=next(taus)))
     start = run(tmp_path / "start", steps=1).heads_folder
     kill_after(6)
     with pytest.raises(Killed):
@@ -157,14 +157,14 @@ def test_ctrl_c_after_the_last_step_keeps_the_result_and_stops(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete = run(tmp_path / "whole", eval_every=100)
-    original = loop._Run._validate
+    original = trainer._Trainer._validate
 
     def validate(self: Any, *args: Any) -> None:
         if self.trainer_state.step == 12:
             signal.raise_signal(signal.SIGINT)
         original(self, *args)
 
-    monkeypatch.setattr(loop._Run, "_validate", validate)
+    monkeypatch.setattr(trainer._Trainer, "_validate", validate)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut", eval_every=100)
     assert (tmp_path / "cut" / "result.json").is_file()
@@ -173,14 +173,14 @@ def test_ctrl_c_after_the_last_step_keeps_the_result_and_stops(
 
 def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complete = run(tmp_path / "whole")
-    original = loop._Run._step
+    original = trainer._Trainer._step
 
     def step(self: Any, *args: Any) -> float:
         if self.trainer_state.step == 5:
             signal.raise_signal(signal.SIGINT)
         return original(self, *args)
 
-    monkeypatch.setattr(loop._Run, "_step", step)
+    monkeypatch.setattr(trainer._Trainer, "_step", step)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut")
     monkeypatch.undo()
@@ -191,16 +191,16 @@ def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypat
 def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, take = [1000.0], loop._Run._step
-    monkeypatch.setattr(loop, "monotonic", lambda: clock[0])
+    clock, take = [1000.0], trainer._Trainer._step
+    monkeypatch.setattr(trainer, "monotonic", lambda: clock[0])
     rates: list[float] = []
 
-    def ten_seconds(self: Any, group: Any, batches: Any, count: int, lr: float, round_starts_only: bool) -> float:
+    def ten_seconds(self: Any, *args: Any) -> float:
         clock[0] += 10
-        rates.append(lr)
-        return take(self, group, batches, count, lr, round_starts_only)
+        rates.append(self.trainer_state.lr)
+        return take(self, *args)
 
-    monkeypatch.setattr(loop._Run, "_step", ten_seconds)
+    monkeypatch.setattr(trainer._Trainer, "_step", ten_seconds)
     settings: dict[str, Any] = {"steps": None, "minutes": 2, "epochs": 100_000, "eval_every": 10**6, "warmup": 0.0}
     assert run(tmp_path, **settings).steps == 12
     assert metrics(tmp_path)[-1]["elapsed_seconds"] == 120

@@ -20,8 +20,9 @@ from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.train.loop import train
-from headstart.train.setup import build_heads, check_training, take_over
+from headstart.train.checks import check_training
+from headstart.train.starting_heads import build_heads, take_over
+from headstart.train.trainer import train
 from tests.train.conftest import conversations
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,21 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
-from headstart.recipes.recipe import Recipe, recipe_text
-from headstart.target.fitting import FINAL
+from headstart.pipeline.run import Run, execute
+from headstart.pipeline.stages import stages_until
+from headstart.pipeline.together import train_together
+from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.target.teacher import TeacherModel, load_teacher, save_teacher
-from headstart.train.loop import train
-from headstart.train.setup import open_target
+from headstart.train.trainer import train
+from tests.test_pipeline import quiet, tiny_recipe
 from tests.tiny import tiny_model
-from tests.train.conftest import Train, conversations
+from tests.train.conftest import Train
 from tests.train.results import assert_same, metrics
 from tests.train.test_golden import HEADS
-from tests.train.test_main import run_to_end
 
 
 @pytest.fixture(scope="module")
@@ -61,87 +60,62 @@ def test_decoding_while_training_wants_the_target(run: Train, taught: TeacherMod
 
 
 class Place:
-    """A run whose states were written here, for a target that may then go away."""
+    """A run whose data was written here, with a target that may then go away."""
 
-    def __init__(self, folder: Path, target_folder: Path, recipe: Callable[..., Recipe]) -> None:
-        self.target_folder = folder / "target"
+    def __init__(self, folder: Path, target_folder: Path) -> None:
+        self.target_folder, self.run = folder / "target", folder / "runs" / "run"
         shutil.copytree(target_folder, self.target_folder)
-        self.target = load_target(str(self.target_folder), "float32", "cpu")
-        self.states, self._recipe = folder / "runs" / "run" / "data" / "states", recipe
-        for split, seed in (("train", 0), ("calibration", 1)):
-            made = conversations(8, seed, self.target.vocab_size)
-            build_store(self.states / split, made, self.target, [FINAL], budget_bytes=10**8, shards=self.states)
+        self._recipe = tiny_recipe(folder, self.target_folder)
+        execute(quiet(self.run, self._recipe), stages_until("states"))
 
-    def teach(self) -> Path:
-        folder = save_teacher(self.states, self.target)
-        assert folder is not None
-        return folder
+    def recipe(self, **sections: dict[str, Any]) -> Recipe:
+        values = self._recipe.model_dump(mode="json")
+        return parse_recipe({**values, **{name: {**values[name], **change} for name, change in sections.items()}})
 
-    def recipe(self, dtype: str = "auto", spec: str = "", adapter: str | None = None, **settings: Any) -> Recipe:
-        section = {"spec": spec or str(self.target_folder), "dtype": dtype, "device": "cpu", "adapter": adapter}
-        values = self._recipe(**settings).model_dump(mode="json", exclude_defaults=True)
-        return Recipe.model_validate({**values, "target": section})
-
-    def open(self, **changes: Any) -> Any:
-        return open_target(self.recipe(**changes), StateStore(self.states / "train"), "cpu")
+    def train(self, **sections: dict[str, Any]) -> str:
+        """What `headstart train` says."""
+        console = Console(file=StringIO(), width=500)
+        train_together(Run(self.recipe(**sections), self.run, console))
+        return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def place(tmp_path: Path, tiny_target_folder: Path, recipe: Callable[..., Recipe]) -> Place:
-    return Place(tmp_path, tiny_target_folder, recipe)
+def place(tmp_path: Path, tiny_target_folder: Path) -> Place:
+    return Place(tmp_path, tiny_target_folder)
+
+
+NOT_LOADED = "The target itself is not loaded"
 
 
 def test_the_teacher_is_taken_where_it_is_enough(place: Place) -> None:
-    assert isinstance(place.open(dtype="float32"), Target), "there is none"
-    place.teach()
-    assert isinstance(place.open(), TeacherModel) and isinstance(place.open(dtype="float32"), TeacherModel)
-    assert place.open().dtype == torch.float32, "auto is the dtype of the states"
-    assert isinstance(place.open(dtype="bfloat16"), Target), "asked for otherwise"
-    assert isinstance(place.open(decode_every=2), Target)
-    with pytest.raises(UserError, match="No adapter at /nowhere"):
-        place.open(adapter="/nowhere")
-    deep = {"family": "eagle3", "aux_layers": (1, 2), "num_layers": 2}
-    assert isinstance(place.open(heads=deep), Target), "the teacher has one layer"
+    assert NOT_LOADED in place.train()
+    assert NOT_LOADED in place.train(heads={"num_heads": 1})
+    assert NOT_LOADED not in place.train(train={"decode_every": 2, "lr": 1e-4})
 
 
-def test_a_target_that_is_not_there_says_what_heads_can_train_from(place: Place) -> None:
+def test_heads_train_where_the_target_is_not(place: Place, tmp_path: Path) -> None:
+    target = load_target(str(place.target_folder), "float32", "cpu")
+    stores = [StateStore(place.run / "data" / "states" / split) for split in ("train", "calibration")]
+    expected = train(place.recipe(), target, *stores, tmp_path / "expected").last_folder
     shutil.rmtree(place.target_folder)
+    (tmp_path / "prompts.jsonl").unlink()
     with pytest.raises(UserError) as refused:
-        place.open()
-    assert "write a teacher where the target is" in refused.value.remedy
-    place.teach()
-    assert isinstance(place.open(), TeacherModel)
-    with pytest.raises(UserError) as refused:
-        place.open(decode_every=2)
+        place.train(train={"decode_every": 2})
     assert "set train.decode_every=null" in refused.value.remedy
-    with pytest.raises(UserError) as refused:
-        place.open(spec="/elsewhere")
-    assert f"target.spec={place.target_folder} target.dtype=auto" in refused.value.remedy
+    assert NOT_LOADED in place.train()
+    assert_same(place.run / "train" / "last", expected)
 
 
-def test_a_damaged_teacher_is_not_passed_over(place: Place) -> None:
-    (place.teach() / "base.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match=r"base\.safetensors is missing, cut short or damaged"):
-        place.open()
+def test_a_damaged_teacher_is_written_again(place: Place) -> None:
+    (teacher,) = (place.run.parent / "artifacts" / "states").glob("*/teacher-*")
+    (teacher / "base.safetensors").write_bytes(b"")
+    assert NOT_LOADED not in place.train()
+    assert NOT_LOADED in place.train(heads={"num_heads": 1})
 
 
 def test_a_teacher_of_another_target_is_refused(place: Place, tmp_path: Path, taught: TeacherModel) -> None:
     other = save_teacher(tmp_path / "other", Target(tiny_model("llama", seed=9, vocab_size=taught.vocab_size)))
     assert other is not None
-    store = StateStore(place.states / "train")
+    store = StateStore(place.run / "data" / "states" / "train")
     with pytest.raises(UserError, match="are those of another model"):
         train(place.recipe(), load_teacher(other, torch.device("cpu")), store, store, tmp_path / "out")
-
-
-def test_the_command_trains_where_the_target_is_not(place: Place, tmp_path: Path) -> None:
-    recipe = place.recipe(steps=2)
-    file, run = tmp_path / "tiny.yaml", place.states.parent.parent
-    file.write_text(recipe_text(recipe))
-    place.teach()
-    stores = [StateStore(place.states / split) for split in ("train", "calibration")]
-    expected = train(recipe, place.target, stores[0], stores[1], tmp_path / "expected").last_folder
-    shutil.rmtree(place.target_folder)
-    done = run_to_end(file, "--run-dir", run)
-    assert done.returncode == 0, done.stderr
-    assert "The target itself is not loaded" in done.stderr
-    assert_same(run / "train" / "last", expected)

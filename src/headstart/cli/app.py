@@ -61,7 +61,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     from headstart.pipeline.stages import STAGES
     from headstart.support.files import read_json
 
-    _alone("run")
+    _alone()
     work = _run(recipe, overrides, run_dir)
     _execute(work, STAGES)
     took = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
@@ -216,20 +216,18 @@ def data_show(
 def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
     """Train heads; data that is missing is written first.
 
-    On several GPUs or machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE.
+    On several GPUs or machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE, which
+    is this command.
 
     Example: headstart train quickstart train.minutes=3
     """
-    from headstart.pipeline.head_stages import without_target
-    from headstart.pipeline.run import TRAIN, NoTarget
-    from headstart.pipeline.stages import stages_until
+    from headstart.pipeline.run import TRAIN
+    from headstart.pipeline.together import train_together
+    from headstart.train.processes import one_voice
 
-    _alone("train")
-    work = _run(recipe, overrides, run_dir)
-    try:
-        _execute(work, stages_until("train"))
-    except NoTarget as error:
-        raise UserError(error.problem, f"{error.remedy} {without_target(work)}".strip()) from None
+    with one_voice():
+        work = _run(recipe, overrides, run_dir)
+        train_together(work)
     say(
         work.console,
         ("Heads", work.folder / TRAIN / "best"),
@@ -386,11 +384,15 @@ def root(
 # -- shared ----------------------------------------------------------------------------------------------------------
 
 
-def _alone(command: str) -> None:
-    """Refuse to be one of several processes of a launcher."""
+def _alone() -> None:
+    """Refuse to run everything in one of several processes of a launcher.
+
+    Raises:
+        UserError: it is.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
-            f"headstart {command} is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
+            f"headstart run is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
             "Train with several as `-m headstart.train RECIPE` (a point, not a space) after headstart data build.",
         )
 

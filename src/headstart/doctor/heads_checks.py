@@ -16,7 +16,7 @@ from headstart.doctor.subject import Absent, Subject
 from headstart.heads.base import DraftHead, family
 from headstart.pipeline.run import TRAIN
 from headstart.support.files import read_json
-from headstart.train.metrics import coverage, pick_vocabulary
+from headstart.train.validation import coverage, pick_vocabulary
 
 _COVERED = 0.85
 """Coverage of held-out answers below which the vocabulary, not the heads, bounds acceptance: a draft outside it is

@@ -22,7 +22,7 @@ from headstart.heads.io import load_heads
 from headstart.recipes.recipe import parse_recipe
 from headstart.recipes.sections import TrainSection
 from headstart.target.fitting import FINAL
-from headstart.train.loop import train
+from headstart.train.trainer import train
 from headstart.tuning.measure import measure_ranks
 
 STEPS = (150, 450, 1200)

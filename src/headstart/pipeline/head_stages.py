@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headstart.pipeline.actions import describe_tuning
 from headstart.pipeline.data_stages import (
-    both_stores,
+    aux_layers,
     check_formats,
     conversation_files,
     conversations,
@@ -16,9 +16,9 @@ from headstart.pipeline.data_stages import (
 )
 from headstart.pipeline.run import (
     CONVERSATIONS,
-    STATES,
     TRAIN,
     TUNE,
+    NoTarget,
     Outcome,
     Run,
     Stage,
@@ -28,12 +28,14 @@ from headstart.pipeline.run import (
     flat,
     where,
 )
-from headstart.support.artifacts import artifact, held, referred
+from headstart.support.artifacts import artifact, held
 from headstart.support.files import read_json, write_json
 
 if TYPE_CHECKING:
     from headstart.data.states.online import States
     from headstart.heads.base import DraftHead
+    from headstart.target.frozen import FrozenModel
+    from headstart.target.model import Target
 
 _TUNE_VERSION = 4
 """Raised when the same settings come to mean another tuning; that of training is in its room."""
@@ -41,7 +43,7 @@ _TUNE_VERSION = 4
 
 def _train_settings(run: Run) -> dict[str, Any]:
     from headstart.recipes.sections import FREE_TO_CHANGE
-    from headstart.train.artifact import AMOUNT, weights_hash
+    from headstart.train.training_artifact import AMOUNT, weights_hash
 
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
     noted = run.recipe.train.noted((FREE_TO_CHANGE - set(AMOUNT)) | run.recipe.train.unset())
@@ -50,47 +52,69 @@ def _train_settings(run: Run) -> dict[str, Any]:
 
 
 def _train(run: Run) -> Outcome:
+    """Every process of a training calls it; the main process writes."""
     from headstart.heads.base import make_config
-    from headstart.target.teacher import TeacherModel
-    from headstart.train.artifact import RESULT, finished, go_on_from_shorter, training
-    from headstart.train.loop import train
-    from headstart.train.setup import online_states
+    from headstart.train.processes import count_processes, is_main, on_main, together
+    from headstart.train.trainer import train
+    from headstart.train.training_artifact import RESULT, finished, go_on_from_shorter, training
 
-    target = run.frozen()
-    if isinstance(target, TeacherModel) and (
-        run.recipe.train.needs_target or not target.starts(make_config(run.recipe.heads, target).start_layers)
-    ):
-        target = run.target
-    stores: Mapping[str, States]
-    if is_online(run):
-        target = run.target
-        stores = online_states(run.recipe, target, conversation_files(run))
-    else:
-        stores = kept_stores(run) if isinstance(target, TeacherModel) else both_stores(run)
-    train_store, judged = stores["train"], stores["calibration"]
-    made = training(run.folder, run.recipe, make_config(run.recipe.heads, target), train_store, judged)
-    with held(made, run.console) as folder:
-        if not finished(folder):  # before the shorter one is referred to no more
-            go_on_from_shorter(made, 1, lambda text: run.console.print(text, highlight=False, soft_wrap=True))
-        run.refer("train", made, TRAIN)
-        if not finished(folder):
+    with together():
+        target, stores = _frozen_and_stores(run)
+        made = training(run.folder, run.recipe, make_config(run.recipe.heads, target), *stores)
+        if is_main():
             check_formats(run, target)
-            train(run.recipe, target, train_store, judged, folder, run.console)
-    result = read_json(folder / RESULT)
+    with on_main(held(made, run.console, wait=count_processes() == 1)):
+        with together():
+            if is_main() and not finished(made.folder):  # before the shorter one is referred to no more
+                go_on_from_shorter(made, count_processes(), partial(run.console.print, highlight=False, soft_wrap=True))
+            if is_main():
+                run.refer("train", made, TRAIN)
+        if not finished(made.folder):
+            train(run.recipe, target, *stores, made.folder, run.console)
+    result = read_json(made.folder / RESULT)
     return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=made.name)
 
 
-def without_target(run: Run) -> str:
-    """How heads train where the target is not, as a sentence; empty where they cannot."""
-    states = referred(run.folder, "states")
-    if run.recipe.train.needs_target or is_online(run) or not (run.folder / STATES).is_dir():
-        return ""
-    if states is None or not any(states.glob("teacher-*")):
-        return ""
-    return (
-        "Or train from the teacher beside the states, without the target: "
-        f"python -m headstart.train {run.folder / 'recipe.yaml'} --run-dir {run.folder}"
-    )
+def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
+    """What training reads of the target, and its conversations: to learn from, and to judge by."""
+    from headstart.data.conversations.records import read_conversations
+    from headstart.data.states.online import OnlineStates
+    from headstart.heads.base import make_config
+    from headstart.target.teacher import TeacherModel, teach
+    from headstart.train.processes import count_processes
+
+    section, heads = run.recipe.train, run.recipe.heads
+    if not is_online(run):
+        stores = kept_stores(run)
+        target = run.frozen()
+        if isinstance(target, TeacherModel) and (
+            section.needs_target or not target.starts(make_config(heads, target).start_layers)
+        ):
+            target = _whole_target(run)
+        return target, (stores["train"], stores["calibration"])
+    sharded = section.shard_target and count_processes() > 1
+    reads = run.load(None, sharded=True) if sharded else run.target
+    files, layers = conversation_files(run).values(), aux_layers(run)
+    learnt, judged = (OnlineStates(file, read_conversations(file), reads, layers) for file in files)
+    return teach(reads, make_config(heads, reads).start_layers) if sharded else reads, (learnt, judged)
+
+
+def _whole_target(run: Run) -> Target:
+    """The target itself, where its teacher is not enough.
+
+    Raises:
+        NoTarget: it cannot be loaded; the message says what heads would train with here.
+    """
+    section = run.recipe.train
+    try:
+        return run.target
+    except NoTarget as error:
+        if section.needs_target:
+            setting = "train.decode_every=null" if section.decode_every else "train.joint.rank=0"
+            remedy = f"Or set {setting}: heads then train from the teacher beside the states."
+        else:
+            remedy = "Or add the layers that these heads start from, where the target is: headstart data build."
+        raise NoTarget(error.problem, f"{error.remedy} {remedy}") from error
 
 
 def _tune_settings(run: Run) -> dict[str, Any]:

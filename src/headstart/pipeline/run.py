@@ -57,12 +57,18 @@ class NoTarget(UserError):
 
 @dataclass
 class Run:
-    """One recipe in one folder; `again` names stages whose work is to be done anew even where its result is there."""
+    """One recipe in one folder.
+
+    Attributes:
+        again: stages whose work is to be done anew even where its result is there.
+        device: of this process, where several train; None for that of the recipe.
+    """
 
     recipe: Recipe
     folder: Path
     console: Console
     again: Collection[str] = ()
+    device: str | None = None
 
     @cached_property
     def target(self) -> Target:
@@ -72,7 +78,7 @@ class Run:
             NoTarget: it cannot be loaded.
             UserError: it is no longer the model that the run began with.
         """
-        target = self._load(self.recipe.target.adapter)
+        target = self.load(self.recipe.target.adapter)
         record = self.record("target")
         if record is not None and record.whole and record.identity != target_identity(target):
             raise UserError(
@@ -92,23 +98,33 @@ class Run:
         if not self.recipe.train.joint.rank:
             return self.target
         vars(self).pop("target", None)  # there may not be room for both
-        return self._load(str(self.folder / TRAIN / "best" / ADAPTER))
+        return self.load(str(self.folder / TRAIN / "best" / ADAPTER))
 
-    def _load(self, adapter: str | None) -> Target:
+    def load(self, adapter: str | None, sharded: bool = False) -> Target:
+        """The recipe's target with this adapter; `sharded` keeps a part of its weights on each process.
+
+        Raises:
+            NoTarget: it cannot be loaded.
+        """
         from headstart.data.prompts.chat import with_template_kwargs
-        from headstart.target.loading import load_target
+        from headstart.target.loading import load_sharded_target, load_target
 
         section = self.recipe.target
+        device = self.device or section.device
         with self.console.status(f"loading {escape(section.spec)}"):
             try:
-                target = load_target(
-                    section.spec,
-                    dtype=section.dtype,
-                    device=section.device,
-                    revision=section.revision,
-                    exact=section.exact,
-                    adapter=adapter,
-                    quantization=section.quantization,
+                target = (
+                    load_sharded_target(section.spec, section.dtype, device, section.revision)
+                    if sharded
+                    else load_target(
+                        section.spec,
+                        dtype=section.dtype,
+                        device=device,
+                        revision=section.revision,
+                        exact=section.exact,
+                        adapter=adapter,
+                        quantization=section.quantization,
+                    )
                 )
             except UserError as error:
                 raise NoTarget(error.problem, error.remedy) from error
@@ -127,7 +143,7 @@ class Run:
         folder = teacher_folder(states, fingerprint, dtype)
         if folder.is_dir() and self.recipe.target.dtype in ("auto", dtype):
             try:
-                teacher = load_teacher(folder, pick_device(self.recipe.target.device))
+                teacher = load_teacher(folder, pick_device(self.device or self.recipe.target.device))
             except UserError:  # the stage of the states finds it broken, and writes it again
                 return self.target
             if target_identity(teacher) == record.identity:
@@ -308,8 +324,21 @@ def _wanted(run: Run, stage: Stage) -> Record:
         assert record.whole, f"stage {name} is finished before {stage.name} begins"
         before[name] = record.identity
     settings = json.loads(json.dumps(stage.settings(run)))
+    record = run.record(stage.name)
+    if record is not None and all(record.settings.get(key) == settings[key] for key in settings if _of_recipe(key)):
+        settings |= {key: value for key, value in record.settings.items() if _is_elsewhere(key, settings)}
     fingerprint = _fingerprint(stage.name, stage.version, settings, before)
     return Record(fingerprint, stage.version, settings, before)
+
+
+def _of_recipe(key: str) -> bool:
+    return key.partition(".")[0] in Recipe.model_fields
+
+
+def _is_elsewhere(key: str, settings: dict[str, Any]) -> bool:
+    """Whether a setting tells of files (the target's, prompts) that are not on this machine: they have not changed."""
+    found = settings.get(key)
+    return not _of_recipe(key) and (found is None or (isinstance(found, list) and not any(found)))
 
 
 def _fingerprint(stage: str, version: int, settings: dict[str, Any], before: dict[str, str]) -> str:
@@ -342,7 +371,7 @@ def _lost(run: Run, stage: Stage, record: Record) -> str | None:
     if gone:
         return f"{gone[0]} is gone"
     if references(run.folder).get(stage.name, "") != record.artifact:
-        return "the run refers to something else since"  # a launcher has trained for it, or the note is lost
+        return "the run refers to something else since"  # the note of it is lost
     return stage.broken(run)
 
 

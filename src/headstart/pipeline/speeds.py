@@ -21,9 +21,9 @@ from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import TrainSection
 from headstart.target.memory import forget_most_resident, most_resident
 from headstart.target.model import Target
-from headstart.train.allocator import keep_freed_memory
 from headstart.train.batches import subsampled
 from headstart.train.losses import soft_ce
+from headstart.train.machine import keep_freed_memory
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
 from headstart.tree.tree import DraftTree, TreeShape

@@ -22,8 +22,8 @@ from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import TrainSection
 from headstart.target.model import Target
 from headstart.target.outline import Outline
-from headstart.train.low_rank import learning_numbers
 from headstart.train.optimizers import Muon, make_optimizers
+from headstart.train.wrapped import learning_numbers
 
 _WORKERS_GAIN = 1.3
 """What two batches side by side bring on a CPU; see `headstart.data.conversations.workers`."""

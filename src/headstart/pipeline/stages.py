@@ -36,18 +36,19 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     from headstart.data.prompts.questions import read_questions
     from headstart.drafters.catalog import check_drafter
     from headstart.eval.methods import ASSISTANT, TREES, wanted
-    from headstart.train.setup import check_training
+    from headstart.train.checks import check_training
 
     names = {stage.name for stage in stages}
     if "train" in names:
         check_training(recipe)
 
-    for source in recipe.data.sources:
-        prompts = Path(source.source).expanduser()
-        if prompts.suffix in (".json", ".jsonl") and not prompts.is_file():
-            raise UserError(f"No file at {source.source}.", "Check data.prompts; a relative path starts here.")
-    for file in recipe.data.exclude:
-        read_questions(Path(file).expanduser())
+    if "conversations" in names:
+        for one in recipe.data.sources:
+            prompts = Path(one.source).expanduser()
+            if prompts.suffix in (".json", ".jsonl") and not prompts.is_file():
+                raise UserError(f"No file at {one.source}.", "Check data.prompts; a relative path starts here.")
+        for file in recipe.data.exclude:
+            read_questions(Path(file).expanduser())
     if "eval" not in names:
         return
     for name in wanted(recipe.eval.compare, "heads"):

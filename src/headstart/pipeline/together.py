@@ -1,18 +1,21 @@
-"""Several processes write the data of one run: one works on its stages, the others help it.
+"""Several processes work on one run: they write its data together, or train its heads.
 
-All give the same command, on a disk that all of them see. Whoever comes first holds the run and plans the work; the
-others take jobs of its artifacts (`headstart.data.conversations.jobs`). When the first one dies, the next one goes on
-in its place.
+All give the same command, on a disk that all of them see. Of the data, whoever comes first holds the run and plans the
+work; the others take jobs of its artifacts (`headstart.data.conversations.jobs`). When the first one dies, the next
+one goes on in its place.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headstart.pipeline.run import Run, Stage, execute, left_to_do
+from headstart.errors import UserError
+from headstart.pipeline.run import Outcome, Run, Stage, execute, left_to_do
+from headstart.pipeline.stages import check_inputs, stages_until
 from headstart.support.artifacts import referred
 from headstart.support.lock import Busy
 
@@ -80,6 +83,54 @@ def _known(shards: Path | None) -> Path:
     """Where hidden states lie."""
     assert shards is not None, "the run refers to them before it has jobs"
     return shards
+
+
+def train_together(run: Run) -> None:
+    """Bring a run up to date as far as its heads. Every process that a launcher has started calls it.
+
+    A process that is alone writes missing data first. Several only train: the data has to be there.
+
+    Raises:
+        UserError: what one of the processes refuses, on all of them.
+    """
+    from headstart.train.processes import count_processes, is_main, join_processes, tell_all, together
+
+    *data, training = stages_until("train")
+    check_inputs(run.recipe, [training])
+    run.device = join_processes(run.recipe.target.device)
+    run.console.quiet |= not is_main()
+    with together():
+        left = left_to_do(run, data) if is_main() else {}
+        check_inputs(run.recipe, [stage for stage in data if stage.name in left])
+        if left and count_processes() > 1:
+            stage, reason = next(iter(left.items()))
+            raise UserError(
+                f"Several processes train on data that is there, and in {run.folder} it is not "
+                f"({stage}: {reason or 'missing'}).",
+                "Write it first: headstart data build, with the same recipe, settings and --run-dir.",
+            )
+    if not is_main():
+        told = tell_all(None)
+        if isinstance(told, tuple):
+            raise UserError(*told)
+        if told:
+            training.work(run)
+        return
+    begun = False
+
+    def work(run: Run) -> Outcome:
+        nonlocal begun
+        begun = tell_all(True)
+        return training.work(run)
+
+    try:
+        execute(run, [*data, replace(training, work=work)])
+    except UserError as refusal:
+        if not begun:
+            tell_all((refusal.problem, refusal.remedy))
+        raise
+    if not begun:
+        tell_all(False)
 
 
 def take_device(environment: MutableMapping[str, str]) -> None:

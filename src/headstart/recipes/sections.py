@@ -17,7 +17,7 @@ from headstart.errors import UserError, nearest
 
 PositionWeight = Literal["exponential", "subsampled", "dpace", "accept_until_failure"]
 """What a recipe can ask for: `exponential`, `dpace` and `accept_until_failure` are in
-`headstart.train.position_weights`, `subsampled` in `headstart.train.batches`."""
+`headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
 
 
 _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")

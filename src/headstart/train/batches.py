@@ -1,19 +1,24 @@
-"""From stored conversations to batches: which conversations go together, in what order, and on which process.
+"""From stored conversations to batches: which go together, in what order, on which process, read ahead by a thread.
 
 The order depends on nothing but (lengths, seed, epoch), so a run that was cut short finds its place again by two
 numbers: the epoch and the number of steps taken in it.
 
 With packing, the conversations of a batch stand one after the other in a single row; see `collate`.
 
-Shape suffixes: B rows, T tokens, E hidden size, N conversations.
+Shape suffixes: B rows, T tokens, E hidden size, N conversations, M positions that the first draft step learns from,
+X = B * T flat positions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +26,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch, origins
+from headstart.recipes.sections import TrainSection
+from headstart.train.checkpoint import TrainerState
 
 if TYPE_CHECKING:
     from headstart.data.states.online import States
+
 
 Batch = list[int]
 """Indices of the conversations of one batch."""
@@ -67,15 +75,15 @@ def packed_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: 
     batches: list[Batch] = []
     rooms: list[tuple[int, int]] = []  # tokens that still fit, and which batch it is: ascending
     for index in sorted(shuffled, key=lambda i: -rounded[i]):  # a stable sort: ties stay shuffled
-        found = bisect_left(rooms, (rounded[index], 0))
-        if found < len(rooms):
-            room, number = rooms.pop(found)
+        best_fit = bisect_left(rooms, (rounded[index], 0))
+        if best_fit < len(rooms):
+            room, number = rooms.pop(best_fit)
             batches[number].append(index)
         else:
             room, number = batch_tokens, len(batches)
             batches.append([index])
-        if (left := room - rounded[index]) >= _ROUND:
-            insort(rooms, (left, number))
+        if (remaining := room - rounded[index]) >= _ROUND:
+            insort(rooms, (remaining, number))
     return [batches[i] for i in random.permutation(len(batches))]
 
 
@@ -235,3 +243,110 @@ def _origins_by_conversation(batch: HeadBatch) -> tuple[NDArray[np.int64], NDArr
     if batch.starts_BT is None:
         return origin_M, origin_M // width
     return origin_M, origin_M // width * width + batch.starts_BT.flatten().cpu().numpy()[origin_M]
+
+
+# -- the order of a training -----------------------------------------------------------------------------------------
+
+
+class Order:
+    """The batches of every step, epoch by epoch.
+
+    Args:
+        store: conversations to learn from.
+        section: how large batches are, and how many make a step.
+        rank: of this process.
+        ranks: processes in all.
+
+    Attributes:
+        per_epoch: steps of an epoch.
+    """
+
+    def __init__(self, store: States, section: TrainSection, rank: int, ranks: int) -> None:
+        self._store, self._section, self._rank, self._ranks = store, section, rank, ranks
+        self.per_epoch = len(self._epoch(0))
+
+    def batches(
+        self,
+        standing: TrainerState,
+        total: float,
+        read: Callable[[States, Batch, torch.device, bool], HeadBatch],
+        device: torch.device,
+    ) -> Generator[tuple[list[Batch], list[HeadBatch]]]:
+        """The batches of each step still to do, and those of this process as they are read.
+
+        Args:
+            standing: where the run stands when the first is asked for.
+            total: steps of the whole run.
+            read: makes a batch of conversations on a device, packed or not.
+            device: where batches are used.
+        """
+        ahead = self._section.prefetch if self._store.stored else 0  # the target computes where training does
+        on_host = ahead > 0 and device.type == "cuda"
+        where = torch.device("cpu") if on_host else device
+        pinned = on_host and torch.cuda.is_available()
+
+        def read_share(group: list[Batch]) -> list[HeadBatch]:
+            own, packing = share(group, self._rank, self._ranks), self._section.packing
+            batches = [read(self._store, batch, where, packing) for batch in own]
+            # Of pinned memory a GPU copies while it computes.
+            return [batch.each(torch.Tensor.pin_memory) for batch in batches] if pinned else batches
+
+        with closing(read_ahead(self._groups(standing, total), read_share, ahead)) as steps:
+            for group, batches in steps:
+                if on_host:
+                    batches = [batch.each(lambda tensor: tensor.to(device, non_blocking=True)) for batch in batches]
+                yield group, batches
+
+    def _groups(self, standing: TrainerState, total: float) -> Iterator[list[Batch]]:
+        plan_of, plan = -1, list[list[Batch]]()
+        step, epoch, index = standing.step, standing.epoch, standing.index
+        while step < total:
+            if plan_of != epoch:
+                plan_of, plan = epoch, self._epoch(epoch)
+            yield plan[index]
+            step, index = step + 1, index + 1
+            if index == self.per_epoch:
+                epoch, index = epoch + 1, 0
+
+    def _epoch(self, epoch: int) -> list[list[Batch]]:
+        section = self._section
+        plan = packed_batches if section.packing else epoch_batches
+        batches = plan(self._store.lengths, section.batch_tokens, section.seed, epoch)
+        return epoch_steps(batches, self._ranks, section.gradient_accumulation_steps)
+
+
+# -- reading ahead ---------------------------------------------------------------------------------------------------
+
+
+Step = TypeVar("Step")
+
+
+def read_ahead(
+    steps: Iterable[Step], read: Callable[[Step], list[HeadBatch]], ahead: int
+) -> Generator[tuple[Step, list[HeadBatch]]]:
+    """Each step with its batches, in the order of the steps; an error of reading comes at the step that it belongs to.
+
+    Close the iterator when no more steps are wanted: what is being read is then waited for.
+
+    Args:
+        steps: known without what training makes of the ones before.
+        read: the batches of a step, in another thread unless `ahead` is 0; never two at a time.
+        ahead: steps that are read in advance.
+    """
+    if not ahead:
+        for step in steps:
+            yield step, read(step)
+        return
+    coming, waiting = iter(steps), deque[tuple[Step, Future[list[HeadBatch]]]]()
+    # One core is enough to copy; the others compute. The setting is the thread's own.
+    with ThreadPoolExecutor(1, "headstart-batches", torch.set_num_threads, (1,)) as reader:
+        try:
+            while True:
+                for step in islice(coming, ahead + 1 - len(waiting)):
+                    waiting.append((step, reader.submit(read, step)))
+                if not waiting:
+                    return
+                step, batches = waiting.popleft()
+                yield step, batches.result()
+        finally:
+            reader.shutdown(wait=True, cancel_futures=True)

@@ -24,7 +24,6 @@ from torch import nn
 from headstart.errors import UserError
 from headstart.support.artifacts import link_or_copy
 from headstart.support.files import PARTIAL, read_json, write_atomic, write_json
-from headstart.train.processes import is_sharded
 
 MANIFEST = "checkpoint.json"
 BEST = "best"
@@ -83,15 +82,8 @@ def save(
 ) -> None:
     """Write a checkpoint into `folder`, move it into place in one step, and delete all but the newest `keep`.
 
-    Every process calls it.
-
-    Args:
-        accelerator: with the prepared heads and optimiser.
-        folder: of all checkpoints.
-        trainer_state: where the run stands.
-        settings: what must be equal for a run to continue from here.
-        best: folder with the heads of `trainer_state.best_step`.
-        keep: how many to keep, this one included.
+    Every process calls it. `settings` must be equal for a run to go on from here; `best` holds the heads of
+    `trainer_state.best_step`.
     """
     path = folder / f"step-{trainer_state.step:08d}"
     partial = path.with_name(path.name + PARTIAL)
@@ -124,8 +116,6 @@ def load(accelerator: Accelerator, path: Path) -> None:
     def rename(models: list[nn.Module], folder: str) -> None:
         """Load weights here when their names begin otherwise: accelerate wraps the heads where several train."""
         file = Path(folder) / _WEIGHTS
-        if not file.is_file():  # each process has its own share of each weight
-            return
         with safe_open(file, "pt") as weights:
             if set(weights.keys()) <= models[0].state_dict().keys():
                 return
@@ -142,19 +132,12 @@ def load(accelerator: Accelerator, path: Path) -> None:
     hook.remove()
 
 
-def fits(kept: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> bool:
-    """Whether a step reads as many batches now as when a checkpoint was written, however they are spread.
-
-    Args:
-        kept: settings of the checkpoint.
-        settings: those of now.
-        path: of the checkpoint. Where each process holds a share of each weight (FSDP2), then or now, their number
-            must be the same.
-    """
+def fits(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether a step reads as many batches now as when a checkpoint with the settings `kept` was written."""
     if kept.get(PROCESSES) == settings.get(PROCESSES):
         return kept.get(ACCUMULATION) == settings.get(ACCUMULATION)
     before, now = batches_of_step(kept), batches_of_step(settings)
-    return before is not None and before == now and not is_sharded() and (path / _WEIGHTS).is_file()
+    return before is not None and before == now
 
 
 def batches_of_step(settings: Mapping[str, Any]) -> int | None:
@@ -176,26 +159,24 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
         if manifest is None:
             warn(f"The checkpoint {path} is cut short; falling back to the one before it.")
             continue
-        kept = manifest["settings"]
-        spread = {PROCESSES, ACCUMULATION} if fits(kept, settings, path) else set()
-        for key, value in settings.items():
-            if key in spread:
-                continue
-            if differing := _differing(key, kept.get(key), value):
-                name, was, wanted = differing[0]
-                more = f" ({len(differing) - 1} more settings of {key} differ)" if len(differing) > 1 else ""
-                remedy = (
-                    _other_processes(kept, settings)
-                    if key == PROCESSES
-                    else "Go on with the same settings, or begin anew in another folder of runs "
-                    "(--run-dir elsewhere/NAME)."
-                )
-                raise UserError(
-                    f"The run in {folder.parent} was trained with {name} = {was!r}, and now it is {wanted!r}{more}.",
-                    remedy,
-                )
+        _check_same_settings(folder.parent, manifest["settings"], settings)
         return path, TrainerState(**manifest["standing"])
     return None
+
+
+def _check_same_settings(run: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with other settings; how the batches of a step are spread over processes may differ."""
+    spread = {PROCESSES, ACCUMULATION} if fits(kept, settings) else set()
+    for key in [key for key in settings if key not in spread]:
+        if not (differing := _differing(key, kept.get(key), settings[key])):
+            continue
+        name, was, wanted = differing[0]
+        more = f" ({len(differing) - 1} more settings of {key} differ)" if len(differing) > 1 else ""
+        remedy = "Go on with the same settings, or begin anew in another folder of runs (--run-dir elsewhere/NAME)."
+        raise UserError(
+            f"The run in {run} was trained with {name} = {was!r}, and now it is {wanted!r}{more}.",
+            _other_processes(kept, settings) if key == PROCESSES else remedy,
+        )
 
 
 def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
@@ -228,11 +209,8 @@ def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
         return [(name, kept, wanted)] if kept != wanted else []
     if kept.get("family") != wanted.get("family"):  # then nothing else is the same either
         return [(f"{name}.family", kept.get("family"), wanted.get("family"))]
-    return [
-        found
-        for key in sorted({*kept, *wanted})
-        for found in _differing(f"{name}.{key}", kept.get(key), wanted.get(key))
-    ]
+    keys = sorted({*kept, *wanted})
+    return [pair for key in keys for pair in _differing(f"{name}.{key}", kept.get(key), wanted.get(key))]
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:

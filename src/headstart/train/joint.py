@@ -26,51 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
-from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import TrainSection
 from headstart.support.files import write_atomic, write_json
 from headstart.target.adapter import NOTE
 from headstart.target.fitting import FINAL
 from headstart.target.identity import BUNDLED
 from headstart.target.model import Target
-from headstart.train.processes import is_sharded
 
 _ROWS = 512
 """Positions whose logits over the whole vocabulary exist at once."""
-
-
-def check_joint(recipe: Recipe) -> None:
-    """Refuse a joint training that cannot work.
-
-    Raises:
-        UserError: for a target that has an adapter already, or where weights are spread over processes.
-    """
-    section = recipe.train
-    if not section.joint.rank:
-        return
-    for name, given, why in (
-        ("data.states=online", recipe.data.states == "online", "compares with stored states of the target as it is"),
-        ("train.packing", section.packing, "reads a conversation in a row"),
-        ("train.ema", section.ema is not None, "keeps the adapter that the heads were judged with"),
-    ):
-        if given:
-            default = {"data.states=online": "data.states=stored", "train.packing": "train.packing=false"}
-            raise UserError(
-                f"train.joint {why}, and {name} is set.",
-                f"Set {default.get(name, 'train.ema=null')}, or train.joint.rank=0.",
-            )
-    if recipe.target.adapter is not None:
-        raise UserError(
-            "train.joint trains an adapter of its own, and target.adapter names another.",
-            "Merge that one first (Target.save writes a folder for target.spec), or set train.joint.rank=0.",
-        )
-    if is_sharded():
-        raise UserError(
-            "train.joint reads the whole target in each process, and FSDP spreads weights over processes.",
-            "Train without FSDP (DDP works), or set train.joint.rank=0.",
-        )
 
 
 class Drift:
@@ -102,10 +67,6 @@ class Drift:
 
 class Joint:
     """The adapter in training; nothing of it is in the target before `begin` and after `release`.
-
-    Args:
-        target: to adapt.
-        section: its `joint` part is read.
 
     Attributes:
         weights: of the adapter, as a module that accelerate can prepare.
@@ -166,12 +127,7 @@ class Joint:
         return dataclasses.replace(batch, states={layer: states[layer].to(dtypes[layer]) for layer in batch.states})
 
     def distillation(self, batch: HeadBatch, adapted: HeadBatch) -> Tensor:
-        """Sum of KL(without the adapter || with it) over the tokens that the target has written.
-
-        Args:
-            batch: with stored states.
-            adapted: the same, read by the adapted target.
-        """
+        """Sum of KL(without the adapter || with it) over the tokens that the target has written."""
         total = adapted.states[FINAL].new_zeros((), dtype=torch.float32)
         for base_SE, adapted_SE, _ in self._positions(batch, adapted):
             total = total + checkpoint(self._kl, base_SE, adapted_SE, use_reentrant=False)
@@ -214,7 +170,7 @@ class Joint:
     def _positions(self, batch: HeadBatch, adapted: HeadBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Final states without and with the adapter before supervised tokens, and those tokens; a part at a time."""
         supervised_BT = batch.supervised_BT[:, 1:]
-        base_SE, adapted_SE = (one.states[FINAL][:, :-1][supervised_BT] for one in (batch, adapted))
+        base_SE, adapted_SE = (read.states[FINAL][:, :-1][supervised_BT] for read in (batch, adapted))
         tokens_S = batch.tokens_BT[:, 1:][supervised_BT]
         for start in range(0, len(tokens_S), _ROWS):
             part = slice(start, start + _ROWS)

@@ -1,8 +1,10 @@
-"""Optimisers of a training run: AdamW for all weights, or Muon for the matrices and AdamW for the rest."""
+"""What moves the weights: optimisers, their learning rate, and the moving average of the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead
 from headstart.recipes.sections import TrainSection
-from headstart.train.low_rank import LowRank
+from headstart.train.checkpoint import TrainerState
+from headstart.train.wrapped import LowRank
 
 _QUINTICS = (
     (8.1360, -23.0214, 16.3849),
@@ -122,3 +125,87 @@ def _with_decay(weights: Sequence[nn.Parameter], rows: Mapping[nn.Parameter, Seq
     learning = {"params": [weight for weight in weights if id(weight) not in apart]}
     still = {"params": [weight for weight in weights if id(weight) in apart], "weight_decay": 0.0}
     return [group for group in (learning, still) if group["params"]]
+
+
+# -- learning rates --------------------------------------------------------------------------------------------------
+
+
+def learning_rate(section: TrainSection, fraction: float) -> float:
+    """Linear warm-up, then a cosine down to `min_lr_ratio` of the peak.
+
+    Args:
+        section: lr, warmup and min_lr_ratio.
+        fraction: of the run that is done, in [0, 1].
+
+    >>> section = TrainSection(lr=1.0, warmup=0.2, min_lr_ratio=0.1)
+    >>> [round(learning_rate(section, f), 3) for f in (0.0, 0.1, 0.2, 0.6, 1.0)]
+    [0.1, 0.55, 1.0, 0.55, 0.1]
+    """
+    if fraction < section.warmup:
+        share_of_peak = fraction / section.warmup
+    else:
+        share_of_peak = 0.5 + 0.5 * math.cos(math.pi * (fraction - section.warmup) / (1 - section.warmup))
+    return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share_of_peak)
+
+
+def learning_rate_now(section: TrainSection, fraction: float, standing: TrainerState) -> float:
+    """The learning rate; where a larger budget took over it warms up again, from where the smaller one ended."""
+    rate, span = learning_rate(section, fraction), section.warmup * (1 - standing.onward)
+    if not standing.onward or fraction >= standing.onward + span:
+        return rate
+    return standing.onward_lr + (rate - standing.onward_lr) * max(0.0, fraction - standing.onward) / span
+
+
+# -- the moving average ----------------------------------------------------------------------------------------------
+
+
+class Ema:
+    """The moving average of the weights that training changes (`train.ema`), in float32.
+
+    After step n (from 1) the average moves by 1 - d towards the weights, d = min(decay, (1 + n) / (10 + n)): a young
+    one follows quickly, so that the start of a training does not weigh in it for ever. accelerate keeps it in
+    checkpoints (`register_for_checkpointing`).
+
+    Args:
+        heads: in training, or their low-rank updates.
+        decay: in (0, 1).
+    """
+
+    def __init__(self, heads: nn.Module, decay: float) -> None:
+        self._decay, self._steps = decay, 0
+        self._weights = {name: weight for name, weight in heads.named_parameters() if weight.requires_grad}
+        self._averages = {name: weight.detach().float().clone() for name, weight in self._weights.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights after a step."""
+        self._steps += 1
+        share = 1 - min(self._decay, (1 + self._steps) / (10 + self._steps))
+        for name, average in self._averages.items():
+            average.lerp_(self._weights[name].detach().float(), share)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the heads have the averages for weights; the optimiser must not step."""
+        learning = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self._put(self._averages)
+        try:
+            yield
+        finally:
+            self._put(learning)
+
+    @torch.no_grad()
+    def _put(self, values: dict[str, Tensor]) -> None:
+        for name, weight in self._weights.items():
+            weight.copy_(values[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, on the CPU, and the steps taken."""
+        return {"steps": self._steps, "averages": {name: average.cpu() for name, average in self._averages.items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave, on any number of processes."""
+        self._steps = int(state["steps"])
+        for name, average in self._averages.items():
+            average.copy_(state["averages"][name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
-from accelerate.utils import DistributedType, gather_object
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from accelerate.utils import broadcast_object_list, gather_object, get_int_from_env, parse_flag_from_env
 
 from headstart.errors import UserError
 from headstart.recipes.recipe import Recipe
+from headstart.support.terminal import complain, explained
 from headstart.target.frozen import FrozenModel
 
 _SPEAKERS, _SAID, _HEARERS, _HEARD = (f"headstart/{key}" for key in ("speakers", "said", "hearers", "heard"))
@@ -27,58 +26,57 @@ _PATIENCE = 10.0
 """Seconds that a process with something to say waits for the main process, which usually has the same to say."""
 _MEETING = timedelta(seconds=30)
 LOST_CONTACT = (
-    "Another process of this training has ended.\n"
-    "See what it said above, if anything; the same command goes on from the last checkpoint."
+    "Another process of this training has ended.",
+    "See what it said above, if anything; the same command goes on from the last checkpoint.",
 )
 
 
-def join_processes(device: str) -> tuple[PartialState, str]:
-    """Join the processes that a launcher started, if any.
+def count_processes() -> int:
+    """How many processes a launcher has started for this training; 1 without a launcher."""
+    return int(get_int_from_env(("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"), 1))
+
+
+def is_main() -> bool:
+    """Whether this is the process that speaks and writes for all."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def join_processes(device: str) -> str | None:
+    """Join the processes that a launcher started, if there are several.
 
     Args:
         device: as a recipe names it: auto, cpu, cuda or, for a single process, cuda:1.
 
     Returns:
-        What accelerate knows of the processes, and the device of this one.
+        The device of this process; None for a process alone, which takes that of the recipe.
 
     Raises:
-        UserError: one GPU for several processes, or a setting of FSDP with which they would not all load the target.
+        UserError: one GPU for several processes, or a launcher that asks for FSDP.
     """
-    if is_sharded() and _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        # transformers reads these too, and leaves the weights of every other process as they come.
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on"):
         raise UserError(
-            "With FSDP's RAM-efficient loading only one process of a machine would get the target's weights.",
-            "Set fsdp_cpu_ram_efficient_loading: false (FSDP_CPU_RAM_EFFICIENT_LOADING=false); heads are small.",
+            "Heads train whole on every process (DDP), and the launcher asks for FSDP.",
+            "Launch without FSDP (use_fsdp: false); train.shard_target=true spreads a large target over processes.",
         )
+    ranks = count_processes()
+    if ranks == 1:
+        return "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else None
     if device == "cpu" or not torch.cuda.is_available():
-        return PartialState(cpu=True), device  # `cuda` without a GPU is refused where the target is loaded
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ":" in device and ranks > 1:
+        PartialState(cpu=True)
+        return device  # `cuda` without a GPU is refused where the target is loaded
+    if ":" in device:
         raise UserError(
             f"target.device={device} is one GPU, and {ranks} processes train.",
             "Set target.device=auto: each process takes a GPU of its own. CUDA_VISIBLE_DEVICES chooses among them.",
         )
-    if ":" in device:
-        torch.cuda.set_device(device)  # which accelerate's `cuda` then means
-        return PartialState(), device
-    state = PartialState()
-    return state, str(state.device)
-
-
-def is_sharded() -> bool:
-    """Whether the launcher asked for a share of each weight on each process (FSDP)."""
-    return _is_on("ACCELERATE_USE_FSDP")
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")
+    return str(PartialState().device)
 
 
 def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accelerator:
     """The accelerator of a run: the recipe's precision and tracker, on the target's device.
 
     Raises:
-        UserError: the target is not on the device of this process, or FSDP in a form that heads do not train with.
+        UserError: the target is not on the device of this process.
     """
     precision: str = recipe.train.mixed_precision
     tracker = recipe.train.tracker
@@ -91,8 +89,6 @@ def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accel
         project_dir=str(folder),
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
-    if accelerator.distributed_type == DistributedType.FSDP:
-        _prepare_sharding(accelerator, recipe)
     trains_on = torch.empty(0, device=accelerator.device).device  # `cuda` with the number of the current GPU
     if trains_on != target.device:
         raise UserError(
@@ -102,42 +98,9 @@ def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accel
     return accelerator
 
 
-def _prepare_sharding(accelerator: Accelerator, recipe: Recipe) -> None:
-    """Have FSDP gather the heads as a whole: their parts are used outside a forward of their own.
-
-    Raises:
-        UserError: FSDP1, or two optimisers, of which accelerate would save one.
-    """
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.fsdp_version != 2:
-        raise UserError("Heads train with FSDP2, and this is FSDP1.", "Set fsdp_version: 2 (FSDP_VERSION=2).")
-    if recipe.train.optimizer == "muon":
-        raise UserError(
-            "muon works beside AdamW, and with FSDP accelerate keeps one optimiser.", "Set train.optimizer=adamw."
-        )
-    plugin.auto_wrap_policy = None
-
-
 def on_device(device: torch.device) -> Any:
     """A context in which `cuda` means this GPU; for any other device it changes nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def whole_state(module: nn.Module, wanted: bool) -> dict[str, Tensor] | None:
-    """A module's state on the CPU, gathered where every process holds a part of each weight (FSDP2).
-
-    Every process calls it.
-
-    Args:
-        module: as accelerate prepared it.
-        wanted: whether this process wants it; None comes back otherwise.
-    """
-    state = {}
-    for name, tensor in module.state_dict().items():
-        complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if wanted:
-            state[name] = complete.detach().cpu()
-    return state if wanted else None
 
 
 def describe_processes(accelerator: Accelerator) -> list[str]:
@@ -166,16 +129,68 @@ def together() -> Iterator[None]:
     Raises:
         UserError: of this process, or the first of the others'.
     """
-    own: UserError | None = None
+    refusal: UserError | None = None
     try:
         yield
     except UserError as error:
-        own = error
-    said = gather_object([(own.problem, own.remedy) if own is not None else None])
-    if own is not None:
-        raise own
-    if refused := next(filter(None, said), None):
-        raise UserError(*refused)
+        refusal = error
+    if dist.is_initialized():
+        refusals = gather_object([(refusal.problem, refusal.remedy) if refusal is not None else None])
+        if refusal is None and (first := next(filter(None, refusals), None)):
+            raise UserError(*first)
+    if refusal is not None:
+        raise refusal
+
+
+@contextmanager
+def on_main(hold: AbstractContextManager[object]) -> Iterator[None]:
+    """Hold something on the main process, for all of them.
+
+    Raises:
+        UserError: on all processes, when it cannot be held.
+    """
+    with ExitStack() as stack:
+        with together():
+            if is_main():
+                stack.enter_context(hold)
+        yield
+
+
+def tell_all(message: Any) -> Any:
+    """What the main process gives, on every process; each of them calls it."""
+    return broadcast_object_list([message])[0] if dist.is_initialized() else message
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Inside, several processes of a launcher end together, and one of them says why.
+
+    Raises:
+        SystemExit: with the exit code of the refusal or the interruption, where there are several processes.
+    """
+    if count_processes() == 1:
+        yield
+        return
+    try:
+        yield
+        leave_processes()
+    except UserError as error:
+        problem, remedy = error.problem, error.remedy
+        speak_once(lambda: complain(problem, remedy))
+        raise SystemExit(2) from None
+    except OSError as error:
+        problem, remedy = explained(error)
+        speak_once(lambda: complain(problem, remedy))
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        leave_processes()
+        raise SystemExit(130) from None
+    except RuntimeError as error:
+        if not is_lost_contact(error):
+            raise
+        spoken = has_spoken()
+        speak_once(lambda: None if spoken else complain(*LOST_CONTACT))
+        raise SystemExit(2 if spoken else 1) from None
 
 
 def speak_once(say: Callable[[], None]) -> None:

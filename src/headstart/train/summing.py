@@ -10,6 +10,7 @@ of what an LM head reads.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,7 @@ from headstart.recipes.sections import PositionWeight
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import Finish
-from headstart.train.losses import Loss, shared_mass, smooth_l1
-from headstart.train.position_weights import accept_until_failure, dpace, exponential, round_starts
+from headstart.train.losses import Loss, accept_until_failure, dpace, exponential, round_starts, shared_mass, smooth_l1
 
 _BLOCK = {"cpu": 1 << 24}
 """Logits that exist at once, 32 MB of bfloat16 on a CPU."""
@@ -139,7 +139,7 @@ def weighted(
         loss: between draft and target distributions.
         teacher_logits: the target's side of the batch.
         step_weight: step k weighs this to the power k (not with `dpace`).
-        position_weight: see `headstart.train.position_weights`; `subsampled` takes the batch as `subsampled` left it.
+        position_weight: see `headstart.train.losses`; `subsampled` takes the batch as `subsampled` left it.
             `dpace` and `accept_until_failure` cost one more product with the LM head, to see first how the drafts fare;
             `accept_until_failure` then skips what weighs nothing.
             A prediction's confidence learns alpha, by binary cross-entropy with the same weight.
@@ -154,33 +154,25 @@ def weighted(
     weights = _position_weights(steps, teacher_logits, step_weight, position_weight, round_starts_only)
     total = torch.zeros((), device=teacher_logits.final_SE.device)
     for members in _by_lm_head(steps):
-        hidden_MH = torch.cat([steps[step].hidden_MH for step in members])
-        source_M = torch.cat([steps[step].source_M for step in members])
+        prediction = _joined([steps[step] for step in members])
         weight_M = torch.cat([weights[step] for step in members])
-        confidences = [steps[step].confidence_M for step in members]
-        confidence_M = torch.cat([one for one in confidences if one is not None] or [hidden_MH.new_zeros(0)])
         if position_weight == "accept_until_failure" or round_starts_only:
-            kept_M = weight_M.nonzero()[:, 0]
-            hidden_MH, source_M, weight_M = hidden_MH[kept_M], source_M[kept_M], weight_M[kept_M]
-            confidence_M = confidence_M[kept_M] if len(confidence_M) else confidence_M
+            prediction, weight_M = _rows_of(prediction, weight_M, weight_M.nonzero()[:, 0])
         if isinstance(teacher_logits, LongTeacherLogits) and len(members) > 1:
             # Steps that are compared with one distribution come together: it is computed once for all of them.
-            order_M = source_M.argsort(stable=True)
-            hidden_MH, source_M, weight_M = hidden_MH[order_M], source_M[order_M], weight_M[order_M]
-            confidence_M = confidence_M[order_M] if len(confidence_M) else confidence_M
-        first = steps[members[0]]
-        alpha_M = weight_M.new_zeros(len(weight_M)) if first.confidence_M is not None else None
-        own = (first.bias_D, first.finish, first.frozen_columns, alpha_M)
-        total = total + summed(loss, hidden_MH, first.lm_head_DH, teacher_logits, source_M, weight_M, *own)
-        if alpha_M is not None:
+            prediction, weight_M = _rows_of(prediction, weight_M, prediction.source_M.argsort(stable=True))
+        confidence_M = prediction.confidence_M
+        alpha_M = weight_M.new_zeros(len(weight_M)) if confidence_M is not None else None
+        total = total + summed(loss, prediction, teacher_logits, weight_M, alpha_M)
+        if alpha_M is not None and confidence_M is not None:
             missed_M = F.binary_cross_entropy_with_logits(confidence_M.float(), alpha_M, reduction="none")
             total = total + (weight_M * missed_M).sum()
     if feature_weight:
-        for prediction, weight_M in zip(steps, weights, strict=True):
-            if prediction.feature_ME is None:
+        for step, weight_M in zip(steps, weights, strict=True):
+            if step.feature_ME is None:
                 raise UserError("These heads draft no features to compare.", "Set train.feature_weight=0.")
-            final_ME = teacher_logits.final_SE[teacher_logits.rows(prediction.source_M)]
-            total = total + feature_weight * (weight_M * smooth_l1(prediction.feature_ME, final_ME)).sum()
+            final_ME = teacher_logits.final_SE[teacher_logits.rows(step.source_M)]
+            total = total + feature_weight * (weight_M * smooth_l1(step.feature_ME, final_ME)).sum()
     return total
 
 
@@ -190,6 +182,32 @@ def _by_lm_head(steps: Sequence[StepPrediction]) -> list[list[int]]:
     for step, prediction in enumerate(steps):
         members.setdefault(id(prediction.lm_head_DH), []).append(step)
     return list(members.values())
+
+
+def _joined(steps: Sequence[StepPrediction]) -> StepPrediction:
+    """The predictions of several steps that share an LM head as those of one; without features."""
+    confidences = [step.confidence_M for step in steps if step.confidence_M is not None]
+    return dataclasses.replace(
+        steps[0],
+        hidden_MH=torch.cat([step.hidden_MH for step in steps]),
+        source_M=torch.cat([step.source_M for step in steps]),
+        origin_M=torch.cat([step.origin_M for step in steps]),
+        confidence_M=torch.cat(confidences) if confidences else None,
+        feature_ME=None,
+    )
+
+
+def _rows_of(prediction: StepPrediction, weight_M: Tensor, rows: Tensor) -> tuple[StepPrediction, Tensor]:
+    """Some of the predictions, in this order, with their weights."""
+    confidence_M = prediction.confidence_M
+    chosen = dataclasses.replace(
+        prediction,
+        hidden_MH=prediction.hidden_MH[rows],
+        source_M=prediction.source_M[rows],
+        origin_M=prediction.origin_M[rows],
+        confidence_M=None if confidence_M is None else confidence_M[rows],
+    )
+    return chosen, weight_M[rows]
 
 
 def _position_weights(
@@ -241,57 +259,38 @@ def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]
         yield block, logits_BD if prediction.finish is None else prediction.finish(logits_BD)
 
 
-def summed_plain(
-    loss: Loss,
-    hidden_MH: Tensor,
-    lm_head_DH: Tensor,
-    teacher_logits: TeacherLogits,
-    source_M: Tensor,
-    weight_M: Tensor,
-    bias_D: Tensor | None = None,
-    finish: Finish | None = None,
-) -> Tensor:
+def summed_plain(loss: Loss, prediction: StepPrediction, teacher_logits: TeacherLogits, weight_M: Tensor) -> Tensor:
     """`summed` by its definition, with all logits at once: what the pass over blocks is tested against."""
-    logits_MD = F.linear(hidden_MH, lm_head_DH, bias_D)
-    logits_MD = logits_MD if finish is None else finish(logits_MD)
+    logits_MD = F.linear(prediction.hidden_MH, prediction.lm_head_DH, prediction.bias_D)
+    logits_MD = logits_MD if prediction.finish is None else prediction.finish(logits_MD)
     kind = torch.promote_types(logits_MD.dtype, torch.float32)
-    table_SD, rows_M = teacher_logits.of(teacher_logits.rows(source_M))
+    table_SD, rows_M = teacher_logits.of(teacher_logits.rows(prediction.source_M))
     target_probs_MD = table_SD[rows_M].softmax(-1, dtype=kind)
     return (weight_M * loss(logits_MD.to(kind), target_probs_MD)).sum()
 
 
 def summed(
     loss: Loss,
-    hidden_MH: Tensor,
-    lm_head_DH: Tensor,
+    prediction: StepPrediction,
     teacher_logits: TeacherLogits,
-    source_M: Tensor,
     weight_M: Tensor,
-    bias_D: Tensor | None = None,
-    finish: Finish | None = None,
-    frozen_columns: int = 0,
     alpha_M: Tensor | None = None,
 ) -> Tensor:
     """Weighted sum of a loss over predictions that share an LM head: a float32 scalar.
 
-    Its gradient reaches `hidden_MH` and, where it is trained, `lm_head_DH`.
+    Its gradient reaches what the LM head reads and, where it is trained, the LM head but for its frozen columns.
 
     Args:
         loss: between draft and target distributions.
-        hidden_MH: what the LM head reads.
-        lm_head_DH: the LM head over the draft vocabulary.
+        prediction: of one step, or of several.
         teacher_logits: the target's side of the batch.
-        source_M: int64, the flat position whose distribution each prediction is compared with.
         weight_M: float32, how much each prediction counts; a constant.
-        bias_D: of the LM head, a constant.
-        finish: what makes logits of the LM head's output.
-        frozen_columns: of the LM head, how many of the first ones do not learn.
         alpha_M: float32, is filled with the mass that each prediction shares with the target's distribution.
     """
-    assert hidden_MH.shape[0] == source_M.shape[0] == weight_M.shape[0], "one source and weight for each prediction"
+    hidden_MH, lm_head_DH = prediction.hidden_MH, prediction.lm_head_DH
+    assert len(hidden_MH) == len(prediction.source_M) == len(weight_M), "one source and weight for each prediction"
     apply: Callable[..., Tensor] = _Summed.apply
-    own = (bias_D, finish, frozen_columns, alpha_M)
-    return apply(hidden_MH, lm_head_DH, loss, teacher_logits, source_M, weight_M, *own)
+    return apply(hidden_MH, lm_head_DH, loss, prediction, teacher_logits, weight_M, alpha_M)
 
 
 class _Summed(torch.autograd.Function):
@@ -308,19 +307,17 @@ class _Summed(torch.autograd.Function):
         hidden_MH: Tensor,
         lm_head_DH: Tensor,
         loss: Loss,
+        prediction: StepPrediction,
         teacher_logits: TeacherLogits,
-        source_M: Tensor,
         weight_M: Tensor,
-        bias_D: Tensor | None,
-        finish: Finish | None,
-        frozen_columns: int,
         alpha_M: Tensor | None,
     ) -> Tensor:
+        finish, learns = prediction.finish, slice(prediction.frozen_columns, None)
         read_MH, head_DH = _operands(hidden_MH, lm_head_DH)
         kind = torch.promote_types(read_MH.dtype, torch.float32)
         # float16 gradients overflow unless they are scaled, and what scales them comes with the backward pass.
         kept = kind if read_MH.dtype == torch.float16 else read_MH.dtype
-        rows_M, bias_D = teacher_logits.rows(source_M), _like(bias_D, head_DH)
+        rows_M, bias_D = teacher_logits.rows(prediction.source_M), _like(prediction.bias_D, head_DH)
         judged = loss if finish is None else _finished(loss, finish)
         total = torch.zeros((), dtype=kind, device=hidden_MH.device)
         hidden_kind = torch.promote_types(hidden_MH.dtype, kept)
@@ -338,7 +335,6 @@ class _Summed(torch.autograd.Function):
                 if hidden_gradient_MH is not None:
                     hidden_gradient_MH[block] = logits_BD @ head_DH.to(kept)
                 if head_gradient_DH is not None:
-                    learns = slice(frozen_columns, None)
                     head_gradient_DH[:, learns] += logits_BD.T @ read_MH[block, learns].to(kept)
         ctx.save_for_backward(hidden_gradient_MH, head_gradient_DH)
         return total
@@ -347,7 +343,7 @@ class _Summed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # In place: autograd refuses a second use by itself.
-        return *(None if saved is None else saved.mul_(upstream) for saved in ctx.saved_tensors), *[None] * 8
+        return *(None if saved is None else saved.mul_(upstream) for saved in ctx.saved_tensors), *[None] * 5
 
 
 def _differentiate(

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from accelerate import Accelerator
 
 from headstart.errors import UserError
@@ -134,6 +136,14 @@ def log_table(
             tracker.log_table(name, list(columns), [list(row) for row in rows], step=step)
         else:
             _log_text(tracker, name, _markdown(columns, rows), step)
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Memory in GB (1e9 bytes) by logged name: resident in this process, and on a GPU the most allocated so far."""
+    values = {"memory/rss_gigabytes": psutil.Process().memory_info().rss / 1e9}
+    if device.type == "cuda":
+        values["memory/cuda_peak_gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
+    return values
 
 
 def alert(accelerator: Accelerator, title: str, text: str, step: int) -> None:

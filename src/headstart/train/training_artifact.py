@@ -34,15 +34,7 @@ _ACCUMULATION = "gradient_accumulation_steps"
 def training(
     run_folder: Path, recipe: Recipe, config: HeadConfig, train_store: States, valid_store: States
 ) -> Artifact:
-    """The artifact of a training.
-
-    Args:
-        run_folder: of the run that it is for.
-        recipe: its `train` section is read.
-        config: of the heads, with the target's sizes filled in.
-        train_store: conversations to learn from.
-        valid_store: conversations to judge by.
-    """
+    """The artifact of a training; `config` is that of the heads, with the target's sizes filled in."""
     section = recipe.train.model_dump(mode="json")
     settings = recipe.train.noted(FREE_TO_CHANGE | recipe.train.unset())
     settings["start_from"] = weights_hash(recipe.train.start_from)
@@ -65,53 +57,39 @@ def finished(folder: Path) -> bool:
 def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> None:
     """Begin a training with the newest checkpoint of those that differ only in being shorter, when there is one.
 
-    So does the same training on another number of processes, where a step reads as many batches.
-
-    Args:
-        of: the training; nothing happens when it has checkpoints of its own.
-        ranks: processes that train.
-        say: takes a sentence for the user.
+    So does the same training on another number of processes, where a step reads as many batches. Nothing happens when
+    the training has checkpoints of its own.
     """
     checkpoints = of.folder / "checkpoints"
     if checkpoint.find(checkpoints, {}, lambda _: None) is not None:
         return
-    best: tuple[int, Path] | None = None
-    shorter = True
-    settings = {checkpoint.PROCESSES: ranks, checkpoint.ACCUMULATION: _accumulation(of)}
-    for other in relatives(of, _spread_aside):
-        if not _within(other.identity["amount"], of.identity["amount"]):
+    settings = {checkpoint.PROCESSES: ranks, checkpoint.ACCUMULATION: of.identity["train"][_ACCUMULATION]}
+    candidates = []
+    for other in relatives(of, _without_accumulation):
+        newest = checkpoint.find(other.folder / "checkpoints", {}, lambda _: None)
+        if newest is None or not (other.folder / "metrics.jsonl").is_file():
             continue
-        found = checkpoint.find(other.folder / "checkpoints", {}, lambda _: None)
-        if found is None or not (other.folder / "metrics.jsonl").is_file():
-            continue
-        kept = read_json(found[0] / checkpoint.MANIFEST)["settings"]
-        kept = {checkpoint.PROCESSES: kept.get(checkpoint.PROCESSES), checkpoint.ACCUMULATION: _accumulation(other)}
-        fits = checkpoint.fits(kept, settings, found[0])
-        if fits and (best is None or found[1].step > best[0]):
-            best = found[1].step, found[0]
-            shorter = other.base == of.base
-    if best is None:
+        path, trainer_state = newest
+        within = _within(other.identity["amount"], of.identity["amount"])
+        if within and checkpoint.fits(read_json(path / checkpoint.MANIFEST)["settings"], settings):
+            candidates.append((trainer_state.step, path, other.base == of.base))
+    if not candidates:
         return
-    _, path = best
+    _, path, only_shorter = max(candidates, key=lambda candidate: candidate[0])
     partial = checkpoints / (path.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     checkpoints.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(path.parent.parent / "metrics.jsonl", of.folder / "metrics.jsonl")
     shutil.copytree(path, partial, copy_function=link_or_copy)
     partial.rename(checkpoints / path.name)
-    what = "A shorter training" if shorter else "A training on another number of processes"
+    what = "A shorter training" if only_shorter else "A training on another number of processes"
     say(f"{what} of these heads is there ({path.parent.parent.name}): going on from it.")
 
 
-def _spread_aside(of: Artifact) -> dict[str, Any]:
+def _without_accumulation(of: Artifact) -> dict[str, Any]:
     """The identity without the amount, and without how the batches of a step are spread."""
-    train = of.base.get("train") or {}
-    return {**of.base, "train": {key: value for key, value in train.items() if key != _ACCUMULATION}}
-
-
-def _accumulation(of: Artifact) -> int | None:
-    value = of.identity["train"].get(_ACCUMULATION)
-    return None if value is None else int(value)
+    train = {key: value for key, value in of.base.get("train", {}).items() if key != _ACCUMULATION}
+    return {**of.base, "train": train}
 
 
 def _within(shorter: dict[str, Any], longer: dict[str, Any]) -> bool:

@@ -25,8 +25,7 @@ from accelerate.utils import set_seed
 from rich.console import Console
 from torch import Tensor
 
-from headstart.errors import UserError
-from headstart.heads.base import HeadBatch
+from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.io import save_heads
 from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import FREE_TO_CHANGE
@@ -37,9 +36,9 @@ from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 from headstart.target.teacher import TeacherModel
 from headstart.train import checkpoint
-from headstart.train.allocator import keep_freed_memory
 from headstart.train.batches import (
     Batch,
+    Order,
     anchored,
     collate,
     epoch_batches,
@@ -49,25 +48,18 @@ from headstart.train.batches import (
     subsampled,
 )
 from headstart.train.checkpoint import TrainerState
-from headstart.train.compiled import check_compiler, compiled
-from headstart.train.decoded import EXAMPLE, decode
-from headstart.train.display import Display
-from headstart.train.ema import Ema
-from headstart.train.finite import not_finite
-from headstart.train.interrupt import Interrupt
+from headstart.train.checks import check_training
 from headstart.train.joint import Drift, Joint
-from headstart.train.log import Log
 from headstart.train.losses import find_loss
-from headstart.train.low_rank import LowRank
-from headstart.train.metrics import Tally, Validation, chosen_tokens, coverage
-from headstart.train.optimizers import make_optimizers
-from headstart.train.order import Order
-from headstart.train.processes import describe_processes, make_accelerator, on_device, together, whole_state
-from headstart.train.setup import build_heads, check_store, check_training, learning_rate_now
+from headstart.train.machine import Interrupt, check_compiler, compiled, keep_freed_memory
+from headstart.train.optimizers import Ema, learning_rate_now, make_optimizers
+from headstart.train.processes import describe_processes, make_accelerator, on_device, together
+from headstart.train.starting_heads import build_heads, check_store
 from headstart.train.summing import Teacher, weighted
-from headstart.train.tracking import alert, finish_trackers, log_table, start_tracker
-from headstart.train.unrolled import Unrolled
-from headstart.train.watch import LossWatch, divergence, memory, peak_flops, training_flops
+from headstart.train.tracking import alert, finish_trackers, log_table, memory, start_tracker
+from headstart.train.training_log import Display, Log, LossWatch, divergence, not_finite
+from headstart.train.validation import EXAMPLE, Tally, Validation, chosen_tokens, decode, draftable_share
+from headstart.train.wrapped import LowRank, Unrolled
 
 if TYPE_CHECKING:
     from headstart.data.states.online import States
@@ -103,8 +95,7 @@ def train(
     """Train heads, or go on where an interrupted run in `folder` stopped.
 
     Leaves `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation), `log.txt` (what was
-    said) and `result.json`.
-    Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt.
+    said) and `result.json`. Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt.
 
     Args:
         recipe: its `heads` and `train` parts are read.
@@ -126,10 +117,11 @@ def train(
         joint = Joint(target, recipe.train)
     with on_device(target.device):
         accelerator = make_accelerator(recipe, target, folder)
+        log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
         try:
             if target.device.type == "cpu":
                 keep_freed_memory()
-            return _Run(recipe, target, train_store, valid_store, folder, console, accelerator, joint).go()
+            return _Trainer(recipe, target, (train_store, valid_store), log, accelerator, joint).train()
         finally:
             if joint is not None:
                 joint.release()
@@ -138,76 +130,100 @@ def train(
             AcceleratorState._reset_state()  # the next run of this process may choose another precision
 
 
-class _Run:
-    """One session of training; see `train`."""
+class _Trainer:
+    """One session of training, in the accelerator's project folder; see `train`."""
 
     def __init__(
         self,
         recipe: Recipe,
         target: FrozenModel,
-        train_store: States,
-        valid_store: States,
-        folder: Path,
-        console: Console | None,
+        stores: tuple[States, States],
+        log: Log,
         accelerator: Accelerator,
         joint: Joint | None,
     ) -> None:
         self.started = monotonic()
-        self.joint, self.drift = joint, Drift(accelerator.device)
-        self.section = recipe.train
-        self.target, self.store, self.folder, self.accelerator = target, train_store, folder, accelerator
-        self.log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
-        self.name = recipe.name
+        self.recipe, self.section, self.target, self.log = recipe, recipe.train, target, log
+        self.store, self.valid_store = stores
+        self.accelerator, self.joint = accelerator, joint
+        self.folder = Path(accelerator.project_dir)
+        self.rank, self.ranks = int(accelerator.process_index), int(accelerator.num_processes)
         self.loss = find_loss(self.section.loss)
         set_seed(self.section.seed)
         with together():
-            self.heads = build_heads(recipe, target, train_store, self.log.say)
-            self.heads.gradient_checkpointing = self.section.gradient_checkpointing
-            if self.section.compile:
-                check_compiler(target.device)
-                self.heads.compiler, self.loss = compiled, compiled(self.loss)
-            check_store(valid_store, target, self.heads)
-            self.coverage = self._coverage(valid_store)
+            self.heads = self._build_heads()
+            self.coverage = draftable_share(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
             copies = 4 * (self.section.keep_checkpoints + 1)
-            need_disk(folder, 4 * copies * sum(p.numel() for p in self.heads.parameters()), "Training")
-            self.settings = self._settings(recipe)
-            self.found = checkpoint.find(folder / "checkpoints", self.settings, self.log.say)
+            need_disk(self.folder, 4 * copies * sum(p.numel() for p in self.heads.parameters()), "Training")
+            self.settings = self._settings()
+            self.found = checkpoint.find(self.folder / "checkpoints", self.settings, log.say)
         self.aux_layers = sorted({*self.heads.aux_layers, FINAL})
-        self.flops = self.heads.flops_per_draft()  # here: what `prepare` makes of the heads may be a part of them
-        peak = peak_flops(accelerator.device, accelerator.mixed_precision)
-        learning = training_flops(self.heads, self.section, self.flops)
-        self.share_of_peak = learning / (peak * self.ranks) if peak else 0.0  # that a token a second takes
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
         unrolled, rank = Unrolled(self.heads), self.section.lora_rank
         self.low_rank = LowRank(unrolled, rank) if rank else None
         self.learning = self.low_rank or self.heads
-        trained, optimizers = self.low_rank or unrolled, make_optimizers(self.learning, self.section)
+        wrapped, optimizers = self.low_rank or unrolled, make_optimizers(self.learning, self.section)
         if joint is not None:
             joint.begin()
-            trained.adapter = joint.weights
+            wrapped.adapter = joint.weights
             optimizers.append(joint.optimizer())
         with warnings.catch_warnings():
             # The buffers are the same everywhere from the start. What torch has instead, accelerate cannot say yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            self.model, *self.optimizers = accelerator.prepare(trained, *optimizers)
-        self.ema = Ema(self.model, self.learning, self.section.ema) if self.section.ema is not None else None
+            self.model, *self.optimizers = accelerator.prepare(wrapped, *optimizers)
+        self.ema = Ema(self.learning, self.section.ema) if self.section.ema is not None else None
         if self.ema is not None:
             accelerator.register_for_checkpointing(self.ema)
         self.teacher = Teacher(target, self.heads.draft_to_target_D)
-        self.valid_store = valid_store
-        self.order = Order(train_store, self.section, self.rank, self.ranks)
+        self.order = Order(self.store, self.section, self.rank, self.ranks)
         self.valid = self._validation_batches()
         self.total = min(self.section.steps or math.inf, self.section.epochs * self.order.per_epoch)
         self.trainer_state = TrainerState()
-        self.earlier = self.grad_norm = 0.0
-        self.watch = LossWatch()
+        self.seconds_before = self.grad_norm = 0.0
+        self.drift = Drift(accelerator.device)
+        self.loss_watch = LossWatch()
         self.records: list[dict[str, Any]] = []
+
+    def _build_heads(self) -> DraftHead:
+        heads = build_heads(self.recipe, self.target, self.store, self.log.say)
+        heads.gradient_checkpointing = self.section.gradient_checkpointing
+        if self.section.compile:
+            check_compiler(self.target.device)
+            heads.compiler, self.loss = compiled, compiled(self.loss)
+        check_store(self.valid_store, self.target, heads)
+        return heads
+
+    def _settings(self) -> dict[str, Any]:
+        """What must be equal for a run to go on from a checkpoint."""
+        section = self.section.noted({*FREE_TO_CHANGE, "start_from"})
+        return {
+            "heads": self.heads.config.model_dump(mode="json"),
+            **{f"train.{key}": value for key, value in section.items()},
+            "data fingerprint": self.store.fingerprint,
+            checkpoint.PROCESSES: self.ranks,
+        }
 
     # -- the run -------------------------------------------------------------------------------------------------
 
-    def go(self) -> TrainResult:
+    def train(self) -> TrainResult:
         """Train until the budget is spent."""
+        self._announce()
+        step = self.found[1].step if self.found else None  # before anything of an earlier session changes:
+        start_tracker(self.accelerator, self.section, self.settings, self.recipe.name, step)
+        with self.log:
+            self._resume()
+            with ExitStack() as stack:
+                interrupt = stack.enter_context(Interrupt())
+                fraction = self._fraction(self.trainer_state.elapsed)
+                display = stack.enter_context(Display(self.log, fraction))
+                self._take_steps(stack, interrupt, display)
+            result = self._finish()
+            if interrupt.asked:  # after the last step: the training is complete, but nothing should follow it
+                raise KeyboardInterrupt
+            return result
+
+    def _announce(self) -> None:
         for line in describe_processes(self.accelerator):
             self.log.say(line)
         if isinstance(self.target, TeacherModel):
@@ -218,84 +234,69 @@ class _Run:
             )
         self.log.say(
             f"{self.heads.draft_steps} draft steps, {self.learning.trainable_parameters / 1e6:.1f} M parameters to "
-            f"train, {self.flops / 1e6:.1f} MFLOP a drafted token; the "
+            f"train, {self.heads.flops_per_draft() / 1e6:.1f} MFLOP a drafted token; the "
             f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
             f"answers. {len(self.store)} conversations, {self.order.per_epoch} steps per epoch."
         )
-        at = self.found[1].step if self.found else None  # before anything of an earlier session changes:
-        start_tracker(self.accelerator, self.section, self.settings, self.name, at)
-        with self.log:
-            return self._go()
 
-    def _go(self) -> TrainResult:
-        self._resume()
-        saved = self.trainer_state.step if self.trainer_state.step else -1
+    def _take_steps(self, stack: ExitStack, interrupt: Interrupt, display: Display) -> None:
+        """Take steps, with what belongs to their numbers, until the end or an interruption."""
+        state = self.trainer_state
+        saved = state.step if state.step else -1
         losses: list[float] = []
         asked = False
-        with ExitStack() as stack:
-            interrupt = stack.enter_context(Interrupt())
-            display = stack.enter_context(Display(self.log, self._fraction(self.trainer_state.elapsed)))
-            if not self.records:
-                self._validate(display, None)
-            started, learnt = monotonic(), 0
-            steps = self.order.batches(self.trainer_state, self.total, self._collate, self.accelerator.device)
-            for group, batches in stack.enter_context(closing(steps)):
-                learning = sum(predictions(batch, self.section.anchors) for batch in batches)
-                count, elapsed, asked = self._agree(learning, interrupt.asked)
-                fraction = self._fraction(elapsed)
-                if asked or fraction >= 1:
-                    break
-                lr = self.trainer_state.lr = learning_rate_now(self.section, fraction, self.trainer_state)
-                loss = self._step(group, batches, max(count, 1), lr, fraction)
-                learnt += count
-                self.trainer_state.advance(count, self.order.per_epoch)
-                step = self.trainer_state.step
-                losses.append(loss)
-                now = monotonic()
-                speed = learnt / (now - started)
-                display.step(self._fraction(self._elapsed()), now - self.started, step, loss, lr, speed)
-                if step % self.section.log_every == 0:
-                    values = {"loss": loss, "lr": lr, "tokens_per_second": speed, "grad_norm": self.grad_norm}
-                    self._log(values | ({"mfu": speed * self.share_of_peak} if self.share_of_peak else {}))
-                if ratio := self.watch.ratio(loss, self._starts_only(fraction)):
-                    display.say(told := divergence(loss, ratio, step))
-                    alert(self.accelerator, "The loss diverges", told, step)
-                    self._log({"loss_over_median": ratio})
-                if self.section.decode_every and step % self.section.decode_every == 0:
-                    self._decode(display)
-                if step % self.section.eval_every == 0:
-                    self._validate(display, losses)
-                if step % self.section.save_every == 0:
-                    self._save()
-                    saved = step
-            if self.records[-1]["step"] != self.trainer_state.step and not asked:
+        if not self.records:
+            self._validate(display, None)
+        started, learnt = monotonic(), 0
+        steps = self.order.batches(state, self.total, self._collate, self.accelerator.device)
+        for group, batches in stack.enter_context(closing(steps)):
+            own_count = sum(predictions(batch, self.section.anchors) for batch in batches)
+            count, elapsed, asked = self._agree(own_count, interrupt.asked)
+            fraction = self._fraction(elapsed)
+            if asked or fraction >= 1:
+                break
+            state.lr = learning_rate_now(self.section, fraction, state)
+            loss = self._step(group, batches, max(count, 1), fraction)
+            losses.append(loss)
+            learnt += count
+            state.advance(count, self.order.per_epoch)
+            now = monotonic()
+            speed = learnt / (now - started)
+            live = f"step {state.step} · loss {loss:.3f} · lr {state.lr:.1e} · {speed:,.0f} tok/s"
+            display.step(self._fraction(self._elapsed()), now - self.started, live)
+            if state.step % self.section.log_every == 0:
+                self._log({"loss": loss, "lr": state.lr, "tokens_per_second": speed, "grad_norm": self.grad_norm})
+            self._watch(loss, fraction)
+            if self.section.decode_every and state.step % self.section.decode_every == 0:
+                self._decode()
+            if state.step % self.section.eval_every == 0:
                 self._validate(display, losses)
-                saved = -1  # a checkpoint of this very step would not know that these heads are the best
-            # A run that the clock has ended needs a checkpoint that says so, or the next session would train on.
-            if saved != self.trainer_state.step or (not asked and self._fraction(self.trainer_state.elapsed) < 1):
+            if state.step % self.section.save_every == 0:
                 self._save()
-            if asked:
-                display.say(f"Stopped after step {self.trainer_state.step}; the same command goes on from there.")
-                raise KeyboardInterrupt
-        result = self._finish()
-        if interrupt.asked:  # after the last step: the training is complete, but what would follow it should not begin
+                saved = state.step
+        if self.records[-1]["step"] != state.step and not asked:
+            self._validate(display, losses)
+            saved = -1  # a checkpoint of this very step would not know that these heads are the best
+        # A run that the clock has ended needs a checkpoint that says so, or the next session would train on.
+        if saved != state.step or (not asked and self._fraction(state.elapsed) < 1):
+            self._save()
+        if asked:
+            self.log.say(f"Stopped after step {state.step}; the same command goes on from there.")
             raise KeyboardInterrupt
-        return result
 
-    def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, lr: float, fraction: float) -> float:
+    def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, fraction: float) -> float:
         """One optimiser step; returns the loss per prediction of the first draft step, over all processes."""
-        learns = self.joint is not None and self.joint.learns(fraction)
+        joint, lr = self.joint, self.trainer_state.lr
         for number, optimizer in enumerate(self.optimizers, start=1):
-            rate = lr if self.joint is None or number < len(self.optimizers) else self.joint.lr(lr, fraction)
+            rate = lr if joint is None or number < len(self.optimizers) else joint.lr(lr, fraction)
             for parameters in optimizer.param_groups:
                 parameters["lr"] = rate
         self.model.train()
         summed = torch.zeros((), device=self.accelerator.device)
-        round_starts_only = self._starts_only(fraction)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self._loss(batch, i, round_starts_only, learns)
+                loss = self._loss(batch, i, fraction)
                 # The one place that normalises: processes average their gradients, hence the factor.
                 self.accelerator.backward(loss * (self.ranks / count))
             summed += loss.detach()
@@ -304,8 +305,7 @@ class _Run:
         mean = float(self.accelerator.reduce(summed, "sum")) / count
         # With fp16 a gradient may overflow now and then: the scaler skips that step by itself.
         if not math.isfinite(mean) or not (math.isfinite(self.grad_norm) or self.accelerator.mixed_precision == "fp16"):
-            own = share(group, self.rank, self.ranks)
-            raise not_finite(self.trainer_state.step + 1, mean, group, own, batches)
+            raise not_finite(self.trainer_state.step + 1, mean, group, share(group, self.rank, self.ranks), batches)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -313,9 +313,10 @@ class _Run:
             self.ema.update()
         return mean
 
-    def _loss(self, batch: HeadBatch, number: int, round_starts_only: bool, joint_learns: bool) -> Tensor:
+    def _loss(self, batch: HeadBatch, number: int, fraction: float) -> Tensor:
         """Of one batch, summed; with an adapter that learns, its own loss is in it."""
-        stored, joint = batch, self.joint
+        stored, joint, round_starts_only = batch, self.joint, self._starts_only(fraction)
+        joint_learns = joint is not None and joint.learns(fraction)
         if joint is not None and joint_learns:
             with self.accelerator.autocast():
                 batch = joint.read(stored)
@@ -348,17 +349,65 @@ class _Run:
             batch = anchored(batch, self.section.anchors, seed)
         return batch
 
+    def _watch(self, loss: float, fraction: float) -> None:
+        if ratio := self.loss_watch.ratio(loss, self._starts_only(fraction)):
+            warning = divergence(loss, ratio, self.trainer_state.step)
+            self.log.say(warning)
+            alert(self.accelerator, "The loss diverges", warning, self.trainer_state.step)
+            self._log({"loss_over_median": ratio})
+
+    def _finish(self) -> TrainResult:
+        state = self.trainer_state
+        best = next(row for row in self.records if row["step"] == state.best_step)
+        result = TrainResult(self.folder / "best", self.folder / "last", state.step, best, self.coverage)
+        with self._to_keep():
+            self._keep_heads(result.last_folder)
+        if self.accelerator.is_main_process:
+            write_json(
+                self.folder / "result.json",
+                {
+                    "steps": result.steps,
+                    "epochs": state.epoch + state.index / self.order.per_epoch,
+                    "elapsed_seconds": round(state.elapsed, 1),
+                    "trainable_parameters": self.learning.trainable_parameters,
+                    "coverage": result.coverage,
+                    "best": best,
+                    "last": self.records[-1],
+                },
+            )
+        self.accelerator.wait_for_everyone()
+        return result
+
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    def _validation_batches(self) -> list[tuple[Batch, Tensor]]:
+        """This process's share of the validation data, with what the target chooses at each position.
+
+        The states are read again in each validation: they are many times larger than what is kept here.
+        """
+        batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
+        own = share(batches, self.rank, self.ranks)
+        self.idle = len(share(batches, 0, self.ranks)) - len(own)
+        chosen = [(batch, chosen_tokens(self.target, self._collate(self.valid_store, batch))) for batch in own]
+        self._wait_for_others()
+        return chosen
+
+    def _wait_for_others(self) -> None:
+        """Have the validation states of no conversation while other processes have those of their last batch."""
+        for _ in range(self.idle):
+            self.valid_store.samples([])
+
+    def _validate(self, display: Display, losses: list[float] | None) -> None:
+        """Judge the heads, note it, and keep them when they are the best so far; empties `losses`."""
+        with self._to_keep():
+            self._judge(display, losses)
+
     @contextmanager
     def _to_keep(self) -> Iterator[None]:
         """Inside, the heads are those to judge and to keep: averages, with their low-rank updates."""
         averaged = nullcontext() if self.ema is None else self.ema.applied()
         with averaged, nullcontext() if self.low_rank is None else self.low_rank.merged():
             yield
-
-    def _validate(self, display: Display, losses: list[float] | None) -> None:
-        """Judge the heads, note it, and keep them when they are the best so far; empties `losses`."""
-        with self._to_keep():
-            self._judge(display, losses)
 
     def _judge(self, display: Display, losses: list[float] | None) -> None:
         self.model.eval()
@@ -400,9 +449,8 @@ class _Run:
         return not any(row["drift"]["tokens"] for row in best)
 
     def _keep_heads(self, folder: Path) -> None:
-        state = whole_state(self.heads, self.accelerator.is_main_process)
-        if state is not None:
-            save_heads(self.heads, folder, state)
+        if self.accelerator.is_main_process:
+            save_heads(self.heads, folder)
             if self.joint is not None:
                 self.joint.save(folder, self.drift)
 
@@ -423,58 +471,33 @@ class _Run:
         top1 = {f"valid/top1_step{k}": share for k, share in enumerate(validation.accuracy["top1"])}
         self._log({"valid/tau": validation.tau, "valid/coverage": self.coverage, **top1})
 
-    def _log(self, values: dict[str, float]) -> None:
-        """Tell trackers, with the memory of the main process and where in the data the run stands."""
-        standing = self.trainer_state
-        position = {"data/epoch": standing.epoch, "data/step_in_epoch": standing.index}
-        self.accelerator.log({**values, **memory(self.accelerator.device), **position}, step=standing.step)
-
-    def _decode(self, display: Display) -> None:
+    def _decode(self) -> None:
         """Decode validation prompts on the main process; the others wait for it in the next step."""
-        with self._to_keep():
-            state = whole_state(self.heads, self.accelerator.is_main_process)
-        if state is None:
+        if not self.accelerator.is_main_process:
             return
         assert isinstance(self.target, Target), "checked before the first step"
-        found = decode(self.heads, state, self.target, self.valid_store)
-        display.say(f"step {self.trainer_state.step} · {found.told}")
-        if found.tau is not None:
-            self._log(found.values())
-            log_table(self.accelerator, "decoded/examples", EXAMPLE, found.examples, self.trainer_state.step)
-
-    def _finish(self) -> TrainResult:
-        best = next(row for row in self.records if row["step"] == self.trainer_state.best_step)
-        result = TrainResult(self.folder / "best", self.folder / "last", self.trainer_state.step, best, self.coverage)
         with self._to_keep():
-            self._keep_heads(result.last_folder)
-        if self.accelerator.is_main_process:
-            write_json(
-                self.folder / "result.json",
-                {
-                    "steps": result.steps,
-                    "epochs": self.trainer_state.epoch + self.trainer_state.index / self.order.per_epoch,
-                    "elapsed_seconds": round(self.trainer_state.elapsed, 1),
-                    "trainable_parameters": self.learning.trainable_parameters,
-                    "coverage": result.coverage,
-                    "best": best,
-                    "last": self.records[-1],
-                },
-            )
-        self.accelerator.wait_for_everyone()
-        return result
+            decoded = decode(self.heads, self.target, self.valid_store)
+        self.log.say(f"step {self.trainer_state.step} · {decoded.summary}")
+        if decoded.tau is not None:
+            self._log(decoded.values())
+            log_table(self.accelerator, "decoded/examples", EXAMPLE, decoded.examples, self.trainer_state.step)
+
+    def _log(self, values: dict[str, float]) -> None:
+        """Tell trackers, with the memory of the main process and where in the data the run stands."""
+        state = self.trainer_state
+        position = {"data/epoch": state.epoch, "data/step_in_epoch": state.index}
+        self.accelerator.log({**values, **memory(self.accelerator.device), **position}, step=state.step)
 
     # -- where it stands -----------------------------------------------------------------------------------------
 
-    @property
-    def rank(self) -> int:
-        return int(self.accelerator.process_index)
-
-    @property
-    def ranks(self) -> int:
-        return int(self.accelerator.num_processes)
+    def _collate(
+        self, store: States, batch: Batch, device: torch.device | None = None, packed: bool = False
+    ) -> HeadBatch:
+        return collate(store, batch, self.aux_layers, self.dtype, device or self.accelerator.device, packed)
 
     def _elapsed(self) -> float:
-        return self.earlier + monotonic() - self.started
+        return self.seconds_before + monotonic() - self.started
 
     def _fraction(self, elapsed: float) -> float:
         """How much of the run is done: by steps or by the clock, whichever is further."""
@@ -485,10 +508,6 @@ class _Run:
         """Whether the run learns only where drafting would start by now."""
         return fraction >= 1 - self.section.round_starts_fraction
 
-    @property
-    def _budget(self) -> list[float | None]:
-        return [self.section.steps, self.section.minutes, self.section.epochs]
-
     def _agree(self, count: int, asked: bool) -> tuple[int, float, bool]:
         """(predictions of the step, seconds of the main process, somebody was asked to stop): equal everywhere."""
         elapsed = self._elapsed()
@@ -498,68 +517,28 @@ class _Run:
         ours = self.accelerator.reduce(mine.to(self.accelerator.device), "sum").tolist()
         return int(ours[0]), ours[1], ours[2] > 0
 
+    @property
+    def _budget(self) -> list[float | None]:
+        return [self.section.steps, self.section.minutes, self.section.epochs]
+
     def _save(self) -> None:
-        self.trainer_state.elapsed, self.trainer_state.budget = self._elapsed(), self._budget
-        best = self.folder / "best"
-        folder, keep = self.folder / "checkpoints", self.section.keep_checkpoints
-        checkpoint.save(self.accelerator, folder, self.trainer_state, self.settings, best, keep)
+        state, keep = self.trainer_state, self.section.keep_checkpoints
+        state.elapsed, state.budget = self._elapsed(), self._budget
+        folder, best = self.folder / "checkpoints", self.folder / "best"
+        checkpoint.save(self.accelerator, folder, state, self.settings, best, keep=keep)
 
     def _resume(self) -> None:
         if self.found is None:
             return
         path, self.trainer_state = self.found
+        state = self.trainer_state
         checkpoint.load(self.accelerator, path)
-        self.earlier = self.trainer_state.elapsed
-        if self.trainer_state.budget and self.trainer_state.budget != self._budget:
-            self.trainer_state.onward, self.trainer_state.onward_lr = (
-                self._fraction(self.earlier),
-                self.trainer_state.lr,
-            )
+        self.seconds_before = state.elapsed
+        if state.budget and state.budget != self._budget:
+            state.onward, state.onward_lr = self._fraction(state.elapsed), state.lr
         rows = [row for _, row in read_jsonl(self.folder / "metrics.jsonl")]
-        self.records = [row for row in rows if row["step"] <= self.trainer_state.step]
+        self.records = [row for row in rows if row["step"] <= state.step]
         if self.accelerator.is_main_process:  # what came after the checkpoint never happened to this run
             checkpoint.restore_best(path, self.folder / "best")
             write_jsonl(self.folder / "metrics.jsonl", self.records)
-        self.log.say(f"Going on from step {self.trainer_state.step} ({format_seconds(self.earlier)} spent).")
-
-    def _settings(self, recipe: Recipe) -> dict[str, Any]:
-        section = recipe.train.noted({*FREE_TO_CHANGE, "start_from"})
-        return {
-            "heads": self.heads.config.model_dump(mode="json"),
-            **{f"train.{key}": value for key, value in section.items()},
-            "data fingerprint": self.store.fingerprint,
-            checkpoint.PROCESSES: self.ranks,
-        }
-
-    # -- setting up ----------------------------------------------------------------------------------------------
-
-    def _coverage(self, valid_store: States) -> float:
-        counts_V = valid_store.supervised_counts(self.target.vocab_size)
-        if int(counts_V.sum()) == 0:
-            raise UserError(
-                "Nothing is supervised in the validation data.",
-                "Raise data.validation, or look at the data with `headstart data show`.",
-            )
-        return coverage(counts_V, self.heads.draft_to_target_D)
-
-    def _collate(
-        self, store: States, batch: Batch, device: torch.device | None = None, packed: bool = False
-    ) -> HeadBatch:
-        return collate(store, batch, self.aux_layers, self.dtype, device or self.accelerator.device, packed)
-
-    def _validation_batches(self) -> list[tuple[Batch, Tensor]]:
-        """This process's share of the validation data, with what the target chooses at each position.
-
-        The states are read again in each validation: they are many times larger than what is kept here.
-        """
-        batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
-        own = share(batches, self.rank, self.ranks)
-        self.idle = len(share(batches, 0, self.ranks)) - len(own)
-        chosen = [(batch, chosen_tokens(self.target, self._collate(self.valid_store, batch))) for batch in own]
-        self._wait_for_others()
-        return chosen
-
-    def _wait_for_others(self) -> None:
-        """Have the validation states of no conversation while other processes have those of their last batch."""
-        for _ in range(self.idle):
-            self.valid_store.samples([])
+        self.log.say(f"Going on from step {state.step} ({format_seconds(state.elapsed)} spent).")

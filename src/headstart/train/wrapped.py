@@ -1,8 +1,8 @@
-"""Low-rank updates of earlier heads: what learns when heads are adapted to other texts (`train.lora_rank`).
+"""Heads as accelerate wraps them: unrolled within one `forward`, whole or with low-rank updates (`train.lora_rank`).
 
-Each matrix W [.., O, I] of the heads is read as W + B A, with A [.., R, I] drawn at random and B [.., O, R] zero at the
-start (Hu et al., arXiv 2106.09685). Only A and B learn; W, norms and biases stay as they are. Before heads are judged
-or kept, B A is added to W, so that what comes of it are ordinary heads.
+With low-rank updates each matrix W [.., O, I] of the heads is read as W + B A, with A [.., R, I] drawn at random and
+B [.., O, R] zero at the start (Hu et al., arXiv 2106.09685). Only A and B learn; W, norms and biases stay as they are.
+Before heads are judged or kept, B A is added to W, so that what comes of it are ordinary heads.
 
 A starts with a variance of 1 / R. With Adam, a step of B then moves W about as far as a step of W itself would at the
 same learning rate, whatever the rank.
@@ -22,38 +22,36 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction
-from headstart.recipes.sections import TrainSection
-from headstart.train.processes import is_sharded
-from headstart.train.unrolled import Unrolled
 
 R = TypeVar("R")
 
 
-def check_low_rank(section: TrainSection) -> None:
-    """Refuse settings with which low-rank updates cannot learn.
+class Unrolled(nn.Module):
+    """Heads whose unrolling runs inside `forward`, where a consumer takes each step's logits."""
 
-    Raises:
-        UserError: no heads to adapt, layers that are computed again, or weights spread over processes.
-    """
-    if not section.lora_rank:
-        return
-    if section.start_from is None:
-        raise UserError(
-            "train.lora_rank adapts earlier heads, and train.start_from names none.",
-            "Set train.start_from to a run or a folder of heads, or train.lora_rank=0.",
-        )
-    if section.gradient_checkpointing:
-        raise UserError(
-            "train.gradient_checkpointing would compute layers again without their low-rank updates.",
-            "Set train.gradient_checkpointing=false, or train.lora_rank=0.",
-        )
-    if is_sharded():
-        raise UserError(
-            "Low-rank updates are too small to spread over processes, which FSDP would do.",
-            "Train without FSDP (DDP works), or set train.lora_rank=0.",
-        )
+    def __init__(self, heads: DraftHead) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
+        """What `consume` makes of the batch's predictions.
+
+        A loss reaches every parameter, whatever the batch holds: without a position to learn from it is 0, and so are
+        its gradients. The processes of a training all wait for the gradients of all parameters.
+        """
+        taken = 0
+
+        def counted() -> Iterator[StepPrediction]:
+            nonlocal taken
+            for prediction in self.heads.unroll(batch):
+                taken += 1
+                yield prediction
+
+        made = consume(counted())
+        if isinstance(made, Tensor) and torch.is_grad_enabled() and taken < self.heads.draft_steps:
+            return cast(R, made + sum(p.flatten()[:0].sum() for p in self.heads.parameters() if p.requires_grad))
+        return made
 
 
 def matrices(heads: DraftHead) -> dict[str, nn.Parameter]:
@@ -81,7 +79,7 @@ def learning_numbers(heads: DraftHead, rank: int) -> int:
 
 
 class LowRank(nn.Module):
-    """Heads as accelerate wraps them, of which only low-rank updates learn.
+    """Heads of which only low-rank updates learn.
 
     Args:
         unrolled: with the heads; their own weights no longer learn.
@@ -124,7 +122,7 @@ class LowRank(nn.Module):
     @contextmanager
     def merged(self) -> Iterator[None]:
         """Inside, the heads' own weights are the sums; the optimiser must not step."""
-        own = {name: weight.detach().clone() for name, weight in self._matrices()}
+        unmerged = {name: weight.detach().clone() for name, weight in self._matrices()}
         with torch.no_grad():
             for name, weight in self._matrices():
                 weight.add_(self._update(name))
@@ -135,7 +133,7 @@ class LowRank(nn.Module):
             self._merged = False
             with torch.no_grad():
                 for name, weight in self._matrices():
-                    weight.copy_(own[name])
+                    weight.copy_(unmerged[name])
 
     def _matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
         weights = dict(self.unrolled.heads.named_parameters())

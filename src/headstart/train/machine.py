@@ -1,0 +1,105 @@
+"""What training asks of its machine: to keep freed memory, to compile functions, and to hold signals back."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from time import monotonic
+from types import FrameType, TracebackType
+from typing import Any, TypeVar, cast
+
+import torch
+
+from headstart.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., object])
+
+BACKEND = "inductor"
+"""Of `torch.compile`."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGE = 1 << 30
+_SAME_REQUEST = 1.0
+"""Seconds in which further signals belong to the first."""
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to reuse freed blocks of up to 1 GiB, so that a training step on a CPU does not pay for fresh pages.
+
+    By default every block above 32 MiB (a table of logits, the gradient of an LM head) is mapped anew each time and
+    its pages are faulted in and zeroed. Memory at its peak is the same; it is not given back afterwards.
+
+    Returns:
+        Whether the C library took the setting; any other than glibc is left alone.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE)) and bool(mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE - 1))
+
+
+def compiled(function: F) -> F:
+    """The function compiled, for batches of any shape (`train.compile`)."""
+    return cast(F, torch.compile(function, dynamic=True, backend=BACKEND))
+
+
+def check_compiler(device: torch.device | str) -> None:
+    """Refuse to compile where what compiles is missing.
+
+    Raises:
+        UserError: no C++ compiler, or on a GPU no triton.
+    """
+    if BACKEND != "inductor":
+        return
+    kind = torch.device(device).type
+    if kind == "cpu":
+        from torch._inductor import config
+
+        names = [name for name in (config.cpp.cxx if isinstance(config.cpp.cxx, tuple) else (config.cpp.cxx,)) if name]
+        if not any(shutil.which(name) for name in [*names, "g++", "clang++"]):
+            raise UserError(
+                "train.compile needs a C++ compiler, and there is none.",
+                "Install g++ (or name one in the variable CXX), or set train.compile=false.",
+            )
+    elif kind == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise UserError(
+                "train.compile needs triton on a GPU, and it is missing or too old for this one.",
+                "Install triton (pip install triton), or set train.compile=false.",
+            )
+
+
+class Interrupt:
+    """A context in which the first SIGINT or SIGTERM only sets `asked`; a later one raises KeyboardInterrupt.
+
+    Ctrl-C in a terminal reaches the launcher of several processes as well, which passes it on: what follows at once is
+    the same request. Outside the main thread, where Python delivers no signals, this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._first = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        if not self.asked:
+            self.asked, self._first = True, monotonic()
+        elif monotonic() > self._first + _SAME_REQUEST:
+            raise KeyboardInterrupt

@@ -1,0 +1,171 @@
+"""The heads that a training starts with: warm-started from the target, from earlier heads and from a first look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from headstart.errors import UserError
+from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, family, make_config, supervised_origins
+from headstart.heads.io import load_heads
+from headstart.recipes.recipe import Recipe
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.train.batches import collate
+from headstart.train.validation import pick_vocabulary
+
+if TYPE_CHECKING:
+    from headstart.data.states.online import States
+
+
+_FIRST_LOOK = 200_000
+
+
+def earlier_heads(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
+    """The heads that the recipe starts from, on the CPU."""
+    if recipe.train.start_from is None:
+        return None
+    return load_heads(Path(recipe.train.start_from).expanduser(), target, "cpu")
+
+
+def build_heads(
+    recipe: Recipe, target: FrozenModel, train_store: States, say: Callable[[str], None] = lambda text: None
+) -> DraftHead:
+    """Heads of the recipe, warm-started from the target and from earlier heads when the recipe names some.
+
+    The draft vocabulary is that of the earlier heads when it has the same size, else that of the training data. `say`
+    takes a sentence for the user.
+
+    Raises:
+        UserError: unknown family or setting, a store that lacks a state or is another model's, nothing is supervised in
+            the training data or no answer is as long as a draft, or earlier heads that are missing or do not fit.
+    """
+    config = make_config(recipe.heads, target)
+    heads = family(config.family)(config)
+    check_store(train_store, target, heads)
+    counts_V = train_store.supervised_counts(target.vocab_size)
+    if int(counts_V.sum()) == 0:
+        raise UserError(
+            "Nothing is supervised in the training data: no token was written by the assistant.",
+            "Look at it with `headstart data show`; the conversations need assistant turns.",
+        )
+    _check_depth(heads, train_store)
+    earlier = earlier_heads(recipe, target)
+    if recipe.train.lora_rank and earlier is not None:
+        _check_same(config, earlier.config)
+    if earlier is not None and earlier.config.draft_width == config.draft_width:
+        heads.set_draft_vocabulary(earlier.draft_to_target_D)
+    elif config.draft_vocab_size:
+        ends = sorted(end for end in target.end_tokens if end < target.vocab_size)
+        if config.draft_vocab_size < len(ends):
+            raise UserError(
+                f"A draft vocabulary of {config.draft_vocab_size} cannot hold the {len(ends)} end-of-turn tokens.",
+                "Raise heads.draft_vocab_size; a few thousand is usual.",
+            )
+        heads.set_draft_vocabulary(pick_vocabulary(counts_V, config.draft_vocab_size, ends))
+    heads.warm_start(target)
+    if earlier is None or earlier.config != config:  # else every weight is replaced
+        heads.fit(_first_look(train_store, heads))
+    if earlier is not None:
+        say(f"Started from {recipe.train.start_from}: {take_over(heads, earlier)}.")
+    heads.before_training(_first_look(train_store, heads))
+    return heads
+
+
+@torch.no_grad()
+def take_over(heads: DraftHead, earlier: DraftHead) -> str:
+    """Copy into `heads` every tensor of `earlier` that has the same name and shape, in place.
+
+    Of tables over draft vocabularies of two sizes, the rows of the tokens that both can draft are copied.
+
+    Returns:
+        What was taken over, as a part of a sentence.
+
+    Raises:
+        UserError: when nothing fits.
+    """
+    ours_D, theirs_D = heads.draft_to_target_D.cpu(), earlier.draft_to_target_D
+    ours_C = torch.isin(ours_D, theirs_D).nonzero()[:, 0]  # indices of the common tokens
+    theirs_C = torch.searchsorted(theirs_D, ours_D[ours_C])
+    given = earlier.state_dict()
+    complete, rows = 0, 0
+    state = {name: tensor for name, tensor in heads.state_dict().items() if name != "draft_to_target_D"}
+    for name, tensor in state.items():
+        if name not in given or tensor.ndim != given[name].ndim:
+            continue
+        sizes = zip(tensor.shape, given[name].shape, strict=True)
+        differing = [(axis, pair) for axis, pair in enumerate(sizes) if pair[0] != pair[1]]
+        if not differing:
+            tensor.copy_(given[name])
+            complete += 1
+        elif [pair for _, pair in differing] == [(len(ours_D), len(theirs_D))]:
+            axis = differing[0][0]
+            tensor.index_copy_(axis, ours_C, given[name].index_select(axis, theirs_C).to(tensor))
+            rows += 1
+    if not complete + rows:
+        raise UserError(
+            f"None of the {len(given) - 1} tensors of these {earlier.family} heads has a name and shape of the "
+            f"{heads.family} heads to train.",
+            "Start from heads of the same family and width, or set train.start_from=null.",
+        )
+    by_token = f" ({rows} of them for {len(ours_C)} common draft tokens)" if rows else ""
+    return f"{complete + rows} of {len(state)} tensors are those of earlier {earlier.family} heads{by_token}"
+
+
+def check_store(store: States, target: FrozenModel, heads: DraftHead) -> None:
+    """Refuse states that these heads on this target cannot learn from.
+
+    Raises:
+        UserError: a layer is missing, or the states are another model's.
+    """
+    missing = sorted({*heads.aux_layers, FINAL} - set(store.aux_layers))
+    if missing or store.hidden_size != target.hidden_size:
+        what = f"lacks the states of layer {missing[0]}" if missing else f"has states of size {store.hidden_size}"
+        raise UserError(
+            f"The store {store.folder} {what}, which these heads on {target.name} cannot learn from.",
+            "Build the data again with this recipe.",
+        )
+    if store.target_fingerprint not in (None, target.identity().fingerprint):
+        raise UserError(
+            f"The states in {store.folder} are those of another model than {target.name}.",
+            "Train for the model that wrote the data, or build the data again in another --run-dir.",
+        )
+
+
+def _check_same(config: HeadConfig, earlier: HeadConfig) -> None:
+    """Refuse low-rank updates of heads that are not those of the recipe.
+
+    Raises:
+        UserError: a setting of theirs differs.
+    """
+    ours, theirs = ({"family": heads.family, **heads.model_dump(mode="json")} for heads in (config, earlier))
+    if differing := [key for key, value in ours.items() if theirs.get(key) != value]:
+        key = differing[0]
+        raise UserError(
+            f"train.lora_rank adapts earlier heads as they are, and heads.{key} is {ours[key]!r} where they have "
+            f"{theirs.get(key)!r}.",
+            "Take the recipe that they were trained with, or set train.lora_rank=0: what fits is then taken over.",
+        )
+
+
+def _check_depth(heads: DraftHead, store: States) -> None:
+    """Refuse to train a step that no conversation reaches."""
+    if not any(len(supervised_origins(mask_T[None], heads.draft_steps - 1)) for mask_T in store.supervised()):
+        raise UserError(
+            f"The heads draft {heads.draft_steps} tokens ahead and no answer of the training data has the "
+            f"{heads.draft_steps + 1} tokens in a row that the last step learns from.",
+            "Draft fewer steps, or write longer answers (data.max_new_tokens).",
+        )
+
+
+def _first_look(store: States, heads: DraftHead) -> Iterator[HeadBatch]:
+    """Up to `_FIRST_LOOK` tokens of the training data, in float32, for a closed-form start."""
+    aux_layers, read = sorted({*heads.aux_layers, FINAL}), 0
+    for index in range(len(store)):
+        if read >= _FIRST_LOOK:
+            return
+        read += store.lengths[index]
+        yield collate(store, [index], aux_layers, torch.float32, torch.device("cpu"))
