@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from headstart.cli import heads as cli_heads
 from headstart.cli.options import with_options
 from headstart.decode.options import DecodeOptions
-from headstart.decode.rules import RULES
 from headstart.decode.sampling import Sampling
+from headstart.decode.verify import RULES
 from headstart.drafters.catalog import DRAFTERS
 from headstart.eval.measure import EvalOptions
 from headstart.hf_generate.call import CustomGenerate

@@ -129,7 +129,7 @@ class LoopOptions(SamplingOptions, LengthOptions):
     seed: int = option(0, "Of sampling; prompt b of a batch takes seed + b.")
     verifier: str = option(
         "auto",
-        "How drafts are accepted when sampling: auto, top_k, greedy_draft, traversal, or typical (LOSSY).",
+        "How drafts are accepted when sampling: auto, top_k or greedy_draft.",
         metavar="NAME",
     )
     draft: Draft = option("auto", "auto pauses drafting where it does not pay, on always drafts, off never.")

@@ -176,7 +176,7 @@ def generate(
     decoder = load_decoder(heads, target, revision, dtype, any_target, exact, quantization, options.drafter)
     stream = decoder.stream(prompt, **_keywords(options))
     _pour(stream)
-    _remark(stream, options.verifier)
+    _remark(stream)
 
 
 @with_options(DraftingOptions, max_new_tokens=512)
@@ -208,7 +208,7 @@ def chat(
         try:
             stream = decoder.stream(asked, **_keywords(options))
             answer = _pour(stream)
-            _remark(stream, options.verifier)
+            _remark(stream)
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new begins anew.")
             continue
@@ -288,13 +288,9 @@ def _check_out(out: Path, files: Sequence[str], overwrite: bool) -> None:
     check_writable(out)
 
 
-def _remark(stream: Stream, verifier: str) -> None:
+def _remark(stream: Stream) -> None:
     """What a reader of the text should know about how it came to be."""
-    from headstart.decode.rules import RULES
-
     console = Console(stderr=True)
-    if verifier in RULES and not RULES[verifier].lossless:
-        console.print(f"LOSSY: the verifier {verifier} changes what the target would have said.", style="yellow")
     if stream.answer is not None and stream.answer.drafter_error:
         console.print(
             f"The drafter failed ({stream.answer.drafter_error}); decoding went on plainly.",

@@ -131,9 +131,7 @@ AuditDrafters = Annotated[
 ]
 Verifiers = Annotated[
     list[str] | None,
-    typer.Option(
-        "--verifier", metavar="NAME,NAME...", help="Of the sampling proof.", show_default="every lossless one"
-    ),
+    typer.Option("--verifier", metavar="NAME,NAME...", help="Of the sampling proof.", show_default="both"),
 ]
 
 

@@ -23,8 +23,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.eval.divergence import Difference, difference
 from headstart.heads.base import DraftHead
 from headstart.target.model import Target
-from headstart.tree.proposal import Committed, Proposal, Request, Root
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
 
 @dataclass
@@ -72,12 +71,12 @@ class AlwaysWrongDrafter:
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
         return None
 
-    def propose(self, session: None, root: Root, request: Request) -> Proposal:
+    def propose(self, session: None, roots: TreeBatch, request: Request) -> list[Tree]:
         shape = TreeShape.chain(min(self.shape.depth, request.max_nodes - 1))
         if self.shape.size <= request.max_nodes and not request.chain:
             shape = self.shape
         drafts = [self._tokens[rank] for rank in shape.ranks[1:]]
-        return Proposal([[token, *drafts] for token in root.tokens], [list(shape.parents) for _ in root.tokens])
+        return [Tree([root, *drafts], list(shape.parents)) for root in roots.root_tokens]
 
     def commit(self, session: None, committed: Committed) -> None:
         return None

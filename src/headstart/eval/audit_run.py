@@ -23,8 +23,8 @@ from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, check
 from headstart.decode.options import DecodeOptions
-from headstart.decode.rules import RULES
 from headstart.decode.sampling import Sampling
+from headstart.decode.verify import RULES
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit import AlwaysWrongDrafter, AuditResult, audit, plain_answers, random_weights, unused_tokens
@@ -80,8 +80,7 @@ class AuditOptions:
         drafters: of the greedy proof, by name: `DRAFTERS`, or what the catalog knows.
         batch_sizes: of the greedy proof.
         max_new_tokens: longest output of the greedy proof.
-        verifiers: of the sampling proof; by default every lossless rule. A lossy one is tested and shown, and does not
-            count in the verdict.
+        verifiers: of the sampling proof; by default all.
         temperatures: of the sampling proof; 0 is the greedy proof and always there.
         top_p: of the sampling proof.
         samples: drawn for each prompt, verifier and temperature.
@@ -94,7 +93,7 @@ class AuditOptions:
     drafters: tuple[str, ...] = DRAFTERS
     batch_sizes: tuple[int, ...] = (1, 16)
     max_new_tokens: int = 32
-    verifiers: tuple[str, ...] = tuple(name for name, rule in RULES.items() if rule.lossless)
+    verifiers: tuple[str, ...] = tuple(RULES)
     temperatures: tuple[float, ...] = (0.7, 1.0)
     top_p: float = 0.9
     samples: int = 2000
@@ -264,8 +263,7 @@ def _sampling(
     at_hand = enumerate(prompts[:_CANDIDATES])
     known = {number: enumerate_texts(target, prompt, hottest, options.depth) for number, prompt in at_hand}
     chosen = sorted(known, key=lambda number: (-_sharpness(known[number], options.samples), number))[: options.texts]
-    lossless = [name for name in options.verifiers if RULES[name].lossless]
-    level = LEVEL / max(1, len(lossless) * len(warm) * len(chosen))
+    level = LEVEL / max(1, len(options.verifiers) * len(warm) * len(chosen))
     remembering = RememberingTarget(target, options.depth - 1)
     rows = []
     for number in chosen:
@@ -277,19 +275,18 @@ def _sampling(
                 counts, accepted, rounds, error = draw_texts(
                     source, remembering, prompts[number], sampling, verifier, options, done
                 )
-                fit, rule = compare(counts, exact), RULES[verifier]
+                fit = compare(counts, exact)
                 where = f"{verifier} at temperature {temperature:g}, prompt {number}"
                 problem = None
                 if error:
                     problem = f"{where}: the drafter failed ({error})."
-                elif rule.lossless and fit.impossible:
+                elif fit.impossible:
                     problem = f"{where}: {fit.impossible} of {fit.samples} samples should never be drawn."
-                elif rule.lossless and not fit.clean(level):
+                elif not fit.clean(level):
                     problem = f"{where}: the samples do not fit (p = {fit.p_value:.2g}, below {level:.2g})."
                 rows.append(
                     {
                         "verifier": verifier,
-                        "lossless": rule.lossless,
                         "temperature": temperature,
                         "prompt": number,
                         **asdict(fit),

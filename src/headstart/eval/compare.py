@@ -65,7 +65,7 @@ def wanted(names: Sequence[str], drafter: str) -> tuple[str, ...]:
 
 
 def compare_rows(
-    units: Sequence[Unit], judged: Mapping[str, Judgement], seed: int, drafter: str, lossless: bool
+    units: Sequence[Unit], judged: Mapping[str, Judgement], seed: int, drafter: str
 ) -> list[dict[str, Any]]:
     """One row per method that ran, the drafter under test first: the `compare` of results.json.
 
@@ -74,12 +74,10 @@ def compare_rows(
         judged: for each method, how its words compare with the plain loop's.
         seed: of the bootstrap.
         drafter: name of the one under test.
-        lossless: whether our verifier is; methods that do not go through it are.
     """
     rows = []
     for method, judgement in judged.items():
         drafted = all_steps(units, method)
-        verified = method != PLAIN and bool(drafted)  # by our verifier
         round_ms = mean_round_ms(units, method)
         speed = rate(units, method, seed)
         rows.append(
@@ -97,7 +95,6 @@ def compare_rows(
                 "round_ms": round_ms,
                 "host_share": host_share(round_ms),
                 "divergences": judgement.to_json(),
-                "lossless": lossless or not verified,
                 "drafter_error": drafter_error(units, method),
             }
         )

@@ -28,7 +28,6 @@ from headstart.decode.costs import core_count, cpu_model
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import check
 from headstart.decode.options import DecodeOptions
-from headstart.decode.rules import RULES
 from headstart.errors import UserError
 from headstart.eval.bits import count_bits
 from headstart.eval.compare import OTHER, Drafters, compare_rows, named, wanted
@@ -78,11 +77,6 @@ class EvalOptions(DraftingOptions):
     def decoding(self) -> DecodeOptions:
         """The same for our loop; length and seed change from prompt to prompt."""
         return DecodeOptions.of(self)
-
-    @property
-    def lossless(self) -> bool:
-        """Whether drafts leave the output as it is."""
-        return self.verifier == "auto" or RULES[self.verifier].lossless
 
 
 class Source(Drafters, Protocol):
@@ -155,11 +149,11 @@ def evaluate(
     for name, key in ((STOCK, "transformers_divergences"), (LOOKUP, "prompt_lookup_divergences")):
         summary[key] = judged[name].to_json() if compared and name in methods else None
     summary["predicted_speedup"] = options.predicted_speedup
-    summary["drafter"], summary["lossless"] = options.drafter, options.lossless
+    summary["drafter"] = options.drafter
     return {
         "schema_version": SCHEMA_VERSION,
         "summary": summary,
-        "compare": compare_rows(units, judged, options.seed, options.drafter, options.lossless),
+        "compare": compare_rows(units, judged, options.seed, options.drafter),
         "categories": categories(units, options.seed),
         "settings": _settings(target, drafter, questions, options, methods),
         "environment": environment(target),

@@ -48,7 +48,7 @@ def _compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
     figure, axes = _figure(1.0 + 0.3 * len(speeds))
     means = [speed["mean"] for _, speed in speeds]
     bars = axes.barh(
-        [str(row["name"]) + ("" if row.get("lossless", True) else " (LOSSY)") for row, _ in speeds],
+        [str(row["name"]) for row, _ in speeds],
         means,
         height=0.62,
         xerr=_whiskers([speed for _, speed in speeds]),

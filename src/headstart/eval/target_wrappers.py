@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target, TargetOutput
-from headstart.tree.tree import DraftTree, depths_of
+from headstart.tree.tree import Tree, TreeBatch
 
 MAX_TEXTS = 4000
 """Texts that `RememberingTarget` keeps."""
@@ -46,8 +46,8 @@ class TargetView(Target):
     def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
         return self.original.prefill(cache, rows, aux_layers)
 
-    def forward_tree(self, cache: TreeCache, tree: DraftTree, aux_layers: Sequence[int] = ()) -> TargetOutput:
-        return self.original.forward_tree(cache, tree, aux_layers)
+    def forward_tree(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> TargetOutput:
+        return self.original.forward_tree(cache, batch, aux_layers)
 
 
 class WatchedTarget(TargetView):
@@ -55,15 +55,15 @@ class WatchedTarget(TargetView):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self._trees: list[DraftTree] = []
+        self._batches: list[TreeBatch] = []
 
     def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
-        self._trees = []
+        self._batches = []
         return super().prefill(cache, rows, aux_layers)
 
-    def forward_tree(self, cache: TreeCache, tree: DraftTree, aux_layers: Sequence[int] = ()) -> TargetOutput:
-        self._trees.append(tree)
-        return super().forward_tree(cache, tree, aux_layers)
+    def forward_tree(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> TargetOutput:
+        self._batches.append(batch)
+        return super().forward_tree(cache, batch, aux_layers)
 
     def depths(self, rounds_B: Sequence[int]) -> list[list[int]]:
         """Depth of the tree of each round, for each row of the last generation.
@@ -72,10 +72,10 @@ class WatchedTarget(TargetView):
             rounds_B: how many rounds each row took; rows that have ended leave the batch, the others keep their order.
         """
         depths_B: list[list[int]] = [[] for _ in rounds_B]
-        for number, tree in enumerate(self._trees):
+        for number, batch in enumerate(self._batches):
             running = [row for row, count in enumerate(rounds_B) if count > number]
             for index, row in enumerate(running):
-                depths_B[row].append(max(depths_of(tree.parents_of(index))))
+                depths_B[row].append(batch.trees[index].depth)
         return depths_B
 
 
@@ -85,7 +85,7 @@ class Texts:
 
     prompt_length: int
     rows_B: list[Text]
-    tree: DraftTree | None = None
+    batch: TreeBatch | None = None
 
     @property
     def rows(self) -> int:
@@ -99,8 +99,8 @@ class Texts:
 
     def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
         """See `TreeCache.commit`."""
-        assert self.tree is not None, "a forward comes before its commit"
-        tokens = self.tree.tokens_BN.tolist()
+        assert self.batch is not None, "a forward comes before its commit"
+        tokens = [tree.tokens for tree in self.batch.trees]
         self.rows_B = [
             (*text, *(tokens[row][node] for node in path))
             for row, (text, path) in enumerate(zip(self.rows_B, paths, strict=True))
@@ -153,9 +153,9 @@ class RememberingTarget(TargetView):
         )
 
     @torch.inference_mode()
-    def forward_tree(self, cache: Any, tree: DraftTree, aux_layers: Sequence[int] = ()) -> TargetOutput:
-        cache.tree = tree
-        texts_BN = [_texts(before, tree, row) for row, before in enumerate(cache.rows_B)]
+    def forward_tree(self, cache: Any, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> TargetOutput:
+        cache.batch = batch
+        texts_BN = [_texts(before, tree, batch.size) for before, tree in zip(cache.rows_B, batch.trees, strict=True)]
         texts_X = [text[: self._horizon] for texts_N in texts_BN for text in texts_N]
         self._read(dict.fromkeys(texts_X))
         index_X = torch.tensor([self._places[text] for text in texts_X], device=self.device)
@@ -163,8 +163,8 @@ class RememberingTarget(TargetView):
             self._found_XV = torch.empty(len(texts_X), self.vocab_size, device=self.device)
         found_XV = torch.index_select(self._logits_MV, 0, index_X, out=self._found_XV[: len(texts_X)])
         return TargetOutput(
-            found_XV.view(cache.rows, tree.size, -1),
-            {layer: self._states[layer][index_X].view(cache.rows, tree.size, -1) for layer in aux_layers},
+            found_XV.view(cache.rows, batch.size, -1),
+            {layer: self._states[layer][index_X].view(cache.rows, batch.size, -1) for layer in aux_layers},
         )
 
     def _start(self, prompt: Text, aux_layers: tuple[int, ...]) -> None:
@@ -194,12 +194,9 @@ class RememberingTarget(TargetView):
                     nodes.setdefault(text[:length], len(nodes))
                 taken += 1
             drafted = [text for text in nodes if text]
-            tree = DraftTree.from_rows(
-                [[self._prompt[-1], *(text[-1] for text in drafted)]],
-                [[-1, *(nodes[text[:-1]] for text in drafted)]],
-                self.device,
-            )
-            out = self.original.forward_tree(self._cache, tree, self._asked)
+            tokens = [self._prompt[-1], *(text[-1] for text in drafted)]
+            tree = Tree(tokens, [-1, *(nodes[text[:-1]] for text in drafted)])
+            out = self.original.forward_tree(self._cache, TreeBatch.of([tree], self.device), self._asked)
             read = torch.tensor([nodes[text] for text in waiting[:taken]], device=self.device)
             first = len(self._places)
             self._logits_MV[first : first + taken] = out.logits_BTV[0, read]
@@ -209,10 +206,7 @@ class RememberingTarget(TargetView):
             waiting = waiting[taken:]
 
 
-def _texts(before: Text, tree: DraftTree, row: int) -> list[Text]:
+def _texts(before: Text, tree: Tree, width: int) -> list[Text]:
     """The text that ends with each node of a row; padding nodes stand for the root."""
-    parents, tokens = tree.parents_of(row), tree.tokens_BN[row].tolist()
-    texts = [(*before, tokens[0])]
-    for node in range(1, len(parents)):
-        texts.append((*texts[parents[node]], tokens[node]))
-    return texts + [texts[0]] * (len(tokens) - len(parents))
+    root = (*before, tree.tokens[0])
+    return [root, *((*root, *path) for path in tree.paths)] + [root] * (width - tree.size)

@@ -34,8 +34,7 @@ from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import Finish
 from headstart.target.model import Target
 from headstart.tree.growing import grow
-from headstart.tree.proposal import Committed, Proposal, Request, Root
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
 R = TypeVar("R")
 
@@ -297,15 +296,15 @@ class DraftHead(nn.Module, ABC):
             A state of the family's own that `draft_step`, `commit` and `reorder` take.
         """
 
-    def draft(self, state: Any, root: Root, request: Request) -> Proposal:
+    def draft(self, state: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         """Draft after each row's root.
 
         Args:
             state: from `prefill`.
-            root: decided, not yet read by the target.
+            roots: decided, not yet read by the target.
             request: of the decode loop, with the tree to fill or the calibration to choose one by.
         """
-        return grow(self, state, root, request, confidence=self.confidence)
+        return grow(self, state, roots, request)
 
     @abstractmethod
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
@@ -446,8 +445,8 @@ class OneForwardHead(DraftHead):
             [B, len(depths), D] over the draft vocabulary.
         """
 
-    def draft(self, state: Any, root: Root, request: Request) -> Proposal:
-        return grow(self, state, root, request, depth_logits=self.depth_logits)
+    def draft(self, state: Any, roots: TreeBatch, request: Request) -> list[Tree]:
+        return grow(self, state, roots, request, depth_logits=self.depth_logits)
 
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         return self.depth_logits(state, tokens_BW[:, 0], range(depth, depth + 1))

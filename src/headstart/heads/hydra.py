@@ -42,7 +42,7 @@ from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last
 from headstart.heads.parts.text_attention import causal_attention, positions_of
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
-from headstart.tree.proposal import Committed
+from headstart.tree.tree import Committed
 
 
 class HydraConfig(LayerConfig):

@@ -33,7 +33,7 @@ from headstart.heads.parts.recurrent import RecurrentHead, RecurrentState
 from headstart.heads.parts.residual import LinearStart
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
-from headstart.tree.proposal import Committed
+from headstart.tree.tree import Committed
 
 
 class MtpConfig(LayerConfig):

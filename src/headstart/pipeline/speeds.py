@@ -30,7 +30,7 @@ from headstart.train.metrics import Tally, chosen_tokens
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
 from headstart.train.watch import draft_passes, training_flops
-from headstart.tree.tree import DraftTree, TreeShape
+from headstart.tree.tree import TreeBatch
 
 _MATRICES, _READING = 0.4, 0.6
 """Of a GPU's arithmetic in long forwards and of its bandwidth in short ones, what transformers and engines reach."""
@@ -96,15 +96,14 @@ def measure(
         section: of the recipe.
         lengths: of its conversations; training batches are made alike.
     """
-    root = TreeShape.chain(0)
 
     def step(batch: int) -> Callable[[], None]:
         cache = target.new_cache(batch, 160)
         target.prefill(cache, [[1] * 128] * batch)
-        tree = DraftTree.from_shape(torch.ones(batch, 1, dtype=torch.long, device=target.device), root)
+        roots = TreeBatch.roots([1] * batch, target.device)
 
         def forward() -> None:
-            target.forward_tree(cache, tree, needed)
+            target.forward_tree(cache, roots, needed)
             cache.commit([[]] * batch)
 
         return forward

@@ -18,7 +18,7 @@ from headstart.support.files import format_bytes
 from headstart.target.cache import TreeCache
 from headstart.target.memory import free_bytes, out_of_memory
 from headstart.target.model import Target
-from headstart.tree.tree import DraftTree, TreeShape
+from headstart.tree.tree import TreeBatch
 
 CANDIDATES = 64
 """Likeliest tokens that are drawn from."""
@@ -276,7 +276,6 @@ def _continue(
                 length = min(cache.lengths[index], len(rows[row]) + len(added[row]))
                 turns.keep(target, numbers[row], cache, index, length)
 
-    root = TreeShape.chain(0)
     ended = [False] * len(rows)
     for step in range(max_new_tokens):
         if check is not None:
@@ -297,8 +296,7 @@ def _continue(
             keep(sorted(set(range(len(alive))) - set(going)))
             cache.reorder(going)
             alive, picked = [alive[index] for index in going], [picked[index] for index in going]
-        tree = DraftTree.from_shape(torch.tensor(picked, device=target.device)[:, None], root)
-        out = target.forward_tree(cache, tree, aux_layers)
+        out = target.forward_tree(cache, TreeBatch.roots(picked, target.device), aux_layers)
         logits_BV = out.logits_BTV[:, 0]
         if states is not None:
             states.add(alive, cache.lengths, out.aux_hidden_states)

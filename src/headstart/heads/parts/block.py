@@ -40,7 +40,7 @@ from headstart.heads.parts.layer import (
 )
 from headstart.heads.parts.text_attention import Sight, attend_blocks, by_row, positions_of
 from headstart.target.frozen import FrozenModel
-from headstart.tree.proposal import Committed
+from headstart.tree.tree import Committed
 
 _ORIGINS = 1024
 """Blocks that run at a time where nothing is kept for gradients."""
