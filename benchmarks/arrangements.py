@@ -4,7 +4,7 @@
 
 The arms: EAGLE-3 as published, from the target's last layer; and with heads.init=transition, reading the last layer
 before the final norm (which vLLM can give), reading the layer before it (which all engines can), and the latter without
-a norm before the residual (as SGLang has it). τ is that of a greedy chain, replayed on the target's plain greedy answers
+a norm before the residual (as SGLang has it). τ is that of a greedy chain, replayed on the plain greedy answers
 to the questions and on held-out conversations of the run: no clock.
 """
 

@@ -26,7 +26,7 @@ from headstart.eval.environment import environment
 from headstart.target.cache import TreeCache
 from headstart.target.loading import load_target
 from headstart.target.model import Target
-from headstart.tree.tree import DraftTree, TreeShape
+from headstart.tree.tree import Tree, TreeBatch
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 
@@ -83,13 +83,13 @@ def compared(
     """Median milliseconds of each target, and whether their logits are equal in every bit."""
     random = torch.Generator().manual_seed(width)
     tokens_BN = torch.randint(targets[0].vocab_size, (caches[0].rows, width), generator=random)
-    tree = DraftTree.from_shape(tokens_BN, TreeShape.chain(width - 1))
+    batch = TreeBatch.of([Tree.chain_of(row) for row in tokens_BN.tolist()])
     seconds: list[list[float]] = [[] for _ in targets]
     logits: list[Any] = [None] * len(targets)
     for number in range(repeats + 1):
         for index in sorted(range(len(targets)), key=lambda index: (index + number) % len(targets)):
             start = perf_counter()
-            found: Tensor = targets[index].forward_tree(caches[index], tree).logits_BTV
+            found: Tensor = targets[index].forward_tree(caches[index], batch).logits_BTV
             if number:  # the first one warms up
                 seconds[index].append(perf_counter() - start)
             logits[index] = found

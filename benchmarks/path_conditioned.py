@@ -24,9 +24,9 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from arms import alternate
@@ -40,20 +40,18 @@ from headstart.data.conversations.records import read_conversations
 from headstart.data.prompts.questions import read_questions
 from headstart.decode.drafting import Drafter
 from headstart.decode.options import DecodeOptions
-from headstart.decode.rules import RULES, drawn_children, ratio, residual
-from headstart.decode.verify import Accepted, Row, Rule, Streams
+from headstart.decode.sampling import warp
+from headstart.decode.verify import SamplingVerifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.environment import environment
 from headstart.eval.figures import Totals, Unit, method_rounds, ratio_interval
 from headstart.eval.methods import Method, Ours, Run
 from headstart.heads.base import DraftHead
-from headstart.support.rng import draw
 from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.target.model import Target, TargetOutput
 from headstart.tree.calibration import Calibration
 from headstart.tree.growing import grow
-from headstart.tree.proposal import Committed, Proposal, Request, Root
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.measure import (
     Drafts,
@@ -67,8 +65,6 @@ from headstart.tuning.measure import (
 MAX_RANK = 10
 """Drafts of a depth that are told apart when trees are calibrated."""
 CHAIN, INDEPENDENT, ONE_CURVE, PATHS = "chain", "independent depths", "own paths, one curve", "own paths"
-EXPECTED = "expected"
-"""The rule that emits one token a round, and says what the default one would emit."""
 ARMS = (CHAIN, INDEPENDENT, ONE_CURVE, PATHS)
 
 
@@ -135,8 +131,8 @@ class AlongBestPath:
         self.heads.eval()
         return self
 
-    def draft(self, state: Any, root: Root, request: Request) -> Proposal:
-        return grow(cast(DraftHead, self), state, root, request, confidence=self.confidence)
+    def draft(self, state: Any, roots: TreeBatch, request: Request) -> list[Tree]:
+        return grow(cast(DraftHead, self), state, roots, request)
 
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """Logits [B, 1, D] after the best path, whatever nodes are asked for."""
@@ -226,39 +222,53 @@ class EveryPosition:
     """
 
     def __init__(self, target: Target, drafter: Drafter, temperature: float) -> None:
-        self._expected: list[float] = []
-        self._rule = Rule(EXPECTED, self._one_token, RULES["greedy_draft"].children)
-        self._ours = Ours(target, drafter, DecodeOptions(temperature=temperature, draft="on", verifier=EXPECTED))
+        self._ours = Ours(target, drafter, DecodeOptions(temperature=temperature, draft="on"))
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
         """As any method; one prompt at a time."""
         assert len(prompts) == 1, "rounds are told apart by their order"
-        self._expected.clear()
-        RULES[EXPECTED] = self._rule
-        found = self._ours.run(prompts, max_new_tokens, seed)
-        means = cast(list[int], self._expected)  # not whole numbers, and nothing below needs them to be
+        expected: list[float] = []
+
+        def one_token(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> SamplingVerifier:
+            return OneToken(expected, options, prompts)
+
+        with patch("headstart.decode.loop.make_verifier", one_token):
+            found = self._ours.run(prompts, max_new_tokens, seed)
+        means = cast(list[int], expected)  # not whole numbers, and nothing below needs them to be
         rounds = [replace(one, emitted=mean) for one, mean in zip(found.rounds[0], means, strict=True)]
         return replace(found, rounds=[rounds])
 
-    def _one_token(self, row: Row, streams: Streams) -> Accepted:
-        self._expected.append(expected_tokens(row))
-        return Accepted([0], [draw(row.p_target(0), streams.residual)])
+
+class OneToken(SamplingVerifier):
+    """Emits one token a round, and notes in `expected` how many sampling would emit on average, given the drafts."""
+
+    def __init__(self, expected: list[float], options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> None:
+        super().__init__(options, prompts, options.seed, True)
+        self._expected = expected
+
+    def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
+        (tree,) = batch.trees
+        self._expected.append(expected_tokens(tree, warp(self._sampling, out.logits_BTV[0])))
+        states = {layer: state_BNE[:, :1] for layer, state_BNE in out.aux_hidden_states.items()}
+        roots = TreeBatch.roots(batch.root_tokens, on_device=batch.root_B)
+        return super().accept(roots, TargetOutput(out.logits_BTV[:, :1], states))
 
 
-def expected_tokens(row: Row) -> float:
-    """Tokens that `greedy_draft` emits in a round on average, given the drafts."""
-    accepted = [1.0, *[0.0] * (len(row.tokens) - 1)]
-    for node, children in enumerate(row.children):
-        if not children:
-            continue
-        rejected, p_target_V = 1.0, row.p_target(node)
-        drawn = list(islice(drawn_children(row, node), 1))
-        for child, q_draft_V in drawn:
-            kept = min(1.0, ratio(p_target_V, q_draft_V, row.tokens[child]))
-            accepted[child], rejected = accepted[node] * kept, 1.0 - kept
-            p_target_V, _ = residual(p_target_V, q_draft_V)
-        for child in set(children) - {child for child, _ in drawn}:
-            accepted[child] = accepted[node] * rejected * float(p_target_V[row.tokens[child]])
+def expected_tokens(tree: Tree, p_target_NV: Tensor) -> float:
+    """Tokens that sampling emits in a round on average, given the drafts and the target's distributions."""
+    accepted = [1.0, *[0.0] * (tree.size - 1)]
+    for node, children in enumerate(tree.children):
+        rejected, rest_V = 1.0, p_target_NV[node]
+        for child in children:
+            if child in tree.drawn:
+                q_draft_V, token = tree.drawn[child].q_draft_V(len(rest_V)), tree.tokens[child]
+                kept = min(1.0, float(rest_V[token]) / float(q_draft_V[token]))
+                accepted[child], rejected = accepted[node] * kept, 1.0 - kept
+                rest_V = (rest_V - q_draft_V).clamp(min=0.0)
+                rest_V = rest_V / rest_V.sum().clamp(min=1e-30)
+        for child in children:
+            if child not in tree.drawn:
+                accepted[child] = accepted[node] * rejected * float(rest_V[tree.tokens[child]])
     return sum(accepted)
 
 

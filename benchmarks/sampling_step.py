@@ -2,8 +2,8 @@
 
     python benchmarks/sampling_step.py [--rows 64] [--vocab 49152 128256] [--repeats 9] [--device cpu] [--out FILE.json]
 
-What is timed is the verifier alone: from the logits of a round to its tokens. One row after the other is the form that
-every rule has for single rows, the reference of the tests. On a CPU what counts is the time that the process had, so
+What is timed is the verifier alone: from the logits of a round to its tokens. One row after the other decides each
+as a batch of its own. On a CPU what counts is the time that the process had, so
 neighbours on the machine disturb little; on a GPU it is the clock's, after all work is done.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -21,10 +20,9 @@ import torch
 from record import here, record
 
 from headstart.decode.options import SamplingOptions
-from headstart.decode.rules import RULES
-from headstart.decode.verify import RuleVerifier, streams
-from headstart.tree.proposal import Proposal, ProposedTree, SampledChildren
-from headstart.tree.tree import TreeShape
+from headstart.decode.verify import RULES, SamplingVerifier
+from headstart.target.model import TargetOutput
+from headstart.tree.tree import Drawn, Tree, TreeBatch, TreeShape
 
 SHAPES = {"no drafts": TreeShape.chain(0), "tree of 8": TreeShape.from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])}
 SPREAD = 4.5
@@ -60,14 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def compared(rule: str, shape: TreeShape, vocab: int, options: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a step in both forms, the median of rounds that take turns."""
-    tree, logits_BNV = round_of(shape, options.rows, vocab, options)
+    trees, logits_BNV = round_of(shape, options.rows, vocab, options)
+    together = [TreeBatch.of(trees, options.device)], [TargetOutput(logits_BNV)]
+    apart = [TreeBatch.of([tree], options.device) for tree in trees], [TargetOutput(row[None]) for row in logits_BNV]
     spent: dict[str, list[float]] = {"row_by_row_ms": [], "side_by_side_ms": []}
     for number in range(options.repeats + 1):
         for form in sorted(spent, reverse=bool(number % 2)):
-            own = RULES[rule] if form == "side_by_side_ms" else replace(RULES[rule], next_tokens=None)
-            seeds = [streams(options.rows * number + row)[0] for row in range(options.rows)]
-            verifier = RuleVerifier(own, SamplingOptions(temperature=1.0), [[1]] * options.rows, seeds)
-            ms = timed(lambda verifier=verifier: verifier.accept(tree, logits_BNV), options.device)  # type: ignore[misc]  # a default's type
+            batches, outs = together if form == "side_by_side_ms" else apart
+            verifiers = [
+                SamplingVerifier(SamplingOptions(temperature=1.0), [[1]] * len(batch.trees), number + row, RULES[rule])
+                for row, batch in enumerate(batches)
+            ]
+
+            def decide() -> None:
+                for verifier, batch, out in zip(verifiers, batches, outs, strict=True):  # noqa: B023  # called at once
+                    verifier.accept(batch, out)
+
+            ms = timed(decide, options.device)
             if number:  # the first round warms up
                 spent[form].append(ms)
     medians = {form: statistics.median(times) for form, times in spent.items()}
@@ -85,14 +92,14 @@ def timed(work: Callable[[], object], device: str) -> float:
     return 1e3 * (clock() - start)
 
 
-def round_of(shape: TreeShape, rows: int, vocab: int, options: argparse.Namespace) -> tuple[ProposedTree, torch.Tensor]:
+def round_of(shape: TreeShape, rows: int, vocab: int, options: argparse.Namespace) -> tuple[list[Tree], torch.Tensor]:
     """Drafts of every row, all but one of a node the likeliest and one drawn, and the target's logits."""
     noise = torch.Generator().manual_seed(0)
-    tokens, sampled, logits = [], [], []
+    trees, logits = [], []
     for _ in range(rows):
         own_NV = SPREAD * torch.randn(shape.size, vocab, generator=noise)
         q_draft_NV = (0.9 * own_NV + 2.0 * torch.randn(shape.size, vocab, generator=noise)).softmax(-1)
-        row, kept = [0] * shape.size, {}
+        tree = Tree([0] * shape.size, shape.parents)
         for node, below in enumerate(shape.children):
             if not below:
                 continue
@@ -101,14 +108,11 @@ def round_of(shape: TreeShape, rows: int, vocab: int, options: argparse.Namespac
             q_draft_V /= q_draft_V.sum()
             found = [*top.tolist(), int(torch.multinomial(q_draft_V, 1, generator=noise))]
             for child, token in zip(below, found, strict=True):
-                row[child] = token
-            kept[node] = SampledChildren([below[-1]], q_draft_V.to(options.device))
-        tokens.append(row)
-        sampled.append(kept)
+                tree.tokens[child] = token
+            tree.drawn[below[-1]] = Drawn(q_draft_V.to(options.device))
+        trees.append(tree)
         logits.append(own_NV.to(getattr(torch, options.dtype)))
-    parents = [list(shape.parents)] * rows
-    tree = Proposal(tokens, parents, sampled=sampled if shape.size > 1 else None).on(options.device)
-    return tree, torch.stack(logits).to(options.device)
+    return trees, torch.stack(logits).to(options.device)
 
 
 if __name__ == "__main__":

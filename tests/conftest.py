@@ -64,7 +64,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _guard() -> Iterator[Any]:
     """Decoding goes on plainly when a drafter raises, with the right words: a test would pass. Here it is raised."""
-    from headstart.decode.session import Session
+    from headstart.decode.drafting import Session
 
     with pytest.MonkeyPatch.context() as patched:
         own = Session._guard
@@ -76,7 +76,7 @@ def _guard() -> Iterator[Any]:
 def _drafters_may_fail(request: pytest.FixtureRequest, _guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a test that says so, what drafters raise is caught as in use."""
     if request.node.get_closest_marker("drafter_fails"):
-        from headstart.decode.session import Session
+        from headstart.decode.drafting import Session
 
         monkeypatch.setattr(Session, "_guard", _guard)
 

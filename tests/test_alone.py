@@ -67,11 +67,11 @@ def test_what_is_around_the_suite_does_not_reach_it(tmp_path: Path, started_in: 
 
 FAILING = """
 import pytest
-from headstart.decode.drafting import NoDrafter
 from headstart.decode.options import DecodeOptions
 from headstart.decode.loop import Engine
+from tests.decode.drafters import IdleDrafter
 
-class Failing(NoDrafter):
+class Failing(IdleDrafter):
     max_nodes = 4
 
     def propose(self, *_):

@@ -96,7 +96,7 @@ def test_generate_is_lossless_and_counts(decoder: Decoder) -> None:
 def test_the_figures_of_an_answer(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tokens in two rounds, the last one 40 ms after the call."""
     rounds = [Round(4, 2, 1.0, 8.0, 1.0), Round(4, 1, 1.0, 8.0, 1.0)]
-    made = Generation([70, 71, 72, 73], "length", 10.0, [10.0, 30.0, 30.0, 40.0], rounds)
+    made = Generation([70, 71, 72, 73], "length", [10.0, 30.0, 30.0, 40.0], rounds)
     monkeypatch.setattr(Engine, "generate", lambda *_: [made])
     answer = decoder.generate("Hello")
     assert (answer.tokens, answer.finish_reason, answer.first_token_ms) == ([70, 71, 72, 73], "length", 10.0)
@@ -118,7 +118,7 @@ def test_every_drafter_writes_the_same_words(decoder: Decoder, drafter: str, opt
 def test_sampling_settings_reach_the_loop(decoder: Decoder) -> None:
     greedy = decoder.generate("Hello", max_new_tokens=8).tokens
     for only_the_best in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        for verifier in ("auto", "traversal", "typical"):
+        for verifier in ("auto", "top_k", "greedy_draft"):
             answer = decoder.generate("Hello", max_new_tokens=8, temperature=1.0, verifier=verifier, **only_the_best)
             assert answer.tokens == greedy, (only_the_best, verifier)
     sampled = decoder.generate("Hello", max_new_tokens=8, temperature=1.0, seed=5)
@@ -206,7 +206,7 @@ def test_the_three_kinds_of_prompt(decoder: Decoder) -> None:
         ({"prompt": "a", "top_k": -1}, "top_k is -1"),
         ({"prompt": "a", "min_p": 2.0}, "min_p is 2"),
         ({"prompt": "a", "repetition_penalty": 0.0}, "repetition_penalty is 0"),
-        ({"prompt": "a", "verifier": "typicl"}, "Did you mean 'typical'"),
+        ({"prompt": "a", "verifier": "topk"}, "Did you mean 'top_k'"),
         ({"prompt": "a", "draft": "always"}, "draft is 'always'"),
         ({"prompt": "a", "processors": [lambda ids, scores: scores + torch.rand(1)]}, "keeps a state or draws random"),
         ({"prompt": "a", "stop": ""}, "stop string is empty"),

@@ -61,7 +61,7 @@ def test_every_drafter_and_mode_writes_the_same_words(heads: Path) -> None:
         ("--tree", "static"),
         ("--draft", "off"),
         ("--temperature", 1, "--top-k", 1),
-        ("--temperature", 1, "--top-p", 0.000001, "--verifier", "traversal"),
+        ("--temperature", 1, "--top-p", 0.000001, "--verifier", "greedy_draft"),
         ("--temperature", 1, "--min-p", 1, "--verifier", "greedy_draft"),
     ):
         assert said(heads, *options).stdout == plain, options
@@ -95,13 +95,6 @@ def test_an_empty_prompt_is_refused_before_anything_is_loaded(heads: Path, monke
     monkeypatch.setattr(cli_heads, "load_decoder", None)
     for prompt in ("", "  ", "\n"):
         assert "The prompt is empty." in refused("generate", heads, "--prompt", prompt)
-
-
-def test_a_lossy_verifier_is_called_lossy(heads: Path) -> None:
-    assert "LOSSY" in said(heads, "--temperature", 1, "--verifier", "typical").stderr
-    assert "LOSSY" not in said(heads, "--temperature", 1, "--verifier", "top_k").stderr
-    lines = works("chat", heads, "--max-new-tokens", 4, "--verifier", "typical", "--temperature", 1, stdin="hi\n\n")
-    assert "LOSSY" in lines.stderr
 
 
 def test_a_target_with_modules_of_its_own_needs_no_heads(questions: Path, heads: Path, tmp_path: Path) -> None:
@@ -139,10 +132,9 @@ def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
     names = [row["name"] for row in results["compare"]]
     assert names == ["heads", "plain", "transformers", "transformers_prompt_lookup", "ngram", "early-exit:1", "static"]
     asked = (*asked, "--overwrite")
-    shown = works(*asked, "--limit", 1, "--temperature", 1, "--verifier", "typical", "--drafter", "ngram").stdout
-    assert "LOSSY" in shown
+    works(*asked, "--limit", 1, "--temperature", 1, "--verifier", "top_k", "--drafter", "ngram")
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
-    assert (settings["drafter"], settings["verifier"], settings["temperature"]) == ("ngram", "typical", 1.0)
+    assert (settings["drafter"], settings["verifier"], settings["temperature"]) == ("ngram", "top_k", 1.0)
     works(*asked, "--limit", 1, "--tree", "static", "--top-p", 0.5, "--top-k", 5, "--min-p", 0.1, "--temperature", 0.5)
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
     assert (settings["tree"], settings["top_p"], settings["top_k"], settings["min_p"]) == ("static", 0.5, 5, 0.1)
@@ -173,7 +165,7 @@ def test_audit_ends_clean_and_leaves_evidence(heads: Path, questions: Path, tmp_
     out = tmp_path / "audit"
     asked = ("audit", heads, "--questions", questions, "--limit", 2, "--samples", 60, "--max-new-tokens", 6)
     shown = works(
-        *asked, "--drafters", "static,always wrong", "--temperature", 1, "--verifier", "top_k,traversal"
+        *asked, "--drafters", "static,always wrong", "--temperature", 1, "--verifier", "top_k,greedy_draft"
     ).stdout
     assert "Clean: " in shown
     works(*asked, "--drafters", "ngram", "--temperature", 0, "--top-p", 0.5, "--out", out)
@@ -211,12 +203,12 @@ def test_bad_values_are_refused(heads: Path, questions: Path, tmp_path: Path) ->
     assert "top_p is 1.5" in refused(*speak, "--top-p", 1.5)
     assert "min_p is -1" in refused(*speak, "--min-p", -1)
     assert "repetition_penalty is 0" in refused(*speak, "--repetition-penalty", 0)
-    assert "Did you mean 'typical'" in refused(*speak, "--verifier", "typicl")
+    assert "Did you mean 'top_k'" in refused(*speak, "--verifier", "topk")
     measure = ("eval", heads, "--questions", questions, "--out", tmp_path / "out")
     assert "Did you mean 'ngram'" in refused(*measure, "--compare", "ngrm")
     assert "one prompt at a time" in refused(*measure, "--compare", "transformers_assistant:x", "--batch-size", 2)
     assert "top_p is 0" in refused(*measure, "--top-p", 0)
     assert not (tmp_path / "out").exists()
     assert "Did you mean 'ngram'" in refused("audit", heads, "--drafters", "ngrm")
-    assert "Did you mean 'traversal'" in refused("audit", heads, "--verifier", "travesal")
+    assert "Did you mean 'greedy_draft'" in refused("audit", heads, "--verifier", "greedydraft")
     assert "missing.jsonl" in refused("audit", heads, "--questions", tmp_path / "missing.jsonl")

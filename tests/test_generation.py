@@ -30,7 +30,7 @@ from headstart.errors import UserError
 from headstart.hf_generate.request import LogitsChain, Prompts
 from headstart.hub.format import check_folder
 from headstart.target.model import Target
-from headstart.tree.proposal import Committed, Proposal, Request, Root
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 from tests.hub.helpers import export
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -83,14 +83,14 @@ class Foresight:
     def prefill(self, prompts: Sequence[Sequence[int]], states: Any) -> list[list[int]]:
         return [list(prompt) for prompt in prompts]
 
-    def propose(self, session: list[list[int]], root: Root, request: Request) -> Proposal:
-        tokens, parents = [], []
-        for row, last in zip(session, root.tokens, strict=True):
+    def propose(self, session: list[list[int]], roots: TreeBatch, request: Request) -> list[Tree]:
+        trees = []
+        for row, last in zip(session, roots.root_tokens, strict=True):
             known = next((text for text in self.texts if text[: len(row) + 1] == [*row, last]), [])
             rest = [*known[len(row) + 1 :], 1, 1, 1, 1][:4]  # past its end, anything
-            tokens.append([last, *(token for right in rest for token in (right + 1, right))])
-            parents.append([-1, 0, 0, 2, 2, 4, 4, 6, 6])
-        return Proposal(tokens, parents)
+            tokens = [last, *(token for right in rest for token in (right + 1, right))]
+            trees.append(Tree(tokens, [-1, 0, 0, 2, 2, 4, 4, 6, 6]))
+        return trees
 
     def commit(self, session: list[list[int]], committed: Committed) -> None:
         for row, tokens in zip(session, committed.tokens, strict=True):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from headstart.cli import heads as cli_heads
 from headstart.cli.options import with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, SamplingOptions, meaning
-from headstart.decode.rules import RULES
+from headstart.decode.verify import RULES
 from headstart.drafters.catalog import DRAFTERS
 from headstart.eval.evaluate import EvalOptions
 from headstart.hf_generate.call import CustomGenerate

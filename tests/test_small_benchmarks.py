@@ -15,11 +15,12 @@ import torch
 from safetensors.numpy import save_file
 
 from headstart.data.conversations.records import Conversation, write_conversations
-from headstart.decode.rules import greedy_draft
-from headstart.decode.verify import Row, streams
+from headstart.decode.options import SamplingOptions
+from headstart.decode.verify import SamplingVerifier
 from headstart.support.files import read_json, write_json
 from headstart.target.loading import load_target
-from headstart.tree.proposal import SampledChildren
+from headstart.target.model import TargetOutput
+from headstart.tree.tree import Drawn, Tree, TreeBatch
 from headstart.tuning.measure import Text, measure_drafts
 from tests.hub.helpers import export, make_heads
 from tests.test_benchmarks import script
@@ -42,13 +43,6 @@ def test_sampling_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--rows", "2", "--vocab", "300", "--repeats", "1", "--rules", "top_k", "greedy_draft"]
     script("sampling_step", monkeypatch).main([*arguments, "--out", str(out)])
     assert len(read_json(out)["rows"]) == 4
-
-
-def test_verification_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "rules.json"
-    script("verification_rules", monkeypatch).main(["--rounds", "3", "--temperatures", "1", "--out", str(out)])
-    for row in read_json(out)["rows"]:
-        assert all(mean >= 1 for mean, _ in row["tokens"].values())
 
 
 def test_forward(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,11 +171,12 @@ def test_expected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: the drawn child is accepted half of the time; else, of what is left, the guess has all."""
     benchmark = script("path_conditioned", monkeypatch)
     p_target_V, q_draft_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.0, 0.6, 0.4])
-    drawn = {0: SampledChildren([2], q_draft_V, torch.arange(3))}
-    row = Row([1, 0, 2, 1], [-1, 0, 0, 1], drawn, torch.zeros(4, 3), lambda *_: p_target_V)
-    assert benchmark.expected_tokens(row) == pytest.approx(1 + 0.5 + 0.5 + 0.5 * 0.3)
-    outcomes = [len(greedy_draft(row, streams(seed)[0]).tokens) for seed in range(2000)]
-    assert sum(outcomes) / 2000 == pytest.approx(2.15, abs=0.08), "four standard errors of the rule itself"
+    tree = Tree([1, 0, 2, 1], [-1, 0, 0, 1], drawn={2: Drawn(q_draft_V, torch.arange(3))})
+    assert benchmark.expected_tokens(tree, p_target_V.expand(4, 3)) == pytest.approx(1 + 0.5 + 0.5 + 0.5 * 0.3)
+    verifier = SamplingVerifier(SamplingOptions(temperature=1.0), [[1]] * 2000, 0, True)
+    out = TargetOutput(p_target_V.log().expand(2000, 4, 3))
+    committed, _ = verifier.accept(TreeBatch.of([tree] * 2000), out)
+    assert sum(committed.counts) / 2000 == pytest.approx(2.15, abs=0.08), "four standard errors of the rule itself"
 
 
 def test_drafts_along_the_best_path(tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

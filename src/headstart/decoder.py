@@ -10,7 +10,7 @@ from headstart.data.prompts.chat import Message, prompt_tokens
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Generation, check
-from headstart.decode.options import DecodeKeywords, DecodeOptions, Tree
+from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
 from headstart.drafters.catalog import DEFAULT, DRAFTERS, make_drafter, parts_of
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, nearest
@@ -21,7 +21,7 @@ from headstart.tree.tree import TreeShape
 from headstart.tuning.here import tuned_here
 from headstart.tuning.tune import Tuning
 
-TREES = get_args(Tree)
+TREES = get_args(TreeKind)
 Prompt = str | Sequence[Message] | Sequence[int]
 """A user's text, a conversation of {"role", "content"} messages, or token ids."""
 
@@ -51,7 +51,7 @@ class Decoder:
         self.shape = shape or TreeShape.chain(0)
         self.calibration = calibration or {}
         self.tuning = _tuning(self.calibration)
-        self._engines: dict[tuple[str, Tree | None, bool], Engine] = {}
+        self._engines: dict[tuple[str, TreeKind | None, bool], Engine] = {}
         self._conditions: Conditions | None = None
         self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
         self._lock = threading.RLock()
@@ -76,7 +76,7 @@ class Decoder:
         here = self._tuned_here()
         return here.costs if here else None
 
-    def drafter(self, name: str = "heads", tree: Tree | None = None) -> Drafter | None:
+    def drafter(self, name: str = "heads", tree: TreeKind | None = None) -> Drafter | None:
         """A drafter by its name, see `DecodeOptions`; None decodes plainly.
 
         Raises:
@@ -84,7 +84,7 @@ class Decoder:
         """
         return self._drafter(name, tree, self._tuned_here() if _drafts(name, tree) else self.tuning)
 
-    def engine(self, drafter: str = DEFAULT, tree: Tree | None = None, drafts: bool = True) -> Engine:
+    def engine(self, drafter: str = DEFAULT, tree: TreeKind | None = None, drafts: bool = True) -> Engine:
         """The decode loop with a drafter, see `drafter`; made once, so that a draft model is loaded once.
 
         Costs are measured here where they have to be, before the clock of an answer starts; without `drafts`, for plain
@@ -198,7 +198,7 @@ class Decoder:
                 self._engines.clear()
             return self._here
 
-    def _drafter(self, name: str, tree: Tree | None, tuning: Tuning | None) -> Drafter | None:
+    def _drafter(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> Drafter | None:
         if tree not in (None, *TREES):
             raise UserError(f"Unknown tree {tree!r}.", nearest(str(tree), TREES))
         parts = name.split("+")
@@ -207,7 +207,7 @@ class Decoder:
             name = "+".join(part for part in parts if part != "heads") or "none"
         return make_drafter(name, self.target, heads)
 
-    def _heads(self, tree: Tree | None, tuning: Tuning | None) -> HeadDrafter | None:
+    def _heads(self, tree: TreeKind | None, tuning: Tuning | None) -> HeadDrafter | None:
         if tuning is not None:
             return tuning.drafter(self.heads, tree)
         return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
@@ -233,7 +233,7 @@ def _last_words(prompt: Sequence[Any]) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _drafts(name: str, tree: Tree | None) -> bool:
+def _drafts(name: str, tree: TreeKind | None) -> bool:
     """Whether a drafter of this name needs costs: not plain decoding, nor one that is refused."""
     known = all(part.partition(":")[0] in DRAFTERS for part in parts_of(name))
     return known and name != "none" and tree in (None, *TREES)

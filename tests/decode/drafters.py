@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.tree.proposal import Committed, Proposal, Request, Root
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
 
 @dataclass
@@ -40,22 +40,20 @@ class ReplayDrafter:
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Session:
         return Session(list(range(len(prompts))), [0] * len(prompts))
 
-    def propose(self, session: Session, root: Root, request: Request) -> Proposal:
-        tokens, parents = [], []
-        for row, at, token in zip(session.rows, session.at, root.tokens, strict=True):
-            row_parents, depths, row_tokens = [-1], [0], [token]
+    def propose(self, session: Session, roots: TreeBatch, request: Request) -> list[Tree]:
+        trees = []
+        for row, at, root in zip(session.rows, session.at, roots.root_tokens, strict=True):
+            tree = Tree([root])
+            depths = [0]
             for node in range(1, self.rng.randint(1, request.max_nodes)):
                 parent = self.rng.randrange(node)
-                depth = depths[parent] + 1
-                index = at + depth
+                depths.append(depths[parent] + 1)
+                index = at + depths[parent] + 1
                 truth = self.known[row][index] if index < len(self.known[row]) else 0
                 lucky = self.rng.random() < self.right
-                row_tokens.append(truth if lucky else self.rng.randrange(self.vocab))
-                row_parents.append(parent)
-                depths.append(depth)
-            tokens.append(row_tokens)
-            parents.append(row_parents)
-        return Proposal(tokens, parents)
+                tree.add(parent, truth if lucky else self.rng.randrange(self.vocab))
+            trees.append(tree)
+        return trees
 
     def commit(self, session: Session, committed: Committed) -> None:
         session.at = [at + count for at, count in zip(session.at, committed.counts, strict=True)]
@@ -63,6 +61,26 @@ class ReplayDrafter:
     def reorder(self, session: Session, rows: Sequence[int]) -> None:
         session.rows = [session.rows[row] for row in rows]
         session.at = [session.at[row] for row in rows]
+
+
+class IdleDrafter:
+    """Proposes nothing; what tests build on."""
+
+    name = "idle"
+    aux_layers: tuple[int, ...] = ()
+    max_nodes = 1
+
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
+        return None
+
+    def propose(self, session: None, roots: TreeBatch, request: Request) -> list[Tree]:
+        return roots.trees
+
+    def commit(self, session: None, committed: Committed) -> None:
+        return None
+
+    def reorder(self, session: None, rows: Sequence[int]) -> None:
+        return None
 
 
 def broken_trees(honest: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from headstart.tree import growing
 from headstart.tree.calibration import Calibration
 from headstart.tree.growing import grow
-from headstart.tree.proposal import Children, Proposal, Request, Root
+from headstart.tree.tree import Request, Tree, TreeBatch
 from tests.decode.tables import ROOT, VOCAB, Draft, Pick, logits_table, q_table
 
 STEPS = 3
@@ -42,7 +41,6 @@ class PathTables:
     """Heads that draft from `drafted`, after the path of each node."""
 
     draft_to_target_D = torch.arange(VOCAB)
-    config = SimpleNamespace(draft_width=VOCAB)
     draft_steps = STEPS
 
     def __init__(self, prefix: tuple[int, ...]) -> None:
@@ -55,21 +53,23 @@ class PathTables:
         self.level = [(*above[parent], token) for token, parent in pairs] if depth else [()]
         return torch.stack([drafted((*self.prefix, *path)).log() for path in self.level])[None]
 
+    def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> None:
+        return None
+
 
 @dataclass
 class GrownTrees:
     """What `prove_exactly` takes: it grows a tree after a prefix.
 
     Attributes:
-        children: how they are chosen.
-        max_nodes, threshold, chain: of the request.
+        draws, max_nodes, threshold, chain: of the request.
         max_rank: children of a node at most.
         source: of (what the nodes that draw now draw from [M, V], number of the node) the distribution that its
-            children really come from; mutations replace it.
+            child really comes from; mutations replace it.
         heads: what drafts.
     """
 
-    children: Children
+    draws: bool
     max_nodes: int = 6
     threshold: float = 0.0
     chain: bool = False
@@ -77,47 +77,31 @@ class GrownTrees:
     source: Callable[[Tensor, int], Tensor] = lambda q_draft_MV, number: q_draft_MV[number]
     heads: Callable[[tuple[int, ...]], PathTables] = PathTables
 
-    def propose(self, prefix: tuple[int, ...], pick: Pick) -> Proposal:
+    def propose(self, prefix: tuple[int, ...], pick: Pick) -> Tree:
         """The tree after a prefix, with draws from the stream "draft"."""
 
-        def draws(q_draft_MV: Tensor, number_MC: Tensor) -> Tensor:
-            found = torch.full(number_MC.shape, VOCAB)
-            for node, numbers in enumerate(number_MC.tolist()):
-                rest = self.source(q_draft_MV, node).tolist()
-                for index, number in enumerate(numbers):
-                    if number > 0 and sum(rest) > 0:  # 0 fills up what a node does not ask for
-                        found[node, index] = pick("draft", rest)
-                        rest[found[node, index]] = 0.0
-            return found
+        def fall_on(q_draft_MV: Tensor, number_M: Tensor) -> Tensor:
+            sources = (self.source(q_draft_MV, node).tolist() for node in range(len(number_M)))
+            return torch.tensor([pick("draft", source) if sum(source) > 0 else VOCAB for source in sources])
 
         request = Request(
             self.max_nodes,
             self.threshold,
-            0.0,
-            self.chain,
-            self.children,
-            lambda logits: logits.double().softmax(-1),
-            [torch.Generator().manual_seed(0)],
-            1.0,
-            CALIBRATION,
+            chain=self.chain,
+            draws=self.draws,
+            warp=lambda logits: logits.double().softmax(-1),
+            streams=[torch.Generator().manual_seed(0)],
+            temperature=1.0,
+            calibration=CALIBRATION,
         )
-        real = growing.draws
-        growing.draws = draws
+        real = growing.fall_on
+        growing.fall_on = fall_on
         try:  # not unittest.mock, which takes longer
-            return grow(self.heads(prefix), None, Root.of([ROOT]), request, self.max_rank)
+            return grow(self.heads(prefix), None, TreeBatch.roots([ROOT]), request, self.max_rank)[0]
         finally:
-            growing.draws = real
+            growing.fall_on = real
 
     def grow(self, prefix: tuple[int, ...], pick: Pick) -> Draft:
         """The same with the target's logits after each node."""
         tree = self.propose(prefix, pick)
-        logits = [logits_table((*prefix, *path)) for path in paths_of(tree)]
-        return Draft(tree.tokens[0], tree.parents[0], logits, tree.sampled[0] if tree.sampled else {})
-
-
-def paths_of(tree: Proposal) -> list[tuple[int, ...]]:
-    """Tokens from the root to each node, the root's own left out."""
-    found: list[tuple[int, ...]] = []
-    for parent, token in zip(tree.parents[0], tree.tokens[0], strict=True):
-        found.append(() if parent < 0 else (*found[parent], token))
-    return found
+        return Draft(tree, [logits_table((*prefix, *path)) for path in ((), *tree.paths)], prefix)

@@ -1,6 +1,6 @@
-"""Two proofs that a verification rule is lossless, on the tables of `tests.decode.tables`.
+"""Two proofs that verification is lossless, of the plain reference and on the tables of `tests.decode.tables`.
 
-`prove_exactly` runs the rule's own code through every outcome of every random choice (the drafter's draws, the
+`prove_exactly` runs the reference's own code through every outcome of every random choice (the drafter's draws, the
 acceptance tests, the drawn tokens) and adds up the probabilities. `prove_by_sampling` judges texts that were decoded
 with the real random streams, so it also sees streams that are not independent.
 
@@ -20,43 +20,36 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from headstart.decode import rules
-from headstart.decode.verify import Accepted, Row, Streams, streams
 from headstart.eval.enumeration import Distribution, fit
-from headstart.support.rng import draw
-from tests.decode.tables import VOCAB, Grower, Pick, context, depth, exact_joint
+from tests import reference
+from tests.decode.tables import VOCAB, Draft, Grower, Pick, context, depth, exact_joint
+from tests.reference import Chance, fall_on, random_numbers
 
-Accept = Callable[[Row, Streams], Accepted]
 Result = TypeVar("Result")
 
 # -- random choices as data --------------------------------------------------------------------------------------------
 
 
-class _Coin:
-    """Stands for a uniform number that is going to be compared with a probability."""
+class Picked(Chance):
+    """All that is random comes from `pick`."""
 
-    def __init__(self, pick: Pick, stream: str) -> None:
-        self.pick, self.stream = pick, stream
+    def __init__(self, pick: Pick) -> None:
+        self.pick = pick
 
-    def __lt__(self, probability: float) -> bool:
-        heads = min(1.0, max(0.0, probability))
-        return self.pick(self.stream, [heads, 1.0 - heads]) == 0
+    def accepts(self, probability: float) -> bool:
+        probability = min(1.0, max(0.0, probability))
+        return self.pick("accept", [probability, 1.0 - probability]) == 0
+
+    def draw(self, weights_V: Tensor) -> int:
+        return self.pick("residual", weights_V.tolist())
 
 
-def emit(accept: Accept, row: Row, pick: Pick) -> tuple[int, ...]:
-    """The tokens of one round, by the rule's own code with all its randomness taken from `pick`."""
-    real = rules.uniform, rules.draw
-    rules.uniform = partial(_Coin, pick)
-    rules.draw = lambda probs_V, stream: pick(stream, probs_V.tolist())
-    try:  # not unittest.mock, which takes longer than the rules
-        accepted = accept(row, Streams("accept", "residual"))
-    finally:
-        rules.uniform, rules.draw = real
-    assert accepted.path[0] == 0
-    assert all(child in row.children[node] for node, child in itertools.pairwise(accepted.path))
-    assert accepted.tokens[:-1] == [row.tokens[node] for node in accepted.path[1:]]
-    return tuple(accepted.tokens)
+def emit(draft: Draft, chance: Chance) -> tuple[int, ...]:
+    """The tokens of one round."""
+    path, last = reference.accept(draft.root, draft.p_target, itertools.repeat(chance))
+    return (*path[1:], last)
 
 
 def outcomes(experiment: Callable[[Pick], Result]) -> Iterator[tuple[Result, float]]:
@@ -134,19 +127,16 @@ EXACT = 1e-12
 product of a few factors with relative errors of 1e-16, add up to errors below 1e-14."""
 
 
-def enumerate_round(
-    accept: Accept, grower: Grower, prefix: tuple[int, ...] = (), row_type: type[Row] = Row
-) -> dict[tuple[int, ...], float]:
+def enumerate_round(grower: Grower, prefix: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
     """The exact distribution of the tokens that one round emits after a prefix."""
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
-    for draft, drafted in outcomes(lambda pick: grower.grow(prefix, pick)):
-        row = draft.row(prefix, row_type)
-        for tokens, prob in outcomes(partial(emit, accept, row)):
+    for draft, drafted in outcomes(partial(grower.grow, prefix)):
+        for tokens, prob in outcomes(lambda pick, draft=draft: emit(draft, Picked(pick))):  # type: ignore[misc]
             emitted[tokens] += drafted * prob
     return emitted
 
 
-def exact_error(accept: Accept, grower: Grower, prefix: tuple[int, ...] = (), row_type: type[Row] = Row) -> float:
+def exact_error(grower: Grower, prefix: tuple[int, ...] = ()) -> float:
     """How far one round followed by the target alone is from the target's joint distribution of the next 4 tokens.
 
     Four tokens are all that a round emits from the shapes above. Later rounds do the same after their own prefixes, so
@@ -156,15 +146,15 @@ def exact_error(accept: Accept, grower: Grower, prefix: tuple[int, ...] = (), ro
         The largest error of the probability of any four tokens.
     """
     joint = np.zeros((VOCAB,) * 4)
-    for tokens, probability in enumerate_round(accept, grower, prefix, row_type).items():
+    for tokens, probability in enumerate_round(grower, prefix).items():
         joint[tokens] += probability * exact_joint((*prefix, *tokens), 4 - len(tokens))
     return float(np.abs(joint - exact_joint(prefix, 4)).max())
 
 
-def prove_exactly(accept: Accept, grower: Grower, row_type: type[Row] = Row, tolerance: float = EXACT) -> None:
-    """Assert that a rule is lossless after several prefixes."""
+def prove_exactly(grower: Grower, tolerance: float = EXACT) -> None:
+    """Assert that rounds are lossless after several prefixes."""
     for prefix in ((), (1,), (2, 3)):
-        error = exact_error(accept, grower, prefix, row_type)
+        error = exact_error(grower, prefix)
         assert error < tolerance, f"differs from the target: by {error:.2g} after {prefix}"
 
 
@@ -179,29 +169,31 @@ _CHOICES = 8
 
 
 def sample_texts(
-    accept: Accept,
     grower: Grower,
     length: int | None = None,
     samples: int = SAMPLES,
     seed: int = 0,
     same_noise: tuple[str, str] | None = None,
-    row_type: type[Row] = Row,
 ) -> NDArray[np.int64]:
     """Decode texts round by round with the real random streams, and count their first `length` tokens.
 
     Args:
+        grower: what drafts.
         length: by default what a round emits at most, and 2 at least.
+        samples: texts.
+        seed: of the streams.
         same_noise: two streams of draft, accept and residual that wrongly start each round with the same noise.
 
     Returns:
         Counts, one axis per token.
     """
     length = length or max(2, 1 + depth(grower.shape))
-    numbers = {name: _numbers(stream) for name, stream in _streams(seed).items()}
+    numbers = _numbers(seed)
     rounds: dict[tuple[int, ...], Repeated[Repeated[tuple[int, ...]]]] = {}
 
     def draft(last_two: tuple[int, ...], pick: Pick) -> Repeated[tuple[int, ...]]:
-        return Repeated(partial(emit, accept, grower.grow(last_two, pick).row(last_two, row_type)))
+        grown = grower.grow(last_two, pick)
+        return Repeated(lambda pick: emit(grown, Picked(pick)))
 
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(samples):
@@ -219,28 +211,24 @@ def sample_texts(
     return _table(counts, length)
 
 
-def sample_texts_plainly(accept: Accept, grower: Grower, length: int, samples: int, seed: int = 0) -> NDArray[np.int64]:
-    """The reference of `sample_texts`: the rule draws its own random numbers, and nothing is remembered."""
-    own = _streams(seed)
+def sample_texts_plainly(grower: Grower, length: int, samples: int, seed: int = 0) -> NDArray[np.int64]:
+    """The reference of `sample_texts`: every choice is made anew, and nothing is remembered."""
+    numbers = _numbers(seed)
+
+    def pick(stream: str, weights: list[float]) -> int:
+        return fall_on(torch.tensor(weights, dtype=torch.float64), next(numbers[stream]))
+
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(samples):
         text: tuple[int, ...] = ()
         while len(text) < length:
-            grown = grower.grow(text, lambda stream, weights: draw(torch.tensor(weights), own[stream]))
-            text = (*text, *accept(grown.row(text), Streams(own["accept"], own["residual"])).tokens)
+            text = (*text, *emit(grower.grow(text, pick), Picked(pick)))
         counts[text[:length]] += 1
     return _table(counts, length)
 
 
-def _streams(seed: int) -> dict[str, torch.Generator]:
-    verify, draft = streams(seed)
-    return {"accept": verify.accept, "residual": verify.residual, "draft": draft}
-
-
-def _numbers(stream: torch.Generator) -> Iterator[float]:
-    """The numbers that `uniform` would draw, one after the other, drawn in blocks."""
-    while True:
-        yield from torch.rand(10_000, generator=stream, dtype=torch.float64).tolist()
+def _numbers(seed: int) -> dict[str, Iterator[float]]:
+    return dict(zip(("accept", "residual", "draft"), random_numbers(seed), strict=True))
 
 
 def _table(counts: Counter[tuple[int, ...]], length: int) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from headstart.decode.budget import Controller
 from headstart.decode.costs import Costs
 from headstart.decode.learned import Experience, size_of
-from headstart.tree.proposal import Proposal
+from headstart.tree.tree import Tree
 
 LEVELS = 5
 BF16 = Costs((1, 2, 4, 8, 16, 32, 64), (23.7, 24.2, 24.8, 27.1, 32.0, 43.0, 65.0), 6.0, 1.0, LEVELS, 0.05)
@@ -108,21 +108,21 @@ class Engine:
         while left:
             drafts = self.fixed is not None or controller.drafts
             draft_ms = 0.0
-            tree = Proposal.roots([0] * len(left))
+            trees = [Tree([0]) for _ in left]
             if drafts:
                 assert opened or self.fixed, "nothing drafts without a session"
-                tree, depth = self._draft(controller, len(left))
+                trees, depth = self._draft(controller, len(left))
                 draft_ms = self.machine.draft(len(left), depth, unread)
                 unread = 0
             else:
                 unread += 1
-            verify_ms = self.machine.verify(len(left), tree.size)
+            verify_ms = self.machine.verify(len(left), trees[0].size)
             self.came_to.ms += draft_ms + verify_ms
             self.came_to.rounds += 1
             self.came_to.drafted += drafts
-            emitted = [self._accept(tree, row) for row in range(len(left))]
+            emitted = [self._accept(tree) for tree in trees]
             controller.note(
-                tree, emitted, (self.machine.seen(draft_ms) if drafts else 0.0, self.machine.seen(verify_ms))
+                trees, emitted, (self.machine.seen(draft_ms) if drafts else 0.0, self.machine.seen(verify_ms))
             )
             left = [have - got for have, got in zip(left, emitted, strict=True)]
             kept = [row for row, have in enumerate(left) if have > 0]
@@ -131,7 +131,7 @@ class Engine:
                 if left:
                     controller.reorder(kept)
 
-    def _draft(self, controller: Controller, rows: int) -> tuple[Proposal, int]:
+    def _draft(self, controller: Controller, rows: int) -> tuple[list[Tree], int]:
         """The tree to verify and how many levels were drafted; a node's token is its depth and rank."""
         room, threshold, level_threshold = controller.room(32), controller.threshold, controller.level_threshold
         if self.fixed is not None:
@@ -160,12 +160,12 @@ class Engine:
         tokens = [0, *(10 * at + rank for _, at, rank in nodes)]
         accept_probs = [1.0, *(one for one, _, _ in nodes)]
         levels = depth if self.fixed is None else max((at + 1 for _, at, _ in nodes), default=1)
-        tree = Proposal([tokens] * rows, [parents] * rows, [accept_probs] * rows, levels=levels)
-        return (tree if self.fixed is not None else controller.prune(tree)), levels
+        trees = [Tree(tokens, parents, accept_probs, levels=levels) for _ in range(rows)]
+        return (trees if self.fixed is not None else controller.prune(trees)), levels
 
-    def _accept(self, tree: Proposal, row: int) -> int:
+    def _accept(self, tree: Tree) -> int:
         """Tokens that the row emits: down the comb as far as luck and the tree go."""
-        own = set(tree.tokens[row][1:])
+        own = set(tree.tokens[1:])
         for depth in range(LEVELS):
             luck = self.rng.random()
             right = next((rank for rank in range(len(self.accepted)) if luck < sum(self.accepted[: rank + 1])), None)

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.decode.verify import Row
-from headstart.tree.proposal import Children, SampledChildren
+from headstart.tree.tree import Drawn, Tree
+from tests.reference import Node
 
 VOCAB = 5
 ROOT = 0
@@ -47,24 +47,24 @@ class Kind:
     """How a tree's children are chosen.
 
     Attributes:
-        children: of the drafter's distribution; None takes fixed guesses, as an n-gram lookup does.
+        draws: the last child of a node is drawn from what the most likely ones leave of the drafter's distribution.
+        guesses: children are fixed guesses, as those of an n-gram lookup, and the drafter has no distribution.
         branch: further guesses in a row below the root, beside whatever else is there (heads + n-gram).
         adaptive: the second child of a node gets children only when the first one's token is even.
     """
 
-    children: Children | None
+    draws: bool = False
+    guesses: bool = False
     branch: int = 0
     adaptive: bool = False
 
 
 KINDS = {
-    "top": Kind(Children.TOP_K),
-    "guesses": Kind(None),
-    "top and drawn": Kind(Children.TOP_K_AND_SAMPLED),
-    "drawn": Kind(Children.SAMPLED),
-    "top and drawn, guesses": Kind(Children.TOP_K_AND_SAMPLED, branch=2),
-    "drawn, guesses": Kind(Children.SAMPLED, branch=2),
-    "drawn, adaptive": Kind(Children.SAMPLED, adaptive=True),
+    "top": Kind(),
+    "guesses": Kind(guesses=True),
+    "top and drawn": Kind(draws=True),
+    "top and drawn, guesses": Kind(draws=True, branch=2),
+    "top and drawn, adaptive": Kind(draws=True, adaptive=True),
 }
 
 
@@ -116,39 +116,50 @@ def exact_joint(prefix: tuple[int, ...], length: int) -> NDArray[np.float64]:
 
 @dataclass
 class Draft:
-    """A tree for one row, as a list of nodes, each with the target's logits after it."""
+    """A tree for one row after a prefix, with the target's logits after each node."""
 
-    tokens: list[int]
-    parents: list[int]
+    tree: Tree
     logits: list[Tensor]
-    sampled: dict[int, SampledChildren]
+    prefix: tuple[int, ...]
 
-    def row(self, prefix: tuple[int, ...], row_type: type[Row] = Row) -> Row:
-        logits_NV = torch.stack(self.logits)
-        return row_type(self.tokens, self.parents, self.sampled, logits_NV, lambda _, path: p_table((*prefix, *path)))
+    @property
+    def root(self) -> Node:
+        """The tree as the reference has it."""
+        nodes = [Node(token) for token in self.tree.tokens]
+        for number, drawn in self.tree.drawn.items():
+            nodes[number].q_draft_V = drawn.q_draft_V(VOCAB)
+        for node, parent in zip(nodes[1:], self.tree.parents[1:], strict=True):
+            nodes[parent].children.append(node)
+        return nodes[0]
+
+    def p_target(self, path: Sequence[int]) -> Tensor:
+        """The target's distribution after a path of tokens, root first."""
+        return p_table((*self.prefix, *path[1:]))
 
 
 class Grower:
-    """Grows trees of a kind and a shape. Mutations override `keep`, `source` and `drawn_from`."""
+    """Grows trees of a kind and a shape. Mutations override `keep`, `source` and `drawn_from`, and `draft_type`."""
+
+    draft_type: type[Draft] = Draft
 
     def __init__(self, kind: Kind, shape: Shape) -> None:
         self.kind, self.shape = kind, shape
 
     def keep(self, token: int, q_draft: list[float]) -> bool:
-        """Whether a sampled child stays in the tree; must not look at its arguments."""
+        """Whether a drawn child stays in the tree; must not look at its arguments."""
         return True
 
-    def source(self, q_sampled_V: Tensor, q_draft_V: Tensor) -> Tensor:
-        """What the tree says its first sampled child came from, given what it came from, and the whole q."""
-        return q_sampled_V
+    def source(self, q_drawn_V: Tensor, q_draft_V: Tensor) -> Tensor:
+        """What the tree says its drawn child came from, given what it came from, and the whole q."""
+        return q_drawn_V
 
-    def drawn_from(self, prefix: tuple[int, ...], q_sampled_V: Tensor, top_k: list[int]) -> Tensor:
-        """What sampled children of the node after `prefix` are drawn from, beside those top-k ones."""
-        return q_sampled_V
+    def drawn_from(self, prefix: tuple[int, ...], q_drawn_V: Tensor, top_k: list[int]) -> Tensor:
+        """What the drawn child of the node after `prefix` is drawn from, beside those top-k ones."""
+        return q_drawn_V
 
     def grow(self, prefix: tuple[int, ...], pick: Pick) -> Draft:
         """Draft after a prefix; with draws from the stream "draft"."""
-        draft = Draft([ROOT], [-1], [logits_table(prefix)], {})
+        draft = self.draft_type(Tree([ROOT]), [logits_table(prefix)], prefix)
         self._extend(draft, 0, prefix, self.shape, self.kind.branch, pick)
         return draft
 
@@ -156,26 +167,17 @@ class Grower:
         children: dict[int, int] = {}
 
         def add(token: int) -> None:
-            draft.tokens.append(token)
-            draft.parents.append(node)
+            children[token] = draft.tree.add(node, token)
             draft.logits.append(logits_table((*prefix, token)))
-            children[token] = len(draft.tokens) - 1
 
-        top_k, q_sampled_V = _plan(self.kind.children, context(prefix), len(shape))
+        top_k, q_drawn_V = _plan(self.kind, context(prefix), len(shape))
         for token in top_k:
             add(token)
-        rest = self.drawn_from(prefix, q_sampled_V, top_k).tolist()
-        sampled = []
-        for _ in range(len(shape) - len(top_k)):
-            if not sum(rest) > 0:  # q holds fewer tokens
-                break
-            token = pick("draft", rest)
-            rest[token] = 0.0
-            if self.keep(token, q_sampled_V.tolist()):
+        if len(top_k) < len(shape):
+            token = pick("draft", self.drawn_from(prefix, q_drawn_V, top_k).tolist())
+            if self.keep(token, q_drawn_V.tolist()):
                 add(token)
-                sampled.append(children[token])
-        if sampled:
-            draft.sampled[node] = SampledChildren(sampled, self.source(q_sampled_V, q_table(prefix)))
+                draft.tree.drawn[children[token]] = Drawn(self.source(q_drawn_V, q_table(prefix)))
         below = dict(zip(children, shape, strict=False))
         if self.kind.adaptive and len(children) > 1 and next(iter(children)) % 2:
             below[list(children)[1]] = ()
@@ -193,12 +195,12 @@ def _guess(prefix: tuple[int, ...]) -> int:
 
 
 @cache
-def _plan(children: Children | None, last_two: tuple[int, ...], width: int) -> tuple[list[int], Tensor]:
-    """Guessed tokens of a node with `width` children, and the distribution of its first sampled child (or zeros)."""
+def _plan(kind: Kind, last_two: tuple[int, ...], width: int) -> tuple[list[int], Tensor]:
+    """Guessed tokens of a node with `width` children, and the distribution of its drawn child (or zeros)."""
     q_draft_V = q_table(last_two)
-    if children is None:
+    if kind.guesses:
         return [(_guess(last_two) + rank) % VOCAB for rank in range(width)], torch.zeros_like(q_draft_V)
-    fixed = {Children.TOP_K: width, Children.TOP_K_AND_SAMPLED: max(width - 1, 0), Children.SAMPLED: 0}[children]
+    fixed = max(width - 1, 0) if kind.draws else width
     top_k = q_draft_V.argsort(descending=True)[:fixed].tolist()
     if fixed == width:
         return top_k, torch.zeros_like(q_draft_V)

@@ -5,44 +5,52 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from headstart.decode.budget import Controller, Costs
-from headstart.tree.proposal import Proposal
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Drawn, Tree, TreeShape
 
 FLAT = Costs((1, 64), (10.0, 10.0))
 STEEP = Costs((1, 64), (10.0, 640.0))
 REAL = Costs((1, 2, 4, 8, 16, 32, 64), (23.7, 24.2, 24.8, 27.1, 32.0, 43.0, 65.0))
 
 
-def tree(accept_probs: list[list[float]], parents: list[list[int]]) -> Proposal:
-    tokens = [[row * 100 + node for node in range(len(own))] for row, own in enumerate(accept_probs)]
-    return Proposal(tokens, parents, accept_probs)
+def trees(accept_probs: list[list[float]], parents: list[list[int]]) -> list[Tree]:
+    tokens = [[row * 100 + node for node in range(len(probs))] for row, probs in enumerate(accept_probs)]
+    return [
+        Tree(list(row), list(above), list(probs))
+        for row, above, probs in zip(tokens, parents, accept_probs, strict=True)
+    ]
 
 
-def filled(shape: TreeShape) -> Proposal:
-    return Proposal([[0] * shape.size], [list(shape.parents)])
+def roots(rows: int) -> list[Tree]:
+    return [Tree([0]) for _ in range(rows)]
+
+
+def sizes(drafted: list[Tree]) -> list[int]:
+    return [tree.size for tree in drafted]
+
+
+def filled(shape: TreeShape) -> list[Tree]:
+    return [Tree([0] * shape.size, list(shape.parents))]
 
 
 def test_free_nodes_are_all_kept_and_dear_ones_all_dropped() -> None:
-    drafted = tree([[1.0, 0.5, 0.4, 0.3]], [[-1, 0, 0, 1]])
-    assert Controller(FLAT, "on", 1).prune(drafted).size == 4
-    assert Controller(STEEP, "on", 1).prune(drafted).size == 1
+    drafted = trees([[1.0, 0.5, 0.4, 0.3]], [[-1, 0, 0, 1]])
+    assert sizes(Controller(FLAT, "on", 1).prune(drafted)) == [4]
+    assert sizes(Controller(STEEP, "on", 1).prune(drafted)) == [1]
 
 
 def test_pruning_keeps_the_best_nodes_with_their_parents() -> None:
-    drafted = tree([[1.0, 0.01, 0.9, 0.8, 0.005]], [[-1, 0, 0, 2, 1]])
-    kept = Controller(REAL, "on", 1).prune(drafted)
-    assert kept.tokens == [[0, 2, 3]]
-    assert kept.parents == [[-1, 0, 1]]
-    assert kept.accept_probs == [[1.0, 0.9, 0.8]]
+    drafted = trees([[1.0, 0.01, 0.9, 0.8, 0.005]], [[-1, 0, 0, 2, 1]])
+    (kept,) = Controller(REAL, "on", 1).prune(drafted)
+    assert kept == Tree([0, 2, 3], [-1, 0, 1], [1.0, 0.9, 0.8])
 
 
 def test_rows_share_one_width_by_acceptance() -> None:
-    drafted = tree([[1.0, 0.9, 0.8, 0.7], [1.0, 0.1]], [[-1, 0, 1, 2], [-1, 0]])
+    drafted = trees([[1.0, 0.9, 0.8, 0.7], [1.0, 0.1]], [[-1, 0, 1, 2], [-1, 0]])
     kept = Controller(REAL, "on", 2).prune(drafted)
-    assert kept.size == 4, "one row pays for the width; the other brings what it has"
-    assert list(map(len, kept.tokens)) == [4, 2]
+    assert sizes(kept) == [4, 2], "one row pays for the width; the other brings what it has"
 
 
 def test_the_best_width_is_that_of_exhaustive_search() -> None:
@@ -50,16 +58,16 @@ def test_the_best_width_is_that_of_exhaustive_search() -> None:
     for _ in range(20):
         controller = Controller(REAL, "on", 1)
         accept_probs = [1.0, *sorted((rng.random() ** 2 for _ in range(20)), reverse=True)]
-        drafted = tree([accept_probs], [[-1, *[0] * 20]])
-        rate = controller._rate(drafted.size)
+        drafted = trees([accept_probs], [[-1, *[0] * 20]])
+        rate = controller._rate(21)
         net = [sum(accept_probs[:nodes]) - rate * REAL.verify(nodes) for nodes in range(1, 22)]
-        assert controller.prune(drafted).size == net.index(max(net)) + 1
+        assert sizes(controller.prune(drafted)) == [net.index(max(net)) + 1]
 
 
-def test_trees_with_sampled_children_are_never_pruned() -> None:
-    drafted = tree([[1.0, 0.01]], [[-1, 0]])
-    drafted.sampled = [{}]
-    assert Controller(STEEP, "on", 1).prune(drafted) is drafted
+def test_trees_with_drawn_nodes_are_never_pruned() -> None:
+    drafted = trees([[1.0, 0.01]], [[-1, 0]])
+    drafted[0].drawn[1] = Drawn(torch.tensor([1.0]))
+    assert sizes(Controller(STEEP, "on", 1).prune(drafted)) == [2]
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
@@ -73,7 +81,7 @@ def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
             drafted += 1
             controller.note(filled(shape), [1 + accepted])
         else:
-            controller.note(Proposal.roots([0]), [1])
+            controller.note(roots(1), [1])
     assert drafted == 300 if accepted else 0.14 * drafted < 0.03 * 300
 
 
@@ -109,7 +117,7 @@ def test_drafting_returns_when_it_pays_again() -> None:
             emitted = 1 if number < 100 else 3
             controller.note(filled(shape), [emitted])
         else:
-            controller.note(Proposal.roots([0]), [1])
+            controller.note(roots(1), [1])
     assert not all(history[20:100])
     assert all(history[200:])
 
@@ -118,8 +126,8 @@ def test_drafting_returns_when_it_pays_again() -> None:
 def test_a_draft_costs_the_levels_that_the_heads_drafted(levels: int | None, charged: float) -> None:
     """A tree of depth 3: a deeper branch of another drafter costs no level; without a word of levels depth counts."""
     controller = Controller(Costs((1, 64), (10.0, 10.0), 6.0, 1.0, 4), "on", 1)
-    drafted = tree([[1.0, 0.9, 0.8, 0.7]], [[-1, 0, 1, 2]])
-    drafted.levels = levels
+    drafted = trees([[1.0, 0.9, 0.8, 0.7]], [[-1, 0, 1, 2]])
+    drafted[0].levels = levels
     for _ in range(200):
         controller.note(controller.prune(drafted), [1])
     assert controller._draft_ms == pytest.approx(charged, abs=1e-6), "the mean of a constant"
@@ -137,7 +145,7 @@ def test_a_token_counts_for_the_time_that_it_saves() -> None:
     controller = Controller(Costs((1, 64), (11.0, 74.0)), "on", 2, limit=100)
     assert controller.weights == pytest.approx([1.0, 1.0]), "nothing is known yet"
     for _ in range(20):
-        controller.note(Proposal.roots([1, 2]), [3, 1])
+        controller.note(roots(2), [3, 1])
     first, second = controller.weights
     assert first == pytest.approx(2 * 1 / 12, abs=0.01), "its own share of the forward"
     assert second == pytest.approx(2 * 11 / 12, abs=0.01)
@@ -147,11 +155,11 @@ def test_a_token_counts_for_the_time_that_it_saves() -> None:
 
 def test_a_batch_whose_slowest_row_gains_nothing_is_decoded_plainly() -> None:
     """Fast rows would pay for drafting on average, yet the batch would end later."""
-    drafted = tree([[1.0, 0.9]] * 3 + [[1.0, 0.02]], [[-1, 0]] * 4)
+    drafted = trees([[1.0, 0.9]] * 3 + [[1.0, 0.02]], [[-1, 0]] * 4)
     costs = Costs((1, 4, 8), (20.0, 24.0, 32.0))
     alike = Controller(costs, "on", 4)
-    assert alike.prune(drafted).size == 2
+    assert sizes(alike.prune(drafted)) == [2] * 4
     uneven = Controller(costs, "on", 4, limit=200)
     for _ in range(30):
-        uneven.note(Proposal.roots(range(4)), [2, 2, 2, 1])
-    assert uneven.prune(drafted).size == 1
+        uneven.note(roots(4), [2, 2, 2, 1])
+    assert sizes(uneven.prune(drafted)) == [1] * 4

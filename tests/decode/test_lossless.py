@@ -5,20 +5,21 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
-from headstart.decode.stopping import Stopper
-from headstart.decode.verify import Accepted, GreedyVerifier, Outcome
+from headstart.decode.stopping import extend
+from headstart.decode.verify import Verifier, _decided
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
-from headstart.target.model import Target
-from headstart.tree.proposal import ProposedTree
-from headstart.tree.tree import TreeShape
+from headstart.target.model import Target, TargetOutput
+from headstart.tree.tree import Committed, TreeBatch, TreeShape
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, LONG, tiny_model
 
@@ -142,10 +143,11 @@ def test_a_stop_string_with_a_space_before_punctuation_is_seen(tiny_target: Targ
     tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     tokens = tokenizer("to a . b")["input_ids"]
     assert " ." not in tokenizer.decode(tokens), "this tokenizer tidies"
-    stopper = Stopper(tokenizer, DecodeOptions(max_new_tokens=40, stop=(" .",)), frozenset())
-    taken, finish = stopper.take(tokens)
-    assert finish == "stop"
-    assert tokenizer.decode(taken, clean_up_tokenization_spaces=False) == "to a ."
+    text: list[int] = []
+    target: Any = SimpleNamespace(tokenizer=tokenizer, end_tokens=frozenset())
+    finish_reason = extend(text, tokens, 0, DecodeOptions(max_new_tokens=40, stop_strings=(" .",)), target)
+    assert finish_reason == "stop"
+    assert tokenizer.decode(text, clean_up_tokenization_spaces=False) == "to a ."
 
 
 def test_streaming_gives_every_token_once_in_order() -> None:
@@ -170,19 +172,19 @@ def test_rounds_account_for_every_token() -> None:
     assert out.first_token_ms == out.token_ms[0] <= out.token_ms[-1]
 
 
-class _AcceptsEverything(GreedyVerifier):
+class _AcceptsEverything(Verifier):
     """A broken verifier: takes the first chain of drafts whatever the target says."""
 
-    def accept(self, tree: ProposedTree, logits_BNV: torch.Tensor) -> Outcome:
-        choice = logits_BNV.argmax(-1).tolist()
-        return Outcome.of([Accepted([0, 1], [tree.tokens[row][1], choice[row][1]]) for row in range(len(choice))])
+    def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
+        choice = out.logits_BTV.argmax(-1).tolist()
+        return _decided(batch, out, [[0, 1] for _ in choice], [row[1] for row in choice])
 
 
 def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     texts = prompts(61)[:1]
     known = plain(target, texts)
-    monkeypatch.setattr("headstart.decode.loop.GreedyVerifier", _AcceptsEverything)
+    monkeypatch.setattr("headstart.decode.loop.Verifier", _AcceptsEverything)
     drafter = ReplayDrafter(known, 61, 0.0, nodes=4)
     monkeypatch.setattr(drafter.rng, "randint", lambda *_: 4)
     assert Engine(target, drafter).generate(texts, OPTIONS)[0].tokens != known[0]

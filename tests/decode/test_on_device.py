@@ -12,7 +12,7 @@ import torch
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
-from headstart.decode.rules import RULES
+from headstart.decode.verify import RULES
 from headstart.drafters.catalog import make_drafter
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter

@@ -68,8 +68,8 @@ def test_greedy_warping_is_certain() -> None:
 
 def test_draws_follow_the_distribution_and_never_leave_its_support() -> None:
     probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
-    own, _ = streams(0)
-    counts = torch.bincount(torch.tensor([draw(probs, own.residual) for _ in range(20_000)]), minlength=6)
+    _, stream, _ = streams(0)
+    counts = torch.bincount(torch.tensor([draw(probs, stream) for _ in range(20_000)]), minlength=6)
     assert (counts[probs == 0] == 0).all()
     expected = 20_000 * probs[probs > 0]
     # Two degrees of freedom: the 99.99 % quantile of chi-square is 18.4.
@@ -77,8 +77,7 @@ def test_draws_follow_the_distribution_and_never_leave_its_support() -> None:
 
 
 def test_streams_of_a_row_are_independent() -> None:
-    own, drafting = streams(5)
-    numbers = {torch.rand(3, generator=one) for one in (own.accept, own.residual, drafting)}
+    numbers = {torch.rand(3, generator=stream) for stream in streams(5)}
     assert len({tuple(one.tolist()) for one in numbers}) == 3
 
 

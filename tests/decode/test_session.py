@@ -17,12 +17,11 @@ from headstart.decode.costs import Costs
 from headstart.decode.loop import Engine
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import Outcome, walk, walk_on_device
+from headstart.decode.verify import Verifier, _decided_on_device
 from headstart.errors import UserError
 from headstart.target.memory import free_bytes
-from headstart.target.model import Target
-from headstart.tree.proposal import Committed, Proposal, Request, Root
-from headstart.tree.tree import DraftTree
+from headstart.target.model import Target, TargetOutput
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import tiny_model
 
@@ -47,9 +46,9 @@ class FailingDrafter(ReplayDrafter):
         self.fail("prefill")
         return super().prefill(prompts, states)
 
-    def propose(self, session: Any, root: Root, request: Request) -> Proposal:
+    def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         self.fail("propose")
-        return super().propose(session, root, request)
+        return super().propose(session, roots, request)
 
     def commit(self, session: Any, committed: Committed) -> None:
         self.fail("commit")
@@ -154,9 +153,9 @@ def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(
     aux: list[tuple[int, ...]] = []
     forward_tree = Target.forward_tree
 
-    def noted(self: Target, cache: Any, tree: DraftTree, aux_layers: Sequence[int] = ()) -> Any:
+    def noted(self: Target, cache: Any, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> Any:
         aux.append(tuple(aux_layers))
-        return forward_tree(self, cache, tree, aux_layers)
+        return forward_tree(self, cache, batch, aux_layers)
 
     monkeypatch.setattr(Target, "forward_tree", noted)
     dear = Costs((1, 64), (1.0, 100.0), draft_ms=50.0)
@@ -172,38 +171,40 @@ def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(
 def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
     """Trees of several rows and sizes, some drafts right: both walks find the same."""
     rng = random.Random(seed)
-    tokens, parents = [], []
+    trees = []
     for _ in range(4):
-        own_parents = [-1]
+        tree = Tree([rng.randrange(5)])
+        held: dict[int, int] = {}
         for node in range(1, rng.randint(1, 12)):
-            own_parents.append(rng.randrange(node))
-        taken: dict[int, int] = {}
-        own = [rng.randrange(5)]
-        for parent in own_parents[1:]:
-            taken[parent] = taken.get(parent, rng.randrange(5)) + 1  # siblings hold different tokens
-            own.append(taken[parent] % 9)
-        tokens.append(own)
-        parents.append(own_parents)
-    tree = Proposal(tokens, parents).on("cpu")
-    choice_BN = torch.tensor([[rng.randrange(9) for _ in range(tree.size)] for _ in tokens])
-    for row, own_parents in enumerate(parents):  # the first child of every other node is right
-        for node in range(len(own_parents) - 1, 0, -1):
+            parent = rng.randrange(node)
+            held[parent] = held.get(parent, rng.randrange(5)) + 1  # siblings hold different tokens
+            tree.add(parent, held[parent] % 9)
+        trees.append(tree)
+    batch = TreeBatch.of(trees)
+    choice_BN = torch.tensor([[rng.randrange(9) for _ in range(batch.size)] for _ in trees])
+    for row, tree in enumerate(trees):  # the first child of every other node is right
+        for node in range(tree.size - 1, 0, -1):
             if node % 2:
-                choice_BN[row, own_parents[node]] = tokens[row][node]
-    expected = Outcome.of(walk(tree, choice_BN.tolist()))
-    found = walk_on_device(tree, choice_BN)
-    assert found.rows == expected.rows
-    for part in ("paths_BP", "counts_B", "root_B"):
+                choice_BN[row, tree.parents[node]] = tree.tokens[node]
+    out = TargetOutput(torch.nn.functional.one_hot(choice_BN, 9).float())
+    expected, expected_roots = Verifier().accept(batch, out)
+    found, roots = _decided_on_device(batch, out, choice_BN)
+    assert (found.paths, found.tokens, roots.root_tokens) == (
+        expected.paths,
+        expected.tokens,
+        expected_roots.root_tokens,
+    )
+    for part in ("paths_BP", "counts_B", "tokens_BP"):
         assert torch.equal(getattr(found, part), getattr(expected, part)), part
-    assert max(len(row.path) for row in found.rows) > 1 or seed, "some drafts are accepted"
+    assert torch.equal(roots.root_B, expected_roots.root_B)
+    assert max(map(len, found.paths)) > 1 or seed, "some drafts are accepted"
 
 
 class LongestChains(ReplayDrafter):
     """Proposes as many nodes as it is asked for, one after the other."""
 
-    def propose(self, session: Any, root: Root, request: Request) -> Proposal:
-        nodes = request.max_nodes
-        return Proposal([[token] + [1] * (nodes - 1) for token in root.tokens], [[*range(-1, nodes - 1)]])
+    def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
+        return [Tree.chain_of([root] + [1] * (request.max_nodes - 1)) for root in roots.root_tokens]
 
 
 def test_what_is_drafted_ahead_of_a_limit_is_verified() -> None:

@@ -1,4 +1,4 @@
-"""Rules that decide all rows of a batch side by side: as their references for single rows, and lossless themselves."""
+"""Sampling decides all rows of a batch side by side: as the reference does one row, and lossless itself."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.decode import rules
+from headstart.decode import verify
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions, SamplingOptions
-from headstart.decode.rules import RULES
 from headstart.decode.sampling import warp
-from headstart.decode.verify import Accepted, Outcome, Row, RuleVerifier, Streams, Visited, streams
+from headstart.decode.verify import SamplingVerifier, next_tokens, streams
 from headstart.drafters.ngram import NgramDrafter
 from headstart.support.rng import Numbers, draw_at
-from headstart.target.model import Target
-from headstart.tree.proposal import Proposal, ProposedTree
+from headstart.target.model import Target, TargetOutput
+from headstart.tree.tree import Tree, TreeBatch
+from tests import reference
 from tests.decode.drafters import ReplayDrafter
 from tests.decode.proofs import chi_square_p
 from tests.decode.tables import KINDS, SHAPES, VOCAB, Draft, Grower, exact_joint, p_table
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model
 
-TOGETHER = [name for name, rule in RULES.items() if rule.next_tokens is not None]
 PLAIN = SamplingOptions(temperature=1.0)
+Emitted = list[tuple[list[int], int]]
+"""Of each row, the tokens of the accepted path, root first, and the token after it."""
 
 
 def drafts(kind: str, shape: str, rows: int, seed: int = 0) -> list[Draft]:
@@ -45,74 +46,61 @@ def drafts(kind: str, shape: str, rows: int, seed: int = 0) -> list[Draft]:
         return [grower.grow((), pick) for _ in range(rows)]
 
 
-def batch(grown: list[Draft]) -> tuple[ProposedTree, Tensor]:
-    """A tree of all rows, shorter ones padded, and the logits after its nodes."""
-    sampled = [draft.sampled for draft in grown] if any(draft.sampled for draft in grown) else None
-    tokens, parents = [draft.tokens for draft in grown], [list(draft.parents) for draft in grown]
-    tree = Proposal(tokens, parents, sampled=sampled).on("cpu")
-    logits = [torch.stack([*draft.logits, *[draft.logits[0]] * (tree.size - len(draft.logits))]) for draft in grown]
-    return tree, torch.stack(logits).float()
+def out_of(grown: list[Draft]) -> TargetOutput:
+    """The target's logits after the nodes of all rows, shorter ones padded."""
+    width = max(draft.tree.size for draft in grown)
+    logits = [torch.stack([*draft.logits, *[draft.logits[0]] * (width - len(draft.logits))]) for draft in grown]
+    return TargetOutput(torch.stack(logits).float())
 
 
-def verifier(rule: str, rows: int, seed: int = 0, sampling: SamplingOptions = PLAIN) -> RuleVerifier:
-    return RuleVerifier(RULES[rule], sampling, [[1]] * rows, [streams(seed + row)[0] for row in range(rows)])
+def side_by_side(verifier: SamplingVerifier, grown: list[Draft]) -> Emitted:
+    committed, roots = verifier.accept(TreeBatch.of([draft.tree for draft in grown]), out_of(grown))
+    return list(zip(committed.tokens, roots.root_tokens, strict=True))
 
 
-def by_reference(rule: str, draft: Draft, logits_NV: Tensor, seed: int) -> Accepted:
-    """The rule for one row, each visited node with the next number of each stream."""
-    own, _ = streams(seed)
-    numbers = {name: Numbers(stream) for name, stream in vars(own).items()}
-    depths: list[int] = []
-
-    class Counting(Row):
-        def p_target(self, node: int) -> Tensor:
-            if node not in self._known:
-                depths.append(node)
-            return super().p_target(node)
-
-    def number(stream: Any) -> float:
-        return numbers[stream].peek(len(depths))[-1]
-
-    def sampled(probs_V: Tensor, stream: Any) -> int:
-        return int(draw_at(probs_V[None], torch.tensor([number(stream)]))[0])
-
-    row = Counting(draft.tokens, draft.parents, draft.sampled, logits_NV, lambda logits_V, _: warp(PLAIN, logits_V))
-    with patch.multiple(rules, uniform=number, draw=sampled):
-        return RULES[rule].accept_row(row, Streams("accept", "residual"))  # type: ignore[arg-type]  # names of streams
+def verifier(rows: int, seed: int = 0) -> SamplingVerifier:
+    return SamplingVerifier(PLAIN, [[1]] * rows, seed, True)
 
 
-@pytest.mark.parametrize("rule", TOGETHER)
+def by_reference(draft: Draft, logits_NV: Tensor, seed: int) -> tuple[list[int], int]:
+    """One row, each token with the next number of each stream."""
+    accept, residual, _ = (Numbers(stream).peek(9) for stream in streams(seed))
+    nodes = {path: node for node, path in enumerate(draft.tree.paths, start=1)} | {(): 0}
+    return reference.accept(
+        draft.root, lambda path: warp(PLAIN, logits_NV[nodes[tuple(path[1:])]]), map(reference.Chance, accept, residual)
+    )
+
+
 @pytest.mark.parametrize("shape", ["root only", "chain of 3", "bushy"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_side_by_side_do_as_alone(rule: str, kind: str, shape: str) -> None:
+def test_rows_side_by_side_do_as_the_reference(kind: str, shape: str) -> None:
     grown = drafts(kind, shape, rows=60)
-    tree, logits_BNV = batch(grown)
-    together = verifier(rule, 60).accept(tree, logits_BNV).rows
-    for seed, (draft, accepted) in enumerate(zip(grown, together, strict=True)):
-        assert accepted == by_reference(rule, draft, logits_BNV[seed], seed)
+    logits_BNV = out_of(grown).logits_BTV
+    together = side_by_side(verifier(60), grown)
+    for seed, (draft, emitted) in enumerate(zip(grown, together, strict=True)):
+        assert emitted == by_reference(draft, logits_BNV[seed], seed)
 
 
-@pytest.mark.parametrize("rule", TOGETHER)
-@pytest.mark.parametrize("kind", ["top", "top and drawn", "drawn, guesses"])
-def test_on_a_device_rows_do_the_same_with_one_wait(rule: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["top", "top and drawn", "top and drawn, guesses"])
+def test_on_a_device_rows_do_the_same_with_one_wait(kind: str) -> None:
     """Rows that have ended stay there, and are ignored."""
     for rows in (1, 16):
-        tree, logits_BNV = batch(drafts(kind, "bushy", rows))
-        expected = verifier(rule, rows).accept(tree, logits_BNV).rows
+        grown = drafts(kind, "bushy", rows)
+        expected = side_by_side(verifier(rows), grown)
         with StandIn() as device:
-            tree = replace(tree.proposal, sampled=moved(tree)).on(CUDA)
-            there, logits_BNV = verifier(rule, rows), logits_BNV.to(CUDA)
+            batch = TreeBatch.of([moved(draft.tree) for draft in grown], CUDA)
+            on_device, out = verifier(rows), TargetOutput(out_of(grown).logits_BTV.to(CUDA))
             before = device.counts
-            assert there.accept(tree, logits_BNV).rows == expected
+            committed, roots = on_device.accept(batch, out)
+            assert list(zip(committed.tokens, roots.root_tokens, strict=True)) == expected
             assert (device.counts - before).waits == 1
             # Random numbers, which children were drawn, what was accepted.
             assert (device.counts - before).uploads <= 3
 
 
-def moved(tree: ProposedTree) -> Any:
-    if tree.sampled is None:
-        return None
-    return [{node: replace(one, q_draft_D=one.q_draft_D.to(CUDA)) for node, one in row.items()} for row in tree.sampled]
+def moved(tree: Tree) -> Tree:
+    drawn = {node: replace(own, q_draft_D=own.q_draft_D.to(CUDA)) for node, own in tree.drawn.items()}
+    return replace(tree, drawn=drawn)
 
 
 # -- the distribution -------------------------------------------------------------------------------------------------
@@ -120,60 +108,54 @@ def moved(tree: ProposedTree) -> Any:
 ROWS = 6_000
 
 
-def first_two(accept: Callable[[ProposedTree, Tensor], Outcome], kind: str, shape: str) -> np.ndarray[Any, Any]:
+def first_two(kind: str, shape: str) -> np.ndarray[Any, Any]:
     """Counts of the first two tokens after trees grown at random; what a round leaves open the target decides."""
     rng = random.Random(1)
     counts = np.zeros((VOCAB, VOCAB), dtype=np.int64)
-    for accepted in accept(*batch(drafts(kind, shape, ROWS))).rows:
-        first, *more = accepted.tokens
+    for path, last in side_by_side(verifier(ROWS), drafts(kind, shape, ROWS)):
+        first, *more = [*path[1:], last]
         second = more[0] if more else rng.choices(range(VOCAB), p_table((first,)).tolist())[0]
         counts[first, second] += 1
     return counts
 
 
-@pytest.mark.parametrize("rule", TOGETHER)
-@pytest.mark.parametrize(("kind", "shape"), [("top", "bushy"), ("top and drawn", "wide"), ("drawn", "chain of 3")])
-def test_lossless_side_by_side(rule: str, kind: str, shape: str) -> None:
-    assert chi_square_p(first_two(verifier(rule, ROWS).accept, kind, shape), exact_joint((), 2)) > 1e-6
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("top", "bushy"), ("top and drawn", "wide"), ("top and drawn", "chain of 3")]
+)
+def test_lossless_side_by_side(kind: str, shape: str) -> None:
+    assert chi_square_p(first_two(kind, shape), exact_joint((), 2)) > 1e-6
 
 
-def greedy_draft_with(**changed: Callable[[Visited], Any]) -> RuleVerifier:
-    """A verifier whose rule sees something else than it should."""
-
-    def next_tokens(visited: Visited) -> Tensor:
-        return rules.next_by_greedy_draft(replace(visited, **{name: of(visited) for name, of in changed.items()}))
-
-    made = verifier("greedy_draft", ROWS)
-    made.rule = replace(made.rule, next_tokens=next_tokens)
-    return made
-
-
-MISTAKES: dict[str, dict[str, Callable[[Visited], Any]]] = {
-    "accept and residual share noise": {"residual_M": lambda visited: visited.accept_M},
-    "q is not what the draft was drawn from": {"q_draft_MV": lambda visited: visited.q_draft_MV.roll(1, 1)},
-    "every draft is accepted": {"accept_M": lambda visited: torch.zeros_like(visited.accept_M)},
-    "the raw distribution": {"p_target_MV": lambda visited: visited.p_target_MV.sqrt()},
-    "drafts count as top-k": {"accept_M": lambda visited: torch.ones_like(visited.accept_M)},
+Wrong = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+MISTAKES: dict[str, Wrong] = {
+    "accept and residual share noise": lambda p, accept, residual, drawn, q: (p, accept, accept, drawn, q),
+    "q is not what the draft was drawn from": lambda p, accept, residual, drawn, q: (
+        p,
+        accept,
+        residual,
+        drawn,
+        q.roll(1, 1),
+    ),
+    "every draft is accepted": lambda p, accept, residual, drawn, q: (p, torch.zeros_like(accept), residual, drawn, q),
+    "the raw distribution": lambda p, accept, residual, drawn, q: (p.sqrt(), accept, residual, drawn, q),
+    "drafts count as top-k": lambda p, accept, residual, drawn, q: (p, torch.ones_like(accept), residual, drawn, q),
 }
+"""What the rule sees instead of what it should."""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_proof_notices(mistake: str) -> None:
-    wrong = greedy_draft_with(**MISTAKES[mistake])
-    assert chi_square_p(first_two(wrong.accept, "drawn", "chain of 3"), exact_joint((), 2)) < 1e-6
+    with patch.object(verify, "next_tokens", lambda *seen: next_tokens(*MISTAKES[mistake](*seen))):
+        counts = first_two("top and drawn", "chain of 3")
+    assert chi_square_p(counts, exact_joint((), 2)) < 1e-6
 
 
 def test_a_rejection_by_rounding_stays_within_the_target() -> None:
     """q a little above p everywhere leaves no rest; p then decides."""
     p_target_MV = torch.tensor([[0.5, 0.5, 0.0, 0.0]] * 2)
-    visited = Visited(
-        p_target_MV.clone(),
-        torch.full((2,), 1 - 2**-53).double(),
-        torch.tensor([0.2, 0.7]).double(),
-        torch.tensor([1, 1]),
-        p_target_MV * 1.0000002,
-    )
-    assert rules.next_by_greedy_draft(visited).tolist() == [0, 1]
+    accept_M, residual_M = torch.full((2,), 1 - 2**-53).double(), torch.tensor([0.2, 0.7]).double()
+    drawn_M = torch.tensor([1, 1])
+    assert next_tokens(p_target_MV.clone(), accept_M, residual_M, drawn_M, p_target_MV * 1.0000002).tolist() == [0, 1]
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.drafting import Drafter, Learner, NoDrafter
+from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine
 from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
@@ -17,124 +18,102 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.target.model import Target
-from headstart.tree.proposal import Children, Committed, Proposal, Request, Root, SampledChildren
-from headstart.tree.tree import TreeShape
-from tests.decode.drafters import ReplayDrafter
+from headstart.tree.tree import Drawn, Request, Tree, TreeBatch, TreeShape
+from tests.decode.drafters import IdleDrafter, ReplayDrafter
 from tests.drafters.test_draft_model import OPTIONS, plain, texts, tiny
+from tests.drafters.test_lookahead import verified
 from tests.heads.test_contract import build
 
-ROOTS = Root.of([5])
+ROOTS = TreeBatch.roots([5])
 
 
-class Fixed(NoDrafter):
-    """Always the same tree."""
+class Fixed(IdleDrafter):
+    """Always the same trees."""
 
-    def __init__(
-        self,
-        tokens: list[int],
-        parents: list[int],
-        accept_probs: list[float] | None = None,
-        sampled: dict[int, SampledChildren] | None = None,
-        aux_layers: tuple[int, ...] = (),
-    ) -> None:
-        self.max_nodes = len(tokens)
+    def __init__(self, *trees: Tree, aux_layers: tuple[int, ...] = ()) -> None:
+        self.max_nodes = max(tree.size for tree in trees)
         self.aux_layers = aux_layers
         self.requests: list[Request] = []
-        self._tree = Proposal(
-            [tokens],
-            [parents],
-            None if accept_probs is None else [accept_probs],
-            None if sampled is None else [sampled],
-        )
+        self._trees = trees
 
-    def propose(self, session: None, root: Root, request: Request) -> Proposal:
+    def propose(self, session: None, roots: TreeBatch, request: Request) -> list[Tree]:
         self.requests.append(request)
-        return self._tree
+        return [copy.deepcopy(tree) for tree in self._trees]
 
 
-def together(one: Drafter, two: Drafter, request: Request | None = None) -> Proposal:
-    return CombinedDrafter(one, two).propose((None, None), ROOTS, request or Request(32))
+ONE = Tree([5, 6, 7, 8], [-1, 0, 0, 1], [1.0, 0.6, 0.3, 0.2])
+TWO = Tree([5, 7, 9, 9, 8], [-1, 0, 1, 0, 3], [1.0, 0.5, 0.4, 0.1, 0.05])
 
 
-ONE = ([5, 6, 7, 8], [-1, 0, 0, 1], [1.0, 0.6, 0.3, 0.2])
-TWO = ([5, 7, 9, 9, 8], [-1, 0, 1, 0, 3], [1.0, 0.5, 0.4, 0.1, 0.05])
+def together(one: Tree, two: Tree, request: Request | None = None) -> Tree:
+    (both,) = CombinedDrafter(Fixed(one), Fixed(two)).propose((None, None), ROOTS, request or Request(32))
+    return both
 
 
 def test_the_union_by_hand() -> None:
-    drafter = CombinedDrafter(Fixed(*ONE, aux_layers=(-1, 3)), Fixed(*TWO, aux_layers=(3, 1)))
-    assert (drafter.name, drafter.aux_layers, drafter.max_nodes) == ("none+none", (-1, 3, 1), 8)
-    assert not isinstance(drafter, Learner)
-    tree = drafter.propose((None, None), ROOTS, Request(8))
+    drafter = CombinedDrafter(Fixed(ONE, aux_layers=(-1, 3)), Fixed(TWO, aux_layers=(3, 1)))
+    assert (drafter.name, drafter.aux_layers, drafter.max_nodes) == ("idle+idle", (-1, 3, 1), 8)
+    (tree,) = drafter.propose((None, None), ROOTS, Request(8))
     #     5 - 6 - 8, 5 - 7 - 9, 5 - 9 - 8
-    assert tree.tokens == [[5, 6, 7, 8, 9, 9, 8]]
-    assert tree.parents[0] == [-1, 0, 0, 1, 2, 0, 5]
-    assert tree.accept_probs == [[1.0, 0.6, 0.5, 0.2, 0.4, 0.1, 0.05]]
-    assert tree.sampled is None
+    assert tree.tokens == [5, 6, 7, 8, 9, 9, 8]
+    assert tree.parents == [-1, 0, 0, 1, 2, 0, 5]
+    assert tree.accept_probs == [1.0, 0.6, 0.5, 0.2, 0.4, 0.1, 0.05]
+    assert not tree.drawn
 
 
 def test_the_best_nodes_stay_when_room_is_short() -> None:
-    tree = together(Fixed(*ONE), Fixed(*TWO), Request(5))
-    assert tree.tokens == [[5, 6, 7, 8, 9]]
-    assert tree.parents[0] == [-1, 0, 0, 1, 2]
-    tree = together(Fixed(*ONE), Fixed(*TWO), Request(4))
-    assert tree.tokens == [[5, 6, 7, 9]]
-    assert tree.parents[0] == [-1, 0, 0, 2]
+    tree = together(ONE, TWO, Request(5))
+    assert (tree.tokens, tree.parents) == ([5, 6, 7, 8, 9], [-1, 0, 0, 1, 2])
+    tree = together(ONE, TWO, Request(4))
+    assert (tree.tokens, tree.parents) == ([5, 6, 7, 9], [-1, 0, 0, 2])
 
 
 def test_levels_of_the_heads_are_remembered() -> None:
     """What drafting cost does not follow from the depth of the union."""
-    heads, other, root = Fixed(*ONE), Fixed(*TWO), Fixed([5], [-1], [1.0])
-    heads._tree.levels, root._tree.levels = 3, 1
-    for one, two, levels in ((heads, other, 3), (other, heads, 3), (root, other, 1), (other, root, 1)):
+    heads, root = replace(ONE, levels=3), Tree([5], [-1], [1.0], levels=1)
+    for one, two, levels in ((heads, TWO, 3), (TWO, heads, 3), (root, TWO, 1), (TWO, root, 1)):
         assert together(one, two).levels == levels
-    assert together(other, other).levels is None
+    assert together(TWO, TWO).levels is None
 
 
 @pytest.mark.parametrize("unknown", [0, 1])
 def test_a_tree_of_unknown_probabilities_goes_first_if_first(unknown: int) -> None:
-    parts = [(*ONE[:2], None), TWO] if unknown == 0 else [ONE, (*TWO[:2], None)]
-    tree = together(Fixed(*parts[0]), Fixed(*parts[1]), Request(6))
+    one, two = (replace(tree, accept_probs=None) if index == unknown else tree for index, tree in enumerate((ONE, TWO)))
+    tree = together(one, two, Request(6))
     assert tree.accept_probs is None
-    assert tree.tokens == [[5, 6, 7, 8, 9, 9]]
+    assert tree.tokens == [5, 6, 7, 8, 9, 9]
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_sampled_children_keep_their_numbers_and_are_never_dropped(swapped: bool) -> None:
-    q_draft_D = torch.full((10,), 0.1)
-    sampled = {0: SampledChildren([2], q_draft_D), 1: SampledChildren([3], q_draft_D)}
-    draws = Fixed(ONE[0], ONE[1], [1.0, 0.01, 0.01, 0.01], sampled)
-    parts = (Fixed(*TWO), draws) if swapped else (draws, Fixed(*TWO))
-    tree = together(*parts, Request(5, children=Children.SAMPLED))
-    assert tree.tokens == [[5, 6, 7, 8, 9]]
-    assert tree.parents[0] == [-1, 0, 0, 1, 2]
-    assert tree.sampled == [sampled]
-    asked = [part.requests[0].children for part in parts]
-    assert asked == ([Children.SAMPLED, Children.SAMPLED] if swapped else [Children.SAMPLED, Children.TOP_K])
-    chain = Fixed([5, 6, 8], [-1, 0, 1], [1.0, 0.01, 0.01], {0: SampledChildren([1], q_draft_D)})
-    tree = together(chain, Fixed([5, 7, 9], [-1, 0, 1], [1.0, 0.9, 0.9]), Request(9, chain=True))
-    assert tree.tokens == [[5, 6, 8]], "a drawn chain is not given up for a better one"
+def test_drawn_nodes_keep_their_numbers_and_are_never_dropped(swapped: bool) -> None:
+    drawn = Drawn(torch.full((10,), 0.1))
+    draws = Fixed(Tree(ONE.tokens, ONE.parents, [1.0, 0.01, 0.01, 0.01], {2: drawn, 3: drawn}))
+    parts = (Fixed(TWO), draws) if swapped else (draws, Fixed(TWO))
+    (tree,) = CombinedDrafter(*parts).propose((None, None), ROOTS, Request(5, draws=True))
+    assert (tree.tokens, tree.parents) == ([5, 6, 7, 8, 9], [-1, 0, 0, 1, 2])
+    assert list(tree.drawn) == [2, 3]
+    assert [part.requests[0].draws for part in parts] == [True, swapped]
+    chain = Tree([5, 6, 8], [-1, 0, 1], [1.0, 0.01, 0.01], {1: drawn})
+    tree = together(chain, Tree([5, 7, 9], [-1, 0, 1], [1.0, 0.9, 0.9]), Request(9, chain=True))
+    assert tree.tokens == [5, 6, 8], "a drawn chain is not given up for a better one"
 
 
 def test_of_two_chains_the_more_promising_one_is_verified() -> None:
-    one = Fixed([5, 6, 8], [-1, 0, 1], [1.0, 0.5, 0.2])
-    two = Fixed([5, 7, 9], [-1, 0, 1], [1.0, 0.9, 0.8])
-    assert together(one, two, Request(9, chain=True)).tokens == [[5, 7, 9]]
+    one, two = Tree.chain_of([5, 6, 8], [1.0, 0.5, 0.2]), Tree.chain_of([5, 7, 9], [1.0, 0.9, 0.8])
+    assert together(one, two, Request(9, chain=True)).tokens == [5, 7, 9]
 
 
 def test_rows_are_merged_one_by_one() -> None:
-    one = Proposal([[1, 2], [3]], [[-1, 0], [-1]], accept_probs=[[1.0, 0.5], [1.0]])
-    two = Proposal([[1], [3, 4, 5]], [[-1], [-1, 0, 1]], accept_probs=[[1.0], [1.0, 0.5, 0.4]])
-    parts = Fixed([1], [-1]), Fixed([1], [-1])
-    parts[0]._tree, parts[1]._tree = one, two
-    tree = together(*parts)
-    assert tree.tokens == [[1, 2], [3, 4, 5]]
-    assert tree.accept_probs == [[1.0, 0.5], [1.0, 0.5, 0.4]]
+    one = Fixed(Tree.chain_of([1, 2], [1.0, 0.5]), Tree([3], [-1], [1.0]))
+    two = Fixed(Tree([1], [-1], [1.0]), Tree.chain_of([3, 4, 5], [1.0, 0.5, 0.4]))
+    trees = CombinedDrafter(one, two).propose((None, None), TreeBatch.roots([1, 3]), Request(32))
+    assert [tree.tokens for tree in trees] == [[1, 2], [3, 4, 5]]
+    assert [tree.accept_probs for tree in trees] == [[1.0, 0.5], [1.0, 0.5, 0.4]]
 
 
 def test_nothing_beside_a_tree_is_that_tree() -> None:
-    one = Fixed(*ONE)
-    assert together(one, NoDrafter()) == one._tree
-    assert together(NoDrafter(), one) == one._tree
+    for parts in ((Fixed(ONE), IdleDrafter()), (IdleDrafter(), Fixed(ONE))):
+        assert CombinedDrafter(*parts).propose((None, None), ROOTS, Request(32)) == [ONE]
 
 
 def pairs(target: Target, known: Sequence[Sequence[int]]) -> dict[str, tuple[Drafter, Drafter]]:
@@ -154,7 +133,6 @@ def test_output_is_that_of_plain_decoding(pair: str, temperature: float) -> None
     known = plain(target)
     options = replace(OPTIONS, temperature=temperature)
     drafter = CombinedDrafter(*pairs(target, known)[pair])
-    assert isinstance(drafter, Learner) == ("lookahead" in pair)
     rows = Engine(target, drafter).generate(texts(), options)
     assert all(row.drafter_error is None for row in rows)
     if temperature == 0:
@@ -174,10 +152,10 @@ def test_heads_beside_n_grams(family: str, temperature: float) -> None:
     sizes: list[tuple[int, int, int]] = []
     honest = drafter.propose
 
-    def propose(session: Any, root: Root, request: Request) -> Proposal:
-        together = honest(session, root, request)
-        one = drafter.first.propose(session[0], root, replace(request, streams=[torch.Generator()] * len(root.tokens)))
-        sizes.append((one.size, together.size, together.depth))
+    def propose(session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
+        together = honest(session, roots, request)
+        alone = drafter.first.propose(session[0], roots, replace(request, streams=[torch.Generator()] * 9))
+        sizes.extend((one.size, both.size, both.depth) for one, both in zip(alone, together, strict=True))
         return together
 
     drafter.propose = propose
@@ -190,20 +168,16 @@ def test_heads_beside_n_grams(family: str, temperature: float) -> None:
     assert any(depth > heads.draft_steps for _, _, depth in sizes), "and go on below it"
 
 
-def test_both_learn_and_rows_leave_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = NgramDrafter(), LookaheadDrafter()
-    drafter = CombinedDrafter(one, two)
+def test_both_learn_and_rows_leave_both() -> None:
+    drafter = CombinedDrafter(NgramDrafter(), LookaheadDrafter())
     session = drafter.prefill([[1, 2, 1], [3, 4, 3]], {})
-    tree = drafter.propose(session, Root.of([2, 4]), Request(drafter.max_nodes))
+    trees = drafter.propose(session, TreeBatch.roots([2, 4]), Request(drafter.max_nodes))
     columns = [[list(column) for column in row.columns] for row in session[1]]
-    choices = [[9] * tree.size] * 2
-    assert isinstance(drafter, Learner)
-    drafter.learn(session, tree.on("cpu"), choices)
+    drafter.commit(session, verified(trees, [[0, trees[0].index[0, 1]], [0]], [[9] * tree.size for tree in trees]))
     assert [[column[-1] for column in row.columns] for row in session[1]] == [[9] * 4] * 2
     assert [[column[:-1] for column in row.columns] for row in session[1]] == [
         [column[1:] for column in row] for row in columns
     ]
-    drafter.commit(session, Committed.of([[2, 1], [4]], {}))
     drafter.reorder(session, [1])
     assert len(session[0]) == len(session[1]) == 1
     assert session[0][0].index.text == [3, 4, 3, 4]

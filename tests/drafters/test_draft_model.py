@@ -16,7 +16,7 @@ from headstart.drafters.draft_model import DraftModelDrafter, check_tokenizers, 
 from headstart.errors import UserError
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.tree.proposal import Children, Committed, Proposal, Request, Root
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 from tests.tiny import KINDS, tiny_model, tiny_tokenizer
 
 OPTIONS = DecodeOptions(max_new_tokens=40, ignore_end=True)
@@ -60,27 +60,27 @@ def test_embeddings_may_be_padded_differently(vocab: int, monkeypatch: pytest.Mo
     assert [row.tokens for row in rows] == plain(target)
     session = drafter.prefill(texts(), {})
     request = Request(
-        5,
-        children=Children.SAMPLED,
-        warp=partial(warp, SamplingOptions(temperature=1.0)),
-        streams=[torch.Generator()] * 3,
+        5, draws=True, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=[torch.Generator()] * 3
     )
-    tree = drafter.propose(session, Root.of([60, 1, 2]), request)
-    assert tree.sampled is not None
-    for row in tree.sampled:
-        for sampled in row.values():
-            assert sampled.q_draft_V(61).shape == (61,)
-            assert sampled.q_draft_V(61).sum() == pytest.approx(1.0)
+    drawn = [
+        drawn
+        for tree in drafter.propose(session, TreeBatch.roots([60, 1, 2]), request)
+        for drawn in tree.drawn.values()
+    ]
+    assert drawn
+    for one in drawn:
+        assert one.q_draft_V(61).shape == (61,)
+        assert one.q_draft_V(61).sum() == pytest.approx(1.0)
 
 
 def drafted(
     drafter: DraftModelDrafter, rows: list[list[int]], roots: list[int], request: Request | None = None
-) -> Proposal:
-    return drafter.propose(drafter.prefill(rows, {}), Root.of(roots), request or Request(8))
+) -> list[Tree]:
+    return drafter.propose(drafter.prefill(rows, {}), TreeBatch.roots(roots), request or Request(8))
 
 
-def counts(proposal: Proposal) -> list[int]:
-    return [len(row) for row in proposal.tokens]
+def counts(trees: list[Tree]) -> list[int]:
+    return [tree.size for tree in trees]
 
 
 def test_what_was_accepted_is_not_read_again() -> None:
@@ -88,25 +88,25 @@ def test_what_was_accepted_is_not_read_again() -> None:
     drafter = DraftModelDrafter(draft, draft, draft_steps=4)
     rows = texts()
     session = drafter.prefill(rows, {})
-    tree = drafter.propose(session, Root.of([1, 2, 3]), Request(8))
+    trees = drafter.propose(session, TreeBatch.roots([1, 2, 3]), Request(8))
     assert session.cache.lengths == [3 + 4, 17 + 4, 9 + 4]  # the root and three of the four drafts
-    first, second, third = tree.tokens
+    first, second, third = (tree.tokens for tree in trees)
     other = (second[2] + 1) % 61
     committed = [first[:5], [second[0], second[1], other], third[:1]]
     drafter.commit(session, Committed.of(committed, {}))
     assert session.cache.lengths == [3 + 4, 17 + 2, 9 + 1]
     now = [[*row, *more] for row, more in zip(rows, committed, strict=True)]
     assert session.texts == now
-    again = drafter.propose(session, Root.of([7, 8, 9]), Request(8))
-    assert again.tokens == drafted(drafter, now, [7, 8, 9]).tokens
+    again = drafter.propose(session, TreeBatch.roots([7, 8, 9]), Request(8))
+    assert [tree.tokens for tree in again] == [tree.tokens for tree in drafted(drafter, now, [7, 8, 9])]
     # rounds without a draft, then fewer rows
     drafter.commit(session, Committed.of([[7], [8], [9]], {}))
     drafter.commit(session, Committed.of([[4, 4], [5], [6, 6]], {}))
     drafter.reorder(session, [2, 0])
     late = [[*now[2], 9, 6, 6], [*now[0], 7, 4, 4]]
     assert session.texts == late
-    again = drafter.propose(session, Root.of([1, 2]), Request(8))
-    assert again.tokens == drafted(drafter, late, [1, 2]).tokens
+    again = drafter.propose(session, TreeBatch.roots([1, 2]), Request(8))
+    assert [tree.tokens for tree in again] == [tree.tokens for tree in drafted(drafter, late, [1, 2])]
 
 
 def test_probabilities_are_the_draft_models_own_and_end_the_chain() -> None:
@@ -115,20 +115,21 @@ def test_probabilities_are_the_draft_models_own_and_end_the_chain() -> None:
         draft.model.get_output_embeddings().weight.mul_(12.0)
     drafter = DraftModelDrafter(draft, draft, draft_steps=6)
     whole = drafted(drafter, texts(), [1, 2, 3])
-    assert whole.accept_probs is not None and counts(whole) == [7, 7, 7]
+    probs = [tree.accept_probs for tree in whole if tree.accept_probs is not None]
+    assert len(probs) == 3 and counts(whole) == [7, 7, 7]
     for number, text in enumerate(texts()):
-        accept_prob, tokens = 1.0, whole.tokens[number]
+        accept_prob, tokens = 1.0, whole[number].tokens
         for step in range(6):
             cache = draft.new_cache(1, 40)
             logits_V = draft.prefill(cache, [[*text, *tokens[: step + 1]]]).logits_BTV[0, 0]
             assert int(logits_V.argmax()) == tokens[step + 1]
             accept_prob *= float(logits_V.softmax(-1).max())
-            assert whole.accept_probs[number][step + 1] == pytest.approx(accept_prob, rel=1e-4)
-    threshold = sorted(row[2] for row in whole.accept_probs)[1]
+            assert probs[number][step + 1] == pytest.approx(accept_prob, rel=1e-4)
+    threshold = sorted(row[2] for row in probs)[1]
     cut = drafted(drafter, texts(), [1, 2, 3], Request(8, threshold=threshold))
-    assert counts(cut) == [sum(accept_prob >= threshold for accept_prob in row) for row in whole.accept_probs]
+    assert counts(cut) == [sum(accept_prob >= threshold for accept_prob in row) for row in probs]
     assert len(set(counts(cut))) > 1, "rows end at different depths"
-    assert cut.tokens == [row[:count] for row, count in zip(whole.tokens, counts(cut), strict=True)]
+    assert [tree.tokens for tree in cut] == [tree.tokens[: end.size] for tree, end in zip(whole, cut, strict=True)]
 
 
 def test_sampled_chains_follow_the_warped_distribution() -> None:
@@ -142,14 +143,12 @@ def test_sampled_chains_follow_the_warped_distribution() -> None:
     counts = torch.zeros(61)
     rows = 40
     for _ in range(10):
-        request = Request(3, children=Children.TOP_K_AND_SAMPLED, warp=warper, streams=[stream] * rows)
-        tree = drafted(drafter, [text] * rows, [root] * rows, request)
-        assert tree.sampled is not None
-        for row, sampled in zip(tree.tokens, tree.sampled, strict=True):
-            assert {node: one.children for node, one in sampled.items()} == {0: [1], 1: [2]}
-            torch.testing.assert_close(sampled[0].q_draft_V(61), q_draft_V)
-            assert sampled[1].q_draft_V(61)[row[2]] > 0
-            counts[row[1]] += 1
+        request = Request(3, draws=True, warp=warper, streams=[stream] * rows)
+        for tree in drafted(drafter, [text] * rows, [root] * rows, request):
+            assert list(tree.drawn) == [1, 2]
+            torch.testing.assert_close(tree.drawn[1].q_draft_V(61), q_draft_V)
+            assert tree.drawn[2].q_draft_V(61)[tree.tokens[2]] > 0
+            counts[tree.tokens[1]] += 1
     assert (counts / 400 - q_draft_V).abs().max() < 0.1
 
 

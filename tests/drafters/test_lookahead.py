@@ -7,56 +7,62 @@ import random
 import pytest
 import torch
 
-from headstart.decode import session as sessions
-from headstart.decode import verify
-from headstart.decode.drafting import Learner
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.target.model import Target
-from headstart.tree.proposal import Committed, Request, Root
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, upload_paths
 from tests.tiny import tiny_model
+
+
+def verified(trees: list[Tree], paths: list[list[int]], choices: list[list[int]]) -> Committed:
+    """What a round of these trees commits, the target having made these choices."""
+    batch = TreeBatch.of(trees)
+    padded = [[*row, *[0] * (batch.size - len(row))] for row in choices]
+    paths_BP, counts_B, _ = upload_paths(paths, [0] * len(paths), "cpu")
+    logits_BNV = torch.nn.functional.one_hot(torch.tensor(padded), 64)
+    return Committed(batch, paths, paths_BP, counts_B, {}, logits_BNV)
 
 
 def test_one_jacobi_step_by_hand() -> None:
     drafter = LookaheadDrafter(window=3, ngram=3, guesses=2)
     session = drafter.prefill([[9]], {})
     session[0].columns = [[10, 11], [20, 21], [30, 31]]
-    tree = drafter.propose(session, Root.of([5]), Request(max_nodes=32))
+    (tree,) = drafter.propose(session, TreeBatch.roots([5]), Request(max_nodes=32))
     # root - 10 - 20 - 30 - 31, with 11 after 10 and 21 after 20
-    assert tree.tokens == [[5, 10, 11, 20, 21, 30, 31]]
-    assert tree.parents[0] == [-1, 0, 1, 1, 3, 3, 5]
+    assert tree.tokens == [5, 10, 11, 20, 21, 30, 31]
+    assert tree.parents == [-1, 0, 1, 1, 3, 3, 5]
     assert tree.accept_probs is None
-    drafter.learn(session, tree.on("cpu"), [[1, 2, 12, 3, 22, 4, 32]])
+    drafter.commit(session, verified([tree], [[0]], [[1, 2, 12, 3, 22, 4, 32]]))
     assert session[0].columns == [[11, 12], [21, 22], [31, 32]]
     assert session[0].pool == {10: {(11, 12): None}, 20: {(21, 22): None}, 30: {(31, 32): None}}
     # the next root is one of the guesses: its n-gram is drafted before the window
-    tree = drafter.propose(session, Root.of([10]), Request(max_nodes=4))
-    assert tree.tokens == [[10, 11, 12, 21]]
-    assert tree.parents[0] == [-1, 0, 1, 1]
+    (tree,) = drafter.propose(session, TreeBatch.roots([10]), Request(max_nodes=4))
+    assert tree.tokens == [10, 11, 12, 21]
+    assert tree.parents == [-1, 0, 1, 1]
     # of the window only the first column fitted, so only it moves on
-    drafter.learn(session, tree.on("cpu"), [[0, 0, 13, 0]])
+    drafter.commit(session, verified([tree], [[0]], [[0, 0, 13, 0]]))
     assert session[0].columns == [[12, 13], [21, 22], [31, 32]]
 
 
 def test_pool_keeps_the_latest_n_grams_of_the_text() -> None:
     drafter = LookaheadDrafter(window=1, ngram=3, guesses=2)
     session = drafter.prefill([[1, 2, 3, 1, 4]], {})
-    drafter.commit(session, Committed.of([[5, 1]], {}))
-    drafter.commit(session, Committed.of([[6, 7]], {}))
+    for text in ([5, 1], [6, 7]):
+        drafter.commit(session, verified([Tree.chain_of(text)], [[0, 1]], [[0, 0]]))
     assert list(session[0].pool[1]) == [(4, 5), (6, 7)], "(2, 3) is the oldest of three"
     assert session[0].recent == [6, 7]
-    tree = drafter.propose(session, Root.of([1]), Request(max_nodes=9, chain=True))
-    assert tree.tokens == [[1, 6, 7]], "a chain has room for the latest n-gram only"
+    (tree,) = drafter.propose(session, TreeBatch.roots([1]), Request(max_nodes=9, chain=True))
+    assert tree.tokens == [1, 6, 7], "a chain has room for the latest n-gram only"
 
 
 def test_rounds_without_a_window_teach_nothing() -> None:
     drafter = LookaheadDrafter()
     session = drafter.prefill([[1, 2, 3]], {})
     before = [list(column) for column in session[0].columns]
-    tree = drafter.propose(session, Root.of([5]), Request(max_nodes=1))
+    (tree,) = drafter.propose(session, TreeBatch.roots([5]), Request(max_nodes=1))
     assert tree.size == 1
-    drafter.learn(session, tree.on("cpu"), [[7]])
+    drafter.commit(session, verified([tree], [[0]], [[7]]))
     assert session[0].columns == before
 
 
@@ -68,7 +74,6 @@ def test_output_is_that_of_plain_decoding(settings: dict[str, int]) -> None:
     options = DecodeOptions(max_new_tokens=48, ignore_end=True)
     plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
     drafter = LookaheadDrafter(**settings)
-    assert isinstance(drafter, Learner)
     together = Engine(target, drafter).generate(texts, options)
     assert all(row.drafter_error is None for row in together)
     assert [row.tokens for row in together] == plain
@@ -88,20 +93,25 @@ def test_the_window_finds_what_the_text_does_not_hold(monkeypatch: pytest.Monkey
     texts = [[19, 3, 44, 25, 8]]
     expected = [(8 + 7 * step) % 61 for step in range(1, 56)]
     ours = Engine(target, LookaheadDrafter(window=8)).generate(texts, options)[0]
-    monkeypatch.setattr(LookaheadDrafter, "learn", lambda self, session, tree, choices: None)
+    monkeypatch.setattr(LookaheadDrafter, "_step", lambda self, row, tree, choices: None)
     deaf = Engine(target, LookaheadDrafter(window=8)).generate(texts, options)[0]
     assert ours.tokens == deaf.tokens == expected
     assert deaf.tokens_per_round < 1.2 < 1.4 < ours.tokens_per_round
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_targets_choices_are_found_once_a_round(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy verification needs them as well; rules for sampling do not."""
-    found: list[torch.Size] = []
-    for module in (verify, sessions):
-        monkeypatch.setattr(module, "argmax", lambda logits: found.append(logits.shape) or logits.max(-1).indices)
+def test_it_learns_what_the_target_would_choose_greedily(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every node of what was verified, whatever is decoded."""
+    seen: list[list[int]] = []
+    monkeypatch.setattr(LookaheadDrafter, "_step", lambda self, row, tree, choices: seen.append(choices))
     target = Target(tiny_model("llama", vocab_size=31))
     options = DecodeOptions(max_new_tokens=6, temperature=temperature, ignore_end=True)
     [output] = Engine(target, LookaheadDrafter()).generate([[4, 9, 3]], options)
     assert output.drafter_error is None
-    assert sum(shape[1:] != (31,) for shape in found) == len(output.rounds)
+    assert list(map(len, seen)) == [one.nodes for one in output.rounds]
+    text = [4, 9, 3, *output.tokens]
+    with target.stock() as model:
+        for choices, length in zip(
+            seen, [3 + sum(one.emitted for one in output.rounds[:n]) for n in range(9)], strict=False
+        ):
+            assert choices[0] == int(model(torch.tensor([text[: length + 1]])).logits[0, -1].argmax())

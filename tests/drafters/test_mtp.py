@@ -19,7 +19,7 @@ from headstart.drafters.mtp import MtpDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
 from headstart.target.fitting import FINAL
-from headstart.tree.proposal import Committed, Request, Root
+from headstart.tree.tree import Committed, Request, TreeBatch
 from tests.shipped import KINDS, WEIGHTS, ShippedTarget, reload, ship
 
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6, 21, 44, 17]
@@ -184,14 +184,14 @@ def test_caches_grow_and_rows_leave(shipped: dict[str, ShippedTarget], monkeypat
     states_TE = one.target.hidden_states([TEXT], [FINAL])[0][FINAL]
     session = drafter.prefill([TEXT[:2], TEXT[:3]], {FINAL: torch.stack([states_TE, states_TE])[:, :3]})
     request = Request(4)
-    drafter.propose(session, Root.of([TEXT[2], TEXT[3]]), request)
+    drafter.propose(session, TreeBatch.roots([TEXT[2], TEXT[3]]), request)
     drafter.commit(
         session, Committed.of([TEXT[2:3], TEXT[3:5]], {FINAL: torch.stack([states_TE[2:4], states_TE[3:5]])})
     )
     drafter.reorder(session, [1])
     afresh = drafter.prefill([TEXT[:5]], {FINAL: states_TE[None, :5]})
-    root = Root.of([TEXT[5]])
-    assert drafter.propose(session, root, request).tokens == drafter.propose(afresh, root, request).tokens
+    roots = TreeBatch.roots([TEXT[5]])
+    assert drafter.propose(session, roots, request) == drafter.propose(afresh, roots, request)
 
 
 def test_a_checkpoint_without_its_modules_is_told_what_to_name(

@@ -12,7 +12,7 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.ngram import PRIORS, Index, NgramDrafter
 from headstart.target.model import Target
-from headstart.tree.proposal import Committed, Proposal, Request, Root
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 from tests.tiny import tiny_model
 
 LONGEST = PRIORS[-1][0]
@@ -49,8 +49,8 @@ def test_longest_match_by_brute_force(alphabet: int, looks: int) -> None:
             assert index.longest() == brute_force(text, looks)
 
 
-def propose(drafter: NgramDrafter, session: Any, roots: list[int], **wishes: Any) -> Proposal:
-    return drafter.propose(session, Root.of(roots), Request(**{"max_nodes": 32, **wishes}))
+def propose(drafter: NgramDrafter, session: Any, roots: list[int], **wishes: Any) -> list[Tree]:
+    return drafter.propose(session, TreeBatch.roots(roots), Request(**{"max_nodes": 32, **wishes}))
 
 
 def observe(drafter: NgramDrafter, session: Any, rows: list[list[int]]) -> None:
@@ -60,28 +60,26 @@ def observe(drafter: NgramDrafter, session: Any, rows: list[list[int]]) -> None:
 def test_each_row_continues_its_own_match() -> None:
     drafter = NgramDrafter()
     session = drafter.prefill([[1, 2, 3, 4, 5, 9, 1], [7, 7, 8]], {})
-    tree = propose(drafter, session, [2, 3], max_nodes=5)
-    assert tree.tokens == [[2, 3, 4, 5, 9], [3]]
-    assert tree.parents[0] == [-1, 0, 1, 2, 3]
-    assert tree.accept_probs is not None
+    first, second = propose(drafter, session, [2, 3], max_nodes=5)
+    assert (first.tokens, first.parents) == ([2, 3, 4, 5, 9], [-1, 0, 1, 2, 3])
     by_length = dict(PRIORS)
     expected = [1.0, by_length[2], by_length[3], by_length[4], by_length[5]]
-    assert tree.accept_probs[0] == pytest.approx(torch.tensor(expected).cumprod(0).tolist())
-    assert tree.accept_probs[1] == [1.0]
+    assert first.accept_probs == pytest.approx(torch.tensor(expected).cumprod(0).tolist())
+    assert (second.tokens, second.accept_probs) == ([3], [1.0])
 
 
 def test_a_text_that_repeats_its_end_is_continued_beyond_it() -> None:
     drafter = NgramDrafter()
     session = drafter.prefill([[5, 1, 2, 1, 2, 1]], {})
-    assert propose(drafter, session, [2], max_nodes=8).tokens == [[2, 1, 2, 1, 2, 1, 2, 1]]
+    assert propose(drafter, session, [2], max_nodes=8)[0].tokens == [2, 1, 2, 1, 2, 1, 2, 1]
 
 
 def test_nodes_that_are_not_worth_it_are_left_out() -> None:
     drafter = NgramDrafter()
     session = drafter.prefill([[1, 2, 3, 4, 5, 9, 1]], {})
-    assert propose(drafter, session, [2], threshold=0.3).size == 3  # .53, .53 * .62, .53 * .62 * .7 < .3
+    assert propose(drafter, session, [2], threshold=0.3)[0].size == 3  # .53, .53 * .62, .53 * .62 * .7 < .3
     session = drafter.prefill([[1, 2, 3]], {})
-    assert propose(drafter, session, [1], threshold=0.3).size == 1  # a single token in common: .2
+    assert propose(drafter, session, [1], threshold=0.3)[0].size == 1  # a single token in common: .2
 
 
 def test_rates_follow_the_text() -> None:
@@ -92,9 +90,9 @@ def test_rates_follow_the_text() -> None:
         tokens = [rng.randrange(20), step % 7]
         propose(drafter, session, tokens)
         observe(drafter, session, [[token] for token in tokens])
-    tree = propose(drafter, session, [1, 300 % 7], threshold=0.15)
-    assert len(tree.tokens[0]) == 1, "random text: matches go on rightly in one of 20 cases, so none is worth it"
-    assert len(tree.tokens[1]) == 32, "text in a circle: every draft is as good as certain"
+    alone, circle = propose(drafter, session, [1, 300 % 7], threshold=0.15)
+    assert alone.size == 1, "random text: matches go on rightly in one of 20 cases, so none is worth it"
+    assert circle.size == 32, "text in a circle: every draft is as good as certain"
 
 
 def test_paused_rounds_are_read_too() -> None:
@@ -105,7 +103,7 @@ def test_paused_rounds_are_read_too() -> None:
     observe(drafter, one, [texts[0][5:], texts[1][3:]])
     two = drafter.prefill(texts, {})
     assert [row.index.text for row in one] == [row.index.text for row in two] == texts
-    assert propose(drafter, one, [4, 1]).tokens == propose(drafter, two, [4, 1]).tokens
+    assert propose(drafter, one, [4, 1]) == propose(drafter, two, [4, 1])
     drafter.reorder(one, [1])
     assert [row.index.text for row in one] == [[*texts[1], 1]]
 
@@ -131,7 +129,7 @@ def test_quoted_text_is_accepted_in_long_runs() -> None:
     session = drafter.prefill([[60, *answer, 61, 60]], {})  # the prompt holds the answer
     rounds = done = 0
     while done < len(answer):
-        drafts = propose(drafter, session, [answer[done]]).tokens[0]
+        drafts = propose(drafter, session, [answer[done]])[0].tokens
         right = next(
             (index for index, pair in enumerate(zip(drafts, answer[done:], strict=False)) if pair[0] != pair[1]),
             min(len(drafts), len(answer) - done),

@@ -10,15 +10,14 @@ import torch
 
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import Accepted, GreedyVerifier, Outcome, argmax
+from headstart.decode.verify import Verifier, _decided, argmax
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.audit import decode_in_batches, tokens_that_differ
 from headstart.eval.audit_drafters import AlwaysWrongDrafter, random_weights, unused_tokens
 from headstart.eval.divergence import first_difference
 from headstart.heads.base import DraftHead, family, make_config
-from headstart.target.model import Target
-from headstart.tree.proposal import ProposedTree
-from headstart.tree.tree import TreeShape
+from headstart.target.model import Target, TargetOutput
+from headstart.tree.tree import Committed, TreeBatch, TreeShape
 from tests.tiny import tiny_model
 
 NEW = 16
@@ -65,17 +64,17 @@ def test_honest_drafters_change_nothing(target: Target, heads: DraftHead, prompt
 def test_a_verifier_that_accepts_anything_is_caught(
     target: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = GreedyVerifier.accept
+    honest = Verifier.accept
 
-    def accept(self: GreedyVerifier, tree: ProposedTree, logits_BNV: torch.Tensor) -> Outcome:
-        if tree.size == 1:
-            return honest(self, tree, logits_BNV)
-        choice = argmax(logits_BNV).tolist()
-        return Outcome.of([Accepted([0, 1], [tree.tokens[row][1], choice[row][1]]) for row in range(len(choice))])
+    def accept(self: Verifier, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
+        if batch.size == 1:
+            return honest(self, batch, out)
+        choice = argmax(out.logits_BTV).tolist()
+        return _decided(batch, out, [[0, 1] for _ in choice], [row[1] for row in choice])
 
     answers = plain(target, prompts, 4)
     wrong = AlwaysWrongDrafter(SHAPE, unused_tokens(answers, target.vocab_size, 2))
-    monkeypatch.setattr(GreedyVerifier, "accept", accept)
+    monkeypatch.setattr(Verifier, "accept", accept)
     outputs = decode_in_batches(Engine(target, wrong), prompts, NEW, 4)
     assert tokens_that_differ(answers, outputs)["different_tokens"] >= len(prompts)
     differences = [first_difference(0, answer, output.tokens) for answer, output in zip(answers, outputs, strict=True)]

@@ -15,7 +15,7 @@ from headstart.eval import remembering
 from headstart.eval.remembering import RememberingTarget
 from headstart.heads.base import family, make_config
 from headstart.target.model import Target
-from headstart.tree.tree import DraftTree, TreeShape
+from headstart.tree.tree import Tree, TreeBatch, TreeShape
 from tests.tiny import tiny_model
 
 SHAPE = TreeShape.from_paths([(0, 0), (1,)])
@@ -56,8 +56,8 @@ def test_remembered_logits_are_the_targets(target: Target) -> None:
                 outs[1].aux_hidden_states[layer], outs[0].aux_hidden_states[layer], atol=1e-5, rtol=1e-4
             )
         tokens = torch.randint(40, (2, 5), generator=generator).tolist()
-        tree = DraftTree.from_rows([tokens[0], tokens[1][:4]], [[-1, 0, 0, 1, 3], [-1, 0, 1, 2]])
-        outs = [one.forward_tree(cache, tree, aux_layers) for one, cache in zip((target, view), caches, strict=True)]
+        batch = TreeBatch.of([Tree(tokens[0], [-1, 0, 0, 1, 3]), Tree.chain_of(tokens[1][:4])])
+        outs = [one.forward_tree(cache, batch, aux_layers) for one, cache in zip((target, view), caches, strict=True)]
         outs[0].logits_BTV[1, 4] = outs[1].logits_BTV[1, 4]  # padding is garbage
         for layer in aux_layers:
             outs[0].aux_hidden_states[layer][1, 4] = outs[1].aux_hidden_states[layer][1, 4]
@@ -66,8 +66,8 @@ def test_remembered_logits_are_the_targets(target: Target) -> None:
         assert caches[1].lengths == caches[0].lengths
     for cache in caches:
         cache.reorder([1])
-    tree = DraftTree.from_rows([[7, 8]], [[-1, 0]])
-    outs = [one.forward_tree(cache, tree) for one, cache in zip((target, view), caches, strict=True)]
+    batch = TreeBatch.of([Tree.chain_of([7, 8])])
+    outs = [one.forward_tree(cache, batch) for one, cache in zip((target, view), caches, strict=True)]
     torch.testing.assert_close(outs[1].logits_BTV, outs[0].logits_BTV, atol=1e-5, rtol=1e-4)
     assert (caches[1].rows, caches[0].rows) == (1, 1)
 
@@ -98,10 +98,10 @@ def test_a_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) ->
     read: list[int] = []
     honest = Target.forward_tree
 
-    def counted(self: Target, cache: Any, tree: DraftTree, aux_layers: tuple[int, ...] = ()) -> object:
+    def counted(self: Target, cache: Any, batch: TreeBatch, aux_layers: tuple[int, ...] = ()) -> object:
         if type(self) is Target:
-            read.append(tree.size)
-        return honest(self, cache, tree, aux_layers)
+            read.append(batch.size)
+        return honest(self, cache, batch, aux_layers)
 
     monkeypatch.setattr(Target, "forward_tree", counted)
     view = RememberingTarget(target)

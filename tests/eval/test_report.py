@@ -15,7 +15,7 @@ from rich.console import Console
 from headstart.eval.divergence import Judgement
 from headstart.eval.figures import categories, compare_rows, per_prompt, summarise
 from headstart.eval.labels import OTHER
-from headstart.eval.report import LOSSY, divergence_sentence, show_compare, verdicts, write_report
+from headstart.eval.report import divergence_sentence, show_compare, verdicts, write_report
 from headstart.pipeline.results_table import show_summary
 from tests.eval.test_figures import unit
 
@@ -95,7 +95,7 @@ def test_one_prompt_has_no_interval(results: dict[str, Any], tmp_path: Path) -> 
     results["compare"] = []
     assert "interval 1" in "".join(pages(copy.deepcopy(results), tmp_path / "two"))
     units = [unit(0, "writing", [1, 3, 2], (1.0, 1.5))]
-    results["summary"] |= {**summarise(units, 0), "lossless": True}
+    results["summary"] |= summarise(units, 0)
     results["categories"], results["per_prompt"] = categories(units, 0), per_prompt(units)
     judged = {name: Judgement(1, 7, None, []) for name in ("heads", "plain", "transformers", "ngram", OTHER + "x")}
     for name in judged:
@@ -142,7 +142,7 @@ def test_divergence_sentence(found: dict[str, Any] | None, words: str) -> None:
 # -- every drafter in one table --------------------------------------------------------------------------------------
 
 
-def compared(results: dict[str, Any], lossless: bool = True) -> dict[str, Any]:
+def compared(results: dict[str, Any]) -> dict[str, Any]:
     """The same report with two more drafters; one of them failed."""
     units = [unit(0, "writing", [1, 3, 2], (1.0, 1.5)), unit(1, "code", [4, 1], (1.0, 1.4))]
     for number, one in enumerate(units):
@@ -153,8 +153,8 @@ def compared(results: dict[str, Any], lossless: bool = True) -> dict[str, Any]:
         runs[OTHER + "a|b"] = unit(number, "", [1, 1], (2.0, 1.0)).runs["heads"]
         runs[OTHER + "a|b"].drafter_error = "ValueError: no | drafts"
     same = Judgement(2, 13, None, [])
-    rows = compare_rows(units, dict.fromkeys(units[0].runs, same), 0, "dynamic", lossless)
-    summary = {**results["summary"], "drafter": "dynamic", "lossless": lossless}
+    rows = compare_rows(units, dict.fromkeys(units[0].runs, same), 0, "dynamic")
+    summary = {**results["summary"], "drafter": "dynamic"}
     return {**results, "summary": summary, "compare": rows}
 
 
@@ -169,7 +169,6 @@ def test_compared_drafters_share_a_table_and_a_plot(results: dict[str, Any], tmp
         assert "Every drafter" in text
         assert "dynamic over it" in text.replace("<br>", " ")
         assert "The drafter a" in text and "failed" in text
-        assert "LOSSY" not in text
     table = next(part for part in markdown.split("\n\n") if part.startswith("| Drafter"))
     lines = table.splitlines()
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
@@ -199,15 +198,3 @@ def test_the_table_of_a_terminal_cuts_nothing_short(results: dict[str, Any], wid
         assert f"{speedup['mean']:.2f}x ({speedup['low']:.2f}–{speedup['high']:.2f})" in line
         assert "12 of 80" in line
     assert "with/a/" in table
-
-
-def test_a_lossy_verifier_is_called_lossy_everywhere(results: dict[str, Any], tmp_path: Path) -> None:
-    results = compared(results, lossless=False)
-    assert [row["lossless"] for row in results["compare"]] == [False, True, True, True, False, False]
-    html, markdown = pages(results, tmp_path)
-    for text in (html, markdown):
-        assert text.count("dynamic (LOSSY)") >= 3, "wherever it is named"
-        assert "LOSSY: this verifier" in text.replace("&#39;", "'")
-        assert "The words are the same" not in text
-    assert "<!-- dynamic (LOSSY) -->" in html, "in the plot"
-    assert divergence_sentence(results) == LOSSY

@@ -18,8 +18,7 @@ from headstart.heads.base import DraftHead, HeadBatch, families, family, make_co
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 from headstart.target.teacher import load_teacher, save_teacher
-from headstart.tree.proposal import Committed, Request, Root
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Committed, Request, TreeBatch, TreeShape
 from tests.tiny import tiny_model
 
 CASES: dict[str, dict[str, Any]] = {
@@ -126,7 +125,8 @@ def batch_of(target: Target, heads: DraftHead, texts: Sequence[Sequence[int]], p
 
 
 def draft(heads: DraftHead, session: Any, roots: list[int], shape: TreeShape) -> list[list[int]]:
-    return HeadDrafter(heads, shape).propose(session, Root.of(roots), Request(shape.size)).tokens
+    trees = HeadDrafter(heads, shape).propose(session, TreeBatch.roots(roots), Request(shape.size))
+    return [tree.tokens for tree in trees]
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,9 +17,8 @@ from headstart.decode.sampling import warp
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import DraftHead, HeadConfig
 from headstart.tree.calibration import Calibration
-from headstart.tree.growing import draws, grow
-from headstart.tree.proposal import Children, Proposal, Request, Root
-from headstart.tree.tree import TreeShape
+from headstart.tree.growing import grow
+from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
 from tests.standin import CUDA, StandIn
 
 VOCAB = 12
@@ -70,37 +67,34 @@ def grown(
     calibration: Calibration,
     shape: TreeShape | None = None,
     max_rank: int = 8,
-) -> Proposal:
+) -> list[Tree]:
     asked = replace(request, calibration=calibration, shape=shape)
-    return grow(heads, None, Root.of(roots), asked, max_rank, confidence=heads.confidence)
+    return grow(heads, None, TreeBatch.roots(roots), asked, max_rank)
 
 
-def paths(tree: Proposal, row: int) -> list[tuple[int, ...]]:
-    parents, tokens, found = tree.parents[row], tree.tokens[row], []
-    for node in range(len(parents)):
-        found.append(() if node == 0 else (*found[parents[node]], tokens[node]))
-    return found[1:]
+def probs_of(tree: Tree) -> list[float]:
+    assert tree.accept_probs is not None
+    return tree.accept_probs
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_static_trees_hold_the_named_ranks(shared: bool) -> None:
     heads = TableHead(shared)
     shape = TreeShape.from_paths([(0, 0, 1), (0, 2), (2,), (1, 0)])
-    tree = grown(heads, [3, 4], Request(shape.size), Calibration(), shape)
-    for row in range(2):
+    for tree in grown(heads, [3, 4], Request(shape.size), Calibration(), shape):
         expected = []
         for ranks in shape.paths:
             path: tuple[int, ...] = ()
             for rank in ranks:
                 path = (*path, int(heads.table(path).argsort(descending=True)[rank]))
             expected.append(path)
-        assert sorted(paths(tree, row)) == sorted(expected)
+        assert sorted(tree.paths) == sorted(expected)
 
 
 def test_dynamic_trees_hold_every_path_that_is_worth_it() -> None:
     heads = TableHead()
     request = Request(64, threshold=0.05)
-    tree = grown(heads, [3], request, Calibration(), max_rank=VOCAB)
+    (tree,) = grown(heads, [3], request, Calibration(), max_rank=VOCAB)
     expected: dict[tuple[int, ...], float] = {}
     level: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(heads.draft_steps):
@@ -111,9 +105,8 @@ def test_dynamic_trees_hold_every_path_that_is_worth_it() -> None:
             if accept_prob * prob >= 0.05
         }
         expected |= level
-    assert sorted(paths(tree, 0)) == sorted(expected)
-    assert tree.accept_probs is not None
-    for path, accept_prob in zip(paths(tree, 0), tree.accept_probs[0][1:], strict=True):
+    assert sorted(tree.paths) == sorted(expected)
+    for path, accept_prob in zip(tree.paths, probs_of(tree)[1:], strict=True):
         assert accept_prob == pytest.approx(expected[path], rel=1e-5)
 
 
@@ -154,24 +147,22 @@ LEFT = Calibration(
 def test_a_full_tree_is_that_of_a_best_first_search(shared: bool, nodes: int, calibration: Calibration) -> None:
     """Nodes of deeper levels push out worse ones above."""
     heads = TableHead(shared)
-    tree = grown(heads, [3], Request(nodes + 1), calibration, max_rank=VOCAB)
+    (tree,) = grown(heads, [3], Request(nodes + 1), calibration, max_rank=VOCAB)
     expected = best_first(heads, calibration, nodes)
-    assert sorted(paths(tree, 0)) == sorted(expected)
-    assert tree.accept_probs is not None
-    for path, accept_prob in zip(paths(tree, 0), tree.accept_probs[0][1:], strict=True):
+    assert sorted(tree.paths) == sorted(expected)
+    for path, accept_prob in zip(tree.paths, probs_of(tree)[1:], strict=True):
         assert accept_prob == pytest.approx(expected[path], rel=1e-5)
 
 
 def test_paths_that_leave_the_best_one_are_believed_less() -> None:
     heads, request = TableHead(), Request(999, threshold=0.1)
-    tree, one_curve = (grown(heads, [3], request, one) for one in (LEFT, replace(LEFT, left=None)))
-    assert len(paths(tree, 0)) < len(paths(one_curve, 0)) / 2
+    tree, one_curve = (grown(heads, [3], request, one)[0] for one in (LEFT, replace(LEFT, left=None)))
+    assert len(tree.paths) < len(one_curve.paths) / 2
     # A level pays by what its nodes reach: 0.9 below the best path, 0.3 below others.
-    first = grown(heads, [3], replace(request, level_threshold=100.0), LEFT)
-    assert first.accept_probs is not None
-    promised = sum(max(0.0, prob * (0.3 if rank else 0.9) - 0.1) for rank, prob in enumerate(first.accept_probs[0][1:]))
+    (first,) = grown(heads, [3], replace(request, level_threshold=100.0), LEFT)
+    promised = sum(max(0.0, prob * (0.3 if rank else 0.9) - 0.1) for rank, prob in enumerate(probs_of(first)[1:]))
     for level_threshold, further in ((promised * 0.99, True), (promised * 1.01, False)):
-        levels = grown(heads, [3], replace(request, level_threshold=level_threshold), LEFT).levels or 0
+        levels = grown(heads, [3], replace(request, level_threshold=level_threshold), LEFT)[0].levels or 0
         assert (levels > 1) == further
 
 
@@ -183,9 +174,8 @@ def test_what_heads_say_of_a_node_counts_for_its_children() -> None:
 
     calibration = Calibration(((-20.0, 0.0),) * 3, ((0.0, 1.0),) * 3, (1.0,) * 3, trust=0.5)
     heads = Saying()
-    tree = grown(heads, [3], Request(20), calibration)
-    assert tree.accept_probs is not None
-    for path, accept_prob in zip(paths(tree, 0), tree.accept_probs[0][1:], strict=True):
+    (tree,) = grown(heads, [3], Request(20), calibration)
+    for path, accept_prob in zip(tree.paths, probs_of(tree)[1:], strict=True):
         expected = 1.0
         for depth, token in enumerate(path):
             log_prob = float(heads.table(path[:depth]).log_softmax(-1)[token])
@@ -198,64 +188,59 @@ def test_what_heads_say_of_a_node_counts_for_its_children() -> None:
 def test_a_drawn_first_child_may_have_left_the_best_path() -> None:
     """As likely as the heads draw another token than their best one; whichever is drawn."""
     heads, streams = TableHead(), [torch.Generator().manual_seed(2)]
-    request = Request(3, 0.0, 0.0, True, Children.SAMPLED, partial(warp, SamplingOptions(temperature=1.0)), streams)
-    tree = grown(heads, [3], request, LEFT)
-    assert tree.accept_probs is not None and LEFT.left is not None
-    best = [heads.table(path).log_softmax(-1).max() for path in ((), (tree.tokens[0][1],))]
+    request = Request(3, chain=True, draws=True, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=streams)
+    (tree,) = grown(heads, [3], request, LEFT)
+    assert LEFT.left is not None
+    best = [heads.table(path).log_softmax(-1).max() for path in ((), (tree.tokens[1],))]
     stays = float(best[0].exp())
     first = LEFT.probs(0, best[0].numpy())
     second = [one.probs(1, best[1].numpy()) for one in (LEFT, LEFT.left)]
     expected = [1.0, first, first * (stays * second[0] + (1 - stays) * second[1])]
-    assert tree.accept_probs[0] == pytest.approx(expected, rel=1e-5)
+    assert tree.accept_probs == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_drawn_node_is_never_pushed_out_and_leaves_room_below() -> None:
     """Whatever is drawn for them, the root has the same children; what is expected below keeps its room."""
     heads, warper = TableHead(), partial(warp, SamplingOptions(temperature=1.0))
-    for children in (Children.TOP_K_AND_SAMPLED, Children.SAMPLED):
-        counts = set()
-        for seed in range(20):
-            streams = [torch.Generator().manual_seed(seed)]
-            tree = grown(heads, [3], Request(9, 0.0, 0.0, False, children, warper, streams), LEFT)
-            assert tree.size <= 9 and tree.depth == 3
-            counts.add(tree.parents[0].count(0))
-        assert len(counts) == 1
+    counts = set()
+    for seed in range(20):
+        streams = [torch.Generator().manual_seed(seed)]
+        (tree,) = grown(heads, [3], Request(9, draws=True, warp=warper, streams=streams), LEFT)
+        assert tree.size <= 9 and tree.depth == 3
+        counts.add(tree.parents.count(0))
+    assert len(counts) == 1
 
 
 def test_rows_of_different_size_are_padded_and_room_is_kept() -> None:
     heads = TableHead()
-    tree = grown(heads, [3, 4], Request(5, threshold=0.01), Calibration())
-    assert tree.size == 5
-    chain = grown(heads, [3], Request(9, threshold=0.0, chain=True), Calibration())
-    assert chain.parents == [[-1, 0, 1, 2]]
-    assert grown(heads, [3], Request(9, threshold=2.0), Calibration()).size == 1
+    trees = grown(heads, [3, 4], Request(5, threshold=0.01), Calibration())
+    assert max(tree.size for tree in trees) == 5
+    (chain,) = grown(heads, [3], Request(9, threshold=0.0, chain=True), Calibration())
+    assert chain.parents == [-1, 0, 1, 2]
+    assert grown(heads, [3], Request(9, threshold=2.0), Calibration())[0].size == 1
 
 
-@pytest.mark.parametrize("children", [Children.TOP_K_AND_SAMPLED, Children.SAMPLED])
 @pytest.mark.parametrize("shape", [None, TreeShape.from_paths([(0, 0), (0, 1), (1, 0), (2,)])])
-def test_sampled_children_are_described_and_distinct(children: Children, shape: TreeShape | None) -> None:
+def test_drawn_children_are_described_and_distinct(shape: TreeShape | None) -> None:
     heads = TableHead(size=8)
     heads.set_draft_vocabulary(torch.arange(4, 12))
     sampling = SamplingOptions(temperature=1.0)
     counts = []
     for seed in range(20):
         stream = torch.Generator().manual_seed(seed)
-        request = Request(12, 0.04, 0.0, False, children, partial(warp, sampling), [stream])
-        tree = grown(heads, [3], request, Calibration(), shape)
-        assert tree.sampled is not None
-        parents, tokens = tree.parents[0], tree.tokens[0]
-        inner = set(parents[1:])
-        assert set(tree.sampled[0]) == inner, "every node with children has a drawn one"
-        for node, sampled in tree.sampled[0].items():
-            own = [child for child in range(1, len(parents)) if parents[child] == node]
-            fixed = [child for child in own if child not in sampled.children]
-            assert len({tokens[child] for child in own}) == len(own)
-            assert len(sampled.children) == (1 if children is Children.TOP_K_AND_SAMPLED else len(own))
-            q_draft_V = sampled.q_draft_V(VOCAB)
+        request = Request(12, 0.04, draws=True, warp=partial(warp, sampling), streams=[stream])
+        (tree,) = grown(heads, [3], request, Calibration(), shape)
+        with_children = [own for own in tree.children if own]
+        assert sorted(tree.drawn) == sorted(own[-1] for own in with_children), (
+            "every node with children has a drawn one"
+        )
+        for *fixed, drawn in with_children:
+            assert len({tree.tokens[child] for child in (*fixed, drawn)}) == len(fixed) + 1
+            q_draft_V = tree.drawn[drawn].q_draft_V(VOCAB)
             assert q_draft_V.sum().item() == pytest.approx(1.0, abs=1e-6)
-            assert all(q_draft_V[tokens[child]] == 0 for child in fixed)
-            assert all(q_draft_V[tokens[child]] > 0 for child in sampled.children)
-        counts.append(sum(parent == 0 for parent in parents))
+            assert all(q_draft_V[tree.tokens[child]] == 0 for child in fixed)
+            assert q_draft_V[tree.tokens[drawn]] > 0
+        counts.append(tree.parents.count(0))
     assert len(set(counts)) == 1, "how many children the root has depends on nothing that was drawn"
 
 
@@ -264,64 +249,29 @@ def test_children_are_added_for_what_they_bring_together() -> None:
     flat = ((-100.0, 0.0),) * 3
     calibration = Calibration(flat, ((0.2, 0.2),) * 3, (0.0,) * 3, Calibration(flat, ((0.5, 0.5),) * 3))
 
-    def accept_probs(threshold: float, children: Children) -> list[float]:
+    def accept_probs(threshold: float, draws: bool) -> list[float]:
+        streams = [torch.Generator().manual_seed(0)]
         request = Request(
-            5,
-            threshold,
-            0.1,
-            False,
-            children,
-            partial(warp, SamplingOptions(temperature=1.0)),
-            [torch.Generator().manual_seed(0)],
+            5, threshold, 0.1, draws=draws, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=streams
         )
-        tree = grown(TableHead(), [3], request, calibration)
-        assert tree.accept_probs is not None
-        return [round(accept_prob, 6) for accept_prob in tree.accept_probs[0][1:]]
+        (tree,) = grown(TableHead(), [3], request, calibration)
+        return [round(accept_prob, 6) for accept_prob in probs_of(tree)[1:]]
 
-    assert accept_probs(0.3, Children.TOP_K_AND_SAMPLED) == [0.5], "one child is drawn"
-    assert accept_probs(0.19, Children.TOP_K_AND_SAMPLED) == [0.2, 0.2, 0.2, 0.5], "room ends"
-    assert accept_probs(0.3, Children.TOP_K) == []
-    assert accept_probs(0.3, Children.SAMPLED) == [0.5]
-    assert accept_probs(0.1, Children.SAMPLED) == [0.5, 0.25, 0.125], (
-        "those after the first are tried when it was rejected"
-    )
+    assert accept_probs(0.3, True) == [0.5], "one child is drawn"
+    assert accept_probs(0.19, True) == [0.2, 0.2, 0.2, 0.5], "room ends"
+    assert accept_probs(0.3, False) == []
 
 
-def test_draws_are_those_of_drawing_one_after_the_other() -> None:
-    """Ordered pairs of two nodes at once: each as drawing without replacement gives them, the nodes independent."""
-    q_draft_WD = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.0, 0.0, 0.9]])
-    trials = 20_000
-    number_MC = torch.rand(2 * trials, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    index_M2 = draws(q_draft_WD.repeat(trials, 1), number_MC)
-    found: Counter[tuple[tuple[int, ...], ...]] = Counter(
-        ((first, second), (other,)) for (first, second), (other, _) in index_M2.view(trials, 2, 2).tolist()
-    )
-    expected = {
-        ((first, second), (other,)): q[first] * q[second] / (1 - q[first]) * prob
-        for q in ([0.5, 0.3, 0.2],)
-        for first, second in itertools.permutations(range(3), 2)
-        for other, prob in ((0, 0.1), (3, 0.9))
-    }
-    assert set(found) == set(expected)
-    for outcome, prob in expected.items():
-        # 12 outcomes: one in 10000 seeds would leave 4.5 standard errors.
-        assert abs(found[outcome] / trials - prob) < 4.5 * (prob * (1 - prob) / trials) ** 0.5
-    nothing_left = draws(torch.tensor([[0.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.3, 0.3], [0.3, 0.3]]).double())
-    assert nothing_left.tolist() == [[2, 2], [1, 2]]
-
-
-@pytest.mark.parametrize("children", [Children.TOP_K_AND_SAMPLED, Children.SAMPLED])
-def test_a_row_draws_with_its_own_numbers_whatever_rows_are_beside_it(children: Children) -> None:
+def test_a_row_draws_with_its_own_numbers_whatever_rows_are_beside_it() -> None:
     def request(rows: list[int]) -> Request:
         streams = [torch.Generator().manual_seed(row) for row in rows]
-        return Request(9, 0.03, 0.0, False, children, partial(warp, SamplingOptions(temperature=1.0)), streams)
+        return Request(9, 0.03, draws=True, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=streams)
 
     together = grown(TableHead(), [3, 4, 5], request([0, 1, 2]), Calibration())
-    assert len({len(tokens) for tokens in together.tokens}) > 1 or len(set(map(tuple, together.tokens))) == 3
-    for row in range(3):
-        alone = grown(TableHead(), [3 + row], request([row]), Calibration())
-        assert alone.tokens[0] == together.tokens[row]
-        assert alone.parents[0] == together.parents[row]
+    assert len({tuple(tree.tokens) for tree in together}) == 3
+    for row, tree in enumerate(together):
+        (alone,) = grown(TableHead(), [3 + row], request([row]), Calibration())
+        assert (alone.tokens, alone.parents) == (tree.tokens, tree.parents)
 
 
 class OnceHead(TableHead):
@@ -332,71 +282,58 @@ class OnceHead(TableHead):
         return level.expand(len(root_B), -1, -1).to(root_B.device)
 
 
-@pytest.mark.parametrize("children", [Children.TOP_K_AND_SAMPLED, Children.SAMPLED])
 @pytest.mark.parametrize("top_k", [0, 2])
-def test_drawing_all_levels_at_once_gives_the_trees_of_drawing_each_by_itself(children: Children, top_k: int) -> None:
+def test_drawing_all_levels_at_once_gives_the_trees_of_drawing_each_by_itself(top_k: int) -> None:
     """On a device one read serves all levels. Nodes that turn out to hold nothing go, with all that grew on them."""
     shape = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))
 
-    def tree(root: Root) -> Proposal:
+    def trees(roots: TreeBatch) -> list[Tree]:
         streams = [torch.Generator().manual_seed(row) for row in range(3)]
-        request = Request(shape.size, 0.0, 0.0, False, children, warper, streams, shape=shape)
-        return grow(heads, None, root, request, depth_logits=heads.depth_logits)
+        request = Request(shape.size, draws=True, warp=warper, streams=streams, shape=shape)
+        return grow(heads, None, roots, request, depth_logits=heads.depth_logits)
 
     heads = OnceHead(shared=True)
-    expected = tree(Root.of([3, 4, 5]))
-    assert (expected.size < shape.size) == (top_k == 2)
+    expected = trees(TreeBatch.roots([3, 4, 5]))
+    assert all((tree.size < shape.size) == (top_k == 2) for tree in expected)
     with StandIn() as device:
         heads.to(CUDA)
-        root, before = Root.of([3, 4, 5], CUDA), device.counts
-        found = tree(root)
+        roots, before = TreeBatch.roots([3, 4, 5], CUDA), device.counts
+        found = trees(roots)
         assert (device.counts - before).waits == 2, "the best drafts, and the drawn ones"
-    assert found.parents == expected.parents
-    if not top_k:  # else nodes that went took random numbers here, and had none there
-        assert found.tokens == expected.tokens
-    assert found.sampled is not None and expected.sampled is not None
-    for own, other in zip(found.sampled, expected.sampled, strict=True):
-        assert {node: one.children for node, one in own.items()} == {node: one.children for node, one in other.items()}
-        for node, one in own.items():
-            torch.testing.assert_close(one.q_draft_D.cpu(), other[node].q_draft_D)
+    for tree, other in zip(found, expected, strict=True):
+        assert tree.parents == other.parents
+        if not top_k:  # else nodes that went took random numbers here, and had none there
+            assert tree.tokens == other.tokens
+        assert list(tree.drawn) == list(other.drawn)
+        for node, drawn in tree.drawn.items():
+            torch.testing.assert_close(drawn.q_draft_D.cpu(), other.drawn[node].q_draft_D)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_each_row_draws_from_its_own_nodes(shared: bool) -> None:
     """As many rows as there are, and families whose nodes share their drafts: q is that of the node without guesses."""
     heads = TableHead(shared)
-    sampling = SamplingOptions(temperature=1.0)
-    request = Request(
-        9,
-        0.05,
-        0.0,
-        False,
-        Children.TOP_K_AND_SAMPLED,
-        partial(warp, sampling),
-        [torch.Generator().manual_seed(i) for i in range(3)],
-    )
-    tree = grown(heads, [3, 4, 5], request, Calibration())
-    assert tree.sampled is not None
-    for row, sampled in enumerate(tree.sampled):
-        at = [(), *paths(tree, row)]
-        assert len(sampled) > 1
-        for node, one in sampled.items():
-            expected_V = heads.table(at[node]).softmax(-1)
-            children = [child for child in range(1, len(tree.parents[row])) if tree.parents[row][child] == node]
-            expected_V[[at[child][-1] for child in children if child not in one.children]] = 0
-            torch.testing.assert_close(one.q_draft_V(VOCAB), expected_V / expected_V.sum())
-    chain = grown(heads, [3], replace(request, chain=True, threshold=0.0), Calibration())
-    assert chain.parents == [[-1, 0, 1, 2]] and chain.sampled is not None
-    assert [one.children for one in chain.sampled[0].values()] == [[1], [2], [3]], "a chain is drawn"
+    streams = [torch.Generator().manual_seed(i) for i in range(3)]
+    request = Request(9, 0.05, draws=True, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=streams)
+    for tree in grown(heads, [3, 4, 5], request, Calibration()):
+        paths = [(), *tree.paths]
+        assert len(tree.drawn) > 1
+        for node, drawn in tree.drawn.items():
+            parent = tree.parents[node]
+            expected_V = heads.table(paths[parent]).softmax(-1)
+            expected_V[[tree.tokens[child] for child in tree.children[parent] if child != node]] = 0
+            torch.testing.assert_close(drawn.q_draft_V(VOCAB), expected_V / expected_V.sum())
+    (chain,) = grown(heads, [3], replace(request, chain=True, threshold=0.0), Calibration())
+    assert chain.parents == [-1, 0, 1, 2] and list(chain.drawn) == [1, 2, 3], "a chain is drawn"
 
 
-def test_what_top_p_leaves_out_is_not_sampled() -> None:
+def test_what_top_k_leaves_out_is_not_drawn() -> None:
     heads = TableHead()
     narrow = SamplingOptions(temperature=1.0, top_k=2)
-    request = Request(9, 0.0, 0.0, False, Children.SAMPLED, partial(warp, narrow), [torch.Generator().manual_seed(0)])
-    tree = grown(heads, [3], request, Calibration(), TreeShape.from_paths([(0,), (1,), (2,), (3,)]))
-    assert tree.size == 3, "only two tokens can be drawn"
+    request = Request(9, draws=True, warp=partial(warp, narrow), streams=[torch.Generator().manual_seed(0)])
+    (tree,) = grown(heads, [3], request, Calibration(), TreeShape.from_paths([(0,), (1,), (2,)]))
+    assert tree.size == 3, "after the two likeliest tokens there is nothing to draw"
 
 
 def test_levels_end_where_they_promise_too_little() -> None:
@@ -405,8 +342,8 @@ def test_levels_end_where_they_promise_too_little() -> None:
 
     def levels(level_threshold: float, reached: tuple[float, ...] = (), rows: int = 1) -> int:
         request = Request(64, threshold, level_threshold)
-        tree = grown(heads, [3] * rows, request, Calibration(reached=reached), max_rank=VOCAB)
-        assert tree.levels == len(heads.asked)
+        trees = grown(heads, [3] * rows, request, Calibration(reached=reached), max_rank=VOCAB)
+        assert trees[0].levels == len(heads.asked)
         return len(heads.asked)
 
     probs = [prob for prob in heads.table(()).softmax(-1).tolist() if prob >= threshold]
@@ -422,7 +359,7 @@ def test_levels_end_where_they_promise_too_little() -> None:
     calibration = Calibration(((-100.0, 0.0),) * 3, ((0.5, 0.5),) * 3, (0.5, 0.4, 0.4))
     for level_threshold, size in ((0.0, 4), (0.09, 3), (0.11, 2)):
         request = Request(8, threshold=0.1, level_threshold=level_threshold, chain=True)
-        assert grown(heads, [3], request, calibration).size == size
+        assert grown(heads, [3], request, calibration)[0].size == size
 
 
 def test_a_level_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,11 +367,11 @@ def test_a_level_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> 
     copies = []
     honest = Tensor.cpu
     monkeypatch.setattr(Tensor, "cpu", lambda self: copies.append(self.shape) or honest(self))
-    tree = grown(TableHead(), [3], Request(64, threshold=0.05), Calibration(), max_rank=VOCAB)
+    (tree,) = grown(TableHead(), [3], Request(64, threshold=0.05), Calibration(), max_rank=VOCAB)
     assert len(copies) == tree.levels == 3
 
 
 def test_heads_keep_to_their_own_size_whatever_is_asked_for() -> None:
     drafter = HeadDrafter(TableHead(), TreeShape.chain(2), "dynamic", max_nodes=4)
-    assert drafter.propose(None, Root.of([3]), Request(64, threshold=0.01)).size == 4
-    assert drafter.propose(None, Root.of([3]), Request(3, threshold=0.01)).size == 3
+    for nodes, size in ((64, 4), (3, 3)):
+        assert drafter.propose(None, TreeBatch.roots([3]), Request(nodes, threshold=0.01))[0].size == size

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, origins, register
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.tree.proposal import Committed
+from headstart.tree.tree import Committed
 
 
 class ToyConfig(HeadConfig):

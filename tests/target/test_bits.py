@@ -18,7 +18,7 @@ from headstart.target.attention import Scores, TreeMask, _reference, causal_atte
 from headstart.target.fitting import FINAL
 from headstart.target.model import Exact, Target
 from headstart.target.products import ALONE, SameBits, agreeing, same_bits
-from headstart.tree.tree import DraftTree
+from headstart.tree.tree import Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, PackedLinear, packed_model, tiny_model
 
@@ -56,14 +56,14 @@ def compare(target: Target, texts: Sequence[Sequence[int]], rounds: int = 3, dep
         paths: list[list[int]] = [[root] for root in logits_BV.max(-1).indices.tolist()]
         steps = []
         for _ in range(depth + 1):
-            step = DraftTree.from_rows([path[-1:] for path in paths], [[-1]] * len(texts))
+            step = TreeBatch.roots([path[-1] for path in paths])
             steps.append(target.forward_tree(plain, step, AUX_LAYERS))
             plain.commit([[0]] * len(texts))
             for path, token in zip(paths, steps[-1].logits_BTV[:, 0].max(-1).indices.tolist(), strict=True):
                 path.append(token)
         trees = [_tree(path[:-1], target.vocab_size, draw) for path in paths]
-        tree = DraftTree.from_rows([tree[0] for tree in trees], [tree[1] for tree in trees])
-        out = target.forward_tree(drafted, tree, AUX_LAYERS)
+        batch = TreeBatch.of([Tree(tokens, parents) for tokens, parents, _ in trees])
+        out = target.forward_tree(drafted, batch, AUX_LAYERS)
         drafted.commit([tree[2] for tree in trees])
         for row in rows:
             for step, node in zip(steps, trees[row][2], strict=True):
@@ -268,7 +268,7 @@ def test_a_long_text_read_in_pieces_equals_one_read_at_once(kind: str, monkeypat
     target = Target(tiny_model(kind, max_length=96))
     texts = [[*range(1, 60)], [*range(20, 45)], [7]]
     whole = target.prefill(cache := target.new_cache(3, 64), texts, AUX_LAYERS)
-    step = DraftTree.from_rows([[4], [5], [6]], [[-1]] * 3)
+    step = TreeBatch.roots([4, 5, 6])
     after = target.forward_tree(cache, step).logits_BTV
     captured = target.hidden_states(texts, AUX_LAYERS)
     monkeypatch.setattr("headstart.target.model.PIECE", 16)

@@ -24,7 +24,7 @@ from headstart.target import fitting, model
 from headstart.target.chains import ChainCache
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.tree.tree import DraftTree, TreeShape
+from headstart.tree.tree import Tree, TreeBatch, TreeShape
 from headstart.tuning.tune import tune
 from tests.shipped import QWEN3_NEXT
 from tests.tiny import tiny_model
@@ -79,9 +79,9 @@ def test_chains_of_which_a_part_is_rejected_leave_no_trace(
             [*text[length : length + count], *[59] * more]
             for text, length, count, more in zip(TEXTS, read, right, wrong, strict=True)
         ]
-        tree = DraftTree.from_rows(chains, [list(range(-1, len(chain) - 1)) for chain in chains])
-        out = target.forward_tree(cache, tree, (2, FINAL))
-        assert out.aux_hidden_states[2].shape == (2, tree.size, 64)
+        batch = TreeBatch.of([Tree.chain_of(chain) for chain in chains])
+        out = target.forward_tree(cache, batch, (2, FINAL))
+        assert out.aux_hidden_states[2].shape == (2, batch.size, 64)
         for row, (text, length, chain) in enumerate(zip(TEXTS, read, chains, strict=True)):
             logits_TV, states_TE = stock(target, [*text[:length], *chain])
             assert_own(out.logits_BTV[row, : len(chain)], logits_TV[length:])
@@ -95,7 +95,7 @@ def test_rows_are_kept_and_gone_on_with(target: Target) -> None:
     cache = target.new_cache(2, 40)
     assert isinstance(cache, ChainCache)
     target.prefill(cache, [TEXTS[0][:3], TEXTS[1][:5]])
-    target.forward_tree(cache, DraftTree.chain(torch.tensor([[1, 2, 3], TEXTS[1][5:8]])))
+    target.forward_tree(cache, TreeBatch.of([Tree.chain_of([1, 2, 3]), Tree.chain_of(TEXTS[1][5:8])]))
     cache.commit([[], [0, 1]])
     cache.reorder([1])
     kept = cache.kept(0, 7)
@@ -133,7 +133,7 @@ def test_texts_are_those_of_the_model_itself(target: Target) -> None:
 def test_what_they_cannot_do_is_said(target: Target) -> None:
     cache = target.new_cache(1, 10)
     target.prefill(cache, [[3]])
-    fork = DraftTree.from_shape(torch.tensor([[5, 6, 7]]), TreeShape.from_paths([(0,), (1,)]))
+    fork = TreeBatch.of([Tree([5, 6, 7], [-1, 0, 0])])
     with pytest.raises(UserError, match="keep a running state, so it verifies chains alone"):
         target.forward_tree(cache, fork)
     with pytest.raises(UserError, match="whose bits depend on how many tokens are read at once"):
@@ -156,7 +156,7 @@ def test_what_is_never_committed_leaves_no_trace(target: Target) -> None:
     cache = target.new_cache(1, 40)
     target.prefill(cache, [TEXTS[0][:3]])
     for _ in range(2):
-        out = target.forward_tree(cache, DraftTree.chain(torch.tensor([TEXTS[0][3:6]])))
+        out = target.forward_tree(cache, TreeBatch.of([Tree.chain_of(TEXTS[0][3:6])]))
         assert_own(out.logits_BTV[0], stock(target, TEXTS[0][:6])[0][3:])
 
 

@@ -16,7 +16,7 @@ from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target, pick_device, pick_dtype
 from headstart.target.model import Target
-from headstart.tree.tree import DraftTree, TreeShape
+from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import KINDS, PackedLinear, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8]]
@@ -64,14 +64,13 @@ def test_prefill_in_pieces_equals_prefill_at_once() -> None:
 
 def test_commit_keeps_the_path_and_nothing_else() -> None:
     target = Target(tiny_model("llama"))
-    shape = TreeShape.from_paths([(0, 0), (1, 0), (1, 1)])
-    tokens = torch.tensor([[10, 11, 12, 13, 14, 15]] * 2)
+    tree = Tree([10, 11, 12, 13, 14, 15], [-1, 0, 0, 1, 2, 2])
     cache = target.new_cache(2, 20)
     target.prefill(cache, TEXTS)
-    target.forward_tree(cache, DraftTree.from_shape(tokens, shape))
+    target.forward_tree(cache, TreeBatch.of([tree, tree]))
     cache.commit([[0, 2, 5], [0]])
     assert cache.lengths == [len(TEXTS[0]) + 3, len(TEXTS[1]) + 1]
-    after = target.forward_tree(cache, DraftTree.from_shape(torch.tensor([[20], [20]]), TreeShape.chain(0))).logits_BTV
+    after = target.forward_tree(cache, TreeBatch.roots([20, 20])).logits_BTV
     for row, text in enumerate(([*TEXTS[0], 10, 12, 15, 20], [*TEXTS[1], 10, 20])):
         alone = target.prefill(target.new_cache(1, 20), [text]).logits_BTV
         torch.testing.assert_close(after[row], alone[0], rtol=1e-4, atol=1e-5)
@@ -82,7 +81,7 @@ def test_select_keeps_rows_in_order() -> None:
     cache = target.new_cache(2, 12)
     target.prefill(cache, TEXTS)
     cache.reorder([1])
-    step = DraftTree.from_shape(torch.tensor([[20]]), TreeShape.chain(0))
+    step = TreeBatch.roots([20])
     alone = target.prefill(target.new_cache(1, 12), [[*TEXTS[1], 20]]).logits_BTV
     torch.testing.assert_close(target.forward_tree(cache, step).logits_BTV, alone, rtol=1e-4, atol=1e-5)
 
@@ -114,9 +113,9 @@ def test_a_tree_may_reach_past_the_end_of_the_context(kind: str) -> None:
     text = list(range(1, 16))
     cache = target.new_cache(1, 20)
     target.prefill(cache, [text])
-    tree = DraftTree.from_shape(torch.tensor([[20, 21, 22, 23]]), TreeShape.chain(3))
+    chain = TreeBatch.of([Tree.chain_of([20, 21, 22, 23])])
     whole = target.prefill(target.new_cache(1, 16), [[*text, 20]]).logits_BTV
-    torch.testing.assert_close(target.forward_tree(cache, tree).logits_BTV[:, :1], whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(target.forward_tree(cache, chain).logits_BTV[:, :1], whole, rtol=1e-4, atol=1e-5)
 
 
 def test_fingerprint_tells_models_apart_but_not_dtypes() -> None:

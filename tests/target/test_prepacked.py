@@ -14,7 +14,7 @@ from headstart.decode.costs import Conditions
 from headstart.target import products as module
 from headstart.target.model import Target
 from headstart.target.products import MAX_ROWS, Matrix, Prepacked, can_prepack
-from headstart.tree.tree import DraftTree, TreeShape
+from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -22,14 +22,13 @@ pytestmark = pytest.mark.skipif(
 )
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Sums of 64 numbers of size 1 in another order; in bfloat16 a unit in the last place."""
-TREE = TreeShape.from_paths([(0,), (1,), (0, 0)])
 
 
 def logits(target: Target) -> Tensor:
     cache = target.new_cache(2, 16)
     target.prefill(cache, [[5, 9, 2], [4, 4, 8, 1]])
-    tree = DraftTree.from_shape(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), TREE)
-    return target.forward_tree(cache, tree).logits_BTV.float()
+    batch = TreeBatch.of([Tree(tokens, [-1, 0, 0, 1]) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8])])
+    return target.forward_tree(cache, batch).logits_BTV.float()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -102,7 +102,7 @@ def audit(
             "--verifier",
             metavar="NAME,NAME...",
             help="Prove sampling for these verifiers.",
-            show_default="every lossless one",
+            show_default="both",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help=meaning(DecodeOptions, "seed").text)] = 0,
@@ -162,7 +162,7 @@ def generate(
     if not (prompt if options.raw else prompt.strip()):
         raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
     decoder = load_decoder(heads, loading, options.drafter)
-    _pour(decoder.stream(prompt, **_keywords(options)), options.verifier)
+    _pour(decoder.stream(prompt, **_keywords(options)))
 
 
 @with_options(without=_OF_ONE_ANSWER, max_new_tokens=512)
@@ -187,7 +187,7 @@ def chat(
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
-            answer = _pour(decoder.stream(asked, **_keywords(options)), options.verifier)
+            answer = _pour(decoder.stream(asked, **_keywords(options)))
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new begins anew.")
             continue
@@ -219,7 +219,7 @@ def load_decoder(heads: str, loading: LoadOptions, drafter: str = "heads") -> De
         return load(heads, **settings)
 
 
-def _pour(stream: Stream, verifier: str) -> str:
+def _pour(stream: Stream) -> str:
     """Write a stream's text to stdout as it comes, then to stderr its figures and what a reader should know of it.
 
     Returns:
@@ -243,10 +243,6 @@ def _pour(stream: Stream, verifier: str) -> str:
         highlight=False,
         soft_wrap=True,
     )
-    from headstart.decode.rules import RULES
-
-    if verifier in RULES and not RULES[verifier].lossless:
-        console.print(f"LOSSY: the verifier {verifier} changes what the target would have said.", style="yellow")
     if answer.drafter_error:
         console.print(
             f"The drafter failed ({answer.drafter_error}); decoding went on plainly.",

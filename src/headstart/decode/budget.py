@@ -26,7 +26,7 @@ from typing import Protocol
 from headstart.decode.costs import Costs as Costs
 from headstart.decode.learned import Experience, Rounds, size_of
 from headstart.decode.options import Draft
-from headstart.tree.proposal import Proposal
+from headstart.tree.tree import Tree
 
 _PATIENCE = 1.0
 """Tokens that drafting may fall behind plain decoding before it was judged over so many rounds; more once it won."""
@@ -224,43 +224,46 @@ class Controller:
         level_ms = self._now.draft(2) - self._now.draft(1)
         return self._rate(4 * self.rows) * level_ms / self._calibration_factor
 
-    def prune(self, tree: Proposal) -> Proposal:
+    def prune(self, trees: list[Tree]) -> list[Tree]:
         """The best nodes of each row, as many as pay together; every row gets the same number, as the forward costs it.
 
-        Trees with children drawn at random stay as they are: leaving out a child for what it turned out to be would
-        break losslessness.
+        Trees with drawn nodes stay as they are: leaving one out for what it turned out to be would break losslessness.
         """
         if self._now is None or self._costs is None:
-            return tree
+            return trees
+        width = max(tree.size for tree in trees)
         # Levels that another drafter's branch reaches beyond those of the heads cost nothing.
-        levels = tree.depth if tree.levels is None else tree.levels
+        levels = max(tree.depth if tree.levels is None else tree.levels for tree in trees)
         self._depth = max(1, levels) if self._costs.level_ms else max(1, self._costs.levels)
-        if tree.accept_probs is None or tree.sampled is not None or tree.size == 1 or self._probes_left:
-            return tree
-        weights = self.weights
-        ranked = [sorted(range(len(row)), key=lambda node: (-row[node], node)) for row in tree.accept_probs]
+        known = [tree.accept_probs for tree in trees if tree.accept_probs is not None and not tree.drawn]
+        if len(known) < len(trees) or width == 1 or self._probes_left:
+            return trees
+        ranked = [tree.best(tree.size) for tree in trees]
         columns = [
             sum(
-                weight * row[order[index]]
-                for weight, row, order in zip(weights, tree.accept_probs, ranked, strict=True)
+                weight * probs[order[index]]
+                for weight, probs, order in zip(self.weights, known, ranked, strict=True)
                 if index < len(order)
             )
-            for index in range(tree.size)
+            for index in range(width)
         ]
-        rate = self._rate(tree.size * self.rows)
+        rate = self._rate(width * self.rows)
         columns = [columns[0], *(self._calibration_factor * accept_prob for accept_prob in columns[1:])]
         net = [
             tokens - rate * self._now.verify(self.rows * nodes)
             for nodes, tokens in enumerate(accumulate(columns), start=1)
         ]
         best = max(range(len(net)), key=net.__getitem__) + 1
-        return tree if best == tree.size else _keep(tree, [sorted(order[:best]) for order in ranked])
+        if best < width:
+            for tree, order in zip(trees, ranked, strict=True):
+                tree.keep(order[:best])
+        return trees
 
-    def note(self, tree: Proposal, emitted: Sequence[int], spent_ms: tuple[float, float] | None = None) -> None:
+    def note(self, trees: Sequence[Tree], emitted: Sequence[int], spent_ms: tuple[float, float] | None = None) -> None:
         """Learn from the outcome of a round.
 
         Args:
-            tree: as verified.
+            trees: as verified.
             emitted: tokens by each row.
             spent_ms: milliseconds that its draft and its forward took; None when a drafter failed.
         """
@@ -268,9 +271,9 @@ class Controller:
             return
         rows, tokens = len(emitted), sum(weight * count for weight, count in zip(self.weights, emitted, strict=True))
         self._left = [max(1.0, left - count) for left, count in zip(self._left, emitted, strict=True)]
-        drafted = self.drafts
+        drafted, width = self.drafts, max(tree.size for tree in trees)
         if self._learns and spent_ms is not None:
-            self._time(tree.size, drafted, *spent_ms)
+            self._time(width, drafted, *spent_ms)
         if not drafted:
             self._note_plain()
             return
@@ -280,15 +283,16 @@ class Controller:
         ]
         self._tokens_per_round += _MEMORY * (tokens / rows - self._tokens_per_round)
         self._known.tokens_per_round = self._tokens_per_round
-        if tree.accept_probs is not None:
-            promised = sum(sum(row) - 1 for row in tree.accept_probs)
+        known = [tree.accept_probs for tree in trees if tree.accept_probs is not None]
+        if len(known) == len(trees):
+            promised = sum(sum(probs) - 1 for probs in known)
             self._promised += _MEMORY * (promised / rows - self._promised)
             self._kept += _MEMORY * ((sum(emitted) - rows) / rows - self._kept)
             self._calibration_factor = min(1.25, max(0.25, (self._kept + 0.1) / (self._promised + 0.1)))
         self._draft_ms += _MEMORY * (self._now.draft(max(1, self._depth)) - self._draft_ms)
         if len(self._judged) == _JUDGED:
             self._save(self._net(self._judged[0]))
-        self._judged.append((tokens / rows, tree.size, max(1, self._depth), self._unread))
+        self._judged.append((tokens / rows, width, max(1, self._depth), self._unread))
         self._unread = 0
         self._judge()
 
@@ -404,15 +408,3 @@ class Controller:
         plain = self.rows / self._now.verify(self.rows)
         round_ms = self._now.verify(tokens) + self._draft_ms
         return max(plain, self.rows * self._tokens_per_round / round_ms)
-
-
-def _keep(tree: Proposal, kept: list[list[int]]) -> Proposal:
-    """Only these nodes of each row, in order; a node's parent is always among them."""
-    assert tree.accept_probs is not None, "only trees with acceptance probabilities are pruned"
-    parents = []
-    for before, nodes in zip(tree.parents, kept, strict=True):
-        index = {node: new for new, node in enumerate(nodes)}
-        parents.append([index.get(before[node], -1) for node in nodes])
-    tokens = [[row[node] for node in nodes] for row, nodes in zip(tree.tokens, kept, strict=True)]
-    accept_probs = [[row[node] for node in nodes] for row, nodes in zip(tree.accept_probs, kept, strict=True)]
-    return Proposal(tokens, parents, accept_probs, levels=tree.levels)

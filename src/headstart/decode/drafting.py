@@ -1,16 +1,17 @@
-"""Drafters: anything that proposes drafts. The contract, and the simplest of them.
+"""Drafters: anything that proposes drafts. The contract, and what keeps the text going when a drafter fails.
 
 Shape suffixes: B rows, T prompt tokens, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from headstart.tree.proposal import Committed, Proposal, ProposedTree, Request, Root
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
 
 class Drafter(Protocol):
@@ -34,8 +35,8 @@ class Drafter(Protocol):
         """Start drafting for a batch; see `DraftHead.prefill`."""
         ...
 
-    def propose(self, session: Any, root: Root, request: Request) -> Proposal:
-        """Draft after each row's root."""
+    def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
+        """A tree for each row, after its root."""
         ...
 
     def commit(self, session: Any, committed: Committed) -> None:
@@ -47,30 +48,61 @@ class Drafter(Protocol):
         ...
 
 
-@runtime_checkable
-class Learner(Protocol):
-    """A drafter that also learns from the target's choices at nodes that were not accepted (lookahead decoding)."""
+class Session:
+    """One generation's drafting: a drafter and its state. One that raises is left out from then on.
 
-    def learn(self, session: Any, tree: ProposedTree, choices: list[list[int]]) -> None:
-        """The target's argmax after every node of each row's verified tree; called before `commit`."""
-        ...
+    Attributes:
+        drafter: what drafts now; None when nothing does.
+        error: what the drafter raised, if it did.
+    """
 
+    def __init__(self, drafter: Drafter | None) -> None:
+        self.drafter = drafter
+        self.error: str | None = None
+        self._state: Any = None
 
-class NoDrafter:
-    """Plain decoding: a proposal that is only the root."""
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """See `Drafter`."""
+        return self.drafter.aux_layers if self.drafter else ()
 
-    name = "none"
-    aux_layers: tuple[int, ...] = ()
-    max_nodes = 1
+    @property
+    def max_nodes(self) -> int:
+        """See `Drafter`; 1 when nothing drafts."""
+        return self.drafter.max_nodes if self.drafter else 1
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
-        return None
+        """See `Drafter.prefill`."""
+        with self._guard():
+            self._state = self.drafter.prefill(prompts, states) if self.drafter else None
 
-    def propose(self, session: None, root: Root, request: Request) -> Proposal:
-        return Proposal.roots(root.tokens)
+    def propose(self, roots: TreeBatch, request: Request) -> list[Tree]:
+        """See `Drafter.propose`; the roots alone when the drafter fails."""
+        trees = roots.trees
+        with self._guard():
+            trees = self.drafter.propose(self._state, roots, request) if self.drafter else trees
+        return trees
 
-    def commit(self, session: None, committed: Committed) -> None:
-        return None
+    def commit(self, committed: Committed) -> None:
+        """See `Drafter.commit`."""
+        with self._guard():
+            if self.drafter:
+                self.drafter.commit(self._state, committed)
 
-    def reorder(self, session: None, rows: Sequence[int]) -> None:
-        return None
+    def reorder(self, rows: Sequence[int]) -> None:
+        """See `Drafter.reorder`."""
+        with self._guard():
+            if self.drafter:
+                self.drafter.reorder(self._state, rows)
+
+    def close(self) -> None:
+        """Draft no more, and free what the drafter kept."""
+        self.drafter, self._state = None, None
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a drafter does wrong, the text goes on
+            self.error = f"{type(error).__name__}: {error}"
+            self.close()

@@ -1,8 +1,6 @@
 """The decode loop: propose, verify with one tree forward, accept, commit.
 
-Plain decoding is the same loop with a drafter that proposes nothing, so the two differ in nothing but the drafts.
-
-Shape suffix: B rows.
+Plain decoding is the same loop without a drafter, so the two differ in nothing but the drafts.
 """
 
 from __future__ import annotations
@@ -15,19 +13,16 @@ from time import perf_counter
 import torch
 
 from headstart.decode.budget import Controller, Costs
-from headstart.decode.drafting import Drafter, NoDrafter
+from headstart.decode.drafting import Drafter, Session
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
-from headstart.decode.rules import RULES
 from headstart.decode.sampling import check_sampling, warp
-from headstart.decode.session import Session
-from headstart.decode.stopping import Stopper
-from headstart.decode.verify import GreedyVerifier, RuleVerifier, Verifier, streams
+from headstart.decode.stopping import extend
+from headstart.decode.verify import RULES, SamplingVerifier, Verifier
 from headstart.errors import UserError, nearest
 from headstart.target.model import Target
-from headstart.tree.proposal import ProposedTree, Request, Root
-from headstart.tree.tree import depths_of
+from headstart.tree.tree import Request, TreeBatch
 
 
 @dataclass
@@ -57,19 +52,22 @@ class Generation:
 
     Attributes:
         tokens: emitted token ids, without the prompt.
-        finish_reason: why it ended: "end", "length" or "stop".
-        first_token_ms: from the call to the first token (prefill included).
-        token_ms: for each token, milliseconds since the call at which it was there.
+        finish_reason: why it ended: "end", "length" or "stop"; empty while it goes on.
+        token_ms: for each token, milliseconds since the call at which it was there; the prefill is part of the first.
         rounds: one entry a round; the first token comes from the prefill and has none.
         drafter_error: what the drafter raised, when it did; from then on the row was decoded plainly.
     """
 
     tokens: list[int] = field(default_factory=list)
-    finish_reason: str = "length"
-    first_token_ms: float = 0.0
+    finish_reason: str = ""
     token_ms: list[float] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     drafter_error: str | None = None
+
+    @property
+    def first_token_ms(self) -> float:
+        """Milliseconds from the call to the first token."""
+        return self.token_ms[0]
 
     @property
     def tokens_per_round(self) -> float:
@@ -95,7 +93,7 @@ class Engine:
 
     def __init__(self, target: Target, drafter: Drafter | None = None, costs: Costs | None = None) -> None:
         self.target = target
-        self.drafter: Drafter = drafter or NoDrafter()
+        self.drafter = drafter
         self.costs = costs
         self._experience: dict[int, Experience] = {}  # by the size of the batch
 
@@ -110,65 +108,74 @@ class Engine:
         """
         started = perf_counter()
         check(self.target, prompts, options)
-        controller = self._controller(prompts, options)
-        target, drafter = self.target, self.drafter if controller.will_draft else NoDrafter()
-        verifier, draft_streams = make_verifier(options, prompts)
-        max_nodes = reserve(target, prompts, options.max_new_tokens, drafter.max_nodes)
-        stoppers = [Stopper(target.tokenizer, options, target.end_tokens, row) for row in range(len(prompts))]
-        texts = _Texts(stoppers, on_tokens, started)
+        target, controller = self.target, self._controller(prompts, options)
+        session, verifier = Session(self.drafter if controller.will_draft else None), make_verifier(options, prompts)
+        max_nodes = reserve(target, prompts, options.max_new_tokens, session.max_nodes)
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
 
-        out = target.prefill(cache, prompts, drafter.aux_layers)
-        root = Root.of(verifier.first(out.logits_BTV[:, 0]), target.device)
-        session = Session(drafter, prompts, out.aux_hidden_states)
+        out = target.prefill(cache, prompts, session.aux_layers)
+        roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
+        session.prefill(prompts, out.aux_hidden_states)
+        texts = [Generation() for _ in prompts]
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
-        going = texts.add(rows, [[token] for token in root.tokens], session.error)
 
-        while any(going):
-            if not all(going):  # rows that ended leave the batch
-                kept = [index for index, goes in enumerate(going) if goes]
-                rows, root = [rows[index] for index in kept], root.reorder(kept)
-                draft_streams = [draft_streams[index] for index in kept]
+        def emit(emitted: Sequence[Sequence[int]]) -> list[int]:
+            """Add to the texts of the running rows; indices of those that go on."""
+            now_ms = 1e3 * (perf_counter() - started)
+            for row, tokens in zip(rows, emitted, strict=True):
+                text, before = texts[row], len(texts[row].tokens)
+                text.finish_reason = extend(text.tokens, tokens, row, options, target) or ""
+                added = text.tokens[before:]
+                text.token_ms += [now_ms] * len(added)
+                text.drafter_error = session.error
+                if on_tokens is not None and added:
+                    on_tokens(row, added)
+            return [index for index, row in enumerate(rows) if not texts[row].finish_reason]
+
+        remaining = emit([[token] for token in roots.root_tokens])
+        while remaining:
+            if len(remaining) < len(rows):  # rows that ended leave the batch
+                rows = [rows[index] for index in remaining]
+                roots = TreeBatch.roots([roots.root_tokens[index] for index in remaining], target.device)
                 for part in (cache, verifier, session, controller):
-                    part.reorder(kept)
+                    part.reorder(remaining)
             start = perf_counter()
+            batch = roots
             # Asked for, not cut off later: how deep a tree grows may depend on what was drawn for it.
             deepest = target.deepest(cache)
             room = max_nodes if deepest is None else min(max_nodes, deepest + 1)
-            drafts = controller.drafts and room > 1 and session.drafter.max_nodes > 1
-            tree = ProposedTree.roots(root)
+            drafts = controller.drafts and room > 1 and session.max_nodes > 1
             if drafts:
                 request = Request(
                     controller.room(room),
                     controller.threshold,
                     controller.level_threshold,
-                    verifier.chains_only or target.chains_only,
-                    verifier.children,
-                    partial(warp, options),
-                    draft_streams,
-                    options.temperature,
+                    chain=target.chains_only,
+                    draws=verifier.draws,
+                    warp=partial(warp, options),
+                    streams=verifier.draft_streams,
+                    temperature=options.temperature,
                 )
-                proposal = controller.prune(session.propose(root, request))
-                if proposal.size > 1:
-                    tree = proposal.on(target.device)
+                trees = controller.prune(session.propose(roots, request))
+                if any(tree.size > 1 for tree in trees):
+                    batch = TreeBatch.of(trees, target.device)
             drafted = perf_counter()
-            out = target.forward_tree(cache, tree, session.drafter.aux_layers)
-            outcome = verifier.accept(tree, out.logits_BTV)
+            out = target.forward_tree(cache, batch, session.aux_layers)
+            committed, roots = verifier.accept(batch, out)
             verified = perf_counter()
-            cache.commit([row.path for row in outcome.rows], outcome.paths_BP)
-            session.commit(tree, out, outcome)
-            committed = perf_counter()
-            root = outcome.root
-            emitted = [row.tokens for row in outcome.rows]
-            going = texts.add(rows, emitted, session.error)
-            spent_ms = (1e3 * (drafted - start), 1e3 * (committed - drafted)) if drafts == controller.drafts else None
-            controller.note(tree.proposal, [len(tokens) for tokens in emitted], spent_ms)
+            cache.commit(committed.paths, committed.paths_BP)
+            session.commit(committed)
+            ended = perf_counter()
+            emitted = [[*own[1:], root] for own, root in zip(committed.tokens, roots.root_tokens, strict=True)]
+            remaining = emit(emitted)
+            spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafts == controller.drafts else None
+            controller.note(batch.trees, list(map(len, emitted)), spent_ms)
             if not controller.will_draft:
                 session.close()  # nothing more will be drafted: plain rounds cost what they cost without a drafter
-            ended = perf_counter()
-            ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (ended - verified))
-            texts.note(rows, tree, emitted, ms)
-        return texts.outputs
+            ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
+            for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
+                texts[row].rounds.append(Round(tree.size, len(tokens), *ms, depth=tree.depth))
+        return texts
 
     def _controller(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Controller:
         share = getattr(self.drafter, "draft_share", None)
@@ -197,6 +204,8 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
         raise UserError(f"draft is {options.draft!r}.", "Use auto, on or off.")
     if not all(options.stop_strings):
         raise UserError("A stop string is empty.", "Leave it out.")
+    if options.stop_strings and target.tokenizer is None:
+        raise UserError("Stop strings need a tokenizer.", "Load the target with its tokenizer.")
     if not prompts:
         raise UserError("There is no prompt.", "Give at least one prompt.")
     if not -(1 << 63) <= options.seed <= (1 << 63) - len(prompts):
@@ -212,57 +221,9 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
             )
 
 
-def make_verifier(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> tuple[Verifier, list[torch.Generator]]:
-    """The verifier for these options, and each row's random stream for drafting."""
-    seeded = [streams(options.seed + row) for row in range(len(prompts))]
-    drafting = [draft for _, draft in seeded]
+def make_verifier(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> Verifier:
+    """The verifier for these options."""
     if options.verifier == "auto" and options.greedy and not options.needs_prefix:
-        return GreedyVerifier(), drafting
-    rule = RULES[("top_k" if options.greedy else "greedy_draft") if options.verifier == "auto" else options.verifier]
-    return RuleVerifier(rule, options, prompts, [own for own, _ in seeded]), drafting
-
-
-class _Texts:
-    """The texts of a batch while they are written.
-
-    Args:
-        stoppers: each row's own.
-        on_tokens: is called with what is added.
-        started: when the call began, by `perf_counter`.
-
-    Attributes:
-        outputs: one for each row.
-    """
-
-    def __init__(self, stoppers: Sequence[Stopper], on_tokens: OnTokens | None, started: float) -> None:
-        self.outputs = [Generation() for _ in stoppers]
-        self._stoppers = stoppers
-        self._on_tokens = on_tokens
-        self._started = started
-
-    def add(self, rows: Sequence[int], emitted: Sequence[list[int]], drafter_error: str | None) -> list[bool]:
-        """Append what was decided for these rows, cut where a text ends; false for those that have ended."""
-        return [self._add(row, tokens, drafter_error) for row, tokens in zip(rows, emitted, strict=True)]
-
-    def _add(self, row: int, tokens: list[int], drafter_error: str | None) -> bool:
-        output = self.outputs[row]
-        taken, finish_reason = self._stoppers[row].take(tokens)
-        now_ms = 1e3 * (perf_counter() - self._started)
-        if not output.tokens:
-            output.first_token_ms = now_ms
-        output.tokens.extend(taken)
-        output.token_ms.extend([now_ms] * len(taken))
-        output.drafter_error = drafter_error
-        if self._on_tokens is not None and taken:
-            self._on_tokens(row, taken)
-        if finish_reason:
-            output.finish_reason = finish_reason
-        return finish_reason is None
-
-    def note(
-        self, rows: Sequence[int], tree: ProposedTree, emitted: Sequence[list[int]], ms: tuple[float, float, float]
-    ) -> None:
-        """Note a round of these rows: its tree, what it emitted, and milliseconds as of `Round`."""
-        for number, (row, tokens) in enumerate(zip(rows, emitted, strict=True)):
-            parents = tree.parents_of(number)
-            self.outputs[row].rounds.append(Round(len(parents), len(tokens), *ms, depth=max(depths_of(parents))))
+        return Verifier()
+    draws = not options.greedy if options.verifier == "auto" else RULES[options.verifier]
+    return SamplingVerifier(options, prompts, options.seed, draws)

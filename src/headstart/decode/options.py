@@ -19,7 +19,7 @@ else:
     Tensor = Any
 
 Draft = Literal["auto", "on", "off"]
-Tree = Literal["dynamic", "static", "chain"]
+TreeKind = Literal["dynamic", "static", "chain"]
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A transformers LogitsProcessor: (input_ids [1, T], scores [1, V]) to scores [1, V]."""
 StopTest = Callable[[int, list[int]], bool]
@@ -116,7 +116,7 @@ class DecodeOptions(SamplingOptions):
     seed: int = option(0, "Seed of sampling; prompt b of a batch takes seed + b.")
     verifier: str = option(
         "auto",
-        "Accept drafts by this rule when sampling: auto, top_k, greedy_draft, traversal, or typical (LOSSY).",
+        "Accept drafts by this rule when sampling: auto, top_k or greedy_draft.",
         metavar="NAME",
     )
     draft: Draft = option("auto", "auto pauses drafting where it does not pay, on always drafts, off never.")
@@ -126,7 +126,9 @@ class DecodeOptions(SamplingOptions):
         "own modules), draft-model:SPEC, or several joined with +, such as heads+ngram.",
         metavar="NAME",
     )
-    tree: Tree | None = option(None, "Let the heads draft such trees; by default as tuning found best.", unset="tuned")
+    tree: TreeKind | None = option(
+        None, "Let the heads draft such trees; by default as tuning found best.", unset="tuned"
+    )
     stop: str | Sequence[str] = option((), "End the answer after this text; several may be given.", metavar="TEXT")
     raw: bool = option(False, "Read a text prompt as it is, without the chat template.")
     ignore_end: bool = option(False, "Go on past the end-of-turn token, for measuring.", typed=False)
@@ -164,7 +166,7 @@ class DecodeKeywords(TypedDict, total=False):
     verifier: str
     draft: Draft
     drafter: str
-    tree: Tree | None
+    tree: TreeKind | None
     stop: str | Sequence[str]
     raw: bool
     ignore_end: bool

@@ -23,8 +23,7 @@ from headstart.heads.base import DraftHead, HeadBatch
 from headstart.pipeline.run import TRAIN
 from headstart.support.files import read_jsonl
 from headstart.target.model import Target
-from headstart.tree.proposal import Committed
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Committed, TreeShape
 from headstart.tuning.measure import Text, measure_ranks
 from headstart.tuning.tune import replay
 

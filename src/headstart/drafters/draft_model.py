@@ -22,8 +22,7 @@ from headstart.errors import UserError
 from headstart.support.rng import draw
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target
-from headstart.tree.proposal import Children, Committed, Proposal, Request, Root, SampledChildren
-from headstart.tree.tree import DraftTree, TreeShape
+from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch
 
 _SPARE = 512  # tokens of text that the draft's cache takes before it grows
 
@@ -41,16 +40,6 @@ class _Session:
     cache: TreeCache
     texts: list[list[int]]
     read: list[list[int]]
-
-
-@dataclass
-class _Chain:
-    """One row's drafts; node 0 is the root."""
-
-    tokens: list[int]
-    accept_probs: list[float]
-    sampled: dict[int, SampledChildren]
-    going: bool = True
 
 
 class DraftModelDrafter:
@@ -98,30 +87,26 @@ class DraftModelDrafter:
             self.draft.prefill(session.cache, texts)
         return session
 
-    def propose(self, session: _Session, root: Root, request: Request) -> Proposal:
-        chains = [_Chain([token], [1.0], {}) for token in root.tokens]
+    def propose(self, session: _Session, roots: TreeBatch, request: Request) -> list[Tree]:
         longest = max(map(len, session.texts)) + 1
         steps = min(self.draft_steps, request.max_nodes - 1, self.draft.max_length - longest + 1)
         if steps < 1:
-            return Proposal.roots(root.tokens)
+            return roots.trees
+        chains = [Tree.chain_of([root], [1.0]) for root in roots.root_tokens]
+        going = [True] * len(chains)
         for step in range(steps):
             if step == 0:
-                logits_BV = self._read_text(session, root.tokens)
+                logits_BV = self._read_text(session, roots.root_tokens)
             else:
-                tokens_B1 = torch.tensor([[chain.tokens[-1]] for chain in chains], device=self.draft.device)
-                logits_BV = self.draft.forward_tree(session.cache, _one(tokens_B1)).logits_BTV[:, 0]
-                session.cache.commit([[0] if chain.going else [] for chain in chains])
-                for chain, read in zip(chains, session.read, strict=True):
-                    read.extend(chain.tokens[-1:] if chain.going else ())
-            self._extend(chains, logits_BV[:, : self._width], request)
-            if not any(chain.going for chain in chains):
+                last = TreeBatch.roots([chain.tokens[-1] for chain in chains], self.draft.device)
+                logits_BV = self.draft.forward_tree(session.cache, last).logits_BTV[:, 0]
+                session.cache.commit([[0] if goes else [] for goes in going])
+                for chain, read, goes in zip(chains, session.read, going, strict=True):
+                    read.extend(chain.tokens[-1:] if goes else ())
+            going = self._extend(chains, going, logits_BV[:, : self._width], request)
+            if not any(going):
                 break
-        return Proposal(
-            [chain.tokens for chain in chains],
-            [list(range(-1, len(chain.tokens) - 1)) for chain in chains],
-            [chain.accept_probs for chain in chains],
-            [chain.sampled for chain in chains] if any(chain.sampled for chain in chains) else None,
-        )
+        return chains
 
     def commit(self, session: _Session, committed: Committed) -> None:
         lengths = session.cache.lengths
@@ -152,8 +137,8 @@ class DraftModelDrafter:
         session.read = [[] for _ in rows]
         if max(map(len, rows)) > 1:
             return self.draft.prefill(session.cache, rows).logits_BTV[:, 0]
-        tokens_B1 = torch.tensor(rows, device=self.draft.device)
-        logits_BTV = self.draft.forward_tree(session.cache, _one(tokens_B1)).logits_BTV
+        last = TreeBatch.roots([row[0] for row in rows], self.draft.device)
+        logits_BTV = self.draft.forward_tree(session.cache, last).logits_BTV
         session.cache.commit([[0]] * len(rows))
         return logits_BTV[:, 0]
 
@@ -165,41 +150,30 @@ class DraftModelDrafter:
     def _cache(self, texts: Sequence[Sequence[int]]) -> TreeCache:
         return self.draft.new_cache(len(texts), 2 * max(map(len, texts)) + self.max_nodes + _SPARE)
 
-    def _extend(self, chains: list[_Chain], logits_BV: Tensor, request: Request) -> None:
-        """Add one draft to each chain that goes on, or end it."""
+    def _extend(self, chains: list[Tree], going: list[bool], logits_BV: Tensor, request: Request) -> list[bool]:
+        """Add one draft to each chain that goes on, or end it; which of them go on."""
         logits_BV = logits_BV.float()
         best_B = logits_BV.max(-1)
         probs = (best_B.values - logits_BV.logsumexp(-1)).exp().tolist()
         tokens = best_B.indices.tolist()
-        drawing = request.children is not Children.TOP_K and request.warp is not None
         for row, chain in enumerate(chains):
+            assert chain.accept_probs is not None, "these chains know their probabilities"
             accept_prob = chain.accept_probs[-1] * probs[row]
-            chain.going = chain.going and accept_prob >= request.threshold
-            if not chain.going:
+            going[row] = going[row] and accept_prob >= request.threshold
+            if not going[row]:
                 continue
-            token = tokens[row]
-            if drawing:
-                assert request.warp is not None, "drawing needs a distribution"
+            node = chain.add(chain.size - 1, tokens[row], accept_prob)
+            if request.draws and request.warp is not None:
                 q_draft_D = request.warp(logits_BV[row])
-                token = draw(q_draft_D, request.streams[row])
-                chain.sampled[len(chain.tokens) - 1] = SampledChildren(
-                    [len(chain.tokens)], q_draft_D, self._draft_to_target_D
-                )
-            chain.tokens.append(token)
-            chain.accept_probs.append(accept_prob)
+                chain.tokens[node] = draw(q_draft_D, request.streams[row])
+                chain.drawn[node] = Drawn(q_draft_D, self._draft_to_target_D)
+        return going
 
 
 def _unread(session: _Session, roots: Sequence[int]) -> list[list[int]]:
     """What the cache lacks of each text, and the root: never empty."""
     texts = zip(session.texts, session.cache.lengths, roots, strict=True)
     return [[*text[length:], root] for text, length, root in texts]
-
-
-def _one(tokens_B1: Tensor) -> DraftTree:
-    return DraftTree.from_shape(tokens_B1, _ROOT)
-
-
-_ROOT = TreeShape.chain(0)
 
 
 def check_tokenizers(draft: Target, target: Target) -> None:

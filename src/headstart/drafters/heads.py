@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.decode.options import Tree
+from headstart.decode.options import TreeKind
 from headstart.heads.base import DraftHead
 from headstart.tree.calibration import Calibration
-from headstart.tree.proposal import Committed, Proposal, Request, Root
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
 
 class HeadDrafter:
@@ -37,7 +36,7 @@ class HeadDrafter:
         self,
         heads: DraftHead,
         shape: TreeShape,
-        tree: Tree = "static",
+        tree: TreeKind = "static",
         calibration: Calibration | None = None,
         max_nodes: int = 32,
         sampled: Calibration | None = None,
@@ -55,13 +54,13 @@ class HeadDrafter:
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
         return self.heads.prefill(prompts, states)
 
-    def propose(self, session: Any, root: Root, request: Request) -> Proposal:
+    def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         nodes, shape = min(request.max_nodes, self.max_nodes), self.shape
         if shape is not None and (nodes < shape.size or (request.chain and shape.width > 1)):
             # Memory is short, or the rule takes chains only.
             shape = TreeShape.chain(min(shape.depth, nodes - 1))
         calibration = self._calibration_at(request.temperature)
-        return self.heads.draft(session, root, replace(request, max_nodes=nodes, calibration=calibration, shape=shape))
+        return self.heads.draft(session, roots, replace(request, max_nodes=nodes, calibration=calibration, shape=shape))
 
     def _calibration_at(self, temperature: float) -> Calibration:
         share = min(1.0, temperature)

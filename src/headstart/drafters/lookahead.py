@@ -21,64 +21,12 @@ Shape suffixes: B rows, P committed tokens of a round.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headstart.tree.proposal import Committed, Proposal, ProposedTree, Request, Root
-
-
-class Trie:
-    """One row's tree while it is built from token paths below the root.
-
-    Args:
-        root: the root token.
-        limit: nodes at most, root included.
-
-    >>> trie = Trie(5, limit=4)
-    >>> trie.add([6, 7]), trie.add([6, 8]), trie.add([9])
-    (True, True, False)
-    >>> trie.tokens, trie.parents, trie.find([6, 8]), trie.find([9])
-    ([5, 6, 7, 8], [-1, 0, 1, 1], 3, None)
-    """
-
-    def __init__(self, root: int, limit: int) -> None:
-        self.tokens = [root]
-        self.parents = [-1]
-        self._limit = limit
-        self._children: dict[tuple[int, int], int] = {}
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], parents: Sequence[int]) -> Trie:
-        """A tree that exists already."""
-        trie = cls(tokens[0], len(parents))
-        trie.tokens, trie.parents = list(tokens[: len(parents)]), list(parents)
-        trie._children = {(parents[node], tokens[node]): node for node in range(len(parents) - 1, 0, -1)}
-        return trie
-
-    def add(self, path: Iterable[int]) -> bool:
-        """Add a path below the root, sharing nodes with those there; false when there is no room for all of it."""
-        node = 0
-        for token in path:
-            child = self._children.get((node, token))
-            if child is None:
-                child = len(self.tokens)
-                if child >= self._limit:
-                    return False
-                self._children[node, token] = child
-                self.tokens.append(token)
-                self.parents.append(node)
-            node = child
-        return True
-
-    def find(self, path: Iterable[int]) -> int | None:
-        """The node at the end of a path below the root."""
-        node: int | None = 0
-        for token in path:
-            if node is not None:
-                node = self._children.get((node, token))
-        return node
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
 
 @dataclass
@@ -129,29 +77,27 @@ class LookaheadDrafter:
             rows.append(row)
         return rows
 
-    def propose(self, session: list[_Row], root: Root, request: Request) -> Proposal:
-        tries = []
-        for row, token in zip(session, root.tokens, strict=True):
-            trie = Trie(token, min(self.max_nodes, request.max_nodes))
-            drafts = list(row.pool.get(token, ()))[::-1]
-            for path in [*drafts, *_paths(row.columns)][: 1 if request.chain else None]:
-                trie.add(path)
-            tries.append(trie)
-        return Proposal([trie.tokens for trie in tries], [trie.parents for trie in tries])
-
-    def learn(self, session: list[_Row], tree: ProposedTree, choices: list[list[int]]) -> None:
-        """Take a Jacobi step with the columns that were in the tree down to their last entry."""
-        for number, (row, tokens, chosen) in enumerate(zip(session, tree.tokens, choices, strict=True)):
-            trie = Trie.of(tokens, tree.parents_of(number))
-            ends = [trie.find(path) for path in _paths(row.columns)]
-            for column, end in zip(row.columns, ends, strict=True):
-                if end is not None:
-                    self._keep(row, (*column, chosen[end]))
-                    column[:] = [*column[1:], chosen[end]]
+    def propose(self, session: list[_Row], roots: TreeBatch, request: Request) -> list[Tree]:
+        trees = []
+        for row, root in zip(session, roots.root_tokens, strict=True):
+            drafts = list(row.pool.get(root, ()))[::-1]
+            paths = [*drafts, *_paths(row.columns)][: 1 if request.chain else None]
+            trees.append(Tree.joined(root, paths, min(self.max_nodes, request.max_nodes)))
+        return trees
 
     def commit(self, session: list[_Row], committed: Committed) -> None:
-        for row, tokens in zip(session, committed.tokens, strict=True):
+        rows = zip(session, committed.batch.trees, committed.choices, committed.tokens, strict=True)
+        for row, tree, choices, tokens in rows:
+            self._step(row, tree, choices)
             self._read(row, tokens)
+
+    def _step(self, row: _Row, tree: Tree, choices: Sequence[int]) -> None:
+        """A Jacobi step with the columns that were in the tree down to their last entry."""
+        nodes = {path: node for node, path in enumerate(tree.paths, start=1)}
+        for column, path in zip(row.columns, _paths(row.columns), strict=True):
+            if (end := nodes.get(tuple(path))) is not None:
+                self._keep(row, (*column, choices[end]))
+                column[:] = [*column[1:], choices[end]]
 
     def reorder(self, session: list[_Row], rows: Sequence[int]) -> None:
         session[:] = [session[row] for row in rows]

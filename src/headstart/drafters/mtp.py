@@ -27,18 +27,13 @@ from headstart.target.cache import TreeCache
 from headstart.target.model import Target
 from headstart.target.shipped import Shipped, ShippedModule, read_shipped
 from headstart.tree.growing import grow
-from headstart.tree.proposal import Committed, Proposal, Request, Root
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
 DRAFT_STEPS = 3
 """Steps of a single module where nobody says how many: it was trained for the first, and each further one is fed a
 guess."""
 _SPARE = 512
 """Entries that a cache takes before it grows."""
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    draft_width: int
 
 
 @dataclass
@@ -105,7 +100,6 @@ class MtpDrafter:
         self.max_nodes = max_nodes or self.draft_steps + 1
         self._chain = max_nodes is None
         self.aux_layers: tuple[int, ...] = (self._shipped.state_layer,)
-        self.config = _Sizes(target.vocab_size)
         self.draft_to_target_D = torch.arange(target.vocab_size, device=target.device)
         lm_head = target.lm_head_weight.numel()
         self.draft_share = self.draft_steps * (self.modules[0].parameters + lm_head) / target.parameters
@@ -121,10 +115,10 @@ class MtpDrafter:
         caches = [module.new_cache(len(prompts), tokens_BT.shape[1] - 1 + _SPARE) for module in self.modules]
         return _Session(caches, queues, tokens_BT, [len(prompt) for prompt in prompts])
 
-    def propose(self, session: _Session, root: Root, request: Request) -> Proposal:
+    def propose(self, session: _Session, roots: TreeBatch, request: Request) -> list[Tree]:
         if min(session.lengths) < len(self.modules):  # a module in the middle would have nothing to read
-            return Proposal.roots(root.tokens)
-        return grow(self, session, root, replace(request, chain=request.chain or self._chain))
+            return roots.trees
+        return grow(self, session, roots, replace(request, chain=request.chain or self._chain))
 
     def draft_step(self, state: _Session, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """See `DraftHead.draft_step`."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headstart.tree.proposal import Committed, Proposal, Request, Root
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
 PRIORS = ((1, 0.2), (2, 0.53), (3, 0.62), (4, 0.7), (5, 0.77), (6, 0.79), (8, 0.84), (12, 0.9), (16, 0.92), (24, 0.98))
 """(match length from which it holds, share of right continuations), before a text has shown its own.
@@ -159,18 +159,16 @@ class NgramDrafter:
             rows.append(row)
         return rows
 
-    def propose(self, session: list[_Row], root: Root, request: Request) -> Proposal:
+    def propose(self, session: list[_Row], roots: TreeBatch, request: Request) -> list[Tree]:
         longest = min(self.max_nodes, request.max_nodes) - 1
         minimum = max(self.minimum, request.threshold)
-        tokens, parents, accept_probs = [], [], []
-        for row, token in zip(session, root.tokens, strict=True):
-            row.append(token)
+        trees = []
+        for row, root in zip(session, roots.root_tokens, strict=True):
+            row.append(root)
             row.ahead = True
-            drafts, probs = row.chain(longest, minimum)
-            tokens.append([token, *drafts])
-            parents.append(list(range(-1, len(drafts))))
-            accept_probs.append([1.0, *probs])
-        return Proposal(tokens, parents, accept_probs)
+            drafts, accept_probs = row.chain(longest, minimum)
+            trees.append(Tree.chain_of([root, *drafts], [1.0, *accept_probs]))
+        return trees
 
     def commit(self, session: list[_Row], committed: Committed) -> None:
         for row, tokens in zip(session, committed.tokens, strict=True):

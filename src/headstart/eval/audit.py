@@ -26,7 +26,7 @@ from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Generation, check
 from headstart.decode.options import DecodeOptions, SamplingOptions
-from headstart.decode.rules import RULES
+from headstart.decode.verify import RULES
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit_drafters import AlwaysWrongDrafter, random_weights, unused_tokens
@@ -84,8 +84,7 @@ class AuditOptions:
         drafters: of the greedy proof, by name: `DRAFTERS`, or what the catalog knows.
         batch_sizes: of the greedy proof.
         max_new_tokens: longest output of the greedy proof.
-        verifiers: of the sampling proof; by default every lossless rule. A lossy one is tested and shown, and does not
-            count in the verdict.
+        verifiers: of the sampling proof; by default all.
         temperatures: of the sampling proof; 0 is the greedy proof and always there.
         top_p: of the sampling proof.
         samples: drawn for each prompt, verifier and temperature.
@@ -98,7 +97,7 @@ class AuditOptions:
     drafters: tuple[str, ...] = DRAFTERS
     batch_sizes: tuple[int, ...] = (1, 16)
     max_new_tokens: int = 32
-    verifiers: tuple[str, ...] = tuple(name for name, rule in RULES.items() if rule.lossless)
+    verifiers: tuple[str, ...] = tuple(RULES)
     temperatures: tuple[float, ...] = (0.7, 1.0)
     top_p: float = 0.9
     samples: int = 2000
@@ -326,8 +325,7 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
         for prompt in prompts[:_CANDIDATES]
     ]
     chosen = sorted(range(len(sharpness)), key=lambda number: (-sharpness[number], number))[: options.texts]
-    lossless = [name for name in options.verifiers if RULES[name].lossless]
-    level = LEVEL / max(1, len(lossless) * len(options.warm) * len(chosen))
+    level = LEVEL / max(1, len(options.verifiers) * len(options.warm) * len(chosen))
     # A whole batch drafts as a single row would: large batches leave little to draft.
     engine = Engine(
         RememberingTarget(source.target, options.depth - 1), _drafter(source, "heads"), costs_of_one_row(source.costs)
@@ -366,18 +364,17 @@ def _draw(engine: Engine, prompt: Sequence[int], options: DecodeOptions, samples
 
 
 def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, level: float) -> dict[str, Any]:
-    """Samples against the enumerated distribution; a lossy rule is tested as well, and has no problem."""
-    result, lossless = fit(Counter(tuple(output.tokens) for output in outputs), exact), RULES[verifier].lossless
+    """Samples against the enumerated distribution."""
+    result = fit(Counter(tuple(output.tokens) for output in outputs), exact)
     problem = None
     if error := next((output.drafter_error for output in outputs if output.drafter_error), None):
         problem = f"the drafter failed ({error})."
-    elif lossless and result.impossible:
+    elif result.impossible:
         problem = f"{result.impossible} of {result.samples} samples should never be drawn."
-    elif lossless and not result.clean(level):
+    elif not result.clean(level):
         problem = f"the samples do not fit (p = {result.p_value:.2g}, below {level:.2g})."
     return {
         "verifier": verifier,
-        "lossless": lossless,
         **asdict(result),
         "level": level,
         "enumerated": 1.0 - exact.rest,

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from headstart.decode.drafting import NoDrafter
 from headstart.heads.base import DraftHead
-from headstart.tree.proposal import Proposal, Request, Root
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
 
-class AlwaysWrongDrafter(NoDrafter):
+class AlwaysWrongDrafter:
     """Drafts fixed tokens, none of which the target ever chooses.
 
     Args:
@@ -22,6 +20,7 @@ class AlwaysWrongDrafter(NoDrafter):
     """
 
     name = "always wrong"
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, shape: TreeShape, tokens: Sequence[int]) -> None:
         assert len(set(tokens)) == len(tokens) >= shape.width, "each rank needs a token of its own"
@@ -29,12 +28,21 @@ class AlwaysWrongDrafter(NoDrafter):
         self.max_nodes = shape.size
         self._tokens = list(tokens)
 
-    def propose(self, session: None, root: Root, request: Request) -> Proposal:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, torch.Tensor]) -> None:
+        return None
+
+    def propose(self, session: None, roots: TreeBatch, request: Request) -> list[Tree]:
         shape = TreeShape.chain(min(self.shape.depth, request.max_nodes - 1))
         if self.shape.size <= request.max_nodes and not request.chain:
             shape = self.shape
         drafts = [self._tokens[rank] for rank in shape.ranks[1:]]
-        return Proposal([[token, *drafts] for token in root.tokens], [list(shape.parents) for _ in root.tokens])
+        return [Tree([root, *drafts], list(shape.parents)) for root in roots.root_tokens]
+
+    def commit(self, session: None, committed: Committed) -> None:
+        return None
+
+    def reorder(self, session: None, rows: Sequence[int]) -> None:
+        return None
 
 
 def unused_tokens(answers: Iterable[Sequence[int]], vocab_size: int, count: int) -> list[int]:

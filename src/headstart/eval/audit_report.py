@@ -68,7 +68,7 @@ def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             f"{verifier}, temperature {temperature:g}",
             f"{sum(row['samples'] for row in rows)} samples",
             f"least p {min(row['p_value'] for row in rows):.2g}, off by {off:.3f} (noise {noise:.3f})",
-            _mark(all(row["problem"] is None for row in rows)) if rows[0]["lossless"] else "[yellow]LOSSY[/]",
+            _mark(all(row["problem"] is None for row in rows)),
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from headstart.target.model import Target
-from headstart.tree.tree import DraftTree
+from headstart.tree.tree import Tree, TreeBatch
 
 DEPTH = 4
 """Tokens of a text that a tree holds, root included; each but the root stands after two wrong siblings."""
@@ -47,10 +47,10 @@ def count_bits(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int
         target.prefill(drafted, [prompt])
         for start in range(0, len(answer), DEPTH):
             tokens, parents, path = _tree(answer[start : start + DEPTH], target.vocab_size)
-            read = target.forward_tree(drafted, DraftTree.from_rows([tokens], [parents], target.device)).logits_BTV[0]
+            read = target.forward_tree(drafted, TreeBatch.of([Tree(tokens, parents)], target.device)).logits_BTV[0]
             drafted.commit([path])
             for node in path:
-                step = DraftTree.from_rows([[tokens[node]]], [[-1]], target.device)
+                step = TreeBatch.roots([tokens[node]], target.device)
                 alone_V = target.forward_tree(single, step).logits_BTV[0, 0]
                 single.commit([[0]])
                 rows += 1

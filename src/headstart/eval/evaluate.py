@@ -23,7 +23,6 @@ from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import check
 from headstart.decode.options import DecodeOptions
-from headstart.decode.rules import RULES
 from headstart.errors import UserError
 from headstart.eval.bits import count_bits
 from headstart.eval.divergence import Judge, Judgement
@@ -69,11 +68,6 @@ class EvalOptions(DecodeOptions):
     predicted_speedup: float | None = None
     heads_name: str = "heads"
     compare: tuple[str, ...] = ()
-
-    @property
-    def lossless(self) -> bool:
-        """Whether drafts leave the output as it is."""
-        return self.verifier == "auto" or RULES[self.verifier].lossless
 
 
 class Source(Drafters, Protocol):
@@ -142,12 +136,11 @@ def evaluate(
         "bits": asdict(count_bits(target, answers)),
         "predicted_speedup": options.predicted_speedup,
         "drafter": options.drafter,
-        "lossless": options.lossless,
     }
     return {
         "schema_version": SCHEMA_VERSION,
         "summary": summary,
-        "compare": compare_rows(units, judged, options.seed, options.drafter, options.lossless),
+        "compare": compare_rows(units, judged, options.seed, options.drafter),
         "categories": categories(units, options.seed),
         "settings": _settings(target, drafter, len(questions), options, methods),
         "environment": environment(target),

@@ -201,7 +201,7 @@ def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, A
 
 
 def compare_rows(
-    units: Sequence[Unit], judged: Mapping[str, Judgement], seed: int, drafter: str, lossless: bool
+    units: Sequence[Unit], judged: Mapping[str, Judgement], seed: int, drafter: str
 ) -> list[dict[str, Any]]:
     """One row per method that ran, the drafter under test first: the `compare` of results.json.
 
@@ -210,19 +210,16 @@ def compare_rows(
         judged: for each method, how its words compare with the plain loop's.
         seed: of the bootstrap.
         drafter: name of the one under test.
-        lossless: whether our verifier is; methods that do not go through it are.
     """
     rows = []
     for method, judgement in judged.items():
         figures = method_figures(units, method, seed)
-        verified = method != PLAIN and figures["tokens_per_round"] is not None  # by our verifier
         rows.append(
             {
                 "name": drafter if method == HEADS else method.removeprefix(OTHER),
                 **figures,
                 "tested_over_it": speedup(units, method, seed, HEADS),
                 "divergences": judgement.to_json(),
-                "lossless": lossless or not verified,
             }
         )
     return rows

@@ -22,14 +22,14 @@ from transformers.generation.streamers import BaseStreamer
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Round
-from headstart.decode.options import DecodeOptions, SamplingOptions, Tree
+from headstart.decode.options import DecodeOptions, SamplingOptions, TreeKind
 from headstart.errors import UserError
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK
 from headstart.target.model import Target
 
 ASSISTANT = "transformers_assistant:"
 """Before the name of a model that drafts in transformers' own assisted generation."""
-TREES: dict[str, Tree] = {"dynamic": "dynamic", "static": "static", "chain": "chain"}
+TREES: dict[str, TreeKind] = {"dynamic": "dynamic", "static": "static", "chain": "chain"}
 """Names of the heads with each kind of tree; "heads" has the one that tuning found best."""
 ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")
 """Every drafter that needs no second model."""
@@ -65,7 +65,7 @@ class Drafters(Protocol):
     @property
     def costs(self) -> Costs | None: ...
 
-    def drafter(self, name: str = "heads", tree: Tree | None = None) -> Drafter | None: ...
+    def drafter(self, name: str = "heads", tree: TreeKind | None = None) -> Drafter | None: ...
 
 
 def named(source: Drafters, name: str) -> Drafter | None:

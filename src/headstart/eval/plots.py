@@ -52,10 +52,10 @@ def _every_drafter(rows: Sequence[Mapping[str, Any]]) -> list[_Bar]:
     """All compared methods, the fastest first. The drafter under test stands out; baselines keep their colours."""
     bars = []
     for row in rows:
-        name, mark = str(row["name"]), "" if row.get("lossless", True) else " (LOSSY)"
+        name = str(row["name"])
         label = LABELS[HEADS] if name == rows[0]["name"] else LABELS.get(name)
         if speed := row.get("tokens_per_second_interval"):
-            bars.append(_Bar(name + mark, speed, label.colour if label else PARTS["verify"]))
+            bars.append(_Bar(name, speed, label.colour if label else PARTS["verify"]))
     return sorted(bars, key=lambda bar: -bar.speed["mean"])
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headstart.target.model import Target, TargetOutput
-from headstart.tree.tree import DraftTree
+from headstart.tree.tree import Tree, TreeBatch
 
 MAX_TEXTS = 4000
 """Texts that are remembered at most."""
@@ -72,10 +72,12 @@ class RememberingTarget(Target):
         )
 
     @torch.inference_mode()
-    def forward_tree(self, cache: Any, tree: DraftTree, aux_layers: Sequence[int] = ()) -> TargetOutput:
-        cache.tree = tree
+    def forward_tree(self, cache: Any, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> TargetOutput:
+        cache.batch = batch
         texts_X = [
-            text[: self._horizon] for row, committed in enumerate(cache.rows_B) for text in _texts(committed, tree, row)
+            text[: self._horizon]
+            for committed, tree in zip(cache.rows_B, batch.trees, strict=True)
+            for text in _texts(committed, tree, batch.size)
         ]
         self._read(set(texts_X))
         if len(texts_X) > len(self._logits_XV):  # kept from call to call: fresh memory costs more than the copy
@@ -83,7 +85,7 @@ class RememberingTarget(Target):
         known_X = [self._known[text] for text in texts_X]
         logits_XV = torch.stack([logits_V for logits_V, _ in known_X], out=self._logits_XV[: len(texts_X)])
         states = {layer: torch.stack([states[layer] for _, states in known_X]) for layer in aux_layers}
-        shape = cache.rows, tree.size, -1
+        shape = cache.rows, batch.size, -1
         return TargetOutput(logits_XV.view(shape), {layer: state_XE.view(shape) for layer, state_XE in states.items()})
 
     def _read(self, texts: Collection[Text]) -> None:
@@ -103,12 +105,9 @@ class RememberingTarget(Target):
                     nodes.setdefault(text[:length], len(nodes))
                 count += 1
             drafted = [text for text in nodes if text]
-            tree = DraftTree.from_rows(
-                [[prompt[-1], *(text[-1] for text in drafted)]],
-                [[-1, *(nodes[text[:-1]] for text in drafted)]],
-                self.device,
-            )
-            out = self.original.forward_tree(self._cache, tree, aux_layers)
+            tokens = [prompt[-1], *(text[-1] for text in drafted)]
+            tree = Tree(tokens, [-1, *(nodes[text[:-1]] for text in drafted)])
+            out = self.original.forward_tree(self._cache, TreeBatch.of([tree], self.device), aux_layers)
             for text in unread[:count]:
                 node = nodes[text]
                 states = {layer: state_BNE[0, node].clone() for layer, state_BNE in out.aux_hidden_states.items()}
@@ -122,7 +121,7 @@ class _Texts:
 
     prompt_length: int
     rows_B: list[Text]
-    tree: DraftTree | None = None
+    batch: TreeBatch | None = None
 
     @property
     def rows(self) -> int:
@@ -133,8 +132,8 @@ class _Texts:
         return [self.prompt_length + len(text) for text in self.rows_B]
 
     def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
-        assert self.tree is not None, "a forward comes before its commit"
-        tokens = self.tree.tokens_BN.tolist()
+        assert self.batch is not None, "a forward comes before its commit"
+        tokens = [tree.tokens for tree in self.batch.trees]
         self.rows_B = [
             (*text, *(tokens[row][node] for node in path))
             for row, (text, path) in enumerate(zip(self.rows_B, paths, strict=True))
@@ -144,10 +143,7 @@ class _Texts:
         self.rows_B = [self.rows_B[row] for row in rows]
 
 
-def _texts(committed: Text, tree: DraftTree, row: int) -> list[Text]:
+def _texts(committed: Text, tree: Tree, width: int) -> list[Text]:
     """The text that ends with each node of a row; padding nodes stand for the root."""
-    parents, tokens = tree.parents_of(row), tree.tokens_BN[row].tolist()
-    texts = [(*committed, tokens[0])]
-    for node in range(1, len(parents)):
-        texts.append((*texts[parents[node]], tokens[node]))
-    return texts + [texts[0]] * (len(tokens) - len(parents))
+    root = (*committed, tree.tokens[0])
+    return [root, *((*root, *path) for path in tree.paths)] + [root] * (width - tree.size)

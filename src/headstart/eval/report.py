@@ -16,7 +16,6 @@ from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN, STOC
 from headstart.eval.plots import plots
 from headstart.support.files import write_json, write_text
 
-LOSSY = "LOSSY: this verifier accepts drafts that the target would not have chosen. The words are not the target's own."
 DEFINITIONS = {
     "Tokens per round (τ)": "The mean number of tokens that one forward of the target yields: accepted drafts plus the "
     "target's own next token. Plain decoding has τ = 1.",
@@ -44,7 +43,7 @@ def write_report(results: Mapping[str, Any], out: Path) -> None:
 
 
 def show_compare(results: Mapping[str, Any], console: Console) -> None:
-    """Print what the summary table leaves out: compared drafters, a lossy verifier.
+    """Print what the summary table leaves out: compared drafters.
 
     Where the window is too narrow for the table, it has fewer columns; the report has them all.
     """
@@ -54,8 +53,6 @@ def show_compare(results: Mapping[str, Any], console: Console) -> None:
         if console.measure(table, options=console.options.update(max_width=10_000)).maximum > console.width:
             table = _compared(results, narrow=True)
         console.print(table)
-    if not results["summary"]["lossless"]:
-        console.print(LOSSY, style="bold red", highlight=False, soft_wrap=True)
 
 
 def _compared(results: Mapping[str, Any], narrow: bool) -> Table:
@@ -112,7 +109,6 @@ def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str,
         tested=tested(results),
         compare=compare if len(compare) > len(METHODS) else [],
         target_remarks=target_remarks(results.get("settings") or {}),
-        lossy=LOSSY if summary["lossless"] is False else None,
         failed=[(row["name"], row["drafter_error"]) for row in compare if row.get("drafter_error")],
         baselines=BASELINES,
         definitions=DEFINITIONS,
@@ -121,14 +117,13 @@ def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str,
 
 
 def tested(results: Mapping[str, Any]) -> str:
-    """What the report is about, in words; a drafter with a lossy verifier is called lossy wherever it is named.
+    """What the report is about, in words.
 
-    >>> tested({"summary": {"drafter": "ngram", "lossless": False}})
-    'ngram (LOSSY)'
+    >>> tested({"summary": {"drafter": "ngram"}})
+    'ngram'
     """
     drafter = results["summary"].get("drafter") or HEADS
-    mark = " (LOSSY)" if results["summary"].get("lossless") is False else ""
-    return (LABELS[HEADS].name if drafter == HEADS else str(drafter)) + mark
+    return LABELS[HEADS].name if drafter == HEADS else str(drafter)
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
@@ -184,8 +179,6 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
 def divergence_sentence(results: Mapping[str, Any]) -> str:
     """Whether the words stayed the same, in one or two sentences."""
     summary = results["summary"]
-    if summary.get("lossless") is False:
-        return LOSSY
     judged = summary.get("divergences") or {"prompts": 0}
     if not judged["prompts"]:
         return "Outputs were not compared token by token: sampled outputs differ from run to run."
@@ -243,12 +236,10 @@ def shares(values: Sequence[float] | None) -> str:
 def words(row: Mapping[str, Any]) -> str:
     """Whether a compared method leaves the words as they are, in a cell.
 
-    >>> words({"lossless": True, "divergences": {"prompts": 8, "count": 2, "unexplained": 0}})
+    >>> words({"divergences": {"prompts": 8, "count": 2, "unexplained": 0}})
     '2 of 8 differ, by rounding'
     """
     judged = row.get("divergences") or {}
-    if not row["lossless"]:
-        return "LOSSY"
     if not judged.get("prompts"):
         return "sampled"
     if not judged["count"]:

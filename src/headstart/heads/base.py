@@ -32,8 +32,7 @@ from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import Finish
 from headstart.target.model import Target
 from headstart.tree.growing import grow
-from headstart.tree.proposal import Committed, Proposal, Request, Root
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
 
 class HeadConfig(HeadSettings):
@@ -248,9 +247,9 @@ class DraftHead(HeadModule, ABC):
             A state of the family's own that `draft_step`, `commit` and `reorder` take.
         """
 
-    def draft(self, state: Any, root: Root, request: Request) -> Proposal:
+    def draft(self, state: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         """Draft after each row's root, which is decided and not yet read by the target, as the decode loop asks."""
-        return grow(self, state, root, request, confidence=self.confidence)
+        return grow(self, state, roots, request)
 
     @abstractmethod
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
@@ -342,8 +341,8 @@ class OneForwardHead(DraftHead):
             depths: from 0, the child of the root; the calls of a round come in order and never twice.
         """
 
-    def draft(self, state: Any, root: Root, request: Request) -> Proposal:
-        return grow(self, state, root, request, depth_logits=self.depth_logits)
+    def draft(self, state: Any, roots: TreeBatch, request: Request) -> list[Tree]:
+        return grow(self, state, roots, request, depth_logits=self.depth_logits)
 
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         return self.depth_logits(state, tokens_BW[:, 0], range(depth, depth + 1))

@@ -37,7 +37,7 @@ from headstart.heads.int8_weights import linear
 from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last_states
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
-from headstart.tree.proposal import Committed
+from headstart.tree.tree import Committed
 
 
 class HydraConfig(HeadConfig):

@@ -40,7 +40,7 @@ from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
-from headstart.tree.proposal import Committed
+from headstart.tree.tree import Committed
 
 
 class MedusaConfig(HeadConfig):

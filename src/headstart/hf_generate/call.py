@@ -21,7 +21,7 @@ from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from headstart.decode.loop import Engine, Generation
-from headstart.decode.options import DecodeOptions, Draft, Tree
+from headstart.decode.options import DecodeOptions, Draft, TreeKind
 from headstart.errors import UserError
 from headstart.hf_generate.heads_by_model import decoder_for
 from headstart.hf_generate.request import Ending, LogitsChain, Prompts, check_mode
@@ -102,7 +102,7 @@ class CustomGenerate:
         *,
         stop_strings: str | Sequence[str] | None = None,
         drafter: str = DecodeOptions.drafter,
-        tree: Tree | None = DecodeOptions.tree,
+        tree: TreeKind | None = DecodeOptions.tree,
         draft: Draft = DecodeOptions.draft,
         verifier: str = DecodeOptions.verifier,
         **model_kwargs: Any,

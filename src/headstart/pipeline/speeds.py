@@ -26,7 +26,7 @@ from headstart.train.losses import soft_ce
 from headstart.train.machine import keep_freed_memory
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
-from headstart.tree.tree import DraftTree, TreeShape
+from headstart.tree.tree import TreeBatch
 
 _SUBSAMPLE_SEED = [0, 0, 0]
 _BATCHES = (1.0, 0.7, 1.25, 1.0)
@@ -69,15 +69,14 @@ def measure(target: Target, heads: DraftHead, needed: list[int], recipe: Recipe,
         lengths: of its conversations; training batches are made alike.
     """
 
-    def step(rows: int) -> Callable[[], None]:
-        cache = target.new_cache(rows, 160)
-        target.prefill(cache, [[1] * 128] * rows)
-        root_B1 = torch.ones(rows, 1, dtype=torch.long, device=target.device)
-        tree = DraftTree.from_shape(root_B1, TreeShape.chain(0))
+    def step(batch: int) -> Callable[[], None]:
+        cache = target.new_cache(batch, 160)
+        target.prefill(cache, [[1] * 128] * batch)
+        roots = TreeBatch.roots([1] * batch, target.device)
 
         def forward() -> None:
-            target.forward_tree(cache, tree, needed)
-            cache.commit([[]] * rows)
+            target.forward_tree(cache, roots, needed)
+            cache.commit([[]] * batch)
 
         return forward
 

@@ -23,7 +23,7 @@ from headstart.target.chains import ChainCache, has_running_states
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, freeze, refuse_layers
 from headstart.target.identity import Origin
-from headstart.tree.tree import DraftTree, TreeShape
+from headstart.tree.tree import Tree, TreeBatch
 
 Exact = Literal["auto", "bits", "tokens"]
 """What a tree may change about the target's numbers, see `Target.exact`."""
@@ -184,7 +184,7 @@ class Target(FrozenModel):
         ends = [before + length for before, length in zip(cache.lengths, lengths, strict=True)]
         if len(set(cache.lengths)) > 1:
             last = {row: length - 1 for row, length in enumerate(lengths)}
-            out = self._forward(cache, DraftTree.chain(tokens_BT), aux_layers, 0, last, ends)
+            out = self._forward(cache, TreeBatch.text(tokens_BT), aux_layers, 0, last, ends)
             cache.commit([range(length) for length in lengths])
             return out
         if self._reads_again:
@@ -207,19 +207,17 @@ class Target(FrozenModel):
         return TargetOutput(logits_BTV, _together(pieces))
 
     @torch.inference_mode()
-    def forward_tree(self, cache: TreeCache, tree: DraftTree, aux_layers: Sequence[int] = ()) -> TargetOutput:
-        """Read a token tree after what the cache holds; commit the accepted path with `cache.commit`.
+    def forward_tree(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> TargetOutput:
+        """Read token trees after what the cache holds; commit the accepted paths with `cache.commit`.
 
         Returns:
             logits [B, N, V] after each node; aux hidden states [B, N, E].
         """
         if self.chains_only:
-            counts = tree.counts or [tree.size] * cache.rows
-            if any(tree.parents_of(row) != tuple(range(-1, count - 1)) for row, count in enumerate(counts)):
+            if any(tree.parents != list(range(-1, tree.size - 1)) for tree in batch.trees):
                 raise cannot_tree(self.name, "some of its layers keep a running state, so it verifies chains alone")
-            tokens = [row[:count] for row, count in zip(tree.tokens_BN.tolist(), counts, strict=True)]
-            return self._read_chains(cache, tokens, aux_layers)
-        return self._forward(cache, tree, aux_layers, 0 if self._fitting.limit is None else tree.depth)
+            return self._read_chains(cache, [tree.tokens for tree in batch.trees], aux_layers)
+        return self._forward(cache, batch, aux_layers, 0 if self._fitting.limit is None else batch.depth)
 
     @torch.no_grad()  # not inference mode: heads train on these
     def hidden_states(self, rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> list[dict[int, Tensor]]:
@@ -318,7 +316,7 @@ class Target(FrozenModel):
     def _forward(
         self,
         cache: TreeCache,
-        tree: DraftTree,
+        batch: TreeBatch,
         aux_layers: Sequence[int],
         depth: int,
         wanted: Mapping[int, int] | None = None,
@@ -328,7 +326,7 @@ class Target(FrozenModel):
 
         Args:
             cache: of the rows.
-            tree: its tokens, and which of them each sees.
+            batch: the tokens, and which of them each sees.
             aux_layers: whose states to return.
             depth: of the deepest node, for targets that ask.
             wanted: None for the logits of all nodes.
@@ -337,14 +335,14 @@ class Target(FrozenModel):
         """
         if self._reads_again:
             self._read_again(cache, ends or [length + 1 for length in cache.lengths])
-        width = tree.size
+        width = batch.size
         seen = max(cache.lengths) + width
         lengths_B1 = cache.lengths_B1(self.device)
         # Near the end of the context a tree reaches past it. Those nodes are never emitted, but learned position tables
         # have no row for them, and some rotary scalings change for all tokens of a forward that passes the limit.
-        shape = tree.tokens_BN.shape
-        positions_BN = (lengths_B1 + tree.depths_BN).clamp(max=self.max_length - 1).expand(shape)
-        mask = tree_mask(lengths_B1, tree.visible_BNN, positions_BN, self.window, self.dtype, seen)
+        shape = batch.tokens_BN.shape
+        positions_BN = (lengths_B1 + batch.depths_BN).clamp(max=self.max_length - 1).expand(shape)
+        mask = tree_mask(lengths_B1, batch.visible_BNN, positions_BN, self.window, self.dtype, seen)
         forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
         if self.device.type == "cpu" and mask is not None and mask.full_B1TS.shape[0] > 1:
             forward.spans = spans(cache.lengths, width)
@@ -356,7 +354,7 @@ class Target(FrozenModel):
         elif self._fitting.limit is not None:
             forward.ends_BT = positions_BN + 1
             forward.ends = min(cache.lengths) + 1, max(cache.lengths) + depth + 1
-        return self._run(forward, cache, tree.tokens_BN, positions_BN)
+        return self._run(forward, cache, batch.tokens_BN, positions_BN)
 
     def _run(self, forward: Running, cache: TreeCache | None, tokens_BT: Tensor, positions_BT: Tensor) -> TargetOutput:
         """One forward of the model."""
@@ -450,24 +448,26 @@ class Target(FrozenModel):
     def _check_tree(self) -> None:
         """A path through a tree must have the logits that the model itself gives the same text, read at once; the text
         reaches beyond a sliding window, where that is small enough to read at every loading."""
-        shape = TreeShape.from_paths([(0, 0), (1, 0)])
         path = [0, 2, 4]  # root, second child, its child
         longest = min(self.max_length, self._fitting.limit or self.max_length) - len(path)
         wanted = _CHECKED if self.window is None or self.window > _SMALL_WINDOW else max(_CHECKED, self.window + 8)
         prefix = [1 + (31 * i * i + 7 * i) % (self.vocab_size - 1) for i in range(max(1, min(wanted, longest)))]
-        tokens = [(7 * i + 2) % self.vocab_size for i in range(shape.size)]
+        tree = Tree([(7 * i + 2) % self.vocab_size for i in range(5)], [-1, 0, 0, 1, 2])
+        tokens = tree.tokens
         try:
-            cache = self.new_cache(1, len(prefix) + shape.size)
+            cache = self.new_cache(1, len(prefix) + tree.size)
             read_1V = self.prefill(cache, [prefix]).logits_BTV[0]
-            tokens_1N = torch.tensor([tokens], device=self.device)
             if self.chains_only:  # the first branch is rejected, then the second is read
-                root_1V = self.forward_tree(cache, DraftTree.chain(tokens_1N[:, [0, 1, 3]])).logits_BTV[0, :1]
+                rejected, accepted = (
+                    Tree.chain_of([tokens[node] for node in nodes]) for nodes in ([0, 1, 3], path[1:])
+                )
+                root_1V = self.forward_tree(cache, TreeBatch.of([rejected], self.device)).logits_BTV[0, :1]
                 cache.commit([[0]])
-                chain_2V = self.forward_tree(cache, DraftTree.chain(tokens_1N[:, path[1:]])).logits_BTV[0]
+                chain_2V = self.forward_tree(cache, TreeBatch.of([accepted], self.device)).logits_BTV[0]
                 ours_KV = torch.cat([read_1V, root_1V, chain_2V]).float()
             else:
-                tree = DraftTree.from_shape(tokens_1N, shape)
-                ours_KV = torch.cat([read_1V, self.forward_tree(cache, tree).logits_BTV[0][path]]).float()
+                batch = TreeBatch.of([tree], self.device)
+                ours_KV = torch.cat([read_1V, self.forward_tree(cache, batch).logits_BTV[0][path]]).float()
             text_1T = torch.tensor([[*prefix, *(tokens[node] for node in path)]], device=self.device)
             stock = self.model(text_1T, use_cache=False, logits_to_keep=len(path) + 1).logits
             stock_KV = stock[0, -len(path) - 1 :].to(self.device).float()

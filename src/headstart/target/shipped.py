@@ -36,7 +36,7 @@ from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL
 from headstart.target.loading import loadable_folder, silent
 from headstart.target.model import Target
-from headstart.tree.tree import DraftTree
+from headstart.tree.tree import Tree, TreeBatch
 
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Settings in which configs say how many modules there are."""
@@ -143,8 +143,9 @@ class ShippedModule:
         rows, width = joined_BWE.shape[:2]
         self._inputs.weight = joined_BWE.flatten(0, 1)
         entries = [list(range(row * width, row * width + len(parents[row]))) for row in range(rows)]
-        tree = DraftTree.from_rows(entries, parents, joined_BWE.device)
-        made: Tensor = self.layer.forward_tree(cache, tree, (FINAL,)).aux_hidden_states[FINAL]
+        trees = [Tree(row, list(own)) for row, own in zip(entries, parents, strict=True)]
+        batch = TreeBatch.of(trees, joined_BWE.device)
+        made: Tensor = self.layer.forward_tree(cache, batch, (FINAL,)).aux_hidden_states[FINAL]
         return made
 
 

@@ -2,29 +2,28 @@
 
 Static trees take the ranks that their shape names. Dynamic trees take every child whose path pays for its verification,
 by the heads' own probabilities turned into probabilities of acceptance (EAGLE-2's idea, arXiv 2406.16858, with measured
-calibration and costs). How many children a node has never depends on which tokens were drawn for them, so sampling
-stays lossless.
+calibration and costs). How many children a node has never depends on which token was drawn for one, so sampling stays
+lossless.
 
 Where more paths pay than a tree may hold, it holds the best of them, whatever their depth: a level's nodes push out
 worse ones above, which no better path can go through, since probabilities fall along a path. So a tree is the one that
 a best-first search finds, at one call of the heads a level. A drawn node is never pushed out, for this could depend on
 its token: trees with such nodes leave room at each level for what is expected below it.
 
-Sampled children get their place in the tree first and their token later: those of all rows are drawn together, as soon
-as anything depends on them.
+A drawn child gets its place in the tree first and its token later: those of all rows are drawn together, as soon as
+anything depends on them.
 
-Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks, M nodes with sampled children, C sampled
-children of a node.
+Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks, M nodes to be drawn.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, islice
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from operator import mul
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,20 +33,12 @@ from torch import Tensor
 
 from headstart.support.rng import fall_on, in_parts
 from headstart.tree.calibration import Calibration
-from headstart.tree.proposal import Children, Proposal, Request, Root, SampledChildren
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Drawn, Request, Tree, TreeBatch
 
 MAX_RANK = 8
 """Children of a node at most, in a dynamic tree."""
 _UNKNOWN = -1
 """Stands for the token of a child that is not drawn yet, or cannot be."""
-
-
-class Sizes(Protocol):
-    """Of a config, what growing asks."""
-
-    @property
-    def draft_width(self) -> int: ...
 
 
 class Levels(Protocol):
@@ -56,192 +47,181 @@ class Levels(Protocol):
     draft_to_target_D: Tensor
 
     @property
-    def config(self) -> Sizes: ...
-
-    @property
     def draft_steps(self) -> int: ...
 
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor: ...
 
+    def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor | None: ...
+
 
 DepthLogits = Callable[[Any, Tensor, range], Tensor]
 """See `OneForwardHead.depth_logits`."""
-Confidence = Callable[[Any, Tensor, int], Tensor | None]
-"""See `DraftHead.confidence`."""
-Draft = tuple[int, int, float, float, float]
-"""A candidate child: its index in the draft vocabulary, its token, its probability of acceptance after its parent, the
-probability of a child that is drawn instead of it, and its share of the heads' own distribution."""
-
-_Found = tuple[float, int, int]
-"""A candidate beside others: less its path's probability, its parent's index in the level, and its rank."""
 
 
-@dataclass
-class _Growing:
-    """One row's tree while it grows; node 0 is the root.
+_Candidate = tuple[int, int, float, float, float]
+"""What may become a child: its index in the draft vocabulary, its token, its probability of acceptance after its
+parent, the probability of a child that is drawn instead of it, and its share of the heads' own distribution."""
+
+
+class _Open(NamedTuple):
+    """A node that may get children.
 
     Attributes:
-        left: of each node, how likely its path has left the best one, see `Calibration.left`; between 0 and 1 for
-            drawn nodes alone.
-        shape_nodes: node of the static shape that each node fills; unused in a dynamic tree.
-        level: nodes of the last level that may get children, each with its parent's index in the level before.
+        node: its number in the tree.
+        above: its parent's index in the level before.
+        left: how likely its path has left the best one, see `Calibration.left`; between 0 and 1 for drawn nodes alone.
+        place: the node of the static shape that it fills; 0 in a dynamic tree.
     """
 
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    accept_probs: list[float] = field(default_factory=lambda: [1.0])
-    left: list[float] = field(default_factory=lambda: [0.0])
-    shape_nodes: list[int] = field(default_factory=lambda: [0])
-    sampled: dict[int, SampledChildren] = field(default_factory=dict)
-    level: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
-
-    def add(self, parent: int, token: int, accept_prob: float, left: float) -> int:
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.accept_probs.append(accept_prob)
-        self.left.append(left)
-        self.shape_nodes.append(0)
-        return len(self.tokens) - 1
-
-    def keep_best(self, count: int) -> None:
-        """Take out all but so many nodes."""
-        ranked = sorted(range(len(self.tokens)), key=lambda node: (-self.accept_probs[node], node))
-        self.drop(set(ranked[count:]))
-
-    def drop(self, gone: set[int]) -> None:
-        """Take nodes out, and all that grew on them."""
-        kept: dict[int, int] = {}
-        for node, parent in enumerate(self.parents):
-            if node not in gone and (node == 0 or parent in kept):
-                kept[node] = len(kept)
-        self.parents = [kept.get(self.parents[node], -1) for node in kept]
-        self.tokens = [self.tokens[node] for node in kept]
-        self.accept_probs = [self.accept_probs[node] for node in kept]
-        self.left = [self.left[node] for node in kept]
-        self.shape_nodes = [self.shape_nodes[node] for node in kept]
-        self.level = [(kept[node], above) for node, above in self.level if node in kept]
-        self.sampled = {
-            kept[node]: replace(own, children=[kept[child] for child in own.children])
-            for node, own in self.sampled.items()
-            if node in kept
-        }
+    node: int
+    above: int = 0
+    left: float = 0.0
+    place: int = 0
 
 
-@dataclass
-class _Wanted:
-    """Children of one node that are still to be drawn.
+class _Grown(NamedTuple):
+    """Where a candidate stands in its level: less its path's probability, its parent's index, its rank."""
 
-    Attributes:
-        row: number of the row.
-        node: whose children they are.
-        column: of the node's logits, in its table.
-        top_k: indices in the draft vocabulary of the children that are not drawn.
-        children: the nodes that wait for their tokens.
-    """
+    less: float
+    above: int
+    rank: int
+
+
+class _Undrawn(NamedTuple):
+    """A child that is still to be drawn: its row and node, the column of its parent's logits in their table, and its
+    siblings' indices in the draft vocabulary."""
 
     row: int
     node: int
     column: int
-    top_k: list[int]
-    children: list[int]
+    siblings: list[int]
 
 
-def _pays(rows: Sequence[_Growing], depth: int, calibration: Calibration, request: Request) -> bool:
-    """Whether a further level of a dynamic tree is worth drafting: each node's best child, less what verifying costs,
-    against what the level costs."""
-    children = (
-        row.accept_probs[node] * calibration.best_child(depth, row.left[node]) for row in rows for node, _ in row.level
-    )
-    return sum(max(0.0, accept_prob - request.threshold) for accept_prob in children) >= request.level_threshold
+@dataclass
+class _Growing:
+    """One row's tree while it grows, and the nodes of its last level that may get children."""
+
+    tree: Tree
+    level: list[_Open]
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        """See `Tree.keep`."""
+        renumbered = self.tree.keep(nodes)
+        self.level = [open_._replace(node=renumbered[open_.node]) for open_ in self.level if open_.node in renumbered]
 
 
 @torch.no_grad()
 def grow(
     heads: Levels,
     state: Any,
-    root: Root,
+    roots: TreeBatch,
     request: Request,
     max_rank: int = MAX_RANK,
     depth_logits: DepthLogits | None = None,
-    confidence: Confidence | None = None,
-) -> Proposal:
+) -> list[Tree]:
     """Draft a tree after each row's root, level by level.
 
-    The host waits for the device once a level, and once more where children are sampled; for heads that draft all
-    depths in one forward, it is once in all, and once more.
+    The host waits for the device once a level, and once more where children are drawn; for heads that draft all depths
+    in one forward, it is once in all, and once more.
 
     Args:
         heads: what drafts.
         state: of its `prefill`.
-        root: each row's root.
+        roots: of the rows.
         request: of the decode loop; its `shape` is filled where there is one.
         max_rank: children of a node at most, in a dynamic tree.
         depth_logits: of heads that draft all depths in one forward; None drafts level by level.
-        confidence: of heads that draft level by level, where they say how good their drafts are.
     """
     shape, calibration = request.shape, request.calibration or Calibration()
-    rows = [_Growing([token]) for token in root.tokens]
-    ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.config.draft_width)
+    rows = [_Growing(Tree([token], accept_probs=[1.0]), [_Open(0)]) for token in roots.root_tokens]
+    ranks = min(shape.width if shape else 1 if request.chain else max_rank, len(heads.draft_to_target_D))
     levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
-    reading_is_free = root.tokens_B.device.type == "cpu"
-    sides = calibration.left is not None and not shape
+    children_of_shape = shape.children if shape else []
+    reading_is_free = roots.root_B.device.type == "cpu"
+    curves = [calibration] if shape or calibration.left is None else [calibration, calibration.left]
     table, first, drafted = _Table.empty(), 0, 0
-    wanted: list[_Wanted] = []
+    undrawn: list[_Undrawn] = []
     for depth in range(levels):
         if depth and shape is None and not _pays(rows, depth, calibration, request):
             break
         if depth_logits is None:
-            if depth:
-                tokens_BW, parents_BW = _next_level(rows, root.tokens_B.device)
-            else:
-                tokens_BW = root.tokens_B[:, None]
-                parents_BW = torch.zeros_like(tokens_BW)
+            tokens_BW, parents_BW = _level(rows, roots, depth)
             logits_BWD = heads.draft_step(state, tokens_BW, parents_BW, depth)
-            said_BW = confidence(state, tokens_BW, depth) if confidence and calibration.trust and not shape else None
-            table = _Table.read(logits_BWD, ranks, heads.draft_to_target_D, said_BW)
+            confidence_BW = heads.confidence(state, tokens_BW, depth) if calibration.trust and not shape else None
+            table = _Table.read(logits_BWD, ranks, heads.draft_to_target_D, confidence_BW)
         elif depth >= first + table.width:
             # Where reading is free, the next depth waits until it is known to be worth its LM head.
             depths, first = range(depth, depth + 1 if reading_is_free else levels), depth
-            table = _Table.read(depth_logits(state, root.tokens_B, depths), ranks, heads.draft_to_target_D)
+            table = _Table.read(depth_logits(state, roots.root_B, depths), ranks, heads.draft_to_target_D)
         drafted += 1
-        only = depth - first if depth_logits else 0 if table.width == 1 else None
-        curves = [calibration.after(left) for left in (False, True)[: 1 + sides]]
-        drafts = [table.drafts(depth, only, one, request.children is not Children.TOP_K) for one in curves]
+        shared = depth - first if depth_logits else 0 if table.width == 1 else None  # column of all nodes of the level
+        sides = [table.candidates(depth, shared, curve, request.draws) for curve in curves]
         below = list(accumulate((calibration.best_child(lower) for lower in range(depth + 1, levels)), mul))
         for number, row in enumerate(rows):
-            columns = range(len(row.level)) if only is None else [only] * len(row.level)
+            columns = range(len(row.level)) if shared is None else [shared] * len(row.level)
             tables = [
-                _blend([side[number][0 if only is not None else column] for side in drafts], row.left[node])
-                for column, (node, _) in zip(columns, row.level, strict=True)
-            ]
-            picks = _static(row, shape) if shape else _dynamic(row, tables, below, request)
-            chosen = {above: [tables[above][rank] for rank in ranks] for above, ranks in enumerate(picks) if ranks}
-            grown, sampled = _add(row, chosen, request.children)
-            wanted += [
-                _Wanted(number, row.level[above][0], columns[above], top_k, children)
-                for above, (top_k, children) in sampled.items()
+                _blend([side[number][index if shared is None else 0] for side in sides], open_.left)
+                for index, open_ in enumerate(row.level)
             ]
             if shape:
-                _settle(row, [child for child, _ in grown], shape)
-                grown = [pair for pair in grown if row.shape_nodes[pair[0]] in shape.inner]
+                picks = [[shape.ranks[child] for child in children_of_shape[open_.place]] for open_ in row.level]
+            else:
+                picks = _worth_it(row, tables, below, request)
+            grown: list[_Open] = []
+            for above, (open_, own_ranks) in enumerate(zip(row.level, picks, strict=True)):
+                chosen = [tables[above][rank] for rank in own_ranks]
+                nodes = _add_children(row.tree, open_, chosen, request.draws)
+                places = children_of_shape[open_.place] if shape else [0] * len(nodes)
+                stays = _stays(open_, chosen, request.draws)
+                grown += [
+                    _Open(node, above, 1.0 if rank else 1 - stays, place)
+                    for rank, (node, place) in enumerate(zip(nodes, places, strict=True))
+                    if not shape or children_of_shape[place]
+                ]
+                if nodes and request.draws:
+                    siblings = [index for index, *_ in chosen[:-1]]
+                    undrawn.append(_Undrawn(number, nodes[-1], columns[above], siblings))
             row.level = grown
-            if not shape and len(row.tokens) > request.max_nodes:
-                assert not sampled and not wanted, "a drawn node is never pushed out"
-                row.keep_best(request.max_nodes)
+            if not shape and row.tree.size > request.max_nodes:
+                assert not request.draws, "a drawn node is never pushed out"
+                row.keep(row.tree.best(request.max_nodes))
         # The next table needs the tokens, or takes the place of this one.
         if depth_logits is None or depth + 1 == first + table.width:
-            _draw(rows, wanted, table.logits_BWD, heads.draft_to_target_D, request)
-            wanted = []
+            _draw(rows, undrawn, table.logits_BWD, heads.draft_to_target_D, request)
+            undrawn = []
         if not any(row.level for row in rows):
             break
-    _draw(rows, wanted, table.logits_BWD, heads.draft_to_target_D, request)
-    return Proposal(
-        [row.tokens for row in rows],
-        [row.parents for row in rows],
-        None if shape else [row.accept_probs for row in rows],  # a static tree is verified as it is
-        [row.sampled for row in rows] if any(row.sampled for row in rows) else None,
-        drafted,
+    _draw(rows, undrawn, table.logits_BWD, heads.draft_to_target_D, request)
+    # A static tree is verified as it is.
+    return [replace(row.tree, accept_probs=None if shape else row.tree.accept_probs, levels=drafted) for row in rows]
+
+
+def _pays(rows: Sequence[_Growing], depth: int, calibration: Calibration, request: Request) -> bool:
+    """Whether a further level of a dynamic tree is worth drafting: each node's best child, less what verifying costs,
+    against what the level costs."""
+    children = (
+        _prob(row.tree, open_.node) * calibration.best_child(depth, open_.left) for row in rows for open_ in row.level
     )
+    return sum(max(0.0, accept_prob - request.threshold) for accept_prob in children) >= request.level_threshold
+
+
+def _prob(tree: Tree, node: int) -> float:
+    assert tree.accept_probs is not None, "a growing tree knows its probabilities"
+    return tree.accept_probs[node]
+
+
+def _level(rows: Sequence[_Growing], roots: TreeBatch, depth: int) -> tuple[Tensor, Tensor]:
+    """Tokens of the level's nodes and their parents' indices in the level before, [B, W], short rows padded."""
+    if depth == 0:
+        return roots.tokens_BN, torch.zeros_like(roots.tokens_BN)
+    width = max(len(row.level) for row in rows)
+    tokens, parents = [], []
+    for row in rows:
+        padding = width - len(row.level)
+        tokens.append([*(row.tree.tokens[open_.node] for open_ in row.level), *[row.tree.tokens[0]] * padding])
+        parents.append([*(open_.above for open_ in row.level), *[0] * padding])
+    tokens_BW, parents_BW = torch.tensor([tokens, parents], device=roots.root_B.device).unbind()
+    return tokens_BW, parents_BW
 
 
 @dataclass
@@ -277,10 +257,10 @@ class _Table:
         log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)
         parts = [log_probs_BWR.view(torch.int32), top.indices.int(), draft_to_target_D[top.indices].int()]
         if confidence_BW is not None:
-            said_BW1 = confidence_BW[:, : logits_BWD.shape[1], None].float()
-            parts.append(said_BW1.expand(*top.indices.shape).contiguous().view(torch.int32))
-        log_probs, indices, tokens, *said = torch.stack(parts).cpu().numpy()
-        confidence = said[0].view(np.float32)[..., 0] if said else None
+            confidence_BW1 = confidence_BW[:, : logits_BWD.shape[1], None].float()
+            parts.append(confidence_BW1.expand(*top.indices.shape).contiguous().view(torch.int32))
+        log_probs, indices, tokens, *more = torch.stack(parts).cpu().numpy()
+        confidence = more[0].view(np.float32)[..., 0] if more else None
         return cls(logits_BWD, log_probs.view(np.float32), indices, tokens, confidence)
 
     @property
@@ -288,46 +268,36 @@ class _Table:
         """W: nodes of a level, or levels."""
         return int(self.log_probs.shape[1])
 
-    def drafts(self, depth: int, column: int | None, calibration: Calibration, drawn: bool) -> list[list[list[Draft]]]:
+    def candidates(
+        self, depth: int, column: int | None, calibration: Calibration, draws: bool
+    ) -> list[list[list[_Candidate]]]:
         """By row and node, the candidates from the best on; of one column alone where it serves a whole level. Where
-        no child is `drawn`, candidates do not say how likely such a child would be."""
+        nothing is drawn, they do not say how likely a drawn child would be."""
         part = slice(None) if column is None else slice(column, column + 1)
         log_probs = self.log_probs[:, part]
-        said = None if self.confidence is None else self.confidence[:, part]
-        probs = calibration.probs(depth, calibration.scores(log_probs, said)).tolist()
-        draws = calibration.drawn(depth, log_probs, said).tolist() if drawn else probs
-        own = np.exp(log_probs).tolist()
-        columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), probs, draws, own)
+        confidence = None if self.confidence is None else self.confidence[:, part]
+        probs = calibration.probs(depth, calibration.scores(log_probs, confidence)).tolist()
+        drawn_probs = calibration.drawn(depth, log_probs, confidence).tolist() if draws else probs
+        q_draft = np.exp(log_probs).tolist()
+        columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), probs, drawn_probs, q_draft)
         return [
-            [list(zip(*nodes, strict=True)) for nodes in zip(*row, strict=True)] for row in zip(*columns, strict=True)
+            [list(zip(*node, strict=True)) for node in zip(*row, strict=True)] for row in zip(*columns, strict=True)
         ]
 
 
-def _static(row: _Growing, shape: TreeShape) -> list[list[int]]:
-    """Ranks that the shape names, for each node of the level."""
-    return [[shape.ranks[child] for child in shape.children[row.shape_nodes[node]]] for node, _ in row.level]
-
-
-def _settle(row: _Growing, grown: Sequence[int], shape: TreeShape) -> None:
-    """Note which node of the shape each new node fills; the children of a node come in the shape's order."""
-    taken: dict[int, int] = {}
-    for node in grown:
-        parent = row.parents[node]
-        row.shape_nodes[node] = shape.children[row.shape_nodes[parent]][taken.get(parent, 0)]
-        taken[parent] = taken.get(parent, 0) + 1
-
-
-def _blend(sides: Sequence[list[Draft]], left: float) -> list[Draft]:
-    """The drafts of a node by how likely its path has left the best one; the first side is for paths that have not."""
+def _blend(sides: Sequence[list[_Candidate]], left: float) -> list[_Candidate]:
+    """A node's candidates by how likely its path has left the best one; the first side is for paths that have not."""
     if len(sides) == 1 or left in (0.0, 1.0):
         return sides[int(left) if len(sides) > 1 else 0]
     return [
-        (index, token, prob + left * (far - prob), drawn + left * (far_drawn - drawn), own)
-        for (index, token, prob, drawn, own), (_, _, far, far_drawn, _) in zip(*sides, strict=True)
+        (index, token, prob + left * (far - prob), drawn_prob + left * (far_drawn - drawn_prob), q_draft)
+        for (index, token, prob, drawn_prob, q_draft), (_, _, far, far_drawn, _) in zip(*sides, strict=True)
     ]
 
 
-def _dynamic(row: _Growing, tables: Sequence[list[Draft]], below: Sequence[float], request: Request) -> list[list[int]]:
+def _worth_it(
+    row: _Growing, tables: Sequence[list[_Candidate]], below: Sequence[float], request: Request
+) -> list[list[int]]:
     """For each node of the level, the ranks whose paths are worth verifying; the best of them when room is short.
 
     Args:
@@ -336,181 +306,132 @@ def _dynamic(row: _Growing, tables: Sequence[list[Draft]], below: Sequence[float
         below: how likely a new node has a right child, a right grandchild and so on, when it is right itself.
         request: of the round.
     """
-    found: list[_Found] = []
-    for above, (node, _) in enumerate(row.level):
-        for rank, more in enumerate(_marginals(tables[above], request.children)):
-            accept_prob = row.accept_probs[node] * more
+    grown: list[_Grown] = []
+    for above, open_ in enumerate(row.level):
+        for rank, marginal in enumerate(_marginals(tables[above], request.draws)):
+            accept_prob = _prob(row.tree, open_.node) * marginal
             if accept_prob < request.threshold or accept_prob <= 0:
                 break
-            found.append((-accept_prob, above, rank))
+            grown.append(_Grown(-accept_prob, above, rank))
+    grown.sort()
     if request.chain:
-        found = sorted(found)[:1]
-    elif request.children is Children.TOP_K:
-        found = sorted(found)[: request.max_nodes - 1]
+        grown = grown[:1]
+    elif request.draws:
+        grown = _in_room(grown, below, request.max_nodes - row.tree.size)
     else:
-        found = _in_room(sorted(found), below, request.max_nodes - len(row.tokens))
+        grown = grown[: request.max_nodes - 1]
     picks: list[list[int]] = [[] for _ in row.level]
-    for _, above, rank in sorted(found, key=lambda one: one[1:]):
+    for _, above, rank in sorted(grown, key=lambda child: child[1:]):
         picks[above].append(rank)
     return picks
 
 
-def _in_room(found: list[_Found], below: Sequence[float], room: int) -> list[_Found]:
+def _in_room(grown: list[_Grown], below: Sequence[float], room: int) -> list[_Grown]:
     """The best children for which there is room beside what is expected below better ones.
 
-    >>> found = [(-0.5, 0, 0), (-0.3, 0, 1), (-0.2, 0, 2)]  # less their probabilities; the first one's child has 0.4
-    >>> [len(_in_room(found, [0.8], room)) for room in (1, 2, 3, 4, 5)]
+    >>> grown = [_Grown(-0.5, 0, 0), _Grown(-0.3, 0, 1), _Grown(-0.2, 0, 2)]  # the first one's child has 0.4
+    >>> [len(_in_room(grown, [0.8], room)) for room in (1, 2, 3, 4, 5)]
     [1, 1, 2, 2, 3]
     """
     better: list[float] = []  # expected nodes below those taken, falling ones last
-    for count, (less, _, _) in enumerate(found):
-        if count + sum(accept_prob > -less for accept_prob in better) >= room:
-            return found[:count]
-        better += [-less * share for share in below]
-    return found
+    for count, child in enumerate(grown):
+        if count + sum(accept_prob > -child.less for accept_prob in better) >= room:
+            return grown[:count]
+        better += [-child.less * share for share in below]
+    return grown
 
 
-def _marginals(drafts: Sequence[Draft], children: Children) -> Iterator[float]:
+def _marginals(candidates: Sequence[_Candidate], draws: bool) -> Iterator[float]:
     """What each further child adds to the probability that one of them is accepted; never more than the one before
     adds."""
-    if children is Children.TOP_K:
-        yield from (prob for _, _, prob, _, _ in drafts)
+    if not draws:
+        yield from (prob for _, _, prob, _, _ in candidates)
         return
-    before, more = 0.0, 1.0
-    for count in range(1, len(drafts) + 1):
-        together = sum(_probs(drafts[:count], children))
-        more = min(more, together - before)
-        yield more
+    before, marginal = 0.0, 1.0
+    for count in range(1, len(candidates) + 1):
+        together = sum(_probs(candidates[:count], draws))
+        marginal = min(marginal, together - before)
+        yield marginal
         before = together
 
 
-def _probs(chosen: Sequence[Draft], children: Children) -> list[float]:
-    """Each child's probability of acceptance, the top-k ones first."""
-    fixed = _top_k_count(len(chosen), children)
-    probs = [prob for _, _, prob, _, _ in chosen[:fixed]]
-    rejected = 1.0
-    for _, _, _, sampled, _ in chosen[fixed:]:  # tried one after the other
-        probs.append(rejected * sampled)
-        rejected *= 1 - sampled
-    return probs
+def _probs(chosen: Sequence[_Candidate], draws: bool) -> list[float]:
+    """Each child's probability of acceptance. With `draws` the last child is the drawn one."""
+    fixed = len(chosen) - draws
+    return [drawn_prob if rank == fixed else prob for rank, (_, _, prob, drawn_prob, _) in enumerate(chosen)]
 
 
-def _top_k_count(count: int, children: Children) -> int:
-    """How many of so many children are the most likely ones rather than sampled."""
-    return {Children.TOP_K: count, Children.TOP_K_AND_SAMPLED: count - 1, Children.SAMPLED: 0}[children]
+def _add_children(tree: Tree, open_: _Open, chosen: Sequence[_Candidate], draws: bool) -> list[int]:
+    """Give a node its children; with `draws`, the last has no token yet."""
+    accept_prob, fixed = _prob(tree, open_.node), len(chosen) - draws
+    return [
+        tree.add(open_.node, token if rank < fixed else _UNKNOWN, accept_prob * prob)
+        for rank, ((_, token, *_), prob) in enumerate(zip(chosen, _probs(chosen, draws), strict=True))
+    ]
 
 
-def _add(
-    row: _Growing, chosen: dict[int, list[Draft]], children: Children
-) -> tuple[list[tuple[int, int]], dict[int, tuple[list[int], list[int]]]]:
-    """Give nodes of a level their children.
-
-    Args:
-        row: gets the children; sampled ones have no token yet.
-        chosen: the drafts that they replace, by the node's own index in the level.
-        children: how they are chosen.
-
-    Returns:
-        The new nodes, each with its parent's index in the level; and by that index, where children are to be drawn, the
-        indices of the others in the draft vocabulary and the nodes of those that are drawn.
-    """
-    grown: list[tuple[int, int]] = []
-    sampled: dict[int, tuple[list[int], list[int]]] = {}
-    for above, drafts in chosen.items():
-        node, _ = row.level[above]
-        fixed = _top_k_count(len(drafts), children)
-        accept_prob, left = row.accept_probs[node], row.left[node]
-        stays = (1 - left) * (1.0 if fixed else drafts[0][-1])  # drawn, the first child may be another than the best
-        nodes = [
-            row.add(node, token if rank < fixed else _UNKNOWN, accept_prob * prob, 1.0 if rank else 1 - stays)
-            for rank, ((_, token, *_), prob) in enumerate(zip(drafts, _probs(drafts, children), strict=True))
-        ]
-        grown += [(child, above) for child in nodes]
-        if fixed < len(nodes):
-            sampled[above] = [index for index, *_ in drafts[:fixed]], nodes[fixed:]
-    return grown, sampled
+def _stays(open_: _Open, chosen: Sequence[_Candidate], draws: bool) -> float:
+    """How likely the path to a node's first child is the best one still; drawn, it may be another than the best."""
+    return (1 - open_.left) * (chosen[0][-1] if draws and len(chosen) == 1 else 1.0)
 
 
 def _draw(
     rows: Sequence[_Growing],
-    wanted: Sequence[_Wanted],
+    undrawn: Sequence[_Undrawn],
     logits_BWD: Tensor,
     draft_to_target_D: Tensor,
     request: Request,
 ) -> None:
     """Draw the children that wait for it: those of all rows together, each row's with its own random numbers.
 
-    The host waits for the device once. Where a distribution holds no further token, the nodes that should hold one are
+    The host waits for the device once. Where a distribution holds no further token, the node that should hold one is
     taken out again.
     """
-    if not wanted:
+    if not undrawn:
         return
     assert request.warp is not None, "drawing needs a distribution"
-    (_, width, size), maximum = logits_BWD.shape, max(len(one.children) for one in wanted)
-    logits_ND = logits_BWD.flatten(0, 1)
+    _, width, size = logits_BWD.shape
+    logits_XD = logits_BWD.flatten(0, 1)
     tokens_D1 = F.pad(draft_to_target_D, (0, 1), value=_UNKNOWN)
-    numbers = _numbers(wanted, maximum, request.streams)
+    numbers = _numbers(undrawn, request.streams)
     q_draft: list[Tensor] = []
-    found: list[Tensor] = []
-    for part in in_parts(len(wanted), size, logits_BWD.device):
-        own = wanted[part]
+    tokens: list[Tensor] = []
+    for part in in_parts(len(undrawn), size, logits_BWD.device):
+        children = undrawn[part]
         # One upload: float64 holds every index.
-        at = [one.row * width + one.column for one in own]
-        known = [number * size + index for number, one in enumerate(own) for index in one.top_k]
-        packed = [*chain.from_iterable(numbers[part]), *at, *known]
-        packed_X = torch.tensor(packed, dtype=torch.float64, device=logits_BWD.device)
-        number_MC, index_X = packed_X[: len(own) * maximum].view(-1, maximum), packed_X[len(own) * maximum :].long()
-        q_draft_MD = request.warp(logits_ND.index_select(0, index_X[: len(own)]))
-        if known:
-            q_draft_MD.view(-1).index_fill_(0, index_X[len(own) :], 0.0)
+        at = [child.row * width + child.column for child in children]
+        siblings = [number * size + index for number, child in enumerate(children) for index in child.siblings]
+        packed = torch.tensor([*numbers[part], *at, *siblings], dtype=torch.float64, device=logits_BWD.device)
+        number_M, index_X = packed[: len(children)], packed[len(children) :].long()
+        q_draft_MD = request.warp(logits_XD.index_select(0, index_X[: len(children)]))
+        if siblings:
+            q_draft_MD.view(-1).index_fill_(0, index_X[len(children) :], 0.0)
         q_draft_MD /= q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         q_draft += q_draft_MD.unbind()
-        found.append(tokens_D1[draws(q_draft_MD, number_MC)])
-    gone: list[set[int]] = [set() for _ in rows]
-    tokens_MC = torch.cat(found) if len(found) > 1 else found[0]
-    for one, q_draft_D, tokens in zip(wanted, q_draft, tokens_MC.tolist(), strict=True):
-        row = rows[one.row]
-        drawn: list[int] = []
-        for child, token in zip(one.children, tokens, strict=False):
-            row.tokens[child] = token
-            (gone[one.row].add if token == _UNKNOWN else drawn.append)(child)
-        if drawn:
-            row.sampled[one.node] = SampledChildren(drawn, q_draft_D, draft_to_target_D)
-    for row, missing in zip(rows, gone, strict=True):
-        if missing:
-            row.drop(missing)
+        tokens.append(tokens_D1[fall_on(q_draft_MD, number_M)])
+    for child, q_draft_D, token in zip(undrawn, q_draft, torch.cat(tokens).tolist(), strict=True):
+        tree = rows[child.row].tree
+        tree.tokens[child.node] = token
+        tree.drawn[child.node] = Drawn(q_draft_D, draft_to_target_D)
+    for row in rows:
+        if _UNKNOWN in row.tree.tokens:
+            row.keep(_without_unknown(row.tree))
 
 
-def _numbers(wanted: Sequence[_Wanted], maximum: int, streams: Sequence[torch.Generator]) -> list[list[float]]:
-    """A random number for each child to be drawn, each row's from its own stream; lists are filled up to `maximum`."""
-    counts = Counter[int]()
-    for one in wanted:
-        counts[one.row] += len(one.children)
+def _numbers(undrawn: Sequence[_Undrawn], streams: Sequence[torch.Generator]) -> list[float]:
+    """A random number for each child to be drawn, each row's from its own stream."""
+    counts = Counter(child.row for child in undrawn)
     drawn = {
         row: iter(torch.rand(count, generator=streams[row], dtype=torch.float64).tolist())
         for row, count in counts.items()
     }
-    return [[*islice(drawn[one.row], len(one.children)), *[0.0] * (maximum - len(one.children))] for one in wanted]
+    return [next(drawn[child.row]) for child in undrawn]
 
 
-def draws(q_draft_MD: Tensor, number_MC: Tensor) -> Tensor:
-    """C draws from each distribution, without replacement, int64 [M, C]; D where it holds no further token."""
-    found: list[Tensor] = []
-    for number_M in number_MC.unbind(1):
-        if found:
-            last_M1 = found[-1][:, None].clamp(max=q_draft_MD.shape[1] - 1)
-            q_draft_MD = q_draft_MD.scatter(1, last_M1, 0.0)
-        found.append(fall_on(q_draft_MD, number_M))
-    return torch.stack(found, dim=1) if len(found) > 1 else found[0][:, None]
-
-
-def _next_level(rows: Sequence[_Growing], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens of the level's nodes and their parents' indices in the level before, [B, W], short rows padded."""
-    width = max(len(row.level) for row in rows)
-    tokens, parents = [], []
-    for row in rows:
-        padding = width - len(row.level)
-        tokens.append([*(row.tokens[node] for node, _ in row.level), *[row.tokens[0]] * padding])
-        parents.append([*(above for _, above in row.level), *[0] * padding])
-    tokens_BW, parents_BW = torch.tensor([tokens, parents], device=device).unbind()
-    return tokens_BW, parents_BW
+def _without_unknown(tree: Tree) -> list[int]:
+    """Nodes whose token is known, as are all on their path."""
+    known: list[int] = []
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if token != _UNKNOWN and (node == 0 or parent in known):
+            known.append(node)
+    return known

@@ -1,245 +1,401 @@
-"""Token trees: their shape, and what one forward over them needs.
+"""Token trees: the drafts of one round, and what the decode loop, its drafters and the target say to each other.
 
-Node 0 is the root: the last token that is already decided but not yet in the KV cache. Every other node is a
-draft. Nodes are listed parents first, so `parents[i] < i`.
+A tree holds the drafts of one row, as plain numbers on the host: there it is grown, joined with another one and cut to
+what pays. Node 0 is the root: the last token that is already decided but not yet in the KV cache. Every other node is a
+draft. Nodes are listed parents first, so `parents[node] < node`. The trees of a batch go to the device in one upload,
+as a `TreeBatch`, which the target reads.
 
-Shape suffixes: B rows, N nodes (root included), K depth.
+Shape suffixes: B rows, N nodes (root included), P nodes of an accepted path, E hidden size, V vocabulary, D draft
+vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from headstart.tree.calibration import Calibration
 
 RankPath = tuple[int, ...]
 """A node named by the rank of the draft chosen at each depth: (0, 2) is the third-best child of the best child."""
 
 
-@dataclass(frozen=True)
-class TreeShape:
-    """A static tree, without tokens.
+@dataclass
+class Drawn:
+    """How a node's token was drawn at random.
 
     Attributes:
-        parents: parent index of each node, -1 for the root.
-        ranks: rank of each node's token among the drafts of its depth (0 = most likely); 0 for the root.
+        q_draft_D: float [D], the distribution over the draft vocabulary that it was drawn from.
+        draft_to_target_D: int64 [D], the target's token ids; None when the draft vocabulary is the target's.
+    """
+
+    q_draft_D: Tensor
+    draft_to_target_D: Tensor | None = None
+
+    def q_draft_V(self, vocab_size: int) -> Tensor:
+        """The same distribution over the target's vocabulary, float [V]."""
+        if self.draft_to_target_D is None:
+            return self.q_draft_D
+        q_draft_V = self.q_draft_D.new_zeros(vocab_size)
+        q_draft_V[self.draft_to_target_D] = self.q_draft_D
+        return q_draft_V
+
+
+@dataclass
+class Tree:
+    """The drafts of one row.
+
+    Attributes:
+        tokens: of each node, the root's first.
+        parents: of each node, -1 for the root.
+        accept_probs: of each node, the probability that its whole path is accepted, as far as the drafter knows (1 for
+            the root); None when it does not know.
+        drawn: the nodes that were drawn at random; of the children of a node at most one. All others were chosen
+            without randomness.
+        levels: how many levels trained heads drafted for it, one after the other; None when they had no part in it.
+
+    >>> tree = Tree([5, 6, 7, 8], [-1, 0, 0, 1])
+    >>> tree.depths, tree.children, tree.keep([0, 1, 3]), tree.tokens, tree.parents
+    ([0, 1, 1, 2], [[1, 2], [3], [], []], {0: 0, 1: 1, 3: 2}, [5, 6, 8], [-1, 0, 1])
+    """
+
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    accept_probs: list[float] | None = None
+    drawn: dict[int, Drawn] = field(default_factory=dict)
+    levels: int | None = None
+
+    @classmethod
+    def chain_of(cls, tokens: Sequence[int], accept_probs: list[float] | None = None) -> Tree:
+        """The root and drafts that each follow the one before."""
+        return Tree(list(tokens), list(range(-1, len(tokens) - 1)), accept_probs)
+
+    @classmethod
+    def joined(cls, root: int, paths: Iterable[Sequence[int]], max_nodes: int | None = None) -> Self:
+        """Paths of tokens below a root, which share the nodes that they begin with.
+
+        Args:
+            root: the root's token.
+            paths: the first ones come first where there is not room for all.
+            max_nodes: root included; None for as many as it takes.
+
+        >>> Tree.joined(5, [[6, 7], [6, 8], [9]], max_nodes=4).tokens
+        [5, 6, 7, 8]
+        """
+        tree, index = cls([root]), dict[tuple[int, int], int]()
+        for path in paths:
+            node = 0
+            for token in path:
+                if (node, token) not in index:
+                    if tree.size == max_nodes:
+                        break
+                    index[node, token] = tree.add(node, token)
+                node = index[node, token]
+        return tree
+
+    def add(self, parent: int, token: int, accept_prob: float | None = None) -> int:
+        """Add a node; its number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        if self.accept_probs is not None and accept_prob is not None:
+            self.accept_probs.append(accept_prob)
+        return len(self.tokens) - 1
+
+    def keep(self, nodes: Iterable[int]) -> dict[int, int]:
+        """Take out all other nodes. The parent of each node that stays does, too.
+
+        Returns:
+            The new number of each node by its old one.
+        """
+        renumbered = {node: number for number, node in enumerate(sorted(nodes))}
+        self.parents = [renumbered.get(self.parents[node], -1) for node in renumbered]
+        self.tokens = [self.tokens[node] for node in renumbered]
+        if self.accept_probs is not None:
+            self.accept_probs = [self.accept_probs[node] for node in renumbered]
+        self.drawn = {renumbered[node]: drawn for node, drawn in self.drawn.items() if node in renumbered}
+        return renumbered
+
+    def best(self, count: int, always: int = 1) -> list[int]:
+        """The nodes that are most probably accepted, `count` at most, and in any case the first `always` ones.
+
+        Probabilities never rise along a path, so the parent of each is among them. Where they are unknown, the first
+        nodes count as the best.
+        """
+        probs = self.accept_probs or [0.0] * self.size
+        others = sorted(range(always, self.size), key=lambda node: (-probs[node], node))
+        return [*range(always), *others[: max(0, count - always)]]
+
+    @property
+    def size(self) -> int:
+        """Nodes, root included."""
+        return len(self.parents)
+
+    @property
+    def depths(self) -> list[int]:
+        """Distance of each node from the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if depths else 0)
+        return depths
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node."""
+        return max(self.depths)
+
+    @property
+    def children(self) -> list[list[int]]:
+        """Child nodes of each node, in order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node in range(1, self.size):
+            children[self.parents[node]].append(node)
+        return children
+
+    @property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens from the root to each node; the root itself is left out, and not part of any path."""
+        paths: list[tuple[int, ...]] = [()]
+        for node in range(1, self.size):
+            paths.append((*paths[self.parents[node]], self.tokens[node]))
+        return tuple(paths[1:])
+
+    @property
+    def index(self) -> dict[tuple[int, int], int]:
+        """The node that follows a node with a token: the first, where several hold the same."""
+        return {(self.parents[node], self.tokens[node]): node for node in range(self.size - 1, 0, -1)}
+
+
+class TreeShape(Tree):
+    """A static tree. Where other trees have tokens, it has ranks among the drafts of a node, 0 being the most likely.
 
     >>> shape = TreeShape.from_paths([(0,), (1,), (0, 0)])
     >>> shape.parents, shape.ranks, shape.depths
-    ((-1, 0, 0, 1), (0, 0, 1, 0), (0, 1, 1, 2))
+    ([-1, 0, 0, 1], [0, 0, 1, 0], [0, 1, 1, 2])
     >>> TreeShape.chain(2).paths
     ((0,), (0, 0))
     """
 
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        assert len(self.parents) == len(self.ranks) >= 1, "a tree has a root"
-        assert self.parents[0] == -1, "node 0 is the root"
-        assert all(0 <= parent < i for i, parent in enumerate(self.parents) if i), "parents come first"
-
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> TreeShape:
         """Build a shape from rank paths; a path's missing parents are added. Nodes are ordered by depth, then rank."""
-        known: set[RankPath] = set()
-        for path in paths:
-            known.update(tuple(path[: depth + 1]) for depth in range(len(path)))
-        ordered: list[RankPath] = [(), *sorted(known, key=lambda path: (len(path), path))]
-        index = {path: i for i, path in enumerate(ordered)}
-        return cls(
-            parents=tuple(-1 if not path else index[path[:-1]] for path in ordered),
-            ranks=tuple(0 if not path else path[-1] for path in ordered),
-        )
+        known = {tuple(path[: depth + 1]) for path in paths for depth in range(len(path))}
+        return cls.joined(0, sorted(known, key=lambda path: (len(path), path)))
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
-        """`length` drafts, each the best continuation of the one before; 0 is plain decoding."""
-        return cls.from_paths([(0,) * length] if length else [])
+        """A chain: so many drafts, each the best continuation of the one before; 0 is plain decoding."""
+        return cls([0] * (length + 1), list(range(-1, length)))
 
     @property
-    def size(self) -> int:
-        """Number of nodes, root included: the width of the forward that verifies this tree."""
-        return len(self.parents)
-
-    @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """Distance of each node from the root."""
-        return tuple(depths_of(self.parents))
-
-    @property
-    def depth(self) -> int:
-        """Depth of the deepest node: how many heads (or draft steps) the tree uses."""
-        return max(self.depths)
+    def ranks(self) -> list[int]:
+        """Rank of each node; 0 for the root."""
+        return self.tokens
 
     @property
     def width(self) -> int:
         """How many ranks of a depth the tree uses at most."""
         return max(self.ranks) + 1 if self.size > 1 else 0
 
-    @cached_property
-    def paths(self) -> tuple[RankPath, ...]:
-        """Rank path of each node but the root, in node order."""
-        paths: list[RankPath] = []
-        for i, parent in enumerate(self.parents):
-            paths.append(() if parent < 0 else (*paths[parent], self.ranks[i]))
-        return tuple(paths[1:])
-
-    @cached_property
-    def children(self) -> tuple[tuple[int, ...], ...]:
-        """Child nodes of each node, in node order."""
-        children: list[list[int]] = [[] for _ in self.parents]
-        for node, parent in enumerate(self.parents[1:], start=1):
-            children[parent].append(node)
-        return tuple(map(tuple, children))
-
-    @cached_property
-    def inner(self) -> frozenset[int]:
-        """Nodes that have children."""
-        return frozenset(self.parents[1:])
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Parents [1, N], ancestors [1, N, N] and depths [1, N] on a device; uploaded once."""
-        if device not in self._uploaded:
-            parents_N = torch.tensor(self.parents)
-            parts = parents_N[None], self.ancestors_NN[None], self.depths_N[None]
-            self._uploaded[device] = parts[0].to(device), parts[1].to(device), parts[2].to(device)
-        return self._uploaded[device]
-
-    @cached_property
-    def _uploaded(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
-        return {}
-
-    @cached_property
-    def ancestors_NN(self) -> Tensor:
-        """Bool [N, N]: entry (i, j) is true when node i may see node j, that is j is i or an ancestor of i."""
-        return ancestors([self.parents])[0]
-
-    @cached_property
-    def depths_N(self) -> Tensor:
-        """Depths as an int64 tensor [N]."""
-        return torch.tensor(self.depths)
-
 
 @dataclass
-class DraftTree:
-    """Drafted tokens for every row of a batch, ready to be verified.
+class TreeBatch:
+    """The trees of a batch on the device, ready to be read by the target.
 
-    A row that drafts fewer nodes than others is padded with copies of its root as further children of the root
-    (`padding`); verifiers never follow those.
+    A row with fewer nodes than others is padded with copies of its root, which follow the root and are never accepted.
 
     Attributes:
-        tokens_BN: int64 [B, N]; column 0 is each row's root token.
-        parents: for each row the parent of each node, -1 for the root. One tuple when all rows share a shape.
-        parents_BN: the same on the device, int64 [B or 1, N], with -1 for padding, too.
-        visible_BNN: bool [B or 1, N, N], which nodes each node may see (itself and its ancestors).
+        trees: on the host; empty for texts, see `text`.
+        tokens_BN: int64 [B, N].
+        parents_BN: int64 [B or 1, N], -1 for the root and for padding.
+        visible_BNN: bool [B or 1, N, N], which nodes each node may see: itself and its ancestors.
         depths_BN: int64 [B or 1, N].
-        counts: how many nodes of each row are real, root included; None when all are.
+
+    >>> batch = TreeBatch.of([Tree([5, 6, 7, 8], [-1, 0, 0, 1]), Tree([9])])
+    >>> batch.tokens_BN.tolist(), batch.parents_BN.tolist(), batch.depths_BN.tolist()
+    ([[5, 6, 7, 8], [9, 9, 9, 9]], [[-1, 0, 0, 1], [-1, -1, -1, -1]], [[0, 1, 1, 2], [0, 1, 1, 1]])
+    >>> batch.visible_BNN[0].int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     """
 
+    trees: list[Tree]
     tokens_BN: Tensor
-    parents: tuple[tuple[int, ...], ...]
     parents_BN: Tensor
     visible_BNN: Tensor
     depths_BN: Tensor
-    counts: tuple[int, ...] | None = None
 
     @classmethod
-    def from_shape(cls, tokens_BN: Tensor, shape: TreeShape) -> DraftTree:
-        """Every row has the same shape."""
-        return cls(tokens_BN, (shape.parents,), *shape.on(tokens_BN.device))
-
-    @classmethod
-    def chain(cls, tokens_BN: Tensor) -> DraftTree:
-        """Texts as trees without branches: each token's parent is the one before it."""
-        size = tokens_BN.shape[1]
-        visible_1NN = torch.ones(1, size, size, dtype=torch.bool, device=tokens_BN.device).tril()
-        depths_1N = torch.arange(size, device=tokens_BN.device)[None]
-        return cls(tokens_BN, (tuple(range(-1, size - 1)),), depths_1N - 1, visible_1NN, depths_1N)
-
-    @classmethod
-    def from_rows(
-        cls,
-        tokens: Sequence[Sequence[int]],
-        parents: Sequence[Sequence[int]],
-        device: torch.device | str = "cpu",
-    ) -> DraftTree:
-        """Each row has a tree of its own, given as lists: tokens with the root first, and each node's parent.
-
-        All of it goes to the device in one copy.
-
-        >>> tree = DraftTree.from_rows([[5, 6, 7], [8]], [[-1, 0, 1], [-1]])
-        >>> tree.tokens_BN.tolist(), tree.parents, tree.counts
-        ([[5, 6, 7], [8, 8, 8]], ((-1, 0, 1), (-1, 0, 0)), (3, 1))
-        """
-        rows, width = len(tokens), max(map(len, tokens))
-        padded = tuple((*row, *(0,) * (width - len(row))) for row in parents)
-        visible_BNN = _ancestors(padded)
-        tokens_BN = np.array([[*row, *(row[0],) * (width - len(row))] for row in tokens], dtype=np.int64)
-        depths_BN = visible_BNN.sum(-1, dtype=np.int64) - 1
-        parents_BN = np.array([[*row, *(-1,) * (width - len(row))] for row in parents], dtype=np.int64)
-        numbers_3BN, size = np.stack([tokens_BN, parents_BN, depths_BN]), 3 * 8 * rows * width
+    def of(cls, trees: Sequence[Tree], device: torch.device | str = "cpu") -> TreeBatch:
+        """All of it in one upload."""
+        rows, width = len(trees), max(tree.size for tree in trees)
+        tokens_BN = np.array([tree.tokens + tree.tokens[:1] * (width - tree.size) for tree in trees], dtype=np.int64)
+        parents_BN = np.array([tree.parents + [-1] * (width - tree.size) for tree in trees], dtype=np.int64)
+        visible_BNN = np.tile(np.eye(width, dtype=bool), (rows, 1, 1))
+        for visible_NN, tree in zip(visible_BNN, trees, strict=True):
+            for node in range(1, width):
+                visible_NN[node] |= visible_NN[tree.parents[node] if node < tree.size else 0]
+        numbers_3BN = np.stack([tokens_BN, parents_BN, visible_BNN.sum(-1, dtype=np.int64) - 1])
         packed = np.concatenate([part.reshape(-1).view(np.uint8) for part in (numbers_3BN, visible_BNN)])
-        there = torch.from_numpy(packed).to(device)
-        tokens_t, parents_t, depths_t = there[:size].view(torch.int64).view(3, rows, width).unbind()
-        visible_t = there[size:].view(torch.bool).view(rows, width, width)
-        return cls(tokens_t, padded, parents_t, visible_t, depths_t, tuple(map(len, tokens)))
+        bytes_X = torch.from_numpy(packed).to(device)
+        numbers_t, visible_t = bytes_X[: numbers_3BN.nbytes].view(torch.int64), bytes_X[numbers_3BN.nbytes :]
+        tokens_t, parents_t, depths_t = numbers_t.view(3, rows, width).unbind()
+        return cls(list(trees), tokens_t, parents_t, visible_t.view(torch.bool).view(rows, width, width), depths_t)
+
+    @classmethod
+    def roots(
+        cls, tokens: Sequence[int], device: torch.device | str = "cpu", on_device: Tensor | None = None
+    ) -> TreeBatch:
+        """Roots without drafts: a plain decoding step.
+
+        Args:
+            tokens: of each row.
+            device: where they go.
+            on_device: the same tokens, int64 [B], where they are there already.
+        """
+        tokens_B = torch.tensor(tokens, device=device) if on_device is None else on_device
+        return cls([Tree([token]) for token in tokens], tokens_B[:, None], *_single_node(tokens_B.device))
+
+    @classmethod
+    def text(cls, tokens_BN: Tensor) -> TreeBatch:
+        """Texts as trees without branches, nothing of them on the host: each token follows the one before."""
+        size, device = tokens_BN.shape[1], tokens_BN.device
+        visible_1NN = torch.ones(1, size, size, dtype=torch.bool, device=device).tril()
+        depths_1N = torch.arange(size, device=device)[None]
+        return cls([], tokens_BN, depths_1N - 1, visible_1NN, depths_1N)
 
     @property
     def size(self) -> int:
-        """Number of nodes, root included."""
+        """Nodes of the widest row: how many tokens a row of the forward has."""
         return self.tokens_BN.shape[1]
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest node of any row, found without asking the device.
+        """Depth of the deepest node of any row, known without asking the device."""
+        return max(tree.depth for tree in self.trees)
 
-        >>> DraftTree.from_rows([[5, 6, 7], [8]], [[-1, 0, 1], [-1]]).depth
-        2
-        """
-        return max(max(depths_of(parents)) for parents in self.parents)
+    @property
+    def root_tokens(self) -> list[int]:
+        """Each row's root."""
+        return [tree.tokens[0] for tree in self.trees]
 
-    def parents_of(self, row: int) -> tuple[int, ...]:
-        """Parent of each real node of one row."""
-        parents = self.parents[row] if len(self.parents) > 1 else self.parents[0]
-        return parents if self.counts is None else parents[: self.counts[row]]
+    @property
+    def root_B(self) -> Tensor:
+        """The same on the device, int64 [B]."""
+        return self.tokens_BN[:, 0]
 
 
-def depths_of(parents: Sequence[int]) -> list[int]:
-    """Distance of each node from the root.
+@cache
+def _single_node(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents, visibility and depths of a root alone."""
+    parents_11 = torch.full((1, 1), -1, device=device)
+    return parents_11, torch.ones(1, 1, 1, dtype=torch.bool, device=device), torch.zeros_like(parents_11)
 
-    >>> depths_of([-1, 0, 1, 0])
-    [0, 1, 2, 1]
+
+@dataclass
+class Request:
+    """What the decode loop asks of a drafter in one round.
+
+    A drafter that finds less may propose less, down to the root alone.
+
+    Attributes:
+        max_nodes: nodes of a row at most, root included.
+        threshold: how many accepted tokens a node must add to pay for its verification: the probability that its whole
+            path is accepted or, of a drawn node, by how much it raises the probability that one of its siblings or
+            itself is. Drafters that know such probabilities leave out nodes below it. 0 asks for all that add
+            something.
+        level_threshold: how many accepted tokens another level of drafting must promise to pay for its time, over all
+            rows and less what verifying its nodes costs; 0 asks for all levels.
+        chain: no node may have more than one child.
+        draws: the last child of each node is drawn from what its siblings, the most likely ones, leave of the drafter's
+            distribution; else it is the next most likely one. Drafters without a distribution of their own never draw.
+        warp: draft logits [..., D] to the distribution to draw from, float [..., D], temperature included.
+        streams: one random generator per row, for drawing children; used for nothing else.
+        temperature: of the decoding, 0 when greedy; drafts are accepted more seldom above.
+        calibration: how far the probabilities of trained heads can be believed; None believes them.
+        shape: the static tree that trained heads fill; None lets them choose.
     """
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
+
+    max_nodes: int
+    threshold: float = 0.0
+    level_threshold: float = 0.0
+    chain: bool = False
+    draws: bool = False
+    warp: Callable[[Tensor], Tensor] | None = None
+    streams: Sequence[torch.Generator] = ()
+    temperature: float = 0.0
+    calibration: Calibration | None = None
+    shape: TreeShape | None = None
 
 
-def ancestors(parents: Sequence[Sequence[int]]) -> Tensor:
-    """Which nodes each node may see: itself and its ancestors.
+@dataclass
+class Committed:
+    """What a round added to the text: the accepted path of each row, root first, at least the root.
 
-    Args:
-        parents: of each row, equally many: the parent of each node, -1 for the root, parents before children.
-
-    Returns:
-        bool [B, N, N].
-
-    >>> ancestors([[-1, 0, 0, 1]])[0].int().tolist()
-    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    Attributes:
+        batch: the trees as they were verified.
+        paths: the accepted nodes of each row.
+        paths_BP: the same on the device, int64; short rows repeat their last node.
+        counts_B: how many they are, int64 on the device.
+        states_BNE: the target's hidden states after every node, by layer.
+        logits_BNV: its logits after every node; None where nobody asks for `choices`.
     """
-    return torch.from_numpy(_ancestors(parents))
+
+    batch: TreeBatch
+    paths: list[list[int]]
+    paths_BP: Tensor
+    counts_B: Tensor
+    states_BNE: dict[int, Tensor]
+    logits_BNV: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, texts: Sequence[Sequence[int]], states: dict[int, Tensor], device: torch.device | str = "cpu"
+    ) -> Committed:
+        """Texts that the target has read, with its states [B, P, E]."""
+        batch = TreeBatch.of([Tree.chain_of(text) for text in texts], device)
+        paths = [list(range(len(text))) for text in texts]
+        paths_BP, counts_B, _ = upload_paths(paths, [0] * len(paths), device)
+        return cls(batch, paths, paths_BP, counts_B, states)
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """Of each row, the round's root first."""
+        return [[tree.tokens[node] for node in path] for tree, path in zip(self.batch.trees, self.paths, strict=True)]
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each row."""
+        return [len(path) for path in self.paths]
+
+    @cached_property
+    def tokens_BP(self) -> Tensor:
+        """The tokens on the target's device, int64, padded on the right."""
+        return self.batch.tokens_BN.gather(1, self.paths_BP)
+
+    @cached_property
+    def states(self) -> dict[int, Tensor]:
+        """{layer: [B, P, E]} of these tokens."""
+        rows_B1 = torch.arange(len(self.paths_BP), device=self.paths_BP.device)[:, None]
+        return {layer: state_BNE[rows_B1, self.paths_BP] for layer, state_BNE in self.states_BNE.items()}
+
+    @property
+    def choices(self) -> list[list[int]]:
+        """The target's most likely token after every node of each row; the host waits for it."""
+        assert self.logits_BNV is not None, "the decode loop brings the logits"
+        return self.logits_BNV.max(-1).indices.tolist()
 
 
-def _ancestors(parents: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
-    visible_BNN = np.tile(np.eye(len(parents[0]), dtype=bool), (len(parents), 1, 1))
-    for visible_NN, row in zip(visible_BNN, parents, strict=True):
-        for node, parent in enumerate(row[1:], start=1):
-            visible_NN[node] |= visible_NN[parent]
-    return visible_BNN
+def upload_paths(
+    paths: Sequence[Sequence[int]], numbers: Sequence[int], device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Paths [B, P], short ones repeating their last node, how long each is [B], and a number of each row [B]."""
+    longest = max(map(len, paths))
+    rows = zip(paths, numbers, strict=True)
+    packed = [[*path, *[path[-1]] * (longest - len(path)), len(path), number] for path, number in rows]
+    packed_BX = torch.tensor(packed, device=device)
+    return packed_BX[:, :-2], packed_BX[:, -2], packed_BX[:, -1]

@@ -16,13 +16,12 @@ import numpy as np
 import torch
 
 from headstart.decode.costs import Costs, Measured
-from headstart.decode.verify import GreedyVerifier
+from headstart.decode.verify import Verifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import DraftHead
 from headstart.heads.int8_weights import drop_int8, to_int8
 from headstart.target.model import Target
-from headstart.tree.proposal import Committed, Proposal, ProposedTree, Request, Root
-from headstart.tree.tree import RankPath, TreeShape
+from headstart.tree.tree import Committed, RankPath, Request, Tree, TreeBatch, TreeShape
 
 _CLEARLY = 0.9
 """Share of the milliseconds of a draft below which 8 bits are worth the little that they take from acceptance."""
@@ -81,26 +80,25 @@ def measure_verify(
 
     The result never falls with width: it lies half way between the envelopes from either side.
     """
-    verifier = GreedyVerifier()
+    verifier = Verifier()
     prompt = [1 + i % (target.vocab_size - 1) for i in range(context)]
     cache = target.new_cache(1, context + max(widths) + 1)
     target.prefill(cache, [prompt])
-    proposals = []
+    trees = []
     for width in widths:
         shape = TreeShape.from_paths([(i // 2,) + (0,) * (i % 2) for i in range(width - 1)])
         if target.chains_only:
             shape = TreeShape.chain(width - 1)
-        proposals.append(Proposal([[token % target.vocab_size for token in range(width)]], [list(shape.parents)]))
+        trees.append(Tree([token % target.vocab_size for token in range(width)], shape.parents))
     times: list[list[float]] = [[] for _ in widths]
     begun, warm = perf_counter(), 2 if seconds == float("inf") else 1
     for number in range(repeats + warm):
         if _is_enough(number - warm, begun, seconds):
             break
-        for spent, proposal in zip(times, proposals, strict=True):
+        for spent, tree in zip(times, trees, strict=True):
             start = perf_counter()
-            tree = proposal.on(target.device)
-            out = target.forward_tree(cache, tree, aux_layers)
-            verifier.accept(tree, out.logits_BTV)
+            batch = TreeBatch.of([tree], target.device)
+            verifier.accept(batch, target.forward_tree(cache, batch, aux_layers))
             cache.commit([[0]])
             spent.append(1e3 * (perf_counter() - start))
             cache.lengths[0] = context
@@ -145,16 +143,16 @@ def draft_ms(
     prompt = [1 + i % (target.vocab_size - 1) for i in range(max(2, min(context, _READ_TOKENS)))]
     cache = target.new_cache(1, len(prompt) + 1)
     states = target.prefill(cache, [prompt], heads.aux_layers).aux_hidden_states
-    root = Root.of([1], target.device)
+    roots = TreeBatch.roots([1], target.device)
     last = {layer: state[:, -1:] for layer, state in states.items()}
     drafters = [HeadDrafter(heads, shape) for shape in shapes]
     times: list[list[float]] = [[], []]
 
     def timed(drafter: HeadDrafter, session: Any) -> float:
-        target.forward_tree(cache, ProposedTree.roots(root)).logits_BTV.sum().item()  # waits for the device, too
+        target.forward_tree(cache, roots).logits_BTV.sum().item()  # waits for the device, too
         start = perf_counter()
-        drafter.propose(session, root, Request(drafter.max_nodes))
-        drafter.commit(session, Committed.of([root.tokens], last, target.device))
+        drafter.propose(session, roots, Request(drafter.max_nodes))
+        drafter.commit(session, Committed.of([roots.root_tokens], last, target.device))
         return 1e3 * (perf_counter() - start)
 
     # A session's first draft reads the prompt; what follows read a token each.

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from headstart.decode.costs import Conditions, Costs, Measured
-from headstart.decode.options import Tree
+from headstart.decode.options import TreeKind
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
@@ -69,7 +69,7 @@ class Tuning:
     predicted: dict[str, float]
     curve: list[list[float]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
-    tree: Tree = "static"
+    tree: TreeKind = "static"
     chain: int = 0
     calibration: dict[str, list[list[float]]] = field(default_factory=dict)
     level_ms: float = 0.0
@@ -134,7 +134,7 @@ class Tuning:
         count = max(len(own), len(self.curve) - 1, 15)
         return [*own, *(path for path in likely_paths(self.acceptance, count) if path not in own)][:count]
 
-    def drafter(self, heads: DraftHead, tree: Tree | None = None) -> HeadDrafter | None:
+    def drafter(self, heads: DraftHead, tree: TreeKind | None = None) -> HeadDrafter | None:
         """These heads as a drafter, with the tree that was found best or another kind; None when none pays.
 
         The heads themselves are packed or unpacked, as was found faster.

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 
 from headstart.data.writing.writer import CANDIDATES, Continuation
-from headstart.decode.options import DecodeOptions, SamplingOptions
+from headstart.decode.options import SamplingOptions
 from headstart.decode.sampling import warp
-from headstart.decode.stopping import Stopper
 from headstart.decode.verify import argmax
 from headstart.errors import UserError
 from headstart.support.files import format_bytes
 from headstart.support.rng import draw_at
 from headstart.target.memory import free_bytes, out_of_memory
 from headstart.target.model import Target
-from headstart.tree.tree import DraftTree, TreeShape
+from headstart.tree.tree import TreeBatch
 
 _KEPT = 0.875
 """Rows are dropped from the cache once no more than this share of them goes on: dropping copies it."""
@@ -39,7 +38,6 @@ _CPU_SHARE, _GPU_SHARE = 0.4, 0.85
 """Of free memory, what a batch may take: on a CPU two are written side by side."""
 _COLDEST = 1e-4
 """Lowest temperature above 0."""
-_ROOT = TreeShape.chain(0)
 
 
 class BatchMemory:
@@ -164,8 +162,6 @@ class _Batch:
         self._rows = [rows[number] for number in numbers]
         self._temperatures = [continuation.temperatures[number] for number in numbers]
         self._random = [random.Random(f"{continuation.seed} {number}") for number in numbers]
-        options = DecodeOptions(continuation.max_new_tokens)
-        self._stoppers = [Stopper(None, options, continuation.ends) for _ in numbers]
         self._added: list[list[int]] = [[] for _ in numbers]
         self._ended = [False] * len(numbers)
         capacity = max(map(len, self._rows)) + continuation.max_new_tokens
@@ -263,7 +259,8 @@ class _Batch:
         for index, (row, token) in enumerate(zip(self._alive, tokens, strict=True)):
             if not self._ended[row]:
                 self._added[row].append(token)
-                self._ended[row] = self._stoppers[row].take([token])[1] is not None
+                full = len(self._added[row]) == self._continuation.max_new_tokens
+                self._ended[row] = full or token in self._continuation.ends
             # A token that nothing follows is read for its states alone.
             unread = len(self._rows[row]) + len(self._added[row]) > self._cache.lengths[index]
             if not self._ended[row] or (self._states is not None and unread):
@@ -272,8 +269,8 @@ class _Batch:
 
     def _forward(self, tokens: Sequence[int]) -> Tensor:
         """Read the last token of each row in the cache; logits [B, V] after it."""
-        tree = DraftTree.from_shape(torch.tensor(tokens, device=self._target.device)[:, None], _ROOT)
-        out = self._target.forward_tree(self._cache, tree, self._aux_layers)
+        roots = TreeBatch.roots(tokens, self._target.device)
+        out = self._target.forward_tree(self._cache, roots, self._aux_layers)
         if self._states is not None:
             self._states.add(self._alive, self._cache.lengths, out.aux_hidden_states)
         self._cache.commit([[0]] * len(self._alive))

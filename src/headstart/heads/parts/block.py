@@ -47,7 +47,7 @@ from headstart.heads.parts.text_attention import Sight, attend_blocks, by_row, p
 from headstart.recipes.sections import FromTarget
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
-from headstart.tree.proposal import Committed
+from headstart.tree.tree import Committed
 
 _NEWEST, _ROOT = 2 / 3, 1 / 3
 """Of a state, how much is passed on by the attention heads that look at the newest one, and at the root."""

@@ -32,7 +32,7 @@ from headstart.heads.parts.cache import LayerCache, cached_attention
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, with_own
 from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of
 from headstart.target.frozen import FrozenModel
-from headstart.tree.proposal import Committed
+from headstart.tree.tree import Committed
 
 _WORTH_A_COPY = 0.9
 """Origins of a batch are copied together again when fewer than this share of them go on."""

@@ -1,0 +1,67 @@
+"""The decode loop writes what the plain reference writes: the same tokens, greedy and sampled."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions, SamplingOptions
+from headstart.decode.sampling import warp
+from headstart.drafters.heads import HeadDrafter
+from headstart.heads.base import DraftHead
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
+from tests import reference
+from tests.heads.test_contract import build
+from tests.tiny import tiny_model
+
+PROMPT = [3, 9, 14, 3, 9, 14, 22]
+FAMILIES = [
+    "eagle",
+    "eagle-draft-vocabulary",
+    "eagle3-deep-normed",
+    "hydra",
+    "medusa",
+    "dspark-deep",
+    "mtp-own-modules",
+]
+SHAPE = TreeShape.from_paths(product(range(reference.WIDTH), repeat=reference.DEPTH))
+NEW = 24
+
+
+def heads_like(name: str, target: Target) -> DraftHead:
+    """Heads that are right now and then: what they would be after some training on this target's own text."""
+    heads = build(name, target)
+    heads.bind(target)
+    return heads.eval()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 0.8])
+def test_the_engine_writes_what_the_reference_writes(name: str, temperature: float, target: Target) -> None:
+    model, heads = tiny_model("llama", vocab_size=61), heads_like(name, target)
+    emitted, rounds = 0, 0
+    for seed in range(3 if temperature else 1):
+        options = DecodeOptions(max_new_tokens=NEW, temperature=temperature, seed=seed, ignore_end=True)
+        (found,) = Engine(target, HeadDrafter(heads, SHAPE)).generate([PROMPT], options)
+        warper = partial(warp, SamplingOptions(temperature=temperature)) if temperature else reference.greedy
+        assert found.tokens == reference.generate(model, heads, PROMPT, NEW, warper, seed if temperature else None)
+        emitted, rounds = emitted + len(found.tokens), rounds + len(found.rounds)
+    print(name, temperature, emitted / rounds)
+
+
+def test_the_reference_is_the_model(target: Target) -> None:
+    """Greedy, its text is that of transformers' own loop."""
+    model = tiny_model("llama", vocab_size=61)
+    heads = heads_like("eagle3", target)
+    stock = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    assert reference.generate(model, heads, PROMPT, NEW, reference.greedy) == stock[0, len(PROMPT) :].tolist()
