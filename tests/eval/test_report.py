@@ -100,7 +100,7 @@ def test_one_prompt_has_no_interval(results: dict[str, Any], tmp_path: Path) -> 
     judged = {name: Judgement(1, 7, None, []) for name in ("heads", "plain", "transformers", "ngram", OTHER + "x")}
     for name in judged:
         units[0].runs[name] = units[0].runs["plain" if name != "heads" else "heads"]
-    results["compare"] = compare_rows(units, judged, 0, "heads", True)
+    results["compare"] = compare_rows(units, judged, 0, "heads")
     html, markdown = pages(results, tmp_path / "one")
     for text in (html, markdown):
         assert "1.50x the speed of the plain loop on one prompt" in text
