@@ -131,7 +131,7 @@ def aux_layers(run: Run) -> list[int]:
 
 
 def _conversation_settings(run: Run) -> dict[str, Any]:
-    from headstart.data.conversations.identity import OF_SERVERS
+    from headstart.data.conversations.depends_on import OF_SERVERS
 
     data = run.recipe.data
     defaults = {name: field.get_default(call_default_factory=True) for name, field in type(data).model_fields.items()}
@@ -157,7 +157,7 @@ def _prompts_content(source: str) -> str | None:
 
 def _conversations(run: Run) -> Outcome:
     from headstart.data.conversations.building import build_conversations
-    from headstart.data.conversations.identity import begun_at, identity, pinned
+    from headstart.data.conversations.depends_on import begun_at, identity, pinned
     from headstart.data.states.shards import Capture
 
     data, target = run.recipe.data, run.target

@@ -45,8 +45,7 @@ _ROOT = TreeShape.chain(0)
 class BatchMemory:
     """How large a batch memory holds: learned from what did not fit, and shared by all batches of a run.
 
-    Args:
-        say: told, once, that batches are written in parts.
+    `say` is told, once, that batches are written in halves.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
@@ -80,10 +79,6 @@ class InProcess:
 
     Each row has draws of its own, so that what it says does not depend on which rows were written beside it (beyond
     rounding).
-
-    Args:
-        target: the model.
-        memory: what is known of it from earlier batches.
     """
 
     def __init__(self, target: Target, memory: BatchMemory | None = None) -> None:
@@ -148,14 +143,7 @@ class InProcess:
 
 
 class _Batch:
-    """Rows that are written together.
-
-    Args:
-        target: the model.
-        rows: all rows.
-        numbers: of those in this batch.
-        continuation: of all rows.
-    """
+    """The rows with these numbers among all, which are written together."""
 
     def __init__(
         self, target: Target, rows: Sequence[Sequence[int]], numbers: Sequence[int], continuation: Continuation
