@@ -94,7 +94,7 @@ def test_a_store_of_imported_states_is_that_of_computed_ones(
     work = imported(tmp_path, tiny_target, [*given, given[0]], shard_bytes=shard_bytes)
     seen: list[tuple[int, int]] = []
     found = work.take_folder(tmp_path / "files", lambda done, total: seen.append((done, total)))
-    assert (found.taken, found.there, found.lacking, found.left_out) == (5, 0, 0, {})
+    assert (found.taken, found.known, found.lacking, found.left_out) == (5, 0, 0, {})
     assert seen == [(number, 5) for number in range(1, 6)]
     assert len(list((tmp_path / "shards").glob("shard-*"))) == (5 if shard_bytes == 1 else 1)
     built, computed = stored(tmp_path, tiny_target, given, monkeypatch)
@@ -105,7 +105,7 @@ def test_a_store_of_imported_states_is_that_of_computed_ones(
         (expected,) = tiny_target.hidden_states([item.tokens], AUX_LAYERS)
         for layer in AUX_LAYERS:
             torch.testing.assert_close(sample.states[layer], expected[layer], rtol=1e-5, atol=1e-6)
-    assert imported(tmp_path, tiny_target, given).found.there == 5, "a second import has nothing to do"
+    assert imported(tmp_path, tiny_target, given).found.known == 5, "a second import has nothing to do"
 
 
 def test_only_layers_that_are_missing_are_taken(
@@ -354,7 +354,7 @@ def test_what_came_before_a_failure_is_kept(tiny_target: Target, tmp_path: Path,
     with pytest.raises(UserError, match="answered 400"):
         take_from_servers([serve(*[None] * 3, 400).url], imported(tmp_path, tiny_target, given), 1)
     again = imported(tmp_path, tiny_target, given)
-    assert (again.found.there, len(again.waiting)) == (3, 2)
+    assert (again.found.known, len(again.waiting)) == (3, 2)
 
 
 @pytest.mark.parametrize(

@@ -352,7 +352,7 @@ def test_shards_of_a_dead_planner_are_finished_first(tiny_target: Target, tmp_pa
     items = build_conversations(tiny_target, section(tmp_path, conversations=20), tmp_path / "data").train
     posted: list[Job] = []
 
-    def dies(target: Target, shards: Path, jobs: Any, *_: Any) -> Iterator[Any]:
+    def dies(target: Target, shards: Path, jobs: Any, *_: Any, **__: Any) -> Iterator[Any]:
         posted.extend(jobs)
         if posted:
             raise KeyboardInterrupt

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.identity import begun_at, identity, pinned
+from headstart.data.conversations.depends_on import begun_at, identity, pinned
 from headstart.data.prompts.reading import Prompts, in_turns, load_prompts
 from headstart.data.prompts.sources import Origin
 from headstart.errors import UserError
@@ -156,7 +156,7 @@ def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: l
 def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
     newest = "1" * 40
     monkeypatch.setattr(
-        "headstart.data.conversations.identity.find_origin",
+        "headstart.data.conversations.depends_on.find_origin",
         lambda source, revision: Origin(source, commit=revision or newest),
     )
     data = DataSection(prompts=(PromptSource(source="x/a"), PromptSource(source="x/b", revision="2" * 40)))

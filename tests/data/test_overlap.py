@@ -10,7 +10,7 @@ import pytest
 
 from headstart.data.conversations import part_writer
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.identity import identity
+from headstart.data.conversations.depends_on import identity
 from headstart.data.prompts import self_prompts
 from headstart.data.prompts.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Excluded
 from headstart.errors import UserError

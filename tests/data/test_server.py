@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.identity import identity
+from headstart.data.conversations.depends_on import identity
 from headstart.data.conversations.parts import Part
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers

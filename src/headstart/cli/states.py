@@ -68,7 +68,7 @@ def import_states(
         print(f"Left out {len(files)} file{'s' * (len(files) > 1)}: {reason} ({names}).")
     if done.left_out and not done.taken and done.lacking:
         raise UserError("None of the files could be taken over.", "See the reasons above.")
-    before = f"; {done.there} had states before" if done.there else ""
+    before = f"; {done.known} had states before" if done.known else ""
     print(f"States of {done.taken} conversations taken over{before}.")
     if done.lacking:
         print(f"{done.lacking} have none yet: headstart computes them here when states are next needed.")

@@ -151,7 +151,7 @@ def aux_layers(run: Run) -> list[int]:
 
 
 def _conversation_settings(run: Run) -> dict[str, Any]:
-    from headstart.data.conversations.identity import OF_SERVERS
+    from headstart.data.conversations.depends_on import OF_SERVERS
 
     data = run.recipe.data
     excluded = {"the excluded questions": [content(file) for file in data.exclude]} if data.exclude else {}
@@ -175,7 +175,7 @@ def _prompts_content(source: str) -> str | None:
 
 def _conversations(run: Run) -> Outcome:
     from headstart.data.conversations.building import build_conversations
-    from headstart.data.conversations.identity import begun_at, identity, pinned
+    from headstart.data.conversations.depends_on import begun_at, identity, pinned
     from headstart.data.states.shards import Capture
 
     data, target = run.recipe.data, run.target

@@ -34,18 +34,16 @@ def import_states(run: Run, source: str) -> Imported:
     Raises:
         UserError: nothing there, or nothing that can be taken over.
     """
-    from headstart.data.states.shards import fitting
-    from headstart.data.states.store import estimate_bytes
+    from headstart.data.states.shards import StateKind
     from headstart.data.states.vllm_files import Import
     from headstart.data.states.vllm_servers import take_from_servers
 
     target, layers, wanted, states_dtype = run.target, aux_layers(run), [], run.recipe.data.states_dtype
-    budget = int(run.recipe.data.cache_gigabytes * 1e9)
+    budget, kind = int(run.recipe.data.cache_gigabytes * 1e9), StateKind(target, tuple(layers), states_dtype)
     for split in ("calibration", "train"):  # as the store is built
         texts = conversations(run, split)
-        texts = texts[: fitting(texts, target, layers, budget, states_dtype)]
-        tokens = sum(len(item.tokens) for item in texts)
-        budget -= estimate_bytes(tokens, len(layers), target.hidden_size, target.dtype, states_dtype)
+        texts = texts[: kind.fitting(texts, budget)]
+        budget -= kind.bytes(sum(len(item.tokens) for item in texts))
         wanted += texts
     shared = states_artifact(run)
     with held(shared, run.console) as shards:

@@ -25,14 +25,13 @@ def answered(
 ) -> Generator[tuple[int, T], None, None]:
     """Numbers of questions with their answers, as these come. Close it where it is left early: nothing is asked then.
 
+    What `ask` and `check` raise is raised here.
+
     Args:
         count: of the questions.
         at_once: most that are under way.
         ask: gives the answer to a question; the event is set once nobody waits for answers any more.
-        check: called while answers are waited for; what it raises ends the work.
-
-    Raises:
-        BaseException: what an answer raised, or `check`.
+        check: called while answers are waited for.
     """
     waiting, done = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, T | None, BaseException | None]]()
     for number in range(count):
@@ -53,16 +52,16 @@ def answered(
         for _ in range(min(at_once, count)):
             # An answer that nobody waits for any more does not keep the program from ending.
             threading.Thread(target=work, name="request", daemon=True).start()
-        left = count
-        while left:
+        remaining = count
+        while remaining:
             check()
             try:
-                number, found, error = done.get(timeout=_CHECK_SECONDS)
+                number, answer, error = done.get(timeout=_CHECK_SECONDS)
             except queue.Empty:
                 continue
             if error is not None:
                 raise error
-            left -= 1
-            yield number, cast(T, found)
+            remaining -= 1
+            yield number, cast(T, answer)
     finally:
         stop.set()

@@ -45,10 +45,7 @@ _ABSENT = {400, 404, 405, 422, 501}
 class Later(Exception):
     """A request failed in a way that may pass.
 
-    Args:
-        problem: what happened.
-        busy: whether the server has too much to do.
-        seconds: after which the server wants to be asked again, if it said so.
+    The server is `busy` where it has too much to do, and wants to be asked again after `seconds`, where it says so.
     """
 
     def __init__(self, problem: str, busy: bool = False, seconds: float = 0.0) -> None:
@@ -57,13 +54,9 @@ class Later(Exception):
 
 
 class Endpoint:
-    """One server. Its counts belong to whoever holds the lock of the `Pool`.
-
-    Args:
-        url: with or without the `/v1` of OpenAI's paths.
+    """One server, with or without the `/v1` of OpenAI's paths. Its counts belong to who holds the lock of the `Pool`.
 
     Attributes:
-        url: as messages name it.
         under_way: requests.
         last: number of the last of them, among those of the pool.
         failures: in a row.
@@ -102,13 +95,7 @@ class Endpoint:
     def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, absent: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The JSON object that a request is answered with.
-
-        Args:
-            method: of HTTP.
-            path: after the server's address.
-            body: sent as JSON.
-            absent: what comes back where the server has no such page; None is an error then.
+        """The JSON object that a request is answered with; `absent` where the server has no such page, unless None.
 
         Raises:
             Later: it may work another time.
@@ -138,10 +125,9 @@ class Endpoint:
         return page
 
     def once(self, find: Callable[[Endpoint], T]) -> T:
-        """What there is to find out about the server, by the first of the requests that need it.
+        """What the first of the requests that need it finds out about the server.
 
-        Raises:
-            Later, UserError: as `find`. A failure counts for all requests that waited for it.
+        A failure counts for all requests that waited for it.
         """
         came = monotonic()
         with self._meeting:
@@ -173,12 +159,9 @@ class Endpoint:
 
 
 class Pool:
-    """Servers that answer the same questions.
+    """Servers that answer the same questions, with so many requests under way at most.
 
-    Args:
-        urls: of the servers.
-        requests: most that are under way, over all of them.
-        remedy: what to do when none answers.
+    `remedy` says what to do when none answers.
     """
 
     def __init__(self, urls: Sequence[str], requests: int, remedy: str) -> None:
@@ -192,7 +175,7 @@ class Pool:
     def answers(
         self, questions: int, ask: Callable[[int, Endpoint], T], check: Callable[[], None] = lambda: None
     ) -> Generator[tuple[int, T], None, None]:
-        """Numbers of questions with their answers, as these come.
+        """Numbers of so many questions with their answers, as these come.
 
         Args:
             questions: how many there are.
@@ -200,7 +183,7 @@ class Pool:
             check: called while answers are waited for; what it raises ends the work.
 
         Raises:
-            UserError: no server answered for long, or what `ask` raised.
+            UserError: no server answered for long.
         """
 
         def patiently(number: int, stop: threading.Event) -> T:

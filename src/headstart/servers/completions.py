@@ -16,15 +16,9 @@ class NoTokenIds(KeyError):
 
 @dataclass(frozen=True)
 class Ask:
-    """What a server is to continue, and how.
+    """What a server is to continue, and how; at a temperature of 0 greedily.
 
     Attributes:
-        prompt: token ids.
-        max_new_tokens: most tokens to add.
-        temperature: 0 is greedy, and the settings below count for nothing then.
-        top_k: likeliest tokens that are drawn from; 0 is all.
-        top_p: nucleus.
-        seed: of the draws; None leaves it to the server.
         ends: tokens that end the answer, where the server can be told; None leaves it to the server's own.
     """
 
@@ -51,8 +45,7 @@ class Reply:
 
     Attributes:
         tokens: ids, the prompt's left out.
-        prompt: the ids that it says it read; None where it does not say.
-        prompt_length: how many these were; None where it does not say.
+        prompt: the ids that it says it read, or only how many (`prompt_length`); None where it does not say.
         at_own_end: whether it stopped at a token that ends answers for the server.
         aborted: whether the server gave up in the middle.
     """

@@ -39,9 +39,7 @@ class Counters:
 
     Attributes:
         rounds: passes of the target that verified drafts.
-        drafted: tokens.
-        accepted: of these.
-        by_position: accepted at each place of the chain.
+        drafted: tokens, of which so many were `accepted`, also `by_position` in the chain.
     """
 
     rounds: int = 0
@@ -66,12 +64,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """What an engine wrote.
-
-    Attributes:
-        tokens: ids, the prompt's left out.
-        seconds: from the request to the whole answer.
-    """
+    """Token ids that an engine wrote, and seconds from the request to the whole answer."""
 
     tokens: tuple[int, ...]
     seconds: float
@@ -118,7 +111,7 @@ class Server:
         engine: which.
         target: as the engine takes it: a folder, a Hub id or a GGUF file.
         drafting: arguments that add heads; none for plain decoding.
-        log: file that takes what the engine prints.
+        log: takes what the engine prints.
         command: in place of the engine's own.
         options: further arguments, as one would type them.
         start_seconds: after which an engine that does not answer has failed.
@@ -193,7 +186,7 @@ class Server:
         raise UserError(f"{self.engine.name} did not answer: {problem[:300]}", f"Its log is {self.log}.")
 
     def counters(self) -> Counters:
-        """What it has counted so far; nothing where it drafts nothing."""
+        """What it has counted so far."""
         try:
             return read_counters(self._endpoint.send("GET", "/metrics").text)
         except Later as error:

@@ -33,14 +33,9 @@ class KeepsStates(Protocol):
 
 
 class Answers:
-    """Lets the target answer prompts.
+    """Lets the target answer prompts: in this process by default.
 
-    Args:
-        target: the model, with its tokenizer.
-        settings: the recipe's data section.
-        writer: the target in this process by default.
-        capture: takes the hidden states of what is written.
-        check: called now and then; what it raises ends the work.
+    `capture` takes the hidden states of what is written; `check` is called now and then, and ends the work by raising.
     """
 
     def __init__(
@@ -60,13 +55,8 @@ class Answers:
     ) -> list[Conversation]:
         """Answer every user turn of each prompt of a batch, shortest prompts first.
 
-        Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same.
-
-        Args:
-            prompts: of one batch.
-            seed: of the batch.
-            sampled_fraction: share of the answers at temperature 1.
-            left_out: counts what the chat template makes nothing to learn from of.
+        Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same, this
+        share of them at temperature 1. What the chat template makes nothing to learn from of is left out and counted.
         """
         settings, target = self._settings, self._target
         given = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]

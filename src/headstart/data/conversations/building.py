@@ -147,14 +147,7 @@ class _Writing:
     def parts(
         self, split: str, kept: Sequence[Conversation], count: int, max_tokens: float
     ) -> Iterator[tuple[Part, bool]]:
-        """The parts of a split, each with whether it is new, until there is enough.
-
-        Args:
-            split: its name.
-            kept: what the caller keeps of the parts, which decides how many more there are.
-            count: conversations wanted.
-            max_tokens: tokens wanted.
-        """
+        """The parts of a split, each with whether it is new, until the caller has kept enough of them."""
 
         def missing() -> int:
             return 0 if sum(len(item.tokens) for item in kept) >= max_tokens else count - len(kept)

@@ -44,12 +44,7 @@ def owner_of(target: Target) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """Something to do.
-
-    Attributes:
-        order: jobs are taken in the order of this word.
-        what: all that is needed to do it, as JSON values.
-    """
+    """Something to do; `what` is all that is needed, as JSON values. Jobs are taken in the order of `order`."""
 
     order: str
     what: dict[str, Any]
@@ -67,11 +62,7 @@ Do = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Board:
-    """A folder of jobs.
-
-    Args:
-        folder: on a disk that all who help see.
-    """
+    """A folder of jobs, on a disk that all who help see."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,11 +73,10 @@ class Board:
             write_json(self.folder / name / JOB, what, indent=None)
 
     def names(self) -> list[str]:
-        """Of all jobs, in order."""
+        """All jobs, in order."""
         return sorted(file.parent.name for file in self.folder.glob(f"*/{JOB}"))
 
     def job(self, name: str) -> dict[str, Any]:
-        """What to do."""
         return dict(read_json(self.folder / name / JOB))
 
     def result(self, name: str) -> dict[str, Any] | None:
@@ -95,7 +85,6 @@ class Board:
         return dict(read_json(file)) if file.is_file() else None
 
     def finish(self, name: str, result: dict[str, Any]) -> None:
-        """Say what came of a job."""
         write_json(self.folder / name / RESULT, result, indent=None)
 
     def claim(self, name: str) -> ExitStack | None:
@@ -157,9 +146,7 @@ class Plan(Protocol[J]):
     def next(self, waiting: Sequence[J], writers: int) -> J | None:
         """The next job; None when there is none now.
 
-        Args:
-            waiting: jobs before it whose results have not been used.
-            writers: how many are being done now.
+        `waiting` are the jobs before it whose results have not been used; so many `writers` work now.
         """
 
     def still(self, job: J, writers: int) -> bool:
@@ -181,12 +168,7 @@ class InOrder(Generic[J]):
 
 @dataclass
 class _Posted(Generic[J]):
-    """A job whose result has not been used.
-
-    Attributes:
-        future: of a job that is done here.
-        elsewhere: whether another process does it.
-    """
+    """A job whose result has not been used; it is done here (`future`), elsewhere, or by nobody yet."""
 
     job: J
     result: dict[str, Any] | None = None
@@ -215,14 +197,7 @@ class _Posted(Generic[J]):
 def share(plan: Plan[J], do: Do, workers: Workers, board: Board | None = None) -> Iterator[tuple[J, dict[str, Any]]]:
     """Do the jobs of a plan, with whoever helps; yields each with its result, in the order of the plan.
 
-    Args:
-        plan: asked for one job after the other.
-        do: does a job here.
-        workers: entered; those of this process.
-        board: where others find jobs; None to do all of them here.
-
-    Raises:
-        Exception: what `do` raises here. What others cannot do is done here.
+    What `do` raises here is raised; what others cannot do is done here. Without a board nobody helps.
     """
     if board is None and not workers.beside:
         while (job := plan.next((), 1)) is not None:
@@ -298,28 +273,14 @@ def _done(do: Do, what: dict[str, Any], name: str, board: Board | None, claim: E
 
 @dataclass
 class Helper:
-    """Does jobs that another process has planned.
-
-    Attributes:
-        do: does a job.
-        mine: whether a job can be done here.
-        refused: names of those that cannot.
-    """
+    """Does jobs that another process has planned, as far as they can be done here (`mine`)."""
 
     do: Do
     mine: Callable[[dict[str, Any]], bool]
     refused: set[str] = field(default_factory=set)
 
     def help(self, boards: Collection[Board], workers: Workers) -> int:
-        """Take jobs until there is none left to take; how many were done.
-
-        Args:
-            boards: where to look.
-            workers: entered.
-
-        Raises:
-            Exception: what `do` raises; the job is free for others then.
-        """
+        """Take jobs until there is none left to take; how many were done. What `do` raises frees the job for others."""
         running: list[Future[dict[str, Any]]] = []
         finished = 0
         while True:

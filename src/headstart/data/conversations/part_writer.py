@@ -29,14 +29,9 @@ _OF_PLANNING = {"conversations", "heldout", "validation", "minutes", "cache_giga
 
 @dataclass(frozen=True)
 class PartJob(Job):
-    """A part that is still to be written.
+    """A part that is still to be written: of `size` conversations at most, the `first` of its split or not.
 
-    Attributes:
-        number: among the parts of all splits.
-        split: its name.
-        prompts: of given prompts, the range in their order that it answers.
-        size: conversations at most.
-        first: whether the split has none before it.
+    See `headstart.data.conversations.parts.Part` for its other fields.
     """
 
     number: int
@@ -49,11 +44,7 @@ class PartJob(Job):
 class PartWriter:
     """Writes parts: the same for the same settings and number, whoever does.
 
-    Args:
-        target: the model, with its tokenizer.
-        settings: the recipe's data section.
-        say: told when memory is short.
-        capture: takes hidden states.
+    `say` is told when memory is short; `capture` takes hidden states.
     """
 
     def __init__(
@@ -137,11 +128,7 @@ def help_writing(
 ) -> dict[str, Any]:
     """Write the part of a job that another process has planned.
 
-    Args:
-        target: the model that the job asks for.
-        what: the job.
-        capture: makes what takes the hidden states of these layers, kept in this way, if the job keeps any.
-        check: called now and then.
+    `capture` makes what takes the hidden states of these layers, stored in this way, if the job keeps any.
     """
     settings = DataSection.model_validate(what["settings"])
     states = capture(what["states"], settings.states_dtype) if what["states"] else None

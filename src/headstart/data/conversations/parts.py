@@ -16,15 +16,12 @@ CLOCKS = "clocks.json"
 
 @dataclass
 class Part:
-    """One batch of conversations of a split.
+    """One batch of conversations of a split, with a number among the parts of all splits.
 
     Attributes:
-        number: among the parts of all splits.
-        split: its name.
         prompts: of given prompts, the range in their order that the part answers.
         seconds: that its writing took; of parts that were written at once, each has its share.
-        conversations: all of them.
-        fresh: those whose prompt is in no earlier part.
+        fresh: conversations whose prompt is in no earlier part.
     """
 
     number: int
@@ -75,6 +72,9 @@ class TimeBudget:
     Args:
         minutes: the budget; None has no end.
         file: where it is kept after how many parts a budget was spent, so that the same budget ends there again.
+
+    Attributes:
+        ended: whether the budget is what ended the writing.
     """
 
     def __init__(self, minutes: float | None, file: Path) -> None:
@@ -82,7 +82,7 @@ class TimeBudget:
         self._budget = math.inf if minutes is None else 60 * minutes
         self._ends: dict[str, int] = read_json(file) if file.is_file() else {}
         self._taken, self._spent, self._new = 0, 0.0, list[float]()
-        self._ended = False
+        self.ended = False
 
     def takes(self, seconds: float) -> bool:
         """Whether a part that is there belongs to the budget: its middle does, or it did before."""
@@ -90,7 +90,7 @@ class TimeBudget:
             taken = self._taken < self._ends[self._key]
         else:
             taken = not self._taken or self._spent + seconds / 2 < self._budget
-        self._ended = not taken
+        self.ended = not taken
         if taken:
             self._taken, self._spent = self._taken + 1, self._spent + seconds
         return taken
@@ -103,23 +103,16 @@ class TimeBudget:
     def over(self, workers: int, since: float) -> bool:
         """Whether another part would end further after the budget than its worker would stop before it without one.
 
-        Args:
-            workers: parts that are written at once.
-            since: seconds since the last part was written.
+        So many `workers` write parts at once, and the last was written so many seconds `since`.
         """
         if self._key in self._ends:
-            self._ended = self._taken >= self._ends[self._key]
+            self.ended = self._taken >= self._ends[self._key]
         else:
-            one = workers * sum(self._new) / len(self._new) if self._new else 0.0
-            self._ended = self._spent + since + one / 2 >= self._budget
-        return self._ended
-
-    @property
-    def ended(self) -> bool:
-        """Whether the budget is what ended the writing."""
-        return self._ended
+            part = workers * sum(self._new) / len(self._new) if self._new else 0.0
+            self.ended = self._spent + since + part / 2 >= self._budget
+        return self.ended
 
     def stop(self) -> None:
         """Nothing more is written; when that is because the budget is spent, it is noted where it was."""
-        if self._ended and self._budget < math.inf and self._key not in self._ends:
+        if self.ended and self._budget < math.inf and self._key not in self._ends:
             write_json(self._file, {**self._ends, self._key: self._taken})

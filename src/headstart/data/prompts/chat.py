@@ -19,10 +19,7 @@ Message = dict[str, str]
 class Unfit(UserError):
     """A conversation that the chat template makes nothing to learn from of; others of the same source may do.
 
-    Args:
-        problem: what is wrong with it.
-        remedy: what to do about it.
-        reason: under which it is counted, such as "that the chat template refuses".
+    It is counted under `reason`, such as "that the chat template refuses".
     """
 
     def __init__(self, problem: str, remedy: str, reason: str) -> None:
@@ -64,15 +61,9 @@ def render(messages: Sequence[Message], tokenizer: Any, *, answer: bool) -> str:
 
 
 def added_tokens(before: str, after: str, last_token: int, tokenizer: Any) -> list[int]:
-    """Tokens that a template puts after an answer.
+    """Tokens that a template puts after an answer, from the rendering `before` them and that `after` them.
 
     The end of the turn is the answer's own last token; what the template puts after it comes with the next turn.
-
-    Args:
-        before: the conversation up to the answer, rendered; `after` begins with it.
-        after: the same with what follows.
-        last_token: of the answer, as the target wrote it.
-        tokenizer: of the target.
     """
     end = tokenizer.decode([last_token])
     tail = before[before.rindex(end) + len(end) :] if end in before else ""
@@ -105,11 +96,7 @@ def with_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> Any:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Refuse a target that cannot chat.
-
-    Raises:
-        UserError: no tokenizer, or one without a chat template.
-    """
+    """Refuse a target without a tokenizer or chat template."""
     if tokenizer is None or not has_template(tokenizer):
         raise UserError(
             "The target's tokenizer has no chat template, so there is no telling what the assistant wrote.",
@@ -118,11 +105,7 @@ def check_template(tokenizer: Any) -> None:
 
 
 def check_prompts(tokenizer: Any, prompts: object) -> None:
-    """Refuse a target that cannot answer a recipe's prompts (`data.prompts`), before they are read.
-
-    Raises:
-        UserError: no tokenizer, or no chat template and prompts that the target should write itself.
-    """
+    """Refuse a target that has no tokenizer, or no chat template and a recipe whose prompts it should write itself."""
     if tokenizer is None:
         check_template(tokenizer)
     if prompts == "self" and not has_template(tokenizer):
@@ -134,11 +117,7 @@ def check_prompts(tokenizer: Any, prompts: object) -> None:
 
 
 def check_offsets(tokenizer: Any) -> None:
-    """Refuse a tokenizer that does not tell where its tokens lie in a text.
-
-    Raises:
-        UserError: it is a slow one.
-    """
+    """Refuse a (slow) tokenizer that does not tell where its tokens lie in a text."""
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"{type(tokenizer).__name__} does not tell which characters a token covers.",

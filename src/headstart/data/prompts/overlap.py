@@ -32,14 +32,7 @@ def normalise(text: str) -> str:
 
 
 class Excluded:
-    """Questions that no prompt may give away.
-
-    Args:
-        files: question files, as for a report.
-
-    Raises:
-        UserError: a file that is missing, empty or malformed.
-    """
+    """Questions, of files as for a report, that no prompt may give away."""
 
     def __init__(self, files: Sequence[str]) -> None:
         questions = [question for file in files for question in read_questions(Path(file).expanduser())]
@@ -47,15 +40,12 @@ class Excluded:
         self._runs = {run for question in questions for turn in question.turns for run in _runs(turn)}
 
     def reason(self, turns: Sequence[str]) -> str | None:
-        """Why a prompt is left out; None for one that gives nothing away.
+        """Why a prompt, what the user says turn by turn, is left out; None for one that gives nothing away.
 
         It is left out when its first turn equals a question's (see `normalise`), or when any turn has `OVERLAP_WORDS`
         words in a row that stand in any turn of a question; punctuation and case do not matter. In scripts without
         blanks each character counts as a word. A question that is shorter than that and stands inside a longer prompt
         is not found.
-
-        Args:
-            turns: what the user says.
         """
         if turns and normalise(turns[0]) in self._asked:
             return SAME

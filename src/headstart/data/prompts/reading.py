@@ -72,12 +72,10 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What `load_prompts` read.
+    """Prompts in the order in which they were drawn, from the `origins` of all sources.
 
     Attributes:
-        prompts: in the order in which they were drawn.
         left_out: the other records that were read on the way.
-        origins: the content that they were drawn from, source by source.
         used_up: sources among several that had no more; the others gave their share.
     """
 
@@ -198,12 +196,7 @@ class _Rule:
         self._seen: set[str] = set()
 
     def prompt(self, row: Mapping[str, Any], name: str) -> Prompt:
-        """The prompt that a record makes.
-
-        Raises:
-            ValueError: as `parse_prompt`.
-            Unusable: it makes none, is repeated, too long or excluded.
-        """
+        """The prompt that a record makes; raises as `parse_prompt`, and when it is repeated, too long or excluded."""
         prompt = parse_prompt(row, name)
         if prompt.plain is not self._plain:
             raise Unusable(PLAIN if prompt.plain else CHAT)
@@ -231,12 +224,7 @@ class _Rule:
 
 
 class _Reading:
-    """The usable prompts of a source, in their order.
-
-    Attributes:
-        where: the source, for people.
-        used_up: whether there are no more.
-    """
+    """The usable prompts of a source, in their order; `where` names it for people."""
 
     def __init__(self, source: PromptSource, seed: int | None, whole: bool, rule: _Rule) -> None:
         self._split = source.split or "train"
@@ -292,11 +280,7 @@ def _none_left(where: str, read: int, left_out: LeftOut) -> UserError:
 
 
 def beginning(text: str, tokenizer: Any, tokens: int) -> str:
-    """The text of the first `tokens` tokens; all of a shorter text.
-
-    Raises:
-        UserError: a tokenizer that does not tell where its tokens lie in a text.
-    """
+    """The text of the first `tokens` tokens; all of a shorter text."""
     check_offsets(tokenizer)
     read = text[: _CHARACTERS_PER_TOKEN * tokens]
     offsets = tokenizer(read, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

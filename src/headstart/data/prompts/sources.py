@@ -27,13 +27,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Origin:
-    """What a source holds, now.
-
-    Attributes:
-        source: as the recipe names it.
-        commit: of a dataset on the hub; None for what lies on this machine.
-        content: hash of a file or folder on this machine; None for a dataset on the hub.
-    """
+    """What a source holds, now: the commit of a dataset on the hub, or the hash of a file or folder on this machine."""
 
     source: str
     commit: str | None = None
@@ -49,13 +43,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a source.
-
-    Attributes:
-        location: for people, such as "line 3".
-        id: unique in the source.
-        row: the record itself.
-    """
+    """One record of a source: `location` is for people ("line 3"), `id` unique in the source."""
 
     location: str
     id: str
@@ -67,9 +55,7 @@ def find_origin(source: str, revision: str | None = None) -> Origin:
 
     Asks the hub unless `revision` is a commit; without a network, the newest commit that was downloaded before counts.
 
-    Args:
-        source: as for `headstart.data.prompts.reading.load_prompts`.
-        revision: branch, tag or commit of a dataset on the hub; None is its main branch.
+    `revision` is a branch, tag or commit of a dataset on the hub; None is its main branch.
 
     Raises:
         UserError: no such file or dataset, or a revision of something that is not on the hub.
@@ -89,7 +75,7 @@ def read_records(origin: Origin, split: str, seed: int | None = None, *, whole: 
     Args:
         origin: of the source.
         split: of a dataset.
-        seed: of the order in which they are drawn; None reads them as they stand.
+        seed: of the order; None reads them as they stand.
         whole: a dataset of the hub may be downloaded as a whole; records come as they are read otherwise.
 
     Raises:
@@ -211,17 +197,17 @@ def _commit_of(source: str, revision: str | None) -> str:
     name, _, config = source.partition(":")
     try:
         info = _hub_info(name, revision)
-        found = None if info is None else str(info.sha)
-        if found is None and revision is None:
-            found = _downloaded(name, config)
+        commit = None if info is None else str(info.sha)
+        if commit is None and revision is None:
+            commit = _downloaded(name, config)
     except Exception as error:
         raise _unreadable(source, None, error) from error
-    if found is None:
+    if commit is None:
         raise UserError(
             f"The hub does not answer, so that revision {revision!r} of {name!r} is not known.",
             "Connect to the network, or set data.revision to the commit that was downloaded before.",
         )
-    return found
+    return commit
 
 
 def _bytes_of(name: str, config: str, commit: str) -> int | None:
@@ -229,10 +215,11 @@ def _bytes_of(name: str, config: str, commit: str) -> int | None:
     info = _hub_info(name, commit)
     if info is not None:
         return sum(file.size or 0 for file in info.siblings or [])
-    found = _downloaded(name, config)
-    if found != commit:  # `datasets` would take it for the one that was asked for
+    downloaded = _downloaded(name, config)
+    if downloaded != commit:  # `datasets` would take it for the one that was asked for
         raise UserError(
-            f"The hub does not answer, and another revision of {name!r} than {commit} was downloaded before: {found}.",
+            f"The hub does not answer, and another revision of {name!r} than {commit} was downloaded before: "
+            f"{downloaded}.",
             "Connect to the network, or set data.revision to that one.",
         )
     return None

@@ -30,7 +30,7 @@ def identify(
     """Distance of states from the target's own at this layer, and what they are instead ("" when alike).
 
     Args:
-        aux_layer: that they are said to be of.
+        aux_layer: that they should be of.
         given_TE: the states.
         fresh: the target's own on the same tokens, at `every_layer`.
         target: whose they should be.
@@ -55,9 +55,9 @@ def identify(
             return own, f"layer {last} holds the state after the final norm: a norm too many"
         side = ": off by one" if FINAL not in (aux_layer, nearest) and abs(aux_layer - nearest) == 1 else ""
         return own, f"{name} holds {called(nearest)}{side}"
-    for late, said in ((1, "late"), (-1, "early")):
+    for late, word in ((1, "late"), (-1, "early")):
         if distance(given_TE[max(late, 0) :][: len(given_TE) - 1], fresh[aux_layer][max(-late, 0) :]) <= limit:
-            return own, f"{name} is one token {said}: state t stands at token {'t + 1' if late > 0 else 't - 1'}"
+            return own, f"{name} is one token {word}: state t stands at token {'t + 1' if late > 0 else 't - 1'}"
     for other, state_TE in fresh.items():
         if distance(given_TE, _normed(state_TE)) <= limit:
             return own, f"{name} holds {called(other)} with a norm that the target does not apply there"

@@ -64,11 +64,7 @@ class OnlineStates:
     They are what `build_store` keeps but for the order of sums: there the rows of a forward are as long as each other,
     here those of a training batch.
 
-    Args:
-        folder: the conversations were read from, for messages.
-        conversations: their order is the order of the batches' indices.
-        target: the frozen model; states come out on its device.
-        aux_layers: which hidden states to compute.
+    They come out on the target's device.
 
     Raises:
         UserError: nothing to learn from, or a conversation that the target cannot read.
@@ -111,13 +107,13 @@ class OnlineStates:
         if self._target.sharded:
             batches = [None] * dist.get_world_size()
             dist.all_gather_object(batches, indices)
-        found: list[dict[int, Tensor]] = []
+        of_indices: list[dict[int, Tensor]] = []
         for batch in dict.fromkeys(filter(None, batches)):
             rows = [self._conversations[index].tokens for index in batch]
             states = self._target.hidden_states(rows, self.aux_layers)
             if batch == indices:
-                found = states
-        return found
+                of_indices = states
+        return of_indices
 
     def supervised(self) -> Iterable[Tensor]:
         return (torch.tensor(conversation.supervised) for conversation in self._conversations)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,45 @@ SHARD_BYTES = 64_000_000, 2_000_000_000
 """A shard is closed once it holds this much, at least and at most; it is the most work that a kill can lose."""
 _SHARDS = 200
 """Between the two, the states of a build make about so many shards."""
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """Which hidden states are kept of each token, and how they are stored (see `headstart.data.states.codes`)."""
+
+    target: Target
+    aux_layers: tuple[int, ...]
+    states_dtype: str = AUTO
+
+    @property
+    def owner(self) -> str:
+        """Whose states a shard holds, and how they are stored."""
+        owner = owner_of(self.target)
+        return owner if self.states_dtype == AUTO else f"{owner} {self.states_dtype}"
+
+    def bytes(self, tokens: int) -> int:
+        """Bytes on disk of so many tokens."""
+        size = self.target.hidden_size, self.target.dtype
+        return estimate_bytes(tokens, len(self.aux_layers), *size, states_dtype=self.states_dtype)
+
+    def fitting(self, conversations: Sequence[Conversation], budget_bytes: int) -> int:
+        """How many conversations, from the first one on, a byte budget holds the states of.
+
+        Raises:
+            UserError: not even the first.
+        """
+        used = 0
+        for kept, conversation in enumerate(conversations):
+            used += self.bytes(len(conversation.tokens))
+            if used > budget_bytes:
+                if not kept:
+                    raise UserError(
+                        f"The byte budget of {format_bytes(max(0, budget_bytes))} does not hold one conversation "
+                        f"({format_bytes(used)} for {len(conversation.tokens)} tokens).",
+                        "Raise data.cache_gigabytes.",
+                    )
+                return kept
+        return len(conversations)
 
 
 @dataclass(frozen=True)
@@ -83,27 +122,28 @@ def build_store(
             conversation, or too little free disk.
     """
     check_conversations(conversations, target)
-    aux_layers, shards, work = tuple(dict.fromkeys(aux_layers)), shards or folder, work or Work()
-    kept = conversations[: fitting(conversations, target, aux_layers, budget_bytes, work.states_dtype)]
+    shards, work = shards or folder, work or Work()
+    kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), work.states_dtype)
+    kept = conversations[: kind.fitting(conversations, budget_bytes)]
     if work.board is not None:  # what a process which was killed had planned: its helpers may be computing it still
         posted = [Job(name.rpartition("-")[0], work.board.job(name)) for name in work.board.names()]
         for _ in _computed(target, shards, posted, work.board):
             pass
-    index = ShardIndex(shards, owner(target, work.states_dtype))
-    jobs = _planned(target, kept, index.lacking(kept, aux_layers), shards, work)
+    index = ShardIndex(shards, kind.owner)
+    jobs = _planned(kind, kept, index, work)
     total = sum(len(conversation.tokens) for conversation in kept)
     done = total - sum(_tokens(job) for job in jobs)
 
     def advance(tokens: int) -> None:
         work.advance(done + tokens, total)
 
-    for job, file in _computed(target, shards, jobs, work.board, advance):
+    for job, file in _computed(target, shards, jobs, work.board, advance=advance):
         index.add(file)
         done += _tokens(job)
         advance(0)
     if work.board is not None:
         work.board.clear()
-    manifest = _manifest(folder, index, target, aux_layers, kept, work.states_dtype)
+    manifest = _manifest(folder, index, kind, kept)
     write_json(folder / MANIFEST, {**manifest, "dropped": len(conversations) - len(kept)}, indent=None)
     return StateStore(folder)
 
@@ -123,17 +163,11 @@ class Capture:
     """Hidden states that writing conversations computes anyway, kept as shards that a store built later finds.
 
     They are those of decoding, token by token, and differ from what `build_store` computes by rounding alone.
-
-    Args:
-        shards: folder of the shards.
-        target: the model that writes.
-        aux_layers: which hidden states to keep.
-        states_dtype: how they are stored, see `headstart.data.states.codes`.
     """
 
     def __init__(self, shards: Path, target: Target, aux_layers: Sequence[int], states_dtype: str = AUTO) -> None:
         self.aux_layers = tuple(dict.fromkeys(aux_layers))
-        self._shards, self._target, self._states_dtype = shards, target, states_dtype
+        self._shards, self._kind = shards, StateKind(target, self.aux_layers, states_dtype)
 
     def keep(self, written: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
         """Write a shard of conversations and the states [T, E] of their tokens, by layer.
@@ -145,35 +179,28 @@ class Capture:
             return
         once = {_key(conversation.tokens): (conversation.tokens, states) for conversation, states in written}
         rows, states = [tokens for tokens, _ in once.values()], [states for _, states in once.values()]
-        target, layers = self._target, self.aux_layers
-        needed = estimate_bytes(sum(map(len, rows)), len(layers), target.hidden_size, target.dtype, self._states_dtype)
-        need_disk(self._shards, needed, "Keeping hidden states")
-        _write_shard(self._shards, target, layers, rows, states, self._states_dtype)
+        need_disk(self._shards, self._kind.bytes(sum(map(len, rows))), "Keeping hidden states")
+        _write_shard(self._shards, self._kind, rows, states)
 
 
 # -- computing -------------------------------------------------------------------------------------------------------
 
 
-def _planned(
-    target: Target, kept: Sequence[Conversation], lacking: Mapping[tuple[int, ...], list[int]], shards: Path, work: Work
-) -> list[Job]:
-    """A job for each shard to compute; conversations are told by their tokens.
-
-    `lacking` holds the numbers of those that lack states, by the layers that they lack.
-    """
+def _planned(kind: StateKind, kept: Sequence[Conversation], index: ShardIndex, work: Work) -> list[Job]:
+    """A job for each shard to compute; conversations are told by their tokens."""
     lengths = [len(conversation.tokens) for conversation in kept]
-    size = (target.hidden_size, target.dtype, work.states_dtype)
-    per_token = {layers: estimate_bytes(1, len(layers), *size) for layers in lacking}
+    lacking = index.lacking(kept, kind.aux_layers)
+    per_token = {layers: replace(kind, aux_layers=layers).bytes(1) for layers in lacking}
     needed = sum(per_token[layers] * lengths[i] for layers, numbers in lacking.items() for i in numbers)
-    need_disk(shards, needed, "Keeping hidden states")
+    need_disk(index.folder, needed, "Keeping hidden states")
     jobs: list[Job] = []
     for layers, missing in lacking.items():
         for numbers in _split(missing, lengths, per_token[layers], work.shard_bytes or shard_size(needed)):
             what = {
                 "kind": STATES,
-                "target": owner_of(target),
+                "target": owner_of(kind.target),
                 "layers": list(layers),
-                "rows": [list(kept[i].tokens) for i in numbers],
+                "rows": [kept[i].tokens for i in numbers],
                 "batch_tokens": work.batch_tokens,
                 "states_dtype": work.states_dtype,
             }
@@ -204,8 +231,8 @@ def compute_shard(
         states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in computed), strict=True))
         done += sum(len(rows[i]) for i in batch)
         advance(done)
-    in_order = [states[i] for i in range(len(rows))]
-    return {"file": _write_shard(shards, target, layers, rows, in_order, what["states_dtype"]).name}
+    kind, in_order = StateKind(target, layers, what["states_dtype"]), [states[i] for i in range(len(rows))]
+    return {"file": _write_shard(shards, kind, rows, in_order).name}
 
 
 def _computed(
@@ -219,27 +246,16 @@ def _computed(
     with Workers(target.device, 1, beside=board is not None) as workers:
 
         def compute(what: dict[str, Any]) -> dict[str, Any]:
-            return compute_shard(target, what, shards, workers.check, advance)
+            return compute_shard(target, what, shards, check=workers.check, advance=advance)
 
         for job, result in share(InOrder(jobs), compute, workers, board):
             yield job, shards / result["file"]
 
 
-def owner(target: Target, states_dtype: str = AUTO) -> str:
-    """Whose states a shard holds, and how they are stored."""
-    return owner_of(target) if states_dtype == AUTO else f"{owner_of(target)} {states_dtype}"
-
-
-def _manifest(
-    folder: Path,
-    index: ShardIndex,
-    target: Target,
-    aux_layers: Sequence[int],
-    kept: Sequence[Conversation],
-    states_dtype: str,
-) -> dict[str, Any]:
+def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[Conversation]) -> dict[str, Any]:
     """What a store says of itself; see `StateStore` for what is read of it."""
-    places = [[index.places[layer, _key(item.tokens)] for item in kept] for layer in aux_layers]
+    target = kind.target
+    places = [[index.places[layer, _key(item.tokens)] for item in kept] for layer in kind.aux_layers]
     files = sorted({file for of_layer in places for file, _ in of_layer})
     number_of = {file: number for number, file in enumerate(files)}
     digest = hashlib.sha256(json.dumps([FORMAT, index.owner]).encode())
@@ -247,12 +263,12 @@ def _manifest(
         digest.update(json.dumps([conversation.tokens, conversation.supervised_spans]).encode())
     return {
         "format": FORMAT,
-        "states_dtype": states_dtype,
+        "states_dtype": kind.states_dtype,
         "fingerprint": digest.hexdigest()[:32],
         "target": target.name,
         "target_fingerprint": target.identity().fingerprint,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "taps": list(aux_layers),
+        "taps": list(kind.aux_layers),
         "hidden_size": target.hidden_size,
         "shards": os.path.relpath(index.folder.resolve(), folder.resolve()),
         "files": [{"file": file, "bytes": (index.folder / file).stat().st_size} for file in files],
@@ -262,39 +278,8 @@ def _manifest(
     }
 
 
-def fitting(
-    conversations: Sequence[Conversation],
-    target: Target,
-    aux_layers: Sequence[int],
-    budget_bytes: int,
-    states_dtype: str = AUTO,
-) -> int:
-    """How many conversations, from the first one on, a byte budget holds the states of.
-
-    Raises:
-        UserError: not even the first.
-    """
-    per_token = estimate_bytes(1, len(set(aux_layers)), target.hidden_size, target.dtype, states_dtype)
-    used = 0
-    for kept, conversation in enumerate(conversations):
-        used += len(conversation.tokens) * per_token
-        if used > budget_bytes:
-            if not kept:
-                raise UserError(
-                    f"The byte budget of {format_bytes(max(0, budget_bytes))} does not hold one conversation "
-                    f"({format_bytes(used)} for {len(conversation.tokens)} tokens).",
-                    "Raise data.cache_gigabytes.",
-                )
-            return kept
-    return len(conversations)
-
-
 class ShardIndex:
-    """What the whole shards of a folder hold.
-
-    Args:
-        folder: of the shards.
-        owner: whose states count, see `owner`.
+    """What the whole shards of a folder hold for an `owner`.
 
     Attributes:
         places: (name of the shard's file, first token in it) by layer and key of a conversation.
@@ -400,21 +385,16 @@ def _batches(shard: Sequence[int], lengths: Sequence[int], batch_tokens: int) ->
 
 
 def _write_shard(
-    folder: Path,
-    target: Target,
-    aux_layers: Sequence[int],
-    rows: Sequence[Sequence[int]],
-    states: Sequence[Mapping[int, Tensor]],
-    states_dtype: str,
+    folder: Path, kind: StateKind, rows: Sequence[Sequence[int]], states: Sequence[Mapping[int, Tensor]]
 ) -> Path:
     """Write one shard: tokens of conversations, and their states; returns its file."""
     tensors = {"tokens": torch.tensor([token for row in rows for token in row], dtype=torch.int32)}
-    for layer in aux_layers:
-        tensors |= encode(layer, torch.cat([of_row[layer] for of_row in states]), states_dtype)
+    for layer in kind.aux_layers:
+        tensors |= encode(layer, torch.cat([of_row[layer] for of_row in states]), kind.states_dtype)
     lengths = list(map(len, rows))
     metadata = {
-        "owner": owner(target, states_dtype),
-        "taps": json.dumps(list(aux_layers)),
+        "owner": kind.owner,
+        "taps": json.dumps(list(kind.aux_layers)),
         "keys": json.dumps([_key(row) for row in rows]),
         "lengths": json.dumps(lengths),
     }

@@ -15,7 +15,7 @@ import json
 import shlex
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ from torch import Tensor
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.codes import AUTO
 from headstart.data.states.identify import every_layer, identify
-from headstart.data.states.shards import Capture, ShardIndex, owner, shard_size
-from headstart.data.states.store import estimate_bytes
+from headstart.data.states.shards import Capture, ShardIndex, StateKind, shard_size
 from headstart.errors import UserError
 from headstart.support.files import need_disk
 from headstart.target.fitting import FINAL
@@ -45,13 +44,13 @@ class Imported:
 
     Attributes:
         taken: conversations whose states were taken over.
-        there: those whose states were in the shards before.
+        known: those whose states were in the shards before.
         lacking: those that have none yet.
         left_out: reasons, each with the files left out for it.
     """
 
     taken: int = 0
-    there: int = 0
+    known: int = 0
     lacking: int = 0
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
@@ -86,14 +85,6 @@ def serve_arguments(target: Target, aux_layers: Iterable[int], folder: Path, **c
 class Import:
     """Takes states over into the shards of a folder; what lies there already is not taken again.
 
-    Args:
-        shards: folder of the shards.
-        target: whose states they are.
-        conversations: whose states are wanted.
-        aux_layers: wanted.
-        shard_bytes: size at which a shard is closed; None chooses by how much is wanted.
-        states_dtype: how they are stored, see `encoding`.
-
     Attributes:
         found: what has come of it so far.
 
@@ -111,19 +102,20 @@ class Import:
         shard_bytes: int | None = None,
         states_dtype: str = AUTO,
     ) -> None:
-        self._folder, self._target, self._states_dtype = shards, target, states_dtype
+        self._folder, self._target = shards, target
+        self._kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), states_dtype)
         self._engine_layers = engine_layers(aux_layers, target)
         unlike = list({tuple(item.tokens): item for item in conversations}.values())
-        index = ShardIndex(shards, owner(target, states_dtype))
-        lacking = index.lacking(unlike, tuple(dict.fromkeys(aux_layers)))
+        lacking = ShardIndex(shards, self._kind.owner).lacking(unlike, self._kind.aux_layers)
         self._wanted = {
             tuple(unlike[i].tokens): (unlike[i], layers) for layers, numbers in lacking.items() for i in numbers
         }
         self._gathered: dict[tuple[int, ...], list[tuple[Conversation, Mapping[int, Tensor]]]] = {}
         self._bytes = 0
-        self.found = Imported(there=len(unlike) - len(self._wanted), lacking=len(self._wanted))
-        sizes = ((len(tokens), len(missing)) for tokens, (_, missing) in self._wanted.items())
-        needed = sum(estimate_bytes(*size, target.hidden_size, target.dtype, states_dtype) for size in sizes)
+        self.found = Imported(known=len(unlike) - len(self._wanted), lacking=len(self._wanted))
+        needed = sum(
+            replace(self._kind, aux_layers=layers).bytes(len(tokens)) for tokens, (_, layers) in self._wanted.items()
+        )
         need_disk(shards, needed, "Keeping hidden states")
         self._shard_bytes = shard_bytes or shard_size(needed)
 
@@ -138,11 +130,9 @@ class Import:
         return sorted((item for item, _ in self._wanted.values()), key=lambda item: -len(item.tokens))
 
     def take_folder(self, folder: Path, advance: Callable[[int, int], None] | None = None) -> Imported:
-        """Take the files of a folder; those that cannot be used are left out and named with the reason.
+        """Take the files of a folder, which stay as they are; those that cannot be used are named with the reason.
 
-        Args:
-            folder: of vLLM's files; they stay as they are.
-            advance: called with (files looked at, files in all) after each.
+        `advance` is called with (files looked at, files in all) after each.
 
         Raises:
             UserError: no files there, or states that are not the target's at these layers.
@@ -164,11 +154,7 @@ class Import:
         return self.found
 
     def take(self, file: Path, asked: Sequence[int] | None = None) -> None:
-        """Take one file.
-
-        Args:
-            file: that vLLM wrote.
-            asked: the tokens whose states it should hold; None takes those of any conversation that is waiting.
+        """Take one file, which should hold the states of these tokens; None for any conversation that is waiting.
 
         Raises:
             Unusable: it is cut short, of other tokens, layers or sizes, or holds no numbers.
@@ -195,7 +181,7 @@ class Import:
         gathered, self._gathered, self._bytes = self._gathered, {}, 0
         for layers, written in gathered.items():
             self._compare(*written[0])
-            Capture(self._folder, self._target, layers, self._states_dtype).keep(written)
+            Capture(self._folder, self._target, layers, self._kind.states_dtype).keep(written)
             self.found.taken += len(written)
             self.found.lacking -= len(written)
 

@@ -43,8 +43,7 @@ _COLDEST = 1e-4
 class BatchMemory:
     """How large a batch memory holds: learned from what did not fit, and shared by all batches of a run.
 
-    Args:
-        say: told, once, that batches are written in parts.
+    `say` is told, once, that batches are written in halves.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
@@ -78,10 +77,6 @@ class InProcess:
 
     Each row has draws of its own, so that what it says does not depend on which rows were written beside it (beyond
     rounding).
-
-    Args:
-        target: the model.
-        memory: what is known of it from earlier batches.
     """
 
     def __init__(self, target: Target, memory: BatchMemory | None = None) -> None:
@@ -146,14 +141,7 @@ class InProcess:
 
 
 class _Batch:
-    """Rows that are written together.
-
-    Args:
-        target: the model.
-        rows: all rows.
-        numbers: of those in this batch.
-        continuation: of all rows.
-    """
+    """The rows with these numbers among all, which are written together."""
 
     def __init__(
         self, target: Target, rows: Sequence[Sequence[int]], numbers: Sequence[int], continuation: Continuation

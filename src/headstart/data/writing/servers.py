@@ -23,12 +23,9 @@ _PROBE = "A bicycle stays upright while it moves, and nobody has to think about 
 
 
 class Servers:
-    """Continues rows on servers: vLLM and others with its completions, or llama-server.
+    """Continues rows on servers of the target: vLLM and others with its completions, or llama-server.
 
-    Args:
-        urls: of the servers; they are used in turns.
-        target: the model that they serve.
-        requests: most that are under way, over all servers.
+    They are used in turns, with so many requests under way over all of them.
     """
 
     shareable = False

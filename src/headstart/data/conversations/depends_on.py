@@ -30,9 +30,7 @@ _OF_SOME = {"prefix_tokens", "chat_template_kwargs", "exclude"}
 def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What conversations depend on: the target, its template, where prompts come from, how answers are drawn.
 
-    Args:
-        target: that writes them.
-        settings: the recipe's data section, as JSON values.
+    `settings` are the recipe's data section, as JSON values.
 
     Raises:
         UserError: no such file or dataset of prompts, or a hub that cannot be asked for its commit.
@@ -98,9 +96,7 @@ def _configuration(source: str) -> str:
 def begun_at(settings: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that name the commits of the hub that a run began with, whatever is newer.
 
-    Args:
-        settings: the recipe's data section, as JSON values.
-        begun: the identity of the conversations that the run has; empty when it has none.
+    `begun` is the identity of the conversations that the run has; empty when it has none.
     """
     prompts, before = settings["prompts"], begun.get("prompts")
     if isinstance(prompts, str):
