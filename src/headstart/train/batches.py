@@ -120,15 +120,8 @@ def collate(
     """Take conversations from the store, and pad them on the right or put them into one row.
 
     In one row none sees another: positions and attention begin anew with each, and its first token, which nothing
-    predicts when it stands alone, is not supervised, so that no draft goes from one conversation into the next.
-
-    Args:
-        store: of tokens, masks and states, which computes the states of a batch together where they are online.
-        batch: indices of conversations.
-        aux_layers: the states to read.
-        dtype: of the states.
-        device: where the batch goes.
-        packed: one row for all.
+    predicts when it stands alone, is not supervised, so that no draft goes from one conversation into the next. States
+    come in `dtype`; the store computes those of a batch together where they are online.
     """
     samples = store.samples(batch)
 
@@ -164,12 +157,8 @@ def noisy(batch: HeadBatch, noise: float, seed: Sequence[int]) -> HeadBatch:
     """The batch with uniform noise on its states, so that heads learn to bear states that are not quite right.
 
     EAGLE (arXiv 2401.15077) adds noise from [-0.1, 0.1] to final states, whose components are of about size 1. Here
-    the noise is relative to the root mean square of each state, so it means the same at every layer of every model.
-
-    Args:
-        batch: of clean states; it is left as it is.
-        noise: largest noise, as a share of the root mean square of the components of the state it is added to.
-        seed: numbers that name this batch; the same ones give the same noise.
+    `noise` is a share of the root mean square of each state, so it means the same at every layer of every model. The
+    same `seed` gives the same noise.
     """
     drawn = int(np.random.SeedSequence(seed).generate_state(1)[0])
     random = torch.Generator(batch.tokens_BT.device).manual_seed(drawn)
@@ -185,12 +174,7 @@ def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch
     """The batch with an end drawn for every draft: of those that learn at a step, `share` go on to the next.
 
     A loss then comes to what it would be with all of them and step k weighted by `share` to the power k, on average,
-    and what does not weigh much is not computed.
-
-    Args:
-        batch: of which every draft goes as far as it can; it is left as it is.
-        share: in (0, 1].
-        seed: numbers that name this batch; the same ones give the same ends.
+    and what does not weigh much is not computed. The same `seed` gives the same ends.
     """
     if share == 1:
         return batch
@@ -204,12 +188,8 @@ def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch
 def anchored(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
     """The batch with drafts from `anchors` positions of each conversation at most, each as likely as any other.
 
-    Positions that learn nothing (`HeadBatch.subsampled_steps_BT` is 0 there) are not drawn in the place of others.
-
-    Args:
-        batch: of which drafts start wherever they can, or where an earlier draw lets them; it is left as it is.
-        anchors: of a conversation.
-        seed: numbers that name this batch; the same ones give the same positions.
+    Positions that learn nothing (`HeadBatch.subsampled_steps_BT` is 0 there) are not drawn in the place of others. The
+    same `seed` gives the same positions.
     """
     origin_M, conversation_M = _origins_by_conversation(batch)
     order_M = np.random.default_rng([*seed, anchors]).permutation(len(origin_M))
@@ -249,17 +229,7 @@ def _origins_by_conversation(batch: HeadBatch) -> tuple[NDArray[np.int64], NDArr
 
 
 class Order:
-    """The batches of every step, epoch by epoch.
-
-    Args:
-        store: conversations to learn from.
-        section: how large batches are, and how many make a step.
-        rank: of this process.
-        ranks: processes in all.
-
-    Attributes:
-        per_epoch: steps of an epoch.
-    """
+    """The batches of every step, epoch by epoch; `per_epoch` steps make an epoch."""
 
     def __init__(self, store: States, section: TrainSection, rank: int, ranks: int) -> None:
         self._store, self._section, self._rank, self._ranks = store, section, rank, ranks
@@ -267,15 +237,15 @@ class Order:
 
     def batches(
         self,
-        standing: TrainerState,
+        trainer_state: TrainerState,
         total: float,
         read: Callable[[States, Batch, torch.device, bool], HeadBatch],
         device: torch.device,
     ) -> Generator[tuple[list[Batch], list[HeadBatch]]]:
-        """The batches of each step still to do, and those of this process as they are read.
+        """The batches of each step still to do, and those of this process on their device.
 
         Args:
-            standing: where the run stands when the first is asked for.
+            trainer_state: where the run stands when the first is asked for.
             total: steps of the whole run.
             read: makes a batch of conversations on a device, packed or not.
             device: where batches are used.
@@ -291,15 +261,15 @@ class Order:
             # Of pinned memory a GPU copies while it computes.
             return [batch.each(torch.Tensor.pin_memory) for batch in batches] if pinned else batches
 
-        with closing(read_ahead(self._groups(standing, total), read_share, ahead)) as steps:
+        with closing(read_ahead(self._groups(trainer_state, total), read_share, ahead)) as steps:
             for group, batches in steps:
                 if on_host:
                     batches = [batch.each(lambda tensor: tensor.to(device, non_blocking=True)) for batch in batches]
                 yield group, batches
 
-    def _groups(self, standing: TrainerState, total: float) -> Iterator[list[Batch]]:
+    def _groups(self, trainer_state: TrainerState, total: float) -> Iterator[list[Batch]]:
         plan_of, plan = -1, list[list[Batch]]()
-        step, epoch, index = standing.step, standing.epoch, standing.index
+        step, epoch, index = trainer_state.step, trainer_state.epoch, trainer_state.index
         while step < total:
             if plan_of != epoch:
                 plan_of, plan = epoch, self._epoch(epoch)

@@ -35,13 +35,8 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose updates are made orthogonal (Jordan et al., 2024).
 
     Like `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, but for `orthogonal`, and for stacks of matrices too:
-    heads keep those of several steps in one tensor. Every matrix of a stack is a matrix of its own here.
-
-    Args:
-        params: tensors of at least two dimensions.
-        lr: learning rate.
-        weight_decay: decoupled, as AdamW's.
-        rows: of parameters that hold several matrices one below the other: the rows of each; others stay as they are.
+    heads keep those of several steps in one tensor. Every matrix of a stack is a matrix of its own here. `rows` are,
+    of parameters that hold several matrices one below the other, those of each; other rows stay as they are.
     """
 
     def __init__(
@@ -131,11 +126,7 @@ def _with_decay(weights: Sequence[nn.Parameter], rows: Mapping[nn.Parameter, Seq
 
 
 def learning_rate(section: TrainSection, fraction: float) -> float:
-    """Linear warm-up, then a cosine down to `min_lr_ratio` of the peak.
-
-    Args:
-        section: lr, warmup and min_lr_ratio.
-        fraction: of the run that is done, in [0, 1].
+    """Linear warm-up, then a cosine down to `min_lr_ratio` of the peak; `fraction` of the run is done.
 
     >>> section = TrainSection(lr=1.0, warmup=0.2, min_lr_ratio=0.1)
     >>> [round(learning_rate(section, f), 3) for f in (0.0, 0.1, 0.2, 0.6, 1.0)]
@@ -148,12 +139,12 @@ def learning_rate(section: TrainSection, fraction: float) -> float:
     return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share_of_peak)
 
 
-def learning_rate_now(section: TrainSection, fraction: float, standing: TrainerState) -> float:
+def learning_rate_now(section: TrainSection, fraction: float, state: TrainerState) -> float:
     """The learning rate; where a larger budget took over it warms up again, from where the smaller one ended."""
-    rate, span = learning_rate(section, fraction), section.warmup * (1 - standing.onward)
-    if not standing.onward or fraction >= standing.onward + span:
+    rate, span = learning_rate(section, fraction), section.warmup * (1 - state.onward)
+    if not state.onward or fraction >= state.onward + span:
         return rate
-    return standing.onward_lr + (rate - standing.onward_lr) * max(0.0, fraction - standing.onward) / span
+    return state.onward_lr + (rate - state.onward_lr) * max(0.0, fraction - state.onward) / span
 
 
 # -- the moving average ----------------------------------------------------------------------------------------------

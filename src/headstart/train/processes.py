@@ -122,9 +122,7 @@ def describe_processes(accelerator: Accelerator) -> list[str]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A block that refuses on all processes when it refuses on one, so that none waits for another in vain.
-
-    Nothing in it may wait for another process.
+    """A block that refuses on all processes when it refuses on one; nothing in it may wait for another process.
 
     Raises:
         UserError: of this process, or the first of the others'.

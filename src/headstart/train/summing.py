@@ -43,13 +43,15 @@ read."""
 _TABLE_ELSEWHERE = 1 << 30
 
 
-class Teacher:
-    """The target's LM head, cut to the draft vocabulary.
+def positions_before_answers(batch: HeadBatch) -> Tensor:
+    """Flat positions that precede a supervised token, int64 [S]."""
+    before_BT = torch.zeros_like(batch.supervised_BT)
+    before_BT[:, :-1] = batch.supervised_BT[:, 1:]
+    return before_BT.flatten().nonzero()[:, 0]
 
-    Args:
-        target: the frozen model.
-        draft_to_target_D: int64, the target's token id of each draft token.
-    """
+
+class Teacher:
+    """The target's LM head, cut to the draft vocabulary: `draft_to_target_D` has its token ids."""
 
     def __init__(self, target: FrozenModel, draft_to_target_D: Tensor) -> None:
         self._target = target
@@ -66,11 +68,9 @@ class Teacher:
         The logits are computed once here, since most positions are used by several steps, unless their table would be
         too large.
         """
-        before_BT = torch.zeros_like(batch.supervised_BT)
-        before_BT[:, :-1] = batch.supervised_BT[:, 1:]
-        positions_S = before_BT.flatten().nonzero()[:, 0]
-        row_X = torch.full((before_BT.numel(),), -1, device=before_BT.device)
-        row_X[positions_S] = torch.arange(len(positions_S), device=before_BT.device)
+        positions_S = positions_before_answers(batch)
+        row_X = torch.full((batch.supervised_BT.numel(),), -1, device=positions_S.device)
+        row_X[positions_S] = torch.arange(len(positions_S), device=positions_S.device)
         final_SE = batch.states[FINAL].flatten(0, 1)[positions_S].to(self._weight_DE.dtype)
         if len(final_SE) * len(self._weight_DE) > _TABLE.get(final_SE.device.type, _TABLE_ELSEWHERE):
             none_SD = final_SE.new_empty(0, len(self._weight_DE))
@@ -134,6 +134,8 @@ def weighted(
 ) -> Tensor:
     """Sum over all predictions of a batch of weight times loss: a float32 scalar, not yet normalised.
 
+    A prediction's confidence learns alpha, by binary cross-entropy with the same weight.
+
     Args:
         predictions: of each step in turn.
         loss: between draft and target distributions.
@@ -142,7 +144,6 @@ def weighted(
         position_weight: see `headstart.train.losses`; `subsampled` takes the batch as `subsampled` left it.
             `dpace` and `accept_until_failure` cost one more product with the LM head, to see first how the drafts fare;
             `accept_until_failure` then skips what weighs nothing.
-            A prediction's confidence learns alpha, by binary cross-entropy with the same weight.
         feature_weight: of `smooth_l1` between drafted features and final states, with the same position weights.
         round_starts_only: learn only from origins at which drafting would really start; they weigh as much as all
             together.
@@ -372,12 +373,12 @@ def _differentiate(
 def _alphas(logits_BD: Tensor, finish: Finish | None, teacher_logits: TeacherLogits, rows_B: Tensor) -> Tensor:
     """The mass that each draft distribution of a block shares with the target's, [B]."""
     table_SD, rows_B = teacher_logits.of(rows_B)
-    found = [torch.zeros(0, device=logits_BD.device)]
+    alphas = [torch.zeros(0, device=logits_BD.device)]
     for chunk in _chunks(logits_BD):
         logits_CD = logits_BD[chunk].float()
         logits_CD = logits_CD if finish is None else finish(logits_CD)
-        found.append(shared_mass(logits_CD, table_SD[rows_B[chunk]].softmax(-1, dtype=torch.float32)))
-    return torch.cat(found)
+        alphas.append(shared_mass(logits_CD, table_SD[rows_B[chunk]].softmax(-1, dtype=torch.float32)))
+    return torch.cat(alphas)
 
 
 def _finished(loss: Loss, finish: Finish) -> Loss:

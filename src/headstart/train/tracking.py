@@ -62,13 +62,13 @@ def check_tracker(name: str) -> None:
 def start_tracker(
     accelerator: Accelerator, section: TrainSection, settings: Mapping[str, Any], run: str, step: int | None
 ) -> None:
-    """Start the recipe's tracker, on the main process only.
+    """Start the recipe's tracker, on the main process only; the accelerator's folder keeps the id of its run.
 
     Args:
-        accelerator: of the training, whose folder keeps the id of the tracker's run.
+        accelerator: of the training.
         section: names the tracker and the project.
         settings: to show beside the curves.
-        run: name of the run, that of the recipe.
+        run: name of the run.
         step: that the training goes on from, in the same run of the tracker; None when it begins.
 
     Raises:
@@ -95,13 +95,7 @@ def start_tracker(
 def _options(name: str, folder: Path, run: str, run_id: str, again: bool, step: int | None) -> dict[str, Any]:
     """What a tracker is started with; what its user says by environment variables comes first.
 
-    Args:
-        name: of the tracker.
-        folder: of the training.
-        run: name of the run.
-        run_id: of the run.
-        again: whether a run with this id was begun before.
-        step: that the training goes on from.
+    `again` says whether a run with this id was begun before, `step` where the training goes on from.
     """
     if name == "tensorboard":  # hides what was logged after the checkpoint that the training goes on from
         return {} if step is None else {"purge_step": step + 1}
@@ -186,16 +180,8 @@ def link_report(
 ) -> None:
     """Add the report to the run of the tracker that watched the training, when there is one.
 
-    wandb gets its figures as the run's summary and the report as an artifact, the others its text. A tracker that fails
-    here is said, and no more: the report itself is there.
-
-    Args:
-        section: names the tracker and the project.
-        folder: of the training, with the id of its run.
-        run: name of the run, that of the recipe.
-        report: folder of the report.
-        summary: of its results.
-        say: takes a sentence for the user.
+    wandb gets the figures as the run's summary and the report as an artifact, the others its text. A tracker
+    that fails here is said, and no more: the report itself is there.
     """
     name, note = section.tracker, _note(folder / RUN_ID)
     if name == "none" or (name in _WITH_ID and name not in note):
@@ -237,13 +223,13 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int 
     >>> flat({"heads": {"family": "medusa", "aux_layers": [1, 2]}, "train.steps": None, "train.lr": 0.1})
     {'heads.family': 'medusa', 'heads.aux_layers': '[1, 2]', 'train.steps': 'None', 'train.lr': 0.1}
     """
-    found: dict[str, bool | int | float | str] = {}
+    level: dict[str, bool | int | float | str] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            found.update(flat(value, f"{prefix}{key}."))
+            level.update(flat(value, f"{prefix}{key}."))
         else:
-            found[prefix + key] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+            level[prefix + key] = value if isinstance(value, bool | int | float | str) else str(value)
+    return level
 
 
 def _wandb_can_start(wandb: Any) -> bool:

@@ -22,7 +22,7 @@ from headstart.heads.base import DraftHead, HeadBatch, StepPrediction
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
-from headstart.train.summing import logits_by_block
+from headstart.train.summing import logits_by_block, positions_before_answers
 from headstart.tree.tree import TreeShape
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ class Validation:
 @torch.no_grad()
 def chosen_tokens(target: FrozenModel, batch: HeadBatch) -> Tensor:
     """The token that the target chooses greedily after each flat position, int64 [X]; -1 where nothing is judged."""
-    before_BT = torch.zeros_like(batch.supervised_BT)
-    before_BT[:, :-1] = batch.supervised_BT[:, 1:]
-    positions_S = before_BT.flatten().nonzero()[:, 0]
+    positions_S = positions_before_answers(batch)
     final_XE = batch.states[FINAL].flatten(0, 1)
     chosen_X = torch.full((final_XE.shape[0],), -1, device=final_XE.device)
     for part_S in torch.split(positions_S, _ROWS):
@@ -115,15 +113,8 @@ class Tally:
 
 
 def pick_vocabulary(counts_V: Tensor, size: int, always: Sequence[int]) -> Tensor:
-    """The draft vocabulary: the `size` most frequent tokens, ties by id, with `always` among them.
-
-    Args:
-        counts_V: int64, how often each token is supervised in the training data.
-        size: D.
-        always: tokens to have in any case (those that end a turn).
-
-    Returns:
-        int64 [D], sorted.
+    """The draft vocabulary, int64 [size], sorted: the most frequent tokens, ties by id, with `always` among them (those
+    that end a turn). `counts_V` says how often each token is supervised in the training data.
 
     >>> pick_vocabulary(torch.tensor([5, 0, 9, 5, 0, 7]), 3, always=[1]).tolist()
     [1, 2, 5]
@@ -206,15 +197,10 @@ _SHOWN = 200
 
 
 def decode(heads: DraftHead, target: Target, store: States) -> Decoded:
-    """Greedy decoding that drafts one chain, as deep as the heads go, in every round.
+    """Greedy decoding of validation prompts, with one chain of drafts in every round, as deep as the heads go.
 
     A copy of the heads decodes, in the target's dtype as they will later; neither the heads in training nor the random
     numbers that they draw are touched.
-
-    Args:
-        heads: in training.
-        target: the frozen model.
-        store: of the validation conversations.
     """
     if not (prompts := validation_prompts(store, target)):
         return Decoded(f"decoding: no validation prompt leaves room for {NEW_TOKENS} tokens")
