@@ -105,7 +105,7 @@ def test_plan_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def watched(command: list[str], log: Path) -> dict[str, float]:
         run = Path(command[command.index("--run-dir") + 1])
         if "plan" in command:
-            plan = {"seconds": dict.fromkeys(stages, 3.0), "process": dict.fromkeys(stages, 1500)}
+            plan = {"seconds": dict.fromkeys(stages, 3.0), "memory": dict.fromkeys(stages, 1500)}
             write_json(Path(command[command.index("--json") + 1]), {**plan, "disk": dict.fromkeys(stages, 600)})
         for stage in stages:
             write_json(run / "stages" / f"{stage}.json", {"seconds": 4.0})

@@ -5,14 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from headstart.errors import UserError
-from headstart.pipeline.run import CONVERSATIONS, TARGET
+from headstart.pipeline.run import CONVERSATIONS, TARGET, content
 from headstart.support.files import write_atomic
 
 if TYPE_CHECKING:
@@ -75,16 +74,11 @@ def keeping_engine_tunings(folder: Path) -> Iterator[None]:
     from headstart.hub.measured import FILE
 
     kept = (folder / FILE).read_bytes() if (folder / FILE).is_file() else None
-    before = _hash(folder / WEIGHTS) if kept is not None else ""
+    before = content(folder / WEIGHTS)
     yield
-    if kept is not None and before == _hash(folder / WEIGHTS):
+    if kept is not None and before == content(folder / WEIGHTS):
         (folder / FILE).write_bytes(kept)
         add_engine_figures(folder)
-
-
-def _hash(file: Path) -> str:
-    with file.open("rb") as content:
-        return file_digest(content, "sha256").hexdigest()
 
 
 def calibration_file(folder: Path, named: Path | None) -> Path:
@@ -96,7 +90,7 @@ def calibration_file(folder: Path, named: Path | None) -> Path:
     file = named or folder.parent / CONVERSATIONS / "calibration.jsonl"
     if not file.is_file():
         raise UserError(
-            "There are no calibration conversations to tune on.",
+            "There are no validation conversations to tune on.",
             "Name a file with --conversations; a run keeps its own in data/conversations/calibration.jsonl.",
         )
     return file

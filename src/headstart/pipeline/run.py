@@ -254,6 +254,7 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
     """
     worked = False
     run.again = again
+    run.record(stages[0].name)  # refuses a run of another version before anything in it changes
     with locked(run.folder):
         write_text(run.folder / "recipe.yaml", recipe_text(run.recipe))
         for number, stage in enumerate(stages, start=1):
@@ -401,7 +402,10 @@ def flat(prefix: str, section: Section, leave_out: set[str] | None = None) -> di
 def content(source: str | Path) -> str | None:
     """Hash of a file's content; None when `source` is not a file."""
     path = Path(source).expanduser()
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def where(run: Run) -> dict[str, Any]:
