@@ -63,6 +63,6 @@ def _check_json(file: Path) -> None:
     """Refuse, before the work, a file that cannot be written or that holds anything but earlier findings."""
     if file.is_dir():
         raise UserError(f"{file} is a folder.", "Name a file.")
-    if file.exists() and not (isinstance(found := read_json(file), dict) and "findings" in found):
+    if file.exists() and not (isinstance(content := read_json(file), dict) and "findings" in content):
         raise UserError(f"{file} holds something else than findings, which would be lost.", "Name another file.")
     check_writable(file.parent)

@@ -32,7 +32,7 @@ PERFECT = 0.98
 _MAX_TOKENS, _MIN_TOKENS = 96, 24
 """Of the answer that is learned."""
 _VOCABULARY = 2048
-"""Draft tokens at most: the alignment does not depend on their number, the time does."""
+"""Draft tokens at most, more than a text has: the alignment does not depend on their number, the time does."""
 
 
 def overfit(subject: Subject) -> Finding:
@@ -116,22 +116,14 @@ def _learn(subject: Subject, item: Conversation, folder: Path, steps: int) -> Dr
         save_every=steps,
         mixed_precision="no",
     )
-    settings = {**subject.settings, "draft_vocab_size": _draft_tokens(subject, item)}
+    size = 0 if subject.target.vocab_size <= _VOCABULARY else _VOCABULARY
+    settings = {**subject.settings, "draft_vocab_size": size}
     recipe = parse_recipe({"name": "doctor", "heads": settings, "train": section.model_dump()})
     config = make_config(recipe.heads, subject.target)
     aux_layers = sorted({*family(config.family)(config).aux_layers, FINAL})
     store = build_store(folder / "states", [item], subject.target, aux_layers, budget_bytes=10**12)
     result = train(recipe, subject.target, store, store, folder / "train")
     return load_heads(result.last_folder, subject.target).to(subject.target.dtype).eval()
-
-
-def _draft_tokens(subject: Subject, item: Conversation) -> int:
-    """Size of the draft vocabulary: enough for the text (coverage is another check's), few enough to be quick."""
-    size = int(subject.settings.get("draft_vocab_size", 0))
-    needed = len({*item.tokens, *subject.target.end_tokens})
-    if not size and subject.target.vocab_size <= _VOCABULARY:
-        return 0
-    return min(max(size or _VOCABULARY, needed), max(_VOCABULARY, needed), subject.target.vocab_size)
 
 
 def _accepted(subject: Subject, heads: DraftHead, item: Conversation) -> list[int]:
