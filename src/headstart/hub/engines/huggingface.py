@@ -94,7 +94,7 @@ def vocabulary_map(published: Published) -> dict[str, Tensor]:
     return {"d2t": offsets(published.draft_ids_D), "t2d": drafted}
 
 
-def fused_keys(published: Published) -> dict[str, Any]:
+def eagle3_keys(published: Published) -> dict[str, Any]:
     """What the arrangement of EAGLE-3 heads is, in the words of every config that holds them."""
     return {
         "draft_vocab_size": published.draft_width,
@@ -106,14 +106,28 @@ def fused_keys(published: Published) -> dict[str, Any]:
     }
 
 
-def fused_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of EAGLE-3 heads, as vLLM and SGLang both read them."""
+def files_for(
+    published: Published, facts: TargetFacts, dtype: str, eagle_architecture: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors for vLLM and SGLang, which know EAGLE-1 heads by architectures of their own."""
+    match published.layout:
+        case Layout.EAGLE3:
+            return _eagle3_files(published, facts, dtype)
+        case Layout.EAGLE:
+            return _eagle_files(published, facts, dtype, eagle_architecture)
+        case Layout.DFLASH | Layout.DSPARK:
+            return _block_files(published, facts, dtype)
+        case Layout.MEDUSA:
+            return _medusa_files(published, facts, dtype)
+
+
+def _eagle3_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     assert published.layer is not None, "these heads have decoder layers"
     held = rounded(published, dtype)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **llama_config(published, published.layer, facts, dtype),
-        **fused_keys(published),
+        **eagle3_keys(published),
         **layer_ids(published.aux_layers),
         NOTE: note(held, facts),
     }
@@ -121,10 +135,9 @@ def fused_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[d
     return config, {**tensors, **vocabulary_map(published)}
 
 
-def joined_files(
+def _eagle_files(
     published: Published, facts: TargetFacts, dtype: str, architecture: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of EAGLE-1 heads, for the engine that knows them by this architecture."""
     assert published.layer is not None, "these heads have decoder layers"
     held = rounded(published, dtype)
     config = {
@@ -159,8 +172,8 @@ def without_bias(published: Published) -> Published:
     return published.with_tensors({**tensors, "embed_tokens.weight": embeddings_VE + added_E.to(embeddings_VE)})
 
 
-def parallel_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of Medusa heads, as vLLM up to 0.32 reads them.
+def _medusa_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As vLLM up to 0.32 reads them.
 
     No key with "num" and "heads" in its name but `num_heads`, and none with "num" and "layers" but
     `num_hidden_layers`: vLLM renames all of them to these two.
@@ -186,17 +199,17 @@ def parallel_files(published: Published, facts: TargetFacts, dtype: str) -> tupl
     return config, tensors
 
 
-def block_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _block_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors as the kinds were first published; embeddings and LM head are the target's."""
     held = rounded(published, dtype)
     of_target = {"mask_token_id": published.mask_token_id, "target_layer_ids": target_layer_ids(published)}
     if published.layout is Layout.DFLASH:
-        own: dict[str, Any] = {"architectures": [DFLASH], "dflash_config": of_target}
+        of_kind: dict[str, Any] = {"architectures": [DFLASH], "dflash_config": of_target}
     else:
-        own = {"architectures": [DSPARK], **of_target, "sample_from_anchor": True, **_markov_keys(published)}
+        of_kind = {"architectures": [DSPARK], **of_target, "sample_from_anchor": True, **_markov_keys(published)}
     config = {
         **qwen3_config(published, facts, dtype),
-        **own,
+        **of_kind,
         "block_size": published.block_size,
         "num_target_layers": facts.num_layers,
         NOTE: note(held, facts),

@@ -12,7 +12,7 @@ from headstart.hub.engines.base import NOTE, TargetFacts, drafts_of, kind_of, re
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.huggingface import (
-    fused_keys,
+    eagle3_keys,
     llama_config,
     note,
     rounded,
@@ -67,18 +67,18 @@ class Speculators(FolderFormat):
             "accept_tolerance": 0.0,
         }
         if published.layout in BLOCKS:
-            own = speculators_keys(published, facts, dtype)
+            of_kind = speculators_keys(published, facts, dtype)
         else:
-            own = {
+            of_kind = {
                 "architectures": ["Eagle3Speculator"],
                 "speculators_model_type": "eagle3",
-                **fused_keys(published),
+                **eagle3_keys(published),
                 "eagle_aux_hidden_state_layer_ids": list(published.aux_layers),
                 "embed_requires_grad": False,
                 "transformer_layer_config": llama_config(published, published.layer, facts, dtype),
             }
         config: dict[str, Any] = {
-            **own,
+            **of_kind,
             "speculators_version": _VERSION,
             "tie_word_embeddings": False,
             "torch_dtype": dtype,
