@@ -1,16 +1,14 @@
 """Reading a checkpoint that anybody may have written: nothing is unpickled, allocated or followed before it is checked.
 
 A checkpoint is a folder with config.json and safetensors files, one or several with an index. Names and shapes come
-from the files' headers, which are checked against the files' sizes; tensors are read one by one, when asked for.
+from the files' headers; tensors are read one by one, when asked for.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
-import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,14 +25,6 @@ from headstart.support.files import read_json
 CONFIG = "config.json"
 _INDEX = "*.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-_HEADER = 100_000_000
-"""Bytes of the longest header that safetensors itself reads."""
-_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
-}
 _PREFIXES = ("model.", "medusa_head.", "medusa_heads.")
 _RENAMED = {"midlayer.": "layers.0.", "fusion_fc.": "fc.", "embed_in.": "embed_tokens."}
 _OLD_MEDUSA = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
@@ -45,7 +35,6 @@ class Kept:
     """A tensor as the header of its file describes it; the dtype is in safetensors' words."""
 
     file: Path
-    name: str
     dtype: str
     shape: tuple[int, ...]
 
@@ -95,12 +84,8 @@ class Checkpoint:
         Raises:
             UserError: its file is damaged.
         """
-        kept = self.tensors[self.names[name]]
-        try:
-            with safe_open(kept.file, framework="pt") as handle:
-                tensor: Tensor = handle.get_tensor(kept.name)
-        except SafetensorError as error:
-            raise _damaged(kept.file, str(error)) from None
+        with _opened(self.tensors[self.names[name]].file) as handle:
+            tensor: Tensor = handle.get_tensor(self.names[name])
         return tensor
 
 
@@ -129,12 +114,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise UserError(f"{folder / CONFIG} holds no settings.", "Fetch the checkpoint again.")
     tensors: dict[str, Kept] = {}
     for file in _files(folder):
-        for name, (dtype, shape) in _header(file).items():
-            if name in tensors:
-                raise UserError(
-                    f"{folder} has the tensor {name!r} twice.", "Keep one set of safetensors files in the folder."
-                )
-            tensors[name] = Kept(file, name, dtype, shape)
+        with _opened(file) as handle:
+            names = handle.keys()
+            for name in names:
+                if name in tensors:
+                    raise UserError(
+                        f"{folder} has the tensor {name!r} twice.", "Keep one set of safetensors files in the folder."
+                    )
+                described = handle.get_slice(name)
+                tensors[name] = Kept(file, described.get_dtype(), tuple(described.get_shape()))
     return Checkpoint(folder, config, tensors)
 
 
@@ -198,44 +186,14 @@ def _files(folder: Path) -> list[Path]:
     raise UserError(f"{folder} has no safetensors files.", "Give a folder of draft heads.")
 
 
-def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Names, dtypes and shapes of a safetensors file, checked against its size."""
-    total = file.stat().st_size
-    with file.open("rb") as handle:
-        start = handle.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(_HEADER, total - 8):
-            raise _damaged(file, f"a header of {length} bytes in a file of {total}")
-        try:
-            header = json.loads(handle.read(length))
-        except ValueError as error:
-            raise _damaged(file, str(error)) from None
-    if not isinstance(header, dict):
-        raise _damaged(file, "its header is no table")
-    described: dict[str, tuple[str, tuple[int, ...]]] = {}
-    room = total - 8 - length
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype, shape, span = (_of(entry, key) for key in ("dtype", "shape", "data_offsets"))
-        if not _sizes(shape) or not _sizes(span) or len(span) != 2 or dtype not in _BYTES:
-            raise _damaged(file, f"tensor {name!r} is not described as one")
-        if span[1] - span[0] != math.prod(shape) * _BYTES[dtype] or span[1] > room:
-            raise _damaged(file, f"tensor {name!r} of shape {shape} does not fit its {span[1] - span[0]} bytes")
-        described[name] = (dtype, tuple(shape))
-    return described
-
-
-def _of(entry: Any, key: str) -> Any:
-    return entry.get(key) if isinstance(entry, dict) else None
-
-
-def _sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, int) and 0 <= value < 1 << 48 for value in values)
-
-
-def _damaged(file: Path, why: str) -> UserError:
-    return UserError(f"{file} is cut short or damaged ({why}).", "Fetch it again.")
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file. The library checks its header against its size before anything is read."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except SafetensorError as error:
+        raise UserError(f"{file} is cut short or damaged ({error}).", "Fetch it again.") from None
 
 
 def absolute_ids(offsets_D: Tensor) -> Tensor:

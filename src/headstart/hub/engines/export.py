@@ -79,14 +79,7 @@ def export_for(
     target: Target | str | None = None,
     dtype: str | None = None,
 ) -> Exported:
-    """Write heads in formats of engines; nothing is left behind when that fails.
-
-    Args:
-        heads: a folder of heads, or of the run that they belong to.
-        out: folder to write; it must not hold anything but an earlier export.
-        formats: of `FORMATS`; several where their files have different names.
-        target: where the target is, when it is not where the heads say, or the loaded target.
-        dtype: of the weights; each format's usual one by default.
+    """Write heads in one or several formats of engines; nothing is left behind when that fails. See `headstart.export`.
 
     Raises:
         UserError: no such heads or format, formats whose files would be in each other's way, heads that a format

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import headstart
 from headstart.errors import UserError
-from headstart.heads.exchange.published import LayerSizes, Layout, Published, digest
+from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, Layout, Published, digest
 from headstart.hub.engines.base import DTYPES, NOTE, TargetFacts
 from headstart.hub.engines.checkpoint import CONFIG, offsets
-from headstart.hub.engines.reading import DFLASH, DSPARK, SPECULATORS
+from headstart.hub.engines.reading import DFLASH, DSPARK
 from headstart.support.files import write_json
 
 WEIGHTS = "model.safetensors"
@@ -45,13 +45,18 @@ def note(published: Published, facts: TargetFacts) -> dict[str, Any]:
     }
 
 
-def llama_config(published: Published, layer: LayerSizes, facts: TargetFacts, dtype: str) -> dict[str, Any]:
-    """The keys of a Llama that has only the heads' layers; rotary positions in both spellings that are in use."""
+def layers_config(published: Published, facts: TargetFacts, dtype: str) -> dict[str, Any]:
+    """The keys of a Llama that has only the heads' layers, of a Qwen3 for block drafters, whatever the target is.
+
+    Rotary positions come in both spellings that are in use.
+    """
+    layer = published.layer
+    assert layer is not None, "these heads have decoder layers"
     rope = dict(layer.rope_parameters)
     kind = rope.get("rope_type", "default")
     scaling = None if kind == "default" else {key: value for key, value in rope.items() if key != "rope_theta"}
-    return {
-        "model_type": "llama",
+    config = {
+        "model_type": "qwen3" if published.layout in BLOCKS else "llama",
         "hidden_size": published.hidden_size,
         "intermediate_size": layer.intermediate_size,
         "num_hidden_layers": published.num_layers,
@@ -71,18 +76,10 @@ def llama_config(published: Published, layer: LayerSizes, facts: TargetFacts, dt
         "torch_dtype": dtype,
         **(facts.tokens or {}),
     }
-
-
-def layer_ids(aux_layers: tuple[int, ...]) -> dict[str, Any]:
-    """The aux layers in the two countings, see the module's docstring."""
-    return {
-        "eagle_aux_hidden_state_layer_ids": list(aux_layers),
-        "num_aux_hidden_states": len(aux_layers),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_layers],
-        },
-    }
+    if published.layout in BLOCKS:
+        full = ["full_attention"] * published.num_layers
+        config |= {"layer_types": full, "use_sliding_window": False, "sliding_window": None}
+    return config
 
 
 def vocabulary_map(published: Published) -> dict[str, Tensor]:
@@ -94,7 +91,7 @@ def vocabulary_map(published: Published) -> dict[str, Tensor]:
     return {"d2t": offsets(published.draft_ids_D), "t2d": drafted}
 
 
-def fused_keys(published: Published) -> dict[str, Any]:
+def eagle3_keys(published: Published) -> dict[str, Any]:
     """What the arrangement of EAGLE-3 heads is, in the words of every config that holds them."""
     return {
         "draft_vocab_size": published.draft_width,
@@ -106,33 +103,78 @@ def fused_keys(published: Published) -> dict[str, Any]:
     }
 
 
-def fused_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of EAGLE-3 heads, as vLLM and SGLang both read them."""
-    assert published.layer is not None, "these heads have decoder layers"
-    held = rounded(published, dtype)
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **llama_config(published, published.layer, facts, dtype),
-        **fused_keys(published),
-        **layer_ids(published.aux_layers),
-        NOTE: note(held, facts),
-    }
-    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in held.tensors.items()}
-    return config, {**tensors, **vocabulary_map(published)}
-
-
-def joined_files(
-    published: Published, facts: TargetFacts, dtype: str, architecture: str
+def files_for(
+    published: Published, facts: TargetFacts, dtype: str, eagle_architecture: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of EAGLE-1 heads, for the engine that knows them by this architecture."""
-    assert published.layer is not None, "these heads have decoder layers"
+    """Config and tensors for vLLM and SGLang, which know EAGLE-1 heads by architectures of their own."""
     held = rounded(published, dtype)
-    config = {
-        "architectures": [architecture],
-        **llama_config(published, published.layer, facts, dtype),
-        NOTE: note(held, facts),
+    tensors = dict(held.tensors)
+    match published.layout:
+        case Layout.EAGLE3:
+            config = {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                **layers_config(published, facts, dtype),
+                **eagle3_keys(published),
+                "eagle_aux_hidden_state_layer_ids": list(published.aux_layers),
+                "num_aux_hidden_states": len(published.aux_layers),
+                "eagle_config": {
+                    "use_aux_hidden_state": True,
+                    "eagle_aux_hidden_state_layer_ids": _outputs(published),
+                },
+            }
+            tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+            tensors |= vocabulary_map(published)
+        case Layout.EAGLE:
+            config = {"architectures": [eagle_architecture], **layers_config(published, facts, dtype)}
+        case Layout.DFLASH | Layout.DSPARK:
+            # As the kinds were first published; embeddings and LM head are the target's.
+            reads = {"mask_token_id": published.mask_token_id, "target_layer_ids": _outputs(published)}
+            config = layers_config(published, facts, dtype)
+            if published.layout is Layout.DFLASH:
+                config |= {"architectures": [DFLASH], "dflash_config": reads}
+            else:
+                config |= {"architectures": [DSPARK], **reads, "sample_from_anchor": True, **markov_keys(published)}
+            config |= {"block_size": published.block_size, "num_target_layers": facts.num_layers}
+        case Layout.MEDUSA:
+            config = _medusa_config(published, dtype)
+            if LM_HEAD in tensors:
+                tensors["lm_heads.0.weight"] = tensors.pop(LM_HEAD)
+    return {**config, NOTE: note(held, facts)}, tensors
+
+
+def _outputs(published: Published) -> list[int]:
+    """The aux layers as layers' outputs from 0 on."""
+    return [layer - 1 for layer in published.aux_layers]
+
+
+def _medusa_config(published: Published, dtype: str) -> dict[str, Any]:
+    """As vLLM up to 0.32 reads it.
+
+    No key with "num" and "heads" in its name but `num_heads`, and none with "num" and "layers" but
+    `num_hidden_layers`: vLLM renames all of them to these two.
+    """
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": published.hidden_size,
+        "vocab_size": published.vocab_size,
+        "truncated_vocab_size": published.draft_width,
+        "num_heads": published.steps,
+        "num_hidden_layers": published.num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": LM_HEAD in published.tensors,
+        "torch_dtype": dtype,
     }
-    return config, dict(held.tensors)
+
+
+def markov_keys(published: Published) -> dict[str, Any]:
+    """What DSpark adds to DFlash."""
+    return {
+        "markov_rank": published.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": published.confidence,
+        "confidence_head_with_markov": published.confidence,
+    }
 
 
 def without_bias(published: Published) -> Published:
@@ -149,107 +191,14 @@ def without_bias(published: Published) -> Published:
         return published.with_tensors(tensors)
     map_EE = tensors["fc.weight"][:, : published.hidden_size].double()
     added_E = torch.linalg.lstsq(map_EE, bias_E.double()[:, None], driver="gelsd").solution[:, 0]
-    embeddings_VE = tensors["embed_tokens.weight"]
+    embeddings_VE = tensors[EMBEDDINGS]
     missing = (map_EE @ added_E - bias_E.double()).norm() / bias_E.double().norm()
     if missing > 1e-6 or added_E.abs().max() > 16 * embeddings_VE.abs().max():
         raise UserError(
             "vLLM does not add the bias of an EAGLE-1 head's joining map, and these heads' embeddings cannot hold it.",
             "Train eagle3 heads for vLLM.",
         )
-    return published.with_tensors({**tensors, "embed_tokens.weight": embeddings_VE + added_E.to(embeddings_VE)})
-
-
-def parallel_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of Medusa heads, as vLLM up to 0.32 reads them.
-
-    No key with "num" and "heads" in its name but `num_heads`, and none with "num" and "layers" but
-    `num_hidden_layers`: vLLM renames all of them to these two.
-    """
-    held = rounded(published, dtype)
-    shared = "lm_head.weight" in published.tensors
-    config = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": published.hidden_size,
-        "vocab_size": published.vocab_size,
-        "truncated_vocab_size": published.draft_width,
-        "num_heads": published.steps,
-        "num_hidden_layers": published.num_layers,
-        "medusa_fc_bias": True,
-        "original_lm_head": shared,
-        "torch_dtype": dtype,
-        NOTE: note(held, facts),
-    }
-    tensors = dict(held.tensors)
-    if shared:
-        tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
-    return config, tensors
-
-
-def block_files(published: Published, facts: TargetFacts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors as the kinds were first published; embeddings and LM head are the target's."""
-    held = rounded(published, dtype)
-    of_target = {"mask_token_id": published.mask_token_id, "target_layer_ids": target_layer_ids(published)}
-    if published.layout is Layout.DFLASH:
-        own: dict[str, Any] = {"architectures": [DFLASH], "dflash_config": of_target}
-    else:
-        own = {"architectures": [DSPARK], **of_target, "sample_from_anchor": True, **_markov_keys(published)}
-    config = {
-        **qwen3_config(published, facts, dtype),
-        **own,
-        "block_size": published.block_size,
-        "num_target_layers": facts.num_layers,
-        NOTE: note(held, facts),
-    }
-    return config, dict(held.tensors)
-
-
-def speculators_keys(published: Published, facts: TargetFacts, dtype: str) -> dict[str, Any]:
-    """What the config of the speculators library says of these heads.
-
-    `sliding_window_non_causal` is about sliding layers, and there are none; but vLLM takes false for all layers, and
-    lets no slot of a block see those after it.
-    """
-    markov = _markov_keys(published) if published.layout is Layout.DSPARK else {}
-    return {
-        "architectures": [SPECULATORS[published.layout]],
-        "speculators_model_type": str(published.layout),
-        "aux_hidden_state_layer_ids": list(published.aux_layers),
-        "block_size": published.block_size,
-        "draft_vocab_size": published.vocab_size,
-        "mask_token_id": published.mask_token_id,
-        "sample_from_anchor": published.layout is Layout.DSPARK,
-        "sliding_window_non_causal": True,
-        "target_hidden_size": published.hidden_size,
-        **markov,
-        "transformer_layer_config": qwen3_config(published, facts, dtype),
-    }
-
-
-def qwen3_config(published: Published, facts: TargetFacts, dtype: str) -> dict[str, Any]:
-    """The keys of a Qwen3 that has only the heads' layers, whatever the target is."""
-    assert published.layer is not None, "these heads have decoder layers"
-    return {
-        **llama_config(published, published.layer, facts, dtype),
-        "model_type": "qwen3",
-        "layer_types": ["full_attention"] * published.num_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
-    }
-
-
-def target_layer_ids(published: Published) -> list[int]:
-    """The aux layers as layers' outputs from 0 on."""
-    return [layer - 1 for layer in published.aux_layers]
-
-
-def _markov_keys(published: Published) -> dict[str, Any]:
-    return {
-        "markov_rank": published.markov_rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": published.confidence,
-        "confidence_head_with_markov": published.confidence,
-    }
+    return published.with_tensors({**tensors, EMBEDDINGS: embeddings_VE + added_E.to(embeddings_VE)})
 
 
 def write_files(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

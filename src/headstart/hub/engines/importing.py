@@ -21,13 +21,7 @@ from headstart.target.model import Target
 
 
 def import_heads(source: str | Path, target: Target, out: Path, revision: str | None = None) -> DraftHead:
-    """Write a published checkpoint as a folder of heads of ours: to decode with in trees, to tune, to train further.
-
-    Args:
-        source: a folder with config.json and safetensors files, or a Hub id (user/name).
-        target: the model that the heads were trained on.
-        out: folder to write.
-        revision: branch, tag or commit of a Hub id.
+    """Write a published checkpoint as a folder of heads of ours, see `headstart.import_heads`.
 
     Raises:
         UserError: no such checkpoint, only pickled weights, tensors that its config does not ask for, a variant that

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import Layout, Published
+from headstart.heads.exchange.published import EMBEDDINGS, Layout, Published
 from headstart.hub.engines.base import TargetFacts, drafts_of, kind_of
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
-from headstart.hub.engines.huggingface import block_files, fused_files, joined_files, write_files
+from headstart.hub.engines.huggingface import files_for, write_files
 
-_JOINED = "LlamaForCausalLMEagle"
+_EAGLE = "LlamaForCausalLMEagle"
 """What EAGLE-1 heads are called."""
 
 
@@ -29,19 +29,11 @@ class Sglang(FolderFormat):
 
     def as_held(self, published: Published) -> Published:
         """SGLang takes the target's embeddings, and adds the joining map's bias."""
-        return published.with_tensors(
-            {name: one for name, one in published.tensors.items() if name != "embed_tokens.weight"}
-        )
+        tensors = {name: tensor for name, tensor in published.tensors.items() if name != EMBEDDINGS}
+        return published.with_tensors(tensors)
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
-        published = self.as_held(published)
-        if published.layout is Layout.EAGLE:
-            files = joined_files(published, facts, dtype, _JOINED)
-        elif published.layout is Layout.DFLASH:
-            files = block_files(published, facts, dtype)
-        else:
-            files = fused_files(published, facts, dtype)
-        write_files(folder, *files)
+        write_files(folder, *files_for(self.as_held(published), facts, dtype, _EAGLE))
 
     def knows(self, checkpoint: Checkpoint) -> bool:
         return is_for_sglang_alone(checkpoint)
@@ -54,7 +46,7 @@ class Sglang(FolderFormat):
 
 def is_for_sglang_alone(checkpoint: Checkpoint) -> bool:
     """Whether the folder names heads as SGLang knows them and vLLM does not."""
-    return checkpoint.config.get("architectures") == [_JOINED]
+    return checkpoint.config.get("architectures") == [_EAGLE]
 
 
 def why_not_sglang(published: Published, facts: TargetFacts) -> str | None:
@@ -64,8 +56,9 @@ def why_not_sglang(published: Published, facts: TargetFacts) -> str | None:
     if published.layer is not None and published.layer.hidden_act != "silu":
         return f"it computes silu alone, and the MLP uses {published.layer.hidden_act}"
     if published.layout is Layout.EAGLE:
-        own = "embed_tokens.weight" in published.tensors and published.normed_embeddings
-        return "it takes the target's embeddings as they are (heads.embedding_norm=false)" if own else None
+        if EMBEDDINGS in published.tensors and published.normed_embeddings:
+            return "it takes the target's embeddings as they are (heads.embedding_norm=false)"
+        return None
     if published.layout is Layout.DSPARK:
         return "headstart knows of no SGLang that serves DSpark heads as it writes them"
     if published.layout is Layout.DFLASH:

@@ -12,14 +12,15 @@ from headstart.hub.engines.base import NOTE, TargetFacts, drafts_of, kind_of, re
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.huggingface import (
-    fused_keys,
-    llama_config,
+    eagle3_keys,
+    layers_config,
+    markov_keys,
     note,
     rounded,
-    speculators_keys,
     vocabulary_map,
     write_files,
 )
+from headstart.hub.engines.reading import SPECULATORS
 from headstart.hub.engines.vllm import block_remarks, vllm_command
 
 _VERSION = "0.9.0"
@@ -58,7 +59,6 @@ class Speculators(FolderFormat):
         return block_remarks(published) if engine == "vllm" else []
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
-        assert published.layer is not None, "these heads have decoder layers"
         held = rounded(published, dtype)
         proposal = {
             "proposal_type": "greedy",
@@ -66,19 +66,9 @@ class Speculators(FolderFormat):
             "verifier_accept_k": 1,
             "accept_tolerance": 0.0,
         }
-        if published.layout in BLOCKS:
-            own = speculators_keys(published, facts, dtype)
-        else:
-            own = {
-                "architectures": ["Eagle3Speculator"],
-                "speculators_model_type": "eagle3",
-                **fused_keys(published),
-                "eagle_aux_hidden_state_layer_ids": list(published.aux_layers),
-                "embed_requires_grad": False,
-                "transformer_layer_config": llama_config(published, published.layer, facts, dtype),
-            }
         config: dict[str, Any] = {
-            **own,
+            **(_block_keys(published) if published.layout in BLOCKS else _eagle3_keys(published)),
+            "transformer_layer_config": layers_config(published, facts, dtype),
             "speculators_version": _VERSION,
             "tie_word_embeddings": False,
             "torch_dtype": dtype,
@@ -99,3 +89,31 @@ class Speculators(FolderFormat):
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
     ) -> dict[str, list[str]]:
         return {"vllm": vllm_command(folder, published, facts, drafts.get("vllm", 0))}
+
+
+def _eagle3_keys(published: Published) -> dict[str, Any]:
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        **eagle3_keys(published),
+        "eagle_aux_hidden_state_layer_ids": list(published.aux_layers),
+        "embed_requires_grad": False,
+    }
+
+
+def _block_keys(published: Published) -> dict[str, Any]:
+    """`sliding_window_non_causal` is about sliding layers, and there are none; but vLLM takes false for all layers, and
+    lets no slot of a block see those after it.
+    """
+    return {
+        "architectures": [SPECULATORS[published.layout]],
+        "speculators_model_type": str(published.layout),
+        "aux_hidden_state_layer_ids": list(published.aux_layers),
+        "block_size": published.block_size,
+        "draft_vocab_size": published.vocab_size,
+        "mask_token_id": published.mask_token_id,
+        "sample_from_anchor": published.layout is Layout.DSPARK,
+        "sliding_window_non_causal": True,
+        "target_hidden_size": published.hidden_size,
+        **(markov_keys(published) if published.layout is Layout.DSPARK else {}),
+    }

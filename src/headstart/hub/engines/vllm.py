@@ -11,14 +11,7 @@ from headstart.heads.exchange.published import BLOCKS, Layout, Published
 from headstart.hub.engines.base import TargetFacts, drafts_of, refuse_activation
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
-from headstart.hub.engines.huggingface import (
-    block_files,
-    fused_files,
-    joined_files,
-    parallel_files,
-    without_bias,
-    write_files,
-)
+from headstart.hub.engines.huggingface import files_for, without_bias, write_files
 from headstart.hub.engines.sglang import is_for_sglang_alone, sglang_command, why_not_sglang
 
 _SHARED = (Layout.EAGLE3, Layout.DFLASH)
@@ -51,10 +44,10 @@ class Vllm(FolderFormat):
             without_bias(published)
         if (why := why_not_sglang(published, facts)) is None and published.layout not in _SHARED:
             why = "it has another format for such heads (--format sglang)"
-        said = [] if why is None else [f"SGLang cannot serve this folder: {why}."]
+        remarks = [] if why is None else [f"SGLang cannot serve this folder: {why}."]
         if published.layout is Layout.MEDUSA:
-            said.append("vLLM reads Medusa heads up to version 0.32.")
-        return said + self.remarks(published, "vllm")
+            remarks.append("vLLM reads Medusa heads up to version 0.32.")
+        return remarks + self.remarks(published, "vllm")
 
     def remarks(self, published: Published, engine: str) -> list[str]:
         return block_remarks(published) if engine == "vllm" else []
@@ -63,17 +56,7 @@ class Vllm(FolderFormat):
         return without_bias(published) if published.layout is Layout.EAGLE else published
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
-        published = self.as_held(published)
-        match published.layout:
-            case Layout.EAGLE3:
-                files = fused_files(published, facts, dtype)
-            case Layout.EAGLE:
-                files = joined_files(published, facts, dtype, "LlamaForCausalLM")
-            case Layout.DFLASH | Layout.DSPARK:
-                files = block_files(published, facts, dtype)
-            case Layout.MEDUSA:
-                files = parallel_files(published, facts, dtype)
-        write_files(folder, *files)
+        write_files(folder, *files_for(self.as_held(published), facts, dtype, "LlamaForCausalLM"))
 
     def knows(self, checkpoint: Checkpoint) -> bool:
         return not checkpoint.is_speculators and not is_for_sglang_alone(checkpoint)
@@ -81,10 +64,10 @@ class Vllm(FolderFormat):
     def commands(
         self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
     ) -> dict[str, list[str]]:
-        found = {"vllm": vllm_command(folder, published, facts, drafts.get("vllm", 0))}
+        commands = {"vllm": vllm_command(folder, published, facts, drafts.get("vllm", 0))}
         if published.layout in _SHARED and why_not_sglang(published, facts) is None:
-            found["sglang"] = sglang_command(folder, published, facts, drafts.get("sglang", 0))
-        return found
+            commands["sglang"] = sglang_command(folder, published, facts, drafts.get("sglang", 0))
+        return commands
 
 
 def block_remarks(published: Published) -> list[str]:
@@ -94,16 +77,16 @@ def block_remarks(published: Published) -> list[str]:
     """
     if published.layout not in BLOCKS:
         return []
-    said = [_ON_GPUS] if published.layout is Layout.DSPARK else []
+    remarks = [_ON_GPUS] if published.layout is Layout.DSPARK else []
     first, *others = (
         published.tensors[f"layers.{number}.self_attn.k_norm.weight"] for number in range(published.num_layers)
     )
     if any(not other.equal(first) for other in others):
-        said.append(
+        remarks.append(
             "vLLM's CPU build norms the text's keys in every layer with the k_norm of the first, and accepts fewer "
             "drafts; its GPU builds do not. For a CPU train with heads.num_layers=1, or serve these with llama.cpp."
         )
-    return said
+    return remarks
 
 
 def vllm_command(folder: Path | str, published: Published, facts: TargetFacts, drafts: int = 0) -> list[str]:
