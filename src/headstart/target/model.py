@@ -223,8 +223,8 @@ class Target(FrozenModel):
 
     @torch.no_grad()  # not inference mode: heads train on these
     def hidden_states(self, rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> list[dict[int, Tensor]]:
-        """Aux hidden states of whole sequences, each {layer: [its length, E]}, without logits, keys or values. Rows that
-        make too large a batch are read in several."""
+        """Aux hidden states of whole sequences, each {layer: [its length, E]}, without logits, keys or values; rows
+        that make too large a batch are read in several."""
         self._fitting.refresh()
         together = max(1, _CAPTURED // max(map(len, rows)))
         states: list[dict[int, Tensor]] = []
@@ -426,8 +426,8 @@ class Target(FrozenModel):
                 )
 
     def _probe(self) -> tuple[list[LayerKeys], torch.dtype]:
-        """What every layer keeps and the dtype of hidden states, from a forward: weights of quantised models are packed,
-        and models on several devices keep keys on each."""
+        """What every layer keeps and the dtype of hidden states, from a forward: weights of quantised models are
+        packed, and models on several devices keep keys on each."""
         cache = DynamicCache(config=self.config) if self.chains_only else DynamicCache()
         self._fitting.ensure([FINAL])
         with torch.inference_mode(), run(Running(aux_layers=frozenset([FINAL]))) as forward:
