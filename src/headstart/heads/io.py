@@ -48,11 +48,11 @@ def heads_folder(path: Path) -> Path:
 
 
 def save_heads(heads: DraftHead, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-    """Write heads to `folder`, replacing what is there in one step.
+    """Write config.json and heads.safetensors to `folder`, replacing what is there in one step.
 
     Args:
         heads: to write.
-        folder: for config.json and heads.safetensors.
+        folder: is made.
         state: their weights, where the heads themselves hold a part of each only; `heads.state_dict()` by default.
     """
 

@@ -67,12 +67,7 @@ def read_adapter(spec: str) -> Adapter:
 
 
 def apply_adapter(model: Any, spec: str, merge: bool = True) -> Any:
-    """The model with an adapter in it.
-
-    Args:
-        model: a transformers model; it is changed.
-        spec: of the adapter.
-        merge: add it to the weights, rather than keep it beside them.
+    """The transformers model, changed in place, with an adapter added to its weights, or kept beside them (`merge`).
 
     Raises:
         UserError: an adapter that adds tokens to prompts, that is another model's, or that changes tied embeddings.

@@ -70,7 +70,7 @@ def tree_mask(
         lengths_B1: committed tokens of each row; B is 1 where all rows have as many.
         visible_BTT: bool, which nodes each node may see; B is 1 where all rows share a shape.
         positions_BT: of the nodes.
-        window: of the layers with a sliding window.
+        window: of the layers that have one.
         dtype: of the masks.
         seen: slots in sight, those of the tree included.
 

@@ -62,12 +62,7 @@ class Row:
 
 
 class ChainCache:
-    """Caches of a batch; for the decode loop what `TreeCache` is for other targets.
-
-    Args:
-        config: of the target.
-        rows: of the batch.
-        capacity: tokens that a row is expected to hold; nothing is allocated ahead.
+    """Caches of a batch; for the decode loop what `TreeCache` is for other targets. Nothing is allocated ahead.
 
     Attributes:
         rows_B: what each row has read.

@@ -67,11 +67,6 @@ class Config:
 class Fitting:
     """What one `Target` adds to its model.
 
-    Args:
-        decoder: the model's decoder.
-        layers: of the decoder.
-        lm_head: of the model.
-
     Attributes:
         limit: tokens of a text beyond which rotary embeddings take other frequencies; None when they never do.
     """

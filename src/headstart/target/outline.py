@@ -18,14 +18,8 @@ from headstart.target.loading import DTYPES, known_folder, loadable_folder
 
 
 class Outline(FrozenModel):
-    """A model of which only the shapes are there: its tensors are torch's `meta` tensors.
-
-    Args:
-        model: built on the `meta` device.
-        tokenizer: None where the config came alone.
-        spec: of the target.
-        dtype: that the model will run in.
-    """
+    """A model on the device `meta`, of which only the shapes are there; the tokenizer is None where the config came
+    alone, and the dtype is what the model will run in."""
 
     def __init__(self, model: Any, tokenizer: Any, spec: str, dtype: torch.dtype) -> None:
         super().__init__(model, tokenizer, spec)

@@ -57,7 +57,7 @@ class Matrix:
 
     Args:
         module: the layer.
-        own: a forward that was put in its place before.
+        own: a forward that was put in the place of its class's before.
         prepacked: whether its weights are to be prepacked.
     """
 
@@ -141,10 +141,6 @@ class Prepacked:
 
     When the layer's weights change, they are packed again: at once where PyTorch counts the change, and at the next
     `refresh` where it goes past the count, as through `weight.data` (merged adapters do that).
-
-    Args:
-        module: the layer.
-        own: its own forward.
     """
 
     def __init__(self, module: nn.Linear, own: Callable[..., Any]) -> None:

@@ -98,14 +98,7 @@ class Inputs(nn.Module):
 
 
 class ShippedModule:
-    """One module; its layer has a cache of its own.
-
-    Args:
-        layer: a model of one layer and the norm after it.
-        norms: of the embedding and of the state.
-        join: the linear map.
-        state_first: see `Arrangement`.
-    """
+    """One module: a model of one layer and the norm after it, the norms of embedding and state, and the joining map."""
 
     def __init__(self, layer: Target, norms: tuple[nn.Module, nn.Module], join: nn.Module, state_first: bool) -> None:
         self.layer, self._norms, self._join, self._state_first = layer, norms, join, state_first
@@ -300,11 +293,7 @@ def _joins(arrangement: Arrangement, names: Mapping[str, Any], layers: int) -> l
 
 
 def _tensors(target: Target, files: Mapping[str, Path | str], wanted: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors of a checkpoint by name.
-
-    Raises:
-        UserError: some are missing, or cannot be read.
-    """
+    """Tensors of a checkpoint by name; a `UserError` where some are missing or cannot be read."""
     if missing := sorted(set(wanted) - files.keys()):
         raise UserError(
             f"The checkpoint of {target.name} lacks {missing[0]} of its multi-token-prediction modules.",

@@ -98,13 +98,7 @@ class _Kept(nn.ModuleList):
 
 
 def teacher_folder(states: Path, fingerprint: str, dtype: str) -> Path:
-    """Where the teacher of a target lies among its hidden states.
-
-    Args:
-        states: the folder of the shards.
-        fingerprint: of the target.
-        dtype: of its states.
-    """
+    """Where the teacher of a target lies in the folder of its hidden states, which have this dtype."""
     return states / f"teacher-{fingerprint[:16]}-{dtype}"
 
 
@@ -147,12 +141,8 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
 
 
 def teach(target: Target, layers: int = 1) -> TeacherModel:
-    """The teacher of a target whose weights are spread over processes, in memory and whole; every process calls it.
-
-    Args:
-        target: the frozen model.
-        layers: how many of its last layers to keep.
-    """
+    """The teacher of a target whose weights are spread over processes, in memory and whole, with so many of its last
+    layers; every process calls it."""
     count = target.num_layers
     files = {_BASE: _base(target)}
     files |= {_layer_file(number): _of_layer(target, number) for number in range(max(0, count - layers), count)}
@@ -181,11 +171,7 @@ def can_teach(target: FrozenModel) -> bool:
 
 
 def load_teacher(folder: Path, device: torch.device) -> TeacherModel:
-    """Read a teacher.
-
-    Args:
-        folder: that `save_teacher` wrote.
-        device: where its weights go.
+    """Read what `save_teacher` wrote.
 
     Raises:
         UserError: there is none, or it is cut short or damaged.
