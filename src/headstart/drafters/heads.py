@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
-from headstart.options import Tree as Kind
+from headstart.options import Tree as TreeKind
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
@@ -36,7 +36,7 @@ class HeadDrafter:
         self,
         heads: DraftHead,
         shape: TreeShape,
-        tree: Kind = "static",
+        tree: TreeKind = "static",
         calibration: Calibration | None = None,
         max_nodes: int = 32,
         sampled: Calibration | None = None,
