@@ -8,12 +8,12 @@ batched, measured or saved: before it decides on a token, the model reads the wh
     accept    the drafts on this way and the model's last word are the text's next tokens
     commit    the heads learn what was accepted, with the model's hidden states
 
-For a tree of two drafts a node, with a model that says "the cat sat down":
+With a model that says "the cat sat down":
 
-    the ─┬─ cat ─┬─ sat ─┬─ on          verified: the → cat, cat → sat, sat → down
-         │       │       └─ up          accepted: cat, sat, and the model's own: down
-         │       └─ ran ── ...          committed: the, cat, sat; "down" is the next root
-         └─ dog ── ...
+    the ─┬─ cat ─┬─ sat     verified: the → cat, cat → sat, sat → down
+         │       └─ ran     accepted: cat and sat, followed by the model's own word, down
+         └─ dog ─┬─ ...     committed: the, cat, sat
+                 └─ ...     the next root: down
 
 Greedy decoding is sampling from a distribution that holds one token. `headstart.decode.loop.Engine` decodes the same
 text, for the same seed: `tests/test_reference.py` compares the two, and `tests/decode/test_rules.py` proves by
@@ -135,17 +135,15 @@ def propose(heads: DraftHead, state: Any, root: Node, warp: Warp, drafting: Iter
 def drafts(logits_D: Tensor, draft_to_target_D: Tensor, warp: Warp, drafting: Iterator[float] | None) -> list[Node]:
     """The children of a node: the most likely tokens; when sampling, the last child is drawn from the others."""
     best = logits_D.topk(WIDTH).indices
-    if drafting is None:
-        return [Node(int(draft_to_target_D[index])) for index in best]
-    q_draft_D = warp(logits_D)
-    q_draft_D[best[:-1]] = 0.0
-    q_draft_D /= q_draft_D.sum()
-    drawn = fall_on(q_draft_D, next(drafting))
-    q_draft_V = torch.zeros(int(draft_to_target_D.max()) + 1).index_put((draft_to_target_D,), q_draft_D)
-    return [
-        *(Node(int(draft_to_target_D[index])) for index in best[:-1]),
-        Node(int(draft_to_target_D[drawn]), q_draft_V),
-    ]
+    children = [Node(int(draft_to_target_D[index])) for index in best]
+    if drafting is not None:
+        q_draft_D = warp(logits_D)
+        q_draft_D[best[:-1]] = 0.0
+        q_draft_D /= q_draft_D.sum()
+        token = int(draft_to_target_D[fall_on(q_draft_D, next(drafting))])
+        vocab_size = int(draft_to_target_D.max()) + 1
+        children[-1] = Node(token, torch.zeros(vocab_size).index_put((draft_to_target_D,), q_draft_D))
+    return children
 
 
 # -- verify and accept -------------------------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ SHAPE = TreeShape.from_paths(product(range(reference.WIDTH), repeat=reference.DE
 NEW = 24
 
 
-def heads_like(name: str, target: Target) -> DraftHead:
-    """Heads that are right now and then: what they would be after some training on this target's own text."""
+def bound(name: str, target: Target) -> DraftHead:
+    """Heads as they start: often right about this random model, which likes to repeat itself."""
     heads = build(name, target)
     heads.bind(target)
     return heads.eval()
@@ -48,7 +48,7 @@ def target() -> Target:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 0.8])
 def test_the_engine_writes_what_the_reference_writes(name: str, temperature: float, target: Target) -> None:
-    model, heads = tiny_model("llama", vocab_size=61), heads_like(name, target)
+    model, heads = tiny_model("llama", vocab_size=61), bound(name, target)
     emitted, rounds = 0, 0
     for seed in range(3 if temperature else 1):
         options = DecodeOptions(max_new_tokens=NEW, temperature=temperature, seed=seed, ignore_end=True)
@@ -56,12 +56,12 @@ def test_the_engine_writes_what_the_reference_writes(name: str, temperature: flo
         warper = partial(warp, SamplingOptions(temperature=temperature)) if temperature else reference.greedy
         assert found.tokens == reference.generate(model, heads, PROMPT, NEW, warper, seed if temperature else None)
         emitted, rounds = emitted + len(found.tokens), rounds + len(found.rounds)
-    print(name, temperature, emitted / rounds)
+    assert emitted > (1.5 if temperature else 1) * rounds or name == "eagle3-deep-normed", "drafts are accepted"
 
 
 def test_the_reference_is_the_model(target: Target) -> None:
     """Greedy, its text is that of transformers' own loop."""
     model = tiny_model("llama", vocab_size=61)
-    heads = heads_like("eagle3", target)
+    heads = bound("eagle3", target)
     stock = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     assert reference.generate(model, heads, PROMPT, NEW, reference.greedy) == stock[0, len(PROMPT) :].tolist()

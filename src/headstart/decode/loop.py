@@ -166,7 +166,7 @@ class Engine:
             cache.commit(committed.paths, committed.paths_BP)
             session.commit(committed)
             ended = perf_counter()
-            emitted = [[*own[1:], root] for own, root in zip(committed.tokens, roots.root_tokens, strict=True)]
+            emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)
             spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafts == controller.drafts else None
             controller.note(batch.trees, list(map(len, emitted)), spent_ms)

@@ -34,14 +34,14 @@ def reserve(
     nodes = max_nodes
     for device, token_bytes in target.kv_bytes_by_device.items():
         per_token = rows * token_bytes
-        left = int(_SHARE * (free_bytes(device) if free is None else free))
+        available = int(_SHARE * (free_bytes(device) if free is None else free))
         beside, per_node = target.forward_bytes(rows, row_tokens + max_nodes) if device == target.device else (0, 0)
         needed = per_token * (row_tokens + 1) + beside + per_node
-        if needed > left:
+        if needed > available:
             raise UserError(
                 f"Decoding {rows} prompts of up to {row_tokens} tokens takes {format_bytes(needed)} for keys, values, "
-                f"masks and logits, and {format_bytes(left)} are free on {device}.",
+                f"masks and logits, and {format_bytes(available)} are free on {device}.",
                 "Decode fewer prompts at a time, or lower --max-new-tokens.",
             )
-        nodes = min(nodes, (left - beside - per_token * row_tokens) // (per_token + per_node))
+        nodes = min(nodes, (available - beside - per_token * row_tokens) // (per_token + per_node))
     return max(1, nodes)

@@ -184,13 +184,13 @@ class SamplingVerifier(Verifier):
             if depth and self._sampling.needs_prefix:
                 so_far = zip(row_M.tolist(), tokens_BK[row_M, :depth].tolist(), strict=True)
                 texts = [self._texts[row] + tokens for row, tokens in so_far]
-            found = []
+            chosen = []
             for part in in_parts(len(row_M), vocab, device):
                 p_target_MV, rows_M = self._distributions(logits_MV[part], texts[part]), row_M[part]
                 child_M, q_draft_MV = drawn.below(rows_M, node_M[part], asks) if drawn else (None, None)
                 accept_M, residual_M = accept_BK[rows_M, depth], residual_BK[rows_M, depth]
-                found.append(next_tokens(p_target_MV, accept_M, residual_M, child_M, q_draft_MV))
-            next_M = torch.cat(found)
+                chosen.append(next_tokens(p_target_MV, accept_M, residual_M, child_M, q_draft_MV))
+            next_M = torch.cat(chosen)
             holds_MN = (parents_BN[row_M] == node_M[:, None]) & (batch.tokens_BN[row_M] == next_M[:, None])
             child_M, goes_M = holds_MN.int().argmax(1), holds_MN.any(1) & going_M
             tokens_BK[row_M, depth] = next_M.masked_fill(~going_M, -1)
@@ -214,7 +214,7 @@ class SamplingVerifier(Verifier):
 
     def _peek(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The next numbers of each row for accepting and for drawing, [B, count] each; one upload."""
-        numbers = [[own[kind].peek(count) for own in self._numbers] for kind in (0, 1)]
+        numbers = [[pair[kind].peek(count) for pair in self._numbers] for kind in (0, 1)]
         accept_BK, residual_BK = torch.tensor(numbers, dtype=torch.float64, device=device).unbind()
         return accept_BK, residual_BK
 
@@ -238,7 +238,7 @@ class SamplingVerifier(Verifier):
 def streams(seed: int) -> tuple[torch.Generator, torch.Generator, torch.Generator]:
     """A row's random generators, which share no noise: for accepting, for drawing tokens, and for drafting."""
     seeds = torch.randint(1 << 62, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
-    accept, residual, draft = (torch.Generator().manual_seed(own) for own in seeds)
+    accept, residual, draft = (torch.Generator().manual_seed(number) for number in seeds)
     return accept, residual, draft
 
 

@@ -64,7 +64,7 @@ def check_drafter(name: str) -> None:
     for part in names:
         kind, colon, argument = part.partition(":")
         if kind not in DRAFTERS:
-            wrong = next((one for one in kind.split("+") if one not in DRAFTERS), kind)
+            wrong = next((part for part in kind.split("+") if part not in DRAFTERS), kind)
             inside = f" in {name!r}" if wrong != name else ""
             raise UserError(f"Unknown drafter {wrong!r}{inside}.", nearest(wrong, DRAFTERS))
         if colon and kind not in ("early-exit", "mtp", "draft-model"):

@@ -193,14 +193,14 @@ def check_tokenizers(draft: Target, target: Target) -> None:
                 remedy,
             )
         return
-    own: dict[str, int] = draft.tokenizer.get_vocab()
-    known: dict[str, int] = target.tokenizer.get_vocab()
-    if own != known:
-        differing = [token for token in own.keys() | known.keys() if own.get(token) != known.get(token)]
-        token = min(differing, key=lambda token: (own.get(token, len(own)), token))
+    drafts: dict[str, int] = draft.tokenizer.get_vocab()
+    targets: dict[str, int] = target.tokenizer.get_vocab()
+    if drafts != targets:
+        differing = [token for token in drafts.keys() | targets.keys() if drafts.get(token) != targets.get(token)]
+        token = min(differing, key=lambda token: (drafts.get(token, len(drafts)), token))
         raise UserError(
             f"The draft model {draft.name} has another tokenizer than {target.name}: {token!r} is "
-            f"{_number(own, token)} there and {_number(known, token)} here.",
+            f"{_number(drafts, token)} there and {_number(targets, token)} here.",
             remedy,
         )
 

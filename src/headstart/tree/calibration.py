@@ -33,10 +33,9 @@ class Calibration:
         reached: at each depth, how often one of the best drafts is right after a path that was right; with `sampled`
             the last of these is drawn.
         sampled: the same for a child that is drawn from what the drafts above its rank leave, read at the
-            log-probability of the draft that has this rank; None takes such a child to be that draft. Exact for one
-            sampled child; of several under one node, those after the first are accepted more seldom. This is of a child
-            that is drawn from everything. Its own `sampled`, where there is one, is of children that are drawn from
-            what other drafts leave, and is read at the logarithm of how much they leave.
+            log-probability of the draft that has this rank; None takes such a child to be that draft. This is of a
+            child that is drawn from everything. Its own `sampled`, where there is one, is of children that are drawn
+            from what other drafts leave, and is read at the logarithm of how much they leave.
         trust: how much the logarithm of what heads say of a node's children (`DraftHead.confidence`) counts beside the
             log-probability of each: the knots are of their weighted sum. 0 for heads that say nothing.
         left: the same after a path that has left the best one: that holds a token which is not its node's best draft.
@@ -52,8 +51,8 @@ class Calibration:
 
     def knots(self, prefix: str = "") -> dict[str, list[list[float]]]:
         """As plain values for a JSON file, under names that begin with `prefix`."""
-        own = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.reached,)}
-        values = {prefix + name: [list(part) for part in parts] for name, parts in own.items()}
+        curves = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.reached,)}
+        values = {prefix + name: [list(part) for part in parts] for name, parts in curves.items()}
         values |= {prefix + "trust": [[self.trust]]} if self.trust else {}
         for name, part in (("drawn_", self.sampled), ("left_", self.left)):
             values |= part.knots(prefix + name) if part else {}
@@ -90,14 +89,16 @@ class Calibration:
             depth: of the node.
             left: how likely its path has left the best one.
         """
-        own = self.reached[depth] if depth < len(self.reached) else 1.0
-        return own if self.left is None or not left else own + left * (self.left.best_child(depth) - own)
+        reached = self.reached[depth] if depth < len(self.reached) else 1.0
+        if self.left is None or not left:
+            return reached
+        return reached + left * (self.left.best_child(depth) - reached)
 
     def towards(self, other: Calibration, share: float) -> Calibration:
         """Between this calibration and another one: `share` of the other, of both what is known.
 
-        >>> one = Calibration(((-2.0, 0.0),), ((0.0, 0.8),), (1.0,))
-        >>> one.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5).accepted
+        >>> near = Calibration(((-2.0, 0.0),), ((0.0, 0.8),), (1.0,))
+        >>> near.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5).accepted
         ((0.0, 0.125, 0.65),)
 
         Raises:
@@ -111,8 +112,8 @@ class Calibration:
         reached = tuple((1 - share) * a + share * b for a, b in zip(self.reached, other.reached, strict=False))
         sampled = left = None
         if self.sampled or other.sampled:
-            alone, others = (one.sampled or replace(one, left=None) for one in (self, other))
-            sampled = alone.towards(others, share)
+            near, far = (part.sampled or replace(part, left=None) for part in (self, other))
+            sampled = near.towards(far, share)
         if self.left or other.left:
             left = (self.left or self).towards(other.left or other, share)
         log_probs, accepted = (tuple(part[index] for part in curves) for index in (0, 1))
@@ -128,8 +129,8 @@ class Calibration:
         """
         if confidence_X is None or not self.trust:
             return log_probs_XR
-        said_X: NDArray[np.float32] = np.log(np.maximum(confidence_X, _LEAST))
-        return log_probs_XR + np.float32(self.trust) * said_X[..., None]
+        log_confidence_X: NDArray[np.float32] = np.log(np.maximum(confidence_X, _LEAST))
+        return log_probs_XR + np.float32(self.trust) * log_confidence_X[..., None]
 
     def probs(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
         """Probability of acceptance of drafts at a depth (from 0); the drafts' own where nothing was measured.
@@ -147,18 +148,18 @@ class Calibration:
         """Probability of acceptance of a child that is drawn in place of each draft of a node, the best draft first.
 
         >>> below = Calibration(((-2.0, 0.0),), ((0.0, 0.5),))
-        >>> one = Calibration(sampled=Calibration(((-2.0, 0.0),), ((0.0, 0.8),), sampled=below))
-        >>> one.drawn(0, np.log(np.array([np.exp(-1), 0.1], dtype=np.float32))).round(3).tolist()
+        >>> whole = Calibration(sampled=Calibration(((-2.0, 0.0),), ((0.0, 0.8),), sampled=below))
+        >>> whole.drawn(0, np.log(np.array([np.exp(-1), 0.1], dtype=np.float32))).round(3).tolist()
         [0.4, 0.385]
         """
         scores_XR = self.scores(log_probs_XR, confidence_X)
         if self.sampled is None:
             return self.probs(depth, scores_XR)
-        found = self.sampled.probs(depth, scores_XR)
+        probs_XR = self.sampled.probs(depth, scores_XR)
         if self.sampled.sampled is not None:
             rest_XR = self.scores(rest(log_probs_XR), confidence_X)
-            found[..., 1:] = self.sampled.sampled.probs(depth, rest_XR[..., 1:])
-        return found
+            probs_XR[..., 1:] = self.sampled.sampled.probs(depth, rest_XR[..., 1:])
+        return probs_XR
 
 
 def rest(log_probs_XR: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -172,8 +173,8 @@ def rest(log_probs_XR: NDArray[np.float32]) -> NDArray[np.float32]:
     return left_XR
 
 
-def between(depth: int, one: Calibration, other: Calibration, share: float) -> Curve:
+def between(depth: int, near: Calibration, far: Calibration, share: float) -> Curve:
     """The curve of a depth that lies between those of two calibrations: `share` of the other."""
-    knots = np.array(sorted({*one.log_probs[depth], *other.log_probs[depth]}), dtype=np.float32)
-    both = (1 - share) * one.probs(depth, knots) + share * other.probs(depth, knots)
+    knots = np.array(sorted({*near.log_probs[depth], *far.log_probs[depth]}), dtype=np.float32)
+    both = (1 - share) * near.probs(depth, knots) + share * far.probs(depth, knots)
     return tuple(knots.tolist()), tuple(both.tolist())

@@ -63,8 +63,8 @@ _Candidate = tuple[int, int, float, float, float]
 parent, the probability of a child that is drawn instead of it, and its share of the heads' own distribution."""
 
 
-class _Open(NamedTuple):
-    """A node that may get children.
+class _Leaf(NamedTuple):
+    """A node of the last level, which may get children.
 
     Attributes:
         node: its number in the tree.
@@ -102,12 +102,12 @@ class _Growing:
     """One row's tree while it grows, and the nodes of its last level that may get children."""
 
     tree: Tree
-    level: list[_Open]
+    level: list[_Leaf]
 
     def keep(self, nodes: Sequence[int]) -> None:
         """See `Tree.keep`."""
         renumbered = self.tree.keep(nodes)
-        self.level = [open_._replace(node=renumbered[open_.node]) for open_ in self.level if open_.node in renumbered]
+        self.level = [leaf._replace(node=renumbered[leaf.node]) for leaf in self.level if leaf.node in renumbered]
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def grow(
     """Draft a tree after each row's root, level by level.
 
     The host waits for the device once a level, and once more where children are drawn; for heads that draft all depths
-    in one forward, it is once in all, and once more.
+    in one forward, once in all, and once more.
 
     Args:
         heads: what drafts.
@@ -133,10 +133,10 @@ def grow(
         depth_logits: of heads that draft all depths in one forward; None drafts level by level.
     """
     shape, calibration = request.shape, request.calibration or Calibration()
-    rows = [_Growing(Tree([token], accept_probs=[1.0]), [_Open(0)]) for token in roots.root_tokens]
+    rows = [_Growing(Tree([token], accept_probs=[1.0]), [_Leaf(0)]) for token in roots.root_tokens]
     ranks = min(shape.width if shape else 1 if request.chain else max_rank, len(heads.draft_to_target_D))
     levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
-    children_of_shape = shape.children if shape else []
+    shape_children = shape.children if shape else []
     reading_is_free = roots.root_B.device.type == "cpu"
     curves = [calibration] if shape or calibration.left is None else [calibration, calibration.left]
     table, first, drafted = _Table.empty(), 0, 0
@@ -158,30 +158,17 @@ def grow(
         sides = [table.candidates(depth, shared, curve, request.draws) for curve in curves]
         below = list(accumulate((calibration.best_child(lower) for lower in range(depth + 1, levels)), mul))
         for number, row in enumerate(rows):
-            columns = range(len(row.level)) if shared is None else [shared] * len(row.level)
+            columns = [index if shared is None else shared for index in range(len(row.level))]
             tables = [
-                _blend([side[number][index if shared is None else 0] for side in sides], open_.left)
-                for index, open_ in enumerate(row.level)
+                _blend([side[number][index if shared is None else 0] for side in sides], leaf.left)
+                for index, leaf in enumerate(row.level)
             ]
             if shape:
-                picks = [[shape.ranks[child] for child in children_of_shape[open_.place]] for open_ in row.level]
+                picks = [[shape.ranks[child] for child in shape_children[leaf.place]] for leaf in row.level]
             else:
                 picks = _worth_it(row, tables, below, request)
-            grown: list[_Open] = []
-            for above, (open_, own_ranks) in enumerate(zip(row.level, picks, strict=True)):
-                chosen = [tables[above][rank] for rank in own_ranks]
-                nodes = _add_children(row.tree, open_, chosen, request.draws)
-                places = children_of_shape[open_.place] if shape else [0] * len(nodes)
-                stays = _stays(open_, chosen, request.draws)
-                grown += [
-                    _Open(node, above, 1.0 if rank else 1 - stays, place)
-                    for rank, (node, place) in enumerate(zip(nodes, places, strict=True))
-                    if not shape or children_of_shape[place]
-                ]
-                if nodes and request.draws:
-                    siblings = [index for index, *_ in chosen[:-1]]
-                    undrawn.append(_Undrawn(number, nodes[-1], columns[above], siblings))
-            row.level = grown
+            for above, node, siblings in _extend(row, tables, picks, shape_children, request.draws):
+                undrawn.append(_Undrawn(number, node, columns[above], siblings))
             if not shape and row.tree.size > request.max_nodes:
                 assert not request.draws, "a drawn node is never pushed out"
                 row.keep(row.tree.best(request.max_nodes))
@@ -200,7 +187,7 @@ def _pays(rows: Sequence[_Growing], depth: int, calibration: Calibration, reques
     """Whether a further level of a dynamic tree is worth drafting: each node's best child, less what verifying costs,
     against what the level costs."""
     children = (
-        _prob(row.tree, open_.node) * calibration.best_child(depth, open_.left) for row in rows for open_ in row.level
+        _prob(row.tree, leaf.node) * calibration.best_child(depth, leaf.left) for row in rows for leaf in row.level
     )
     return sum(max(0.0, accept_prob - request.threshold) for accept_prob in children) >= request.level_threshold
 
@@ -218,8 +205,8 @@ def _level(rows: Sequence[_Growing], roots: TreeBatch, depth: int) -> tuple[Tens
     tokens, parents = [], []
     for row in rows:
         padding = width - len(row.level)
-        tokens.append([*(row.tree.tokens[open_.node] for open_ in row.level), *[row.tree.tokens[0]] * padding])
-        parents.append([*(open_.above for open_ in row.level), *[0] * padding])
+        tokens.append([*(row.tree.tokens[leaf.node] for leaf in row.level), *[row.tree.tokens[0]] * padding])
+        parents.append([*(leaf.above for leaf in row.level), *[0] * padding])
     tokens_BW, parents_BW = torch.tensor([tokens, parents], device=roots.root_B.device).unbind()
     return tokens_BW, parents_BW
 
@@ -307,9 +294,9 @@ def _worth_it(
         request: of the round.
     """
     grown: list[_Grown] = []
-    for above, open_ in enumerate(row.level):
+    for above, leaf in enumerate(row.level):
         for rank, marginal in enumerate(_marginals(tables[above], request.draws)):
-            accept_prob = _prob(row.tree, open_.node) * marginal
+            accept_prob = _prob(row.tree, leaf.node) * marginal
             if accept_prob < request.threshold or accept_prob <= 0:
                 break
             grown.append(_Grown(-accept_prob, above, rank))
@@ -361,18 +348,48 @@ def _probs(chosen: Sequence[_Candidate], draws: bool) -> list[float]:
     return [drawn_prob if rank == fixed else prob for rank, (_, _, prob, drawn_prob, _) in enumerate(chosen)]
 
 
-def _add_children(tree: Tree, open_: _Open, chosen: Sequence[_Candidate], draws: bool) -> list[int]:
-    """Give a node its children; with `draws`, the last has no token yet."""
-    accept_prob, fixed = _prob(tree, open_.node), len(chosen) - draws
-    return [
-        tree.add(open_.node, token if rank < fixed else _UNKNOWN, accept_prob * prob)
-        for rank, ((_, token, *_), prob) in enumerate(zip(chosen, _probs(chosen, draws), strict=True))
-    ]
+def _extend(
+    row: _Growing,
+    tables: Sequence[list[_Candidate]],
+    picks: Sequence[list[int]],
+    shape_children: Sequence[list[int]],
+    draws: bool,
+) -> list[tuple[int, int, list[int]]]:
+    """Give the nodes of a level their children, which become the row's level.
+
+    Args:
+        row: gets the children.
+        tables: of each node of the level, the candidates.
+        picks: of each, the ranks that become children; with `draws`, the last one of each has no token yet.
+        shape_children: of a static tree's nodes; empty for a dynamic tree.
+        draws: see `Request`.
+
+    Returns:
+        Of each child that is to be drawn: its parent's index in the level, its node, and its siblings' indices in the
+        draft vocabulary.
+    """
+    level: list[_Leaf] = []
+    undrawn: list[tuple[int, int, list[int]]] = []
+    for above, (leaf, candidates, ranks) in enumerate(zip(row.level, tables, picks, strict=True)):
+        chosen = [candidates[rank] for rank in ranks]
+        places = shape_children[leaf.place] if shape_children else [0] * len(chosen)
+        details = zip(chosen, _probs(chosen, draws), _have_left(leaf, chosen, draws), places, strict=True)
+        for rank, ((_, token, *_), prob, left, place) in enumerate(details):
+            drawn = draws and rank == len(chosen) - 1
+            node = row.tree.add(leaf.node, _UNKNOWN if drawn else token, _prob(row.tree, leaf.node) * prob)
+            if not shape_children or shape_children[place]:
+                level.append(_Leaf(node, above, left, place))
+            if drawn:
+                undrawn.append((above, node, [index for index, *_ in chosen[:-1]]))
+    row.level = level
+    return undrawn
 
 
-def _stays(open_: _Open, chosen: Sequence[_Candidate], draws: bool) -> float:
-    """How likely the path to a node's first child is the best one still; drawn, it may be another than the best."""
-    return (1 - open_.left) * (chosen[0][-1] if draws and len(chosen) == 1 else 1.0)
+def _have_left(leaf: _Leaf, chosen: Sequence[_Candidate], draws: bool) -> list[float]:
+    """How likely the path to each of a node's children has left the best one: an only child that is drawn may be
+    another than the best; of several, the first is the best."""
+    stays = (1 - leaf.left) * (chosen[0][-1] if draws and len(chosen) == 1 else 1.0)
+    return [1.0 if rank else 1 - stays for rank in range(len(chosen))]
 
 
 def _draw(
