@@ -211,8 +211,8 @@ def data_show(
 
     Example: headstart data show runs/quickstart --index 3
     """
-    from headstart.data.conversations.records import read_conversations
     from headstart.data.conversations.display import show_conversation
+    from headstart.data.conversations.records import read_conversations
     from headstart.pipeline.actions import tokenizer_for
     from headstart.pipeline.layout import CONVERSATIONS
 
