@@ -133,11 +133,13 @@ def prepare(out: Path, count: int = 200, data: Mapping[str, int] | None = None) 
     return recipe.resolve()
 
 
-def start(folder: Path, recipe: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
+CODE = "import torch; torch.set_num_threads(1); from headstart.cli.app import main; main()"
+
+
+def start(folder: Path, recipe: Path, command: Sequence[str], code: str = CODE) -> subprocess.Popen[bytes]:
     """One command of headstart in a folder of runs of its own, on one thread, so that sums have one order."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [str(recipe) if word == "RECIPE" else word for word in command]
-    code = "import torch; torch.set_num_threads(1); from headstart.cli.app import main; main()"
     with (folder / "log").open("ab") as log:
         return subprocess.Popen([sys.executable, "-c", code, *words], cwd=folder, stdout=log, stderr=log)
 

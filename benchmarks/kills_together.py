@@ -16,15 +16,13 @@ import hashlib
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kills import by_command, made, missing, prepare
+from kills import CODE, by_command, made, missing, prepare, start
 from record import record
 from safetensors import safe_open
 
@@ -36,11 +34,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("data", "build", "RECIPE", "heads.family=eagle3", "heads.draft_steps=2", "heads.aux_layers=[1,2,3]"),
 )
 PROCESSES = 2
-_CODE = """
-import torch; torch.set_num_threads(1)
-import headstart.data.states.shards as shards; shards.SHARD_BYTES = 60_000, 60_000
-from headstart.cli.app import main; main()
-"""
+_CODE = f"import headstart.data.states.shards as shards; shards.SHARD_BYTES = 60_000, 60_000; {CODE}"
 """Small shards, so that there are many."""
 
 
@@ -57,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chance = random.Random(options.seed)
     kills: list[dict[str, Any]] = []
     for command in COMMANDS:
-        alone = start(options.out / "alone", recipe, command)
+        alone = start(options.out / "alone", recipe, command, _CODE)
         if alone.wait():
             raise SystemExit(f"{' '.join(command)} failed; see {options.out / 'alone' / 'log'}")
     for number, command in enumerate(COMMANDS):
@@ -80,20 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-def start(folder: Path, recipe: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """One process, on one thread."""
-    folder.mkdir(parents=True, exist_ok=True)
-    words = [str(recipe) if word == "RECIPE" else word for word in command]
-    with (folder / "log").open("ab") as log:
-        return subprocess.Popen([sys.executable, "-c", _CODE, *words], cwd=folder, stdout=log, stderr=log)
-
-
 def disturbed(
     folder: Path, recipe: Path, command: Sequence[str], wanted: int, chance: random.Random
 ) -> list[dict[str, Any]]:
     """Give a command to several processes, and kill one after the other; what each kill lost."""
     kills: list[dict[str, Any]] = []
-    processes = [start(folder, recipe, command) for _ in range(PROCESSES)]
+    processes = [start(folder, recipe, command, _CODE) for _ in range(PROCESSES)]
     before = made(folder)
     try:
         while sum(kill["killed"] for kill in kills) < wanted:
@@ -103,13 +89,13 @@ def disturbed(
             if any(process.poll() is not None for process in processes):
                 break  # done
             time.sleep(chance.uniform(0, 0.2))
-            one = chance.randrange(PROCESSES)
-            processes[one].send_signal(signal.SIGKILL)
-            killed = processes[one].wait() == -signal.SIGKILL
+            victim = chance.randrange(PROCESSES)
+            processes[victim].send_signal(signal.SIGKILL)
+            killed = processes[victim].wait() == -signal.SIGKILL
             lost, before = missing(before, made(folder))
             kills.append({"command": command, "killed": killed, "lost": lost, "files": len(before)})
             print(json.dumps(kills[-1]), flush=True)
-            processes[one] = start(folder, recipe, command)
+            processes[victim] = start(folder, recipe, command, _CODE)
         codes = [process.wait() for process in processes]
     finally:
         for process in processes:

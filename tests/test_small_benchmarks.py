@@ -79,7 +79,7 @@ def test_kills_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     kills = script("kills_together", monkeypatch)
     monkeypatch.setattr(kills, "COMMANDS", kills.COMMANDS[:1])
 
-    def start(folder: Path, recipe: Path, command: tuple[str, ...]) -> Any:
+    def start(folder: Path, recipe: Path, command: tuple[str, ...], code: str) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         return subprocess.Popen([sys.executable, "-c", MAKES], cwd=folder)
 

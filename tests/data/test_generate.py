@@ -187,7 +187,7 @@ def test_what_is_kept_apart_is_of_the_kinds_of_a_sorted_file(tiny_target: Target
 def test_a_prompt_of_another_split_costs_no_further_batch(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_prompts(_target: Target, count: int, _breadth: str, seed: int, _writer: Any, _check: Any) -> Any:
+    def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         return [self_prompts.SelfPrompt("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
 
     monkeypatch.setattr(part_writer, "write_prompts", write_prompts)

@@ -74,7 +74,7 @@ def test_they_are_left_out_of_given_prompts_and_counted(questions: str, tmp_path
 def test_they_are_left_out_of_self_prompts(
     questions: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_prompts(_target: Any, count: int, _breadth: str, seed: int, *_rest: Any) -> Any:
+    def write_prompts(_target: Any, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         asked = ["What is 2 + 2?", *(f"Question {seed} {i}" for i in range(1, count))]
         return [self_prompts.SelfPrompt(text, "why") for text in asked]
 

@@ -139,8 +139,8 @@ class Endpoint:
                 except Later as problem:
                     self._unmet = monotonic(), problem
                     raise
-        found: T = self._known[0]
-        return found
+        known: T = self._known[0]
+        return known
 
     def failed(self, problem: Later, began: float, jitter: float) -> None:
         """Note that a request which began at this moment came to nothing; those sent together fail together."""

@@ -201,10 +201,11 @@ def _given(prompt: Prompt, target: Target) -> Conversation:
             "with given answers that call tools",
         )
     tokens, supervised = encode(prompt.messages, target.tokenizer, max_tokens=target.max_length)
-    return Conversation(prompt.id, tokens, supervised, prompt.messages, prompt.category, {"source": "given"})
+    how = {"source": "given"}
+    return Conversation(prompt.id, tokens, supervised, prompt.messages, category=prompt.category, sampling=how)
 
 
 def _unanswered(prompt: Prompt, tokenizer: Any) -> Conversation:
     messages = [message for message in prompt.messages if message["role"] != "assistant"]
     tokens = prompt_tokens(prompt.opening, tokenizer)
-    return Conversation(prompt.id, tokens, [False] * len(tokens), messages, prompt.category, {})
+    return Conversation(prompt.id, tokens, [False] * len(tokens), messages, category=prompt.category)

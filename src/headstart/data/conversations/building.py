@@ -172,7 +172,7 @@ class _Writing:
             for job, written in share(plan, lambda what: writer.write(what, workers.check), workers, self._board):
                 self.prompts.answering.add_all(LeftOut(written["left_out"], written["examples"]))
                 conversations = [Conversation.from_json(row) for row in written["conversations"]]
-                part = Part(job.number, job.split, job.prompts, plan.lap(), conversations)
+                part = Part(job.number, job.split, job.prompts, seconds=plan.lap(), conversations=conversations)
                 part.write(self._folder)
                 is_wanted = wanted.missing() > 0
                 self._add(part)

@@ -205,7 +205,7 @@ def share(plan: Plan[J], do: Do, workers: Workers, board: Board | None = None) -
         return
     posted: deque[_Posted[J]] = deque()
     try:
-        yield from _share(plan, do, workers, board, posted)
+        yield from _share(plan, do, workers, board, posted=posted)
     finally:
         if board is not None:
             for item in posted:

@@ -91,7 +91,7 @@ class PartWriter:
             prompts = self._self_prompts(f"{split}-{number}", seed, check, left_out)[: what["size"]]
         else:
             prompts = [Prompt(**prompt) for prompt in what["prompts"]]
-        answers = Answers(self.target, self.settings, self._writer, self._capture, check)
+        answers = Answers(self.target, self.settings, self._writer, capture=self._capture, check=check)
         if split == "heldout":
             written = answers.openings(prompts, left_out)
         else:
@@ -107,7 +107,9 @@ class PartWriter:
     def _self_prompts(self, name: str, seed: int, check: Callable[[], None], left_out: LeftOut) -> list[Prompt]:
         """Prompts that the target writes: the same for the same settings, whatever was written before."""
         target, settings = self.target, self.settings
-        drafts = write_prompts(target, settings.batch_size, settings.seed_prompts, seed, self._writer, check)
+        drafts = write_prompts(
+            target, settings.batch_size, settings.seed_prompts, seed, writer=self._writer, check=check
+        )
         prompts = []
         for number, draft in enumerate(drafts):
             prompt = Prompt([{"role": "user", "content": draft.text}], draft.category, f"{name}-{number}")

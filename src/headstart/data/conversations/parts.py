@@ -53,9 +53,9 @@ class Part:
         try:
             _, about = next(rows, (0, {}))
             start, stop = about["prompts"]
-            read = cls(int(about["part"]), str(about["split"]), (int(start), int(stop)), float(about["seconds"]), [])
-            for _, row in rows:
-                read.conversations.append(Conversation.from_json(row))
+            conversations = [Conversation.from_json(row) for _, row in rows]
+            seconds, prompts = float(about["seconds"]), (int(start), int(stop))
+            return cls(int(about["part"]), str(about["split"]), prompts, seconds=seconds, conversations=conversations)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
@@ -63,7 +63,6 @@ class Part:
                 f"{file} is not a part of conversations ({error}).",
                 "Move it away: further parts are written instead of it.",
             ) from None
-        return read
 
 
 class TimeBudget:

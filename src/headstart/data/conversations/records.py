@@ -80,8 +80,14 @@ class Conversation:
                 {name: str(message[name]) for name in ("role", "content", *({"reasoning_content"} & message.keys()))}
                 for message in row["messages"]
             ]
-            category, sampling = str(row.get("category", "")), dict(row.get("sampling", {}))
-            return cls(str(row["id"]), tokens, supervised, messages, category, sampling)
+            return cls(
+                str(row["id"]),
+                tokens,
+                supervised,
+                messages,
+                category=str(row.get("category", "")),
+                sampling=dict(row.get("sampling", {})),
+            )
         except KeyError as error:
             raise ValueError(f"no {error.args[0]!r}") from None
         except (TypeError, AttributeError) as error:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeVar
 
 from headstart.data.prompts.chat import Unfit, check_offsets, check_template, has_template, prompt_tokens
 from headstart.data.prompts.overlap import Excluded, normalise
 from headstart.data.prompts.shapes import SHAPES, Prompt, Unusable, parse_prompt
-from headstart.data.prompts.sources import Origin, find_origin, read_records
+from headstart.data.prompts.sources import find_origin, read_records
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection, PromptSource
 
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 
 class LeftOut:
-    """Records that cannot be used, counted by reason; one object may be shared by threads.
+    """Records that cannot be used, counted by reason.
 
     Attributes:
         counts: by reason, worded for `notice`, such as "repeated".
@@ -38,13 +37,11 @@ class LeftOut:
     def __init__(self, counts: Mapping[str, int] | None = None, examples: Mapping[str, str] | None = None) -> None:
         self.counts = dict(counts or {})
         self.examples = dict(examples or {})
-        self._lock = Lock()
 
     def add(self, reason: str, example: str = "", count: int = 1) -> None:
         """Count records that are left out for a reason."""
-        with self._lock:
-            self.counts[reason] = self.counts.get(reason, 0) + count
-            self.examples.setdefault(reason, example)
+        self.counts[reason] = self.counts.get(reason, 0) + count
+        self.examples.setdefault(reason, example)
 
     def add_all(self, other: LeftOut) -> None:
         """Count what another has counted as well."""
@@ -72,7 +69,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts in the order in which they were drawn, from the `origins` of all sources.
+    """Prompts in the order in which they were drawn.
 
     Attributes:
         left_out: the other records that were read on the way.
@@ -81,14 +78,7 @@ class Prompts:
 
     prompts: list[Prompt]
     left_out: LeftOut
-    origins: list[Origin]
     used_up: list[str]
-
-    @property
-    def origin(self) -> Origin:
-        """The content of the only source."""
-        (origin,) = self.origins
-        return origin
 
 
 @dataclass(frozen=True)
@@ -156,7 +146,7 @@ def load_prompts(
     for reading in readings:
         left_out.add_all(reading.left_out)
     used_up = [reading.where for reading in readings if several and reading.used_up]
-    return Prompts(prompts, left_out, [reading.origin for reading in readings], used_up)
+    return Prompts(prompts, left_out, used_up)
 
 
 def in_turns(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterator[tuple[int, T]]:
@@ -228,7 +218,7 @@ class _Reading:
 
     def __init__(self, source: PromptSource, seed: int | None, whole: bool, rule: _Rule) -> None:
         self._split = source.split or "train"
-        self.origin = find_origin(source.source, source.revision)
+        self._origin = find_origin(source.source, source.revision)
         self.left_out = LeftOut()
         is_file = Path(source.source).suffix in (".jsonl", ".json")
         self.where = source.source if is_file else f"{source.source!r}, split {self._split!r}"
@@ -237,7 +227,7 @@ class _Reading:
 
     def __iter__(self) -> Iterator[Prompt]:
         read = usable = hopeless = 0
-        for record in read_records(self.origin, self._split, self._seed, whole=self._whole):
+        for record in read_records(self._origin, self._split, self._seed, whole=self._whole):
             read += 1
             try:
                 prompt = self._rule.prompt(record.row, record.id)

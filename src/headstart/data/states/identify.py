@@ -38,32 +38,32 @@ def identify(
     """
     exact = not rounded and given_TE.dtype == fresh[aux_layer].dtype == torch.float32
     limit = _TOLERANCE[torch.float32] if exact else _TOLERANCE_COARSE
-    own = distance(given_TE, fresh[aux_layer])
+    off = distance(given_TE, fresh[aux_layer])
     name = "FINAL" if aux_layer == FINAL else f"layer {aux_layer}"
     if not given_TE.isfinite().all():
-        return own, f"{name} holds numbers that are not finite"
+        return off, f"{name} holds numbers that are not finite"
     others = {other: distance(given_TE, state_TE) for other, state_TE in fresh.items() if other != aux_layer}
     nearest = min(others, key=lambda other: others[other])
     # In bfloat16 neighbouring layers of a deep target can be as close as the rounding: the nearer one decides.
-    if own <= limit and own <= 2 * others[nearest] + _TOLERANCE[torch.float32]:
-        return own, ""
+    if off <= limit and off <= 2 * others[nearest] + _TOLERANCE[torch.float32]:
+        return off, ""
     last = target.num_layers
     if others[nearest] <= limit:
         if (aux_layer, nearest) == (FINAL, last):
-            return own, "FINAL holds the state before the final norm: the norm is missing"
+            return off, "FINAL holds the state before the final norm: the norm is missing"
         if (aux_layer, nearest) == (last, FINAL):
-            return own, f"layer {last} holds the state after the final norm: a norm too many"
+            return off, f"layer {last} holds the state after the final norm: a norm too many"
         side = ": off by one" if FINAL not in (aux_layer, nearest) and abs(aux_layer - nearest) == 1 else ""
-        return own, f"{name} holds {called(nearest)}{side}"
+        return off, f"{name} holds {called(nearest)}{side}"
     for late, word in ((1, "late"), (-1, "early")):
         if distance(given_TE[max(late, 0) :][: len(given_TE) - 1], fresh[aux_layer][max(-late, 0) :]) <= limit:
-            return own, f"{name} is one token {word}: state t stands at token {'t + 1' if late > 0 else 't - 1'}"
+            return off, f"{name} is one token {word}: state t stands at token {'t + 1' if late > 0 else 't - 1'}"
     for other, state_TE in fresh.items():
         if distance(given_TE, _normed(state_TE)) <= limit:
-            return own, f"{name} holds {called(other)} with a norm that the target does not apply there"
+            return off, f"{name} holds {called(other)} with a norm that the target does not apply there"
     if distance(_normed(given_TE), _normed(fresh[aux_layer])) <= limit:
-        return own, f"{name} holds {called(aux_layer)} in another scale"
-    return own, f"{name} holds no state that {target.name} has on these tokens ({own:.0%} off)"
+        return off, f"{name} holds {called(aux_layer)} in another scale"
+    return off, f"{name} holds no state that {target.name} has on these tokens ({off:.0%} off)"
 
 
 def called(aux_layer: int) -> str:

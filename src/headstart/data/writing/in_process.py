@@ -273,7 +273,7 @@ class _Batch:
             row = self._alive[index]
             if self._added[row][-1] in self._continuation.ends:
                 length = min(self._cache.lengths[index], len(self._rows[row]) + len(self._added[row]))
-                turns.keep(self._target, self._numbers[row], self._cache, index, length)
+                turns.keep(self._target, self._numbers[row], self._cache, index=index, length=length)
 
 
 def next_tokens(logits_BV: Tensor, temperatures: Sequence[float], top_p: float, numbers: Sequence[float]) -> list[int]:

@@ -91,7 +91,7 @@ class TurnCaches:
             return None
         return self._caches.pop(number), states
 
-    def keep(self, target: Target, row: int, cache: TreeCache, index: int, length: int) -> None:
+    def keep(self, target: Target, row: int, cache: TreeCache, *, index: int, length: int) -> None:
         """Keep what a cache holds of a row that has ended, if another turn may follow and memory has room."""
         number, size = self._conversations[row], length * target.kv_bytes_per_token
         if number in self._wanted and size <= _TURN_SHARE * free_bytes(target.device):
