@@ -62,7 +62,7 @@ def load(
         if target is None:
             raise UserError("Neither heads nor a target are named.", "Name a folder of heads, or give target=.")
         if not isinstance(target, Target):
-            target = load_target(target, dtype, device, revision, exact, quantization=quantization or "none")
+            target = load_target(target, dtype, device, revision, exact=exact, quantization=quantization or "none")
         elif exact != "auto":
             target.exact = exact
         return Decoder(target)
@@ -96,7 +96,7 @@ def export(
     Raises:
         UserError: no such heads or format, heads that no engine of the format can serve, or a folder in use.
     """
-    return export_for(locate(heads), Path(out), format, target, dtype)
+    return export_for(locate(heads), Path(out), format, target=target, dtype=dtype)
 
 
 def import_heads(

@@ -77,8 +77,8 @@ FAULTS: dict[str, tuple[Callable[[Config, Tensors], None], str, str, bool]] = {
         lambda c, _: (c.pop("rope_theta"), c.pop("rope_parameters")), "vllm", "says no rope_theta", False,
     ),
     "residual": (lambda c, _: c.update(norm_before_residual=True), "vllm", "headstart wrote", True),
-    "residual there": (lambda c, _: c.update(norm_before_residual=True), "sglang", "ignores norm_before", True),
-    "feedback": (lambda c, _: c.update(norm_output=True), "sglang", "feeds back the state before the norm", True),
+    "residual there": (lambda c, _: c.update(norm_before_residual=True), "sglang", "does not know norm_before", True),
+    "feedback": (lambda c, _: c.update(norm_output=True), "sglang", "does not know norm_output", True),
     "tied": (lambda c, _: c.update(tie_word_embeddings=True), "sglang", "takes the embeddings for the LM head", False),
     "bias": (
         lambda c, t: (c.update(attention_bias=True), t.update({"midlayer.self_attn.q_proj.bias": torch.ones(64)})),

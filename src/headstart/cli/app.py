@@ -263,7 +263,9 @@ def tune(
     if options.engine:
         from headstart.pipeline.in_engine import describe_engine_tuning, tune_in_engine
 
-        measured = tune_in_engine(Path(path).expanduser(), conversations, Console(), loading.target, options)
+        measured = tune_in_engine(
+            Path(path).expanduser(), conversations, Console(), target=loading.target, options=options
+        )
         Console().print(engine_table(measured))
         Console().print(describe_engine_tuning(measured), highlight=False)
         return

@@ -101,7 +101,7 @@ def export(
     with console.status("exporting"):
         from headstart.hub.engines.export import export_for
 
-        done = export_for(folder, out, [each.value for each in formats], target, dtype.value if dtype else None)
+        done = export_for(folder, out, [each.value for each in formats], target=target, dtype=dtype and dtype.value)
     for remark in done.remarks:
         console.print(remark, highlight=False, markup=False, soft_wrap=True)
     say(console, ("Heads", out), *((f"Serve with {name}", command) for name, command in done.commands.items()))

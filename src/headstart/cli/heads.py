@@ -66,7 +66,7 @@ def evaluate(
         heads_name=heads,
         compare=tuple(compare or ()),
     )
-    results = report(load_decoder(heads, loading, options.drafter), asked, measuring, out, console)
+    results = report(load_decoder(heads, loading, options.drafter), asked, measuring, out=out, console=console)
     show_summary(results, f"{heads} on {questions.name}", console)
     show_compare(results, console)
     say(console, ("Report", out / "report.html"))

@@ -96,7 +96,7 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
             ],
             commit_message=message or "Upload draft heads with headstart",
         )
-    return Upload(repo_id, files, left_out, str(url), str(commit.oid))
+    return Upload(repo_id, files, left_out, url=str(url), commit=str(commit.oid))
 
 
 def _contents(folder: Path) -> dict[str, bytes | Path]:

@@ -90,8 +90,8 @@ def tune_in_engine(
                 start,
                 lambda count: served_with(engine, exported, count),
                 drafts or drafts_to_try(exported.published, DRAFTS),
-                asked,
-                status.update,
+                asked=asked,
+                progress=status.update,
             )
         except UserError as error:
             raise UserError(error.problem, error.remedy.replace(place, _kept(Path(place)))) from None

@@ -110,14 +110,15 @@ def export_for(
             if embeddings_VE is not None and format.holds_embeddings(published):
                 held = held.with_tensors({**held.tensors, EMBEDDINGS: embeddings_VE})
             format.write(held, facts, partial, dtype or format.dtypes[0])
-        write_engine_card(partial, asked, published, facts, measured)
+        write_engine_card(partial, asked, published, facts, measured=measured)
         for format in asked:
             if findings := format.check(partial, format.engines[0], None):
                 raise AssertionError(f"an export that its own check refuses: {findings[0].problem}")
 
     write_atomic(out, write)
     names = tuple(format.name for format in asked)
-    return Exported(out, names, published, facts, tuned_drafts(measured), tuple(remarks))
+    drafts = tuned_drafts(measured)
+    return Exported(out, names, published, facts, drafts=drafts, remarks=tuple(remarks))
 
 
 def _uncorrected(published: Published) -> Iterator[str]:

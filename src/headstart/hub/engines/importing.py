@@ -41,7 +41,7 @@ def import_heads(source: str | Path, target: Target, out: Path, revision: str | 
         ) from None
     name = source if isinstance(source, str) and HUB_ID.fullmatch(source) else folder.name
     facts = {"training": {"imported from": str(name), "arrangement": kind_of(published)}}
-    export_heads(out, heads, target, untuned(heads), facts)
+    export_heads(out, heads, target, tuning=untuned(heads), facts=facts)
     return heads
 
 

@@ -89,16 +89,12 @@ def _eagle3(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, laye
             )
         if "draft_vocab_size" not in top:
             yield "SGLang needs draft_vocab_size, also for the whole vocabulary.", f"Write it into {CONFIG}."
-        for key in ("norm_before_residual", "fc_norm"):
-            if top.get(key):
-                yield f"SGLang ignores {key}, and drafts with other numbers than were trained.", "Serve it with vLLM."
-        if top.get("norm_output"):
-            yield "SGLang feeds back the state before the norm, whatever norm_output says.", "Serve it with vLLM."
-        if config.get("num_hidden_layers", 1) != 1:
-            yield "SGLang's further layers read another norm than vLLM's.", "Serve it with vLLM."
         if config.get("attention_bias"):
             yield "SGLang leaves out the biases of the attention.", "Serve it with vLLM."
     settings = settings_of(checkpoint, Layout.EAGLE3, facts)
+    if engine == "sglang":
+        for reason in sglang_lacks(settings):
+            yield f"SGLang would draft with other numbers than were trained: {reason}.", "Serve it with vLLM."
     yield from _vocabulary_map(checkpoint, settings)
     settings = replace(settings, draft_ids_D=draft_ids(checkpoint, settings.vocab_size))
     wanted, shapes = settings.expected(), checkpoint.shapes
@@ -116,6 +112,17 @@ def _eagle3(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, laye
         if engine == "vllm" and not any(name.endswith("o_proj.bias") for name in shapes):
             yield "vLLM reads a bias of o_proj with attention_bias, and there is none: it stays random.", _AGAIN
     yield from _tensors(wanted, beside, shapes, engine)
+
+
+def sglang_lacks(published: Published) -> Iterator[str]:
+    """What SGLang does not do of EAGLE-3 heads, to end a sentence with."""
+    for name in ("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"):
+        if getattr(published, name):
+            yield f"it does not know {'fc_norm' if name == 'aux_norms' else name}"
+    if published.num_layers != 1:
+        yield f"its layers after the first differ from vLLM's, and there are {published.num_layers}"
+    if len(published.aux_layers) != 3:
+        yield f"it fuses 3 layers of the target, and these heads {len(published.aux_layers)}"
 
 
 def _eagle(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, layers: int | None) -> Faults:
@@ -338,8 +345,6 @@ def _layer_ids(checkpoint: Checkpoint, engine: str, layers: int | None) -> Fault
             f"vLLM fuses 3 layers of heads in the speculators format, and these read {len(ids)}.",
             "Export with --format vllm.",
         )
-    if engine == "sglang" and len(ids) != 3:
-        yield f"SGLang fuses 3 layers, and there are {len(ids)} layer ids.", "Serve it with vLLM."
     aux_layers = list(top or [layer + 1 for layer in ids])
     if layers is not None:
         deepest = layers if engine in ("vllm", "speculators") else layers - 1

@@ -11,6 +11,7 @@ from headstart.hub.engines.base import TargetFacts, drafts_of, kind_of
 from headstart.hub.engines.checkpoint import Checkpoint
 from headstart.hub.engines.folder import FolderFormat
 from headstart.hub.engines.huggingface import files_for, write_files
+from headstart.hub.engines.rules import sglang_lacks
 
 _EAGLE = "LlamaForCausalLMEagle"
 """What EAGLE-1 heads are called."""
@@ -63,13 +64,8 @@ def why_not_sglang(published: Published, facts: TargetFacts) -> str | None:
         return "headstart knows of no SGLang that serves DSpark heads as it writes them"
     if published.layout is Layout.DFLASH:
         return None
-    for name in ("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"):
-        if getattr(published, name):
-            return f"it does not know {'fc_norm' if name == 'aux_norms' else name}"
-    if published.num_layers != 1:
-        return f"its layers after the first differ from vLLM's, and there are {published.num_layers}"
-    if len(published.aux_layers) != 3:
-        return f"it fuses 3 layers of the target, and these heads {len(published.aux_layers)}"
+    for reason in sglang_lacks(published):
+        return reason
     if max(published.aux_layers) >= facts.num_layers:
         deepest = facts.num_layers - 1
         return f"it gives no layer after {deepest} of {facts.name}, and the heads read {list(published.aux_layers)}"
