@@ -20,7 +20,6 @@ from headstart.target.teacher import (
     load_teacher,
     save_teacher,
     teacher_folder,
-    teacher_of,
     teacher_problem,
 )
 from tests.tiny import KINDS, packed_model, tiny_model, tiny_tokenizer
@@ -174,7 +173,7 @@ def test_a_target_with_packed_weights_or_an_adapter_has_none(tmp_path: Path) -> 
     adapted.model.layers[-1].self_attn.q_proj = Adapted(adapted.model.layers[-1].self_attn.q_proj)
     assert save_teacher(tmp_path, Target(adapted)) is None
     assert not list(tmp_path.iterdir())
-    assert teacher_of(tmp_path / "teacher-none") is None and teacher_problem(tmp_path / "teacher-none") is None
+    assert teacher_problem(tmp_path / "teacher-none") is None
 
 
 def test_a_class_that_this_transformers_lacks_is_named(tmp_path: Path) -> None:

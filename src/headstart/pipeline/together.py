@@ -100,10 +100,10 @@ def train_together(run: Run) -> None:
     run.device = join_processes(run.recipe.target.device)
     run.console.quiet |= not is_main()
     with together():
-        left = left_to_do(run, data) if is_main() else {}
-        check_inputs(run.recipe, [stage for stage in data if stage.name in left])
-        if left and count_processes() > 1:
-            stage, reason = next(iter(left.items()))
+        unfinished = left_to_do(run, data) if is_main() else {}
+        check_inputs(run.recipe, [stage for stage in data if stage.name in unfinished])
+        if unfinished and count_processes() > 1:
+            stage, reason = next(iter(unfinished.items()))
             raise UserError(
                 f"Several processes train on data that is there, and in {run.folder} it is not "
                 f"({stage}: {reason or 'missing'}).",

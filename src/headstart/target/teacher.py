@@ -213,18 +213,6 @@ def teacher_problem(folder: Path) -> str | None:
     return None
 
 
-def teacher_of(folder: Path) -> tuple[str, str | None] | None:
-    """Name and revision of the target whose teacher a folder holds; None without a teacher.
-
-    Raises:
-        UserError: it is cut short.
-    """
-    if not folder.is_dir():
-        return None
-    note = _note(folder)
-    return note["spec"], note["revision"]
-
-
 def _note(folder: Path) -> dict[str, Any]:
     """What a teacher says of itself.
 

@@ -256,8 +256,8 @@ class Order:
         pinned = on_host and torch.cuda.is_available()
 
         def read_share(group: list[Batch]) -> list[HeadBatch]:
-            own, packing = share(group, self._rank, self._ranks), self._section.packing
-            batches = [read(self._store, batch, where, packing) for batch in own]
+            members, packing = share(group, self._rank, self._ranks), self._section.packing
+            batches = [read(self._store, indices, where, packing) for indices in members]
             # Of pinned memory a GPU copies while it computes.
             return [batch.each(torch.Tensor.pin_memory) for batch in batches] if pinned else batches
 

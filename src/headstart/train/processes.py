@@ -20,7 +20,7 @@ from headstart.recipes.recipe import Recipe
 from headstart.support.terminal import complain, explained
 from headstart.target.frozen import FrozenModel
 
-_SPEAKERS, _SAID, _HEARERS, _HEARD = (f"headstart/{key}" for key in ("speakers", "said", "hearers", "heard"))
+_SPEAKERS, _SPOKEN, _HEARERS, _HEARD = (f"headstart/{key}" for key in ("speakers", "said", "hearers", "heard"))
 """Keys of the store that all processes read: who wants to speak, and who has heard."""
 _PATIENCE = 10.0
 """Seconds that a process with something to say waits for the main process, which usually has the same to say."""
@@ -206,9 +206,9 @@ def speak_once(say: Callable[[], None]) -> None:
     main, others = dist.get_rank() == 0, dist.get_world_size() - 1
     try:
         store = dist.distributed_c10d._get_default_store()
-        if (main or not _told(store, _SAID)) and store.add(_SPEAKERS, 1) == 1:
+        if (main or not _told(store, _SPOKEN)) and store.add(_SPEAKERS, 1) == 1:
             say()
-            store.set(_SAID, "")
+            store.set(_SPOKEN, "")
     except RuntimeError:  # the store went with the process that kept it
         say()
         leave_processes()
@@ -241,7 +241,7 @@ def is_lost_contact(error: BaseException) -> bool:
 def has_spoken() -> bool:
     """Whether a process of this training has said why it ends."""
     try:
-        return bool(dist.distributed_c10d._get_default_store().check([_SAID]))
+        return bool(dist.distributed_c10d._get_default_store().check([_SPOKEN]))
     except RuntimeError:
         return False
 

@@ -319,7 +319,6 @@ class _Summed(torch.autograd.Function):
         # float16 gradients overflow unless they are scaled, and what scales them comes with the backward pass.
         kept = kind if read_MH.dtype == torch.float16 else read_MH.dtype
         rows_M, bias_D = teacher_logits.rows(prediction.source_M), _like(prediction.bias_D, head_DH)
-        judged = loss if finish is None else _finished(loss, finish)
         total = torch.zeros((), dtype=kind, device=hidden_MH.device)
         hidden_kind = torch.promote_types(hidden_MH.dtype, kept)
         hidden_gradient_MH = torch.empty_like(hidden_MH, dtype=hidden_kind) if ctx.needs_input_grad[0] else None
@@ -328,11 +327,8 @@ class _Summed(torch.autograd.Function):
         with torch.autocast(hidden_MH.device.type, enabled=False):
             for block in _blocks(read_MH, head_DH):
                 logits_BD = F.linear(read_MH[block], head_DH, bias_D).to(kept)
-                if alpha_M is not None:
-                    alpha_M[block] = _alphas(logits_BD, finish, teacher_logits, rows_M[block])
-                total += _differentiate(
-                    judged, logits_BD, teacher_logits, rows_M[block], weight_M[block], kind, learning
-                )
+                target, alpha_B = teacher_logits.of(rows_M[block]), None if alpha_M is None else alpha_M[block]
+                total += _differentiate(loss, finish, logits_BD, target, weight_M[block], learning, alpha_B)
                 if hidden_gradient_MH is not None:
                     hidden_gradient_MH[block] = logits_BD @ head_DH.to(kept)
                 if head_gradient_DH is not None:
@@ -349,41 +345,33 @@ class _Summed(torch.autograd.Function):
 
 def _differentiate(
     loss: Loss,
+    finish: Finish | None,
     logits_BD: Tensor,
-    teacher_logits: TeacherLogits,
-    rows_B: Tensor,
+    target: tuple[Tensor, Tensor],
     weight_B: Tensor,
-    kind: torch.dtype,
     learning: bool,
+    alpha_B: Tensor | None,
 ) -> Tensor:
-    """The weighted loss of a block; `learning` replaces its logits by their gradient."""
+    """The weighted loss of a block; `learning` replaces its logits by their gradient.
+
+    `target` is a table of the target's logits, and where in it those of the block's rows are. `alpha_B` is filled with
+    the mass that each draft distribution shares with the target's.
+    """
+    kind = torch.promote_types(logits_BD.dtype, torch.float32)
     total = torch.zeros((), dtype=kind, device=logits_BD.device)
-    table_SD, rows_B = teacher_logits.of(rows_B)
+    table_SD, rows_B = target
     with torch.set_grad_enabled(learning):
         for chunk in _chunks(logits_BD):
-            logits_CD = logits_BD[chunk].detach().to(kind).requires_grad_(learning)
+            raw_CD = logits_BD[chunk].detach().to(kind).requires_grad_(learning)
+            logits_CD = raw_CD if finish is None else finish(raw_CD)
             target_probs_CD = table_SD[rows_B[chunk]].softmax(-1, dtype=kind)
             part = (weight_B[chunk] * loss(logits_CD, target_probs_CD)).sum()
             total += part.detach()
+            if alpha_B is not None:
+                alpha_B[chunk] = shared_mass(logits_CD.detach(), target_probs_CD)
             if learning:
-                logits_BD[chunk] = torch.autograd.grad(part, logits_CD)[0]
+                logits_BD[chunk] = torch.autograd.grad(part, raw_CD)[0]
     return total
-
-
-def _alphas(logits_BD: Tensor, finish: Finish | None, teacher_logits: TeacherLogits, rows_B: Tensor) -> Tensor:
-    """The mass that each draft distribution of a block shares with the target's, [B]."""
-    table_SD, rows_B = teacher_logits.of(rows_B)
-    alphas = [torch.zeros(0, device=logits_BD.device)]
-    for chunk in _chunks(logits_BD):
-        logits_CD = logits_BD[chunk].float()
-        logits_CD = logits_CD if finish is None else finish(logits_CD)
-        alphas.append(shared_mass(logits_CD, table_SD[rows_B[chunk]].softmax(-1, dtype=torch.float32)))
-    return torch.cat(alphas)
-
-
-def _finished(loss: Loss, finish: Finish) -> Loss:
-    """A loss of what an LM head gives, from one of logits."""
-    return lambda raw_MD, target_probs_MD: loss(finish(raw_MD), target_probs_MD)
 
 
 def _like(bias_D: Tensor | None, lm_head_DH: Tensor) -> Tensor | None:

@@ -156,7 +156,7 @@ class _Trainer:
             copies = 4 * (self.section.keep_checkpoints + 1)
             need_disk(self.folder, 4 * copies * sum(p.numel() for p in self.heads.parameters()), "Training")
             self.settings = self._settings()
-            self.found = checkpoint.find(self.folder / "checkpoints", self.settings, log.say)
+            self.newest = checkpoint.find(self.folder / "checkpoints", self.settings, log.say)
         self.aux_layers = sorted({*self.heads.aux_layers, FINAL})
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
@@ -209,7 +209,7 @@ class _Trainer:
     def train(self) -> TrainResult:
         """Train until the budget is spent."""
         self._announce()
-        step = self.found[1].step if self.found else None  # before anything of an earlier session changes:
+        step = self.newest[1].step if self.newest else None  # before anything of an earlier session changes:
         start_tracker(self.accelerator, self.section, self.settings, self.recipe.name, step)
         with self.log:
             self._resume()
@@ -386,9 +386,9 @@ class _Trainer:
         The states are read again in each validation: they are many times larger than what is kept here.
         """
         batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
-        own = share(batches, self.rank, self.ranks)
-        self.idle = len(share(batches, 0, self.ranks)) - len(own)
-        chosen = [(batch, chosen_tokens(self.target, self._collate(self.valid_store, batch))) for batch in own]
+        batches_here = share(batches, self.rank, self.ranks)
+        self.idle = len(share(batches, 0, self.ranks)) - len(batches_here)
+        chosen = [(batch, chosen_tokens(self.target, self._collate(self.valid_store, batch))) for batch in batches_here]
         self._wait_for_others()
         return chosen
 
@@ -528,9 +528,9 @@ class _Trainer:
         checkpoint.save(self.accelerator, folder, state, self.settings, best, keep=keep)
 
     def _resume(self) -> None:
-        if self.found is None:
+        if self.newest is None:
             return
-        path, self.trainer_state = self.found
+        path, self.trainer_state = self.newest
         state = self.trainer_state
         checkpoint.load(self.accelerator, path)
         self.seconds_before = state.elapsed

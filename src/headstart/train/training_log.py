@@ -172,7 +172,9 @@ def divergence(loss: float, ratio: float, step: int) -> str:
     )
 
 
-def not_finite(step: int, loss: float, group: list[Batch], own: list[Batch], batches: Sequence[HeadBatch]) -> UserError:
+def not_finite(
+    step: int, loss: float, group: list[Batch], indices: list[Batch], batches: Sequence[HeadBatch]
+) -> UserError:
     """What to say of a step whose loss or gradient is not finite: whose data it came from, and what to do.
 
     Every process calls it.
@@ -181,13 +183,13 @@ def not_finite(step: int, loss: float, group: list[Batch], own: list[Batch], bat
         step: its number.
         loss: of the step.
         group: the batches of the step, over all processes.
-        own: those of this process.
+        indices: the batches of this process.
         batches: the same, as they were read.
     """
     broken = [
         index
-        for indices, batch in zip(own, batches, strict=True)
-        for index, states in zip(indices, states_by_conversation(batch), strict=True)
+        for members, batch in zip(indices, batches, strict=True)
+        for index, states in zip(members, states_by_conversation(batch), strict=True)
         if not all(state_TE.isfinite().all() for state_TE in states)
     ]
     broken = sorted(gather_object(broken))
