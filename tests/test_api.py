@@ -199,7 +199,7 @@ def test_the_three_kinds_of_prompt(decoder: Decoder) -> None:
         ({"prompt": "a", "drafter": "head"}, "Did you mean 'heads'"),
         ({"prompt": "a", "drafter": "heads+ngrm"}, "Unknown drafter"),
         ({"prompt": "a", "tree": "chian"}, "Did you mean 'chain'"),
-        ({"prompt": "a", "tree": "dynamic"}, "Tune them again"),
+        ({"prompt": "a", "tree": "dynamic"}, "Tune them: headstart tune"),
         ({"prompt": "a", "topp": 0.5}, "Unknown option 'topp'. Did you mean 'top_p'"),
         ({"prompt": "a", "top_p": 0.0}, "top_p is 0"),
         ({"prompt": "a", "top_p": 1.1}, "top_p is 1.1"),
@@ -301,7 +301,7 @@ def test_a_stream_left_open_does_not_abort_the_interpreter(
     code = [sys.executable, "-c", _LEFT_OPEN, str(tmp_path / "heads"), str(tiny_target_folder)]
     done = subprocess.run(code, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-    said = [line for line in done.stderr.splitlines() if not line.startswith("These heads were tuned ")]
+    said = [line for line in done.stderr.splitlines() if not line.startswith("These heads were ")]
     assert said == []
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
+import sysconfig
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import grimp
 
@@ -18,4 +20,6 @@ def test_no_import_leads_back_to_where_it_started() -> None:
 
 def test_the_links_at_the_root_shadow_no_other_package() -> None:
     """`train`, `data` and `eval` are common names: whoever imports them must not get the links to our rooms."""
-    assert importlib.util.find_spec("recipes") is None, "the root of the project is on sys.path: start bin/pytest"
+    root = Path(__file__).parents[1]
+    before_packages = sys.path[: sys.path.index(sysconfig.get_path("purelib"))]
+    assert root not in map(Path, before_packages), "start bin/pytest, which leaves the working folder off sys.path"

@@ -27,7 +27,7 @@ FAMILIES = [
     "hydra",
     "medusa",
     "dspark-deep",
-    "mtp-own-modules",
+    "mtp",
 ]
 SHAPE = TreeShape.from_paths(product(range(reference.WIDTH), repeat=reference.DEPTH))
 NEW = 24

@@ -145,7 +145,7 @@ def test_a_stop_string_with_a_space_before_punctuation_is_seen(tiny_target: Targ
     assert " ." not in tokenizer.decode(tokens), "this tokenizer tidies"
     text: list[int] = []
     target: Any = SimpleNamespace(tokenizer=tokenizer, end_tokens=frozenset())
-    finish_reason = extend(text, tokens, 0, DecodeOptions(max_new_tokens=40, stop_strings=(" .",)), target)
+    finish_reason = extend(text, tokens, 0, DecodeOptions(max_new_tokens=40, stop=(" .",)), target)
     assert finish_reason == "stop"
     assert tokenizer.decode(text, clean_up_tokenization_spaces=False) == "to a ."
 
