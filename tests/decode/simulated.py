@@ -101,7 +101,7 @@ class Engine:
     def call(self, tokens: int = 128, rows: int = 1, prompt: int = 60) -> None:
         """Decode a batch of answers of so many tokens each."""
         experience = self.experience.setdefault(size_of(rows), Experience()) if self.greedy else None
-        controller = Controller(self.costs, "auto", rows, tokens, None, prompt, experience)
+        controller = Controller(self.costs, "auto", rows, limit=tokens, prompt=prompt, experience=experience)
         self.came_to.plain_ms += (tokens - 1) * self.machine.verify(rows, 1)
         self.came_to.tokens += rows * tokens
         left, unread, opened = [tokens - 1] * rows, prompt, controller.will_draft

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from headstart.decode.costs import Costs
-from tests.decode.simulated import BF16, FAIR, FP32, GOOD, NONE, Engine, Machine, best_fixed
+from tests.decode.simulated import BF16, FAIR, FP32, GOOD, LEVELS, NONE, Engine, Machine, best_fixed
 
 FLAT = replace(BF16, verify_ms=(23.7,) * 7)
 STEEP = replace(BF16, verify_ms=tuple(23.7 + 8 * (width - 1) for width in BF16.widths))
@@ -26,6 +27,27 @@ SHAPES = {
 """Tokens of an answer, calls, rows."""
 
 
+ONE_THREAD = Costs((1, 2, 4, 8, 16, 32, 64), (40.0, 42.0, 45.0, 53.0, 70.0, 110.0, 195.0), 10.0, 1.8, LEVELS, 0.1)
+CLAIMS = {
+    "a GPU's trees": (BF16, FLAT, 64),
+    "dear trees": (BF16, replace(BF16, verify_ms=tuple(23.7 * width for width in BF16.widths)), 64),
+    "cheap drafts": (BF16, CHEAP, 64),
+    "dear drafts": (BF16, DEAR, 64),
+}
+CONDITIONS = {
+    "as tuned": (BF16, BF16, 64),
+    "float32": (FP32, FP32, 64),
+    "one thread": (ONE_THREAD, ONE_THREAD, 64),
+    **{f"{tokens} tokens": (BF16, BF16, tokens) for tokens in (8, 20, 40)},
+}
+"""Those of benchmarks/never_slower.py: what things take, what the controller is told, tokens of an answer."""
+CELLS = [
+    *((*condition, 1) for condition in CLAIMS.values()),
+    *((*condition, rows) for condition in CONDITIONS.values() for rows in (1, 4, 16)),
+]
+NAMES = [*CLAIMS, *(f"{name}, {rows} rows" for name in CONDITIONS for rows in (1, 4, 16))]
+
+
 def noisy(ms: float) -> float:
     """A neighbour that comes and goes every 3 seconds."""
     return 1.8 if int(ms / 3000) % 2 else 1.0
@@ -38,12 +60,35 @@ def calls(engine: Engine, shape: str) -> Engine:
     return engine
 
 
+def seeds(engine: Engine, shape: str) -> Engine:
+    """Three engines' calls, each with an experience and a luck of its own."""
+    for seed in range(1, 4):
+        engine.experience, engine.rng = {}, random.Random(seed)
+        calls(engine, shape)
+    return engine
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("told", TOLD)
 def test_where_nothing_is_accepted_drafting_costs_less_than_3_percent(told: str, shape: str) -> None:
     came_to = calls(Engine(Machine(BF16), TOLD[told], accepted=NONE), shape).came_to
     assert came_to.drafted, "it is tried"
     assert came_to.speedup >= 0.97
+
+
+@pytest.mark.parametrize("accepted", [GOOD, NONE], ids=["good", "nothing accepted"])
+@pytest.mark.parametrize(("truth", "told", "tokens", "rows"), CELLS, ids=NAMES)
+def test_the_table_of_the_benchmark(
+    truth: Costs, told: Costs, tokens: int, rows: int, accepted: tuple[float, ...]
+) -> None:
+    """As few calls as there, over three engines. Where drafts bring just what they cost, as FAIR ones in four rows,
+    finding that out takes a larger share of 80 tokens: 0.95."""
+    engine = Engine(Machine(truth), told, accepted=accepted)
+    for seed in range(1, 4):
+        engine.experience, engine.rng = {}, random.Random(seed)
+        for _ in range(max(2, 16 // rows)):
+            engine.call(tokens, rows)
+    assert engine.came_to.speedup >= 0.97
 
 
 @pytest.mark.parametrize(
@@ -72,10 +117,10 @@ def test_what_batches_really_cost_is_noticed(shape: str) -> None:
 @pytest.mark.parametrize("greedy", [True, False])
 def test_where_drafting_pays_its_gain_is_kept(accepted: tuple[float, ...], shape: str, greedy: bool) -> None:
     """At least 95 % of what the best tree that never changes would gain; of small gains, chance takes some more."""
-    best = best_fixed(lambda: Machine(BF16), lambda engine: calls(engine, shape), accepted)
-    came_to = calls(Engine(Machine(BF16), BF16, accepted, accepted, greedy), shape).came_to
+    best = best_fixed(lambda: Machine(BF16), lambda engine: seeds(engine, shape), accepted)
+    came_to = seeds(Engine(Machine(BF16), BF16, accepted, accepted, greedy), shape).came_to
     assert best > 1.15
-    assert (came_to.speedup - 1) / (best - 1) >= (0.95 if accepted is GOOD else 0.9)
+    assert (came_to.speedup - 1) / (best - 1) >= (0.9 if accepted is FAIR or "rows" in shape else 0.95)
 
 
 @pytest.mark.parametrize("told", ["a GPU's", "cheap drafts", "dear drafts"])

@@ -1,9 +1,14 @@
-"""How many nodes a round verifies: chosen each round from measured costs and from what drafts are expected to bring.
+"""How many nodes a round verifies, and when drafting pauses: from measured costs and from what drafts bring.
 
-A round that verifies a tree emits one token and, for each node, one more with the probability that the node's whole
-path is accepted. Over a long text the best choice of nodes maximises expected tokens minus rate times cost, where the
-rate (tokens per millisecond) is that of the decoding as a whole: a node pays when it brings more tokens than the time
-of its verification would bring otherwise. Plain decoding, chains and static trees are special cases of this.
+Nodes: a round that verifies a tree emits one token and, for each node, one more with the probability that the node's
+whole path is accepted. Over a long text the best choice of nodes maximises expected tokens minus rate times cost, where
+the rate (tokens per millisecond) is that of the decoding as a whole: a node pays when it brings more tokens than the
+time of its verification would bring otherwise. Plain decoding, chains and static trees are special cases of this.
+
+Pauses: drafting has an account, in tokens. A drafted round adds the tokens that it emitted, and takes as many as plain
+decoding would have emitted in its time. When the account is empty, drafting pauses; plain rounds then pay a small share
+of a token each, until another try can be paid. So drafting loses its stake, that share, and never more than a few
+tokens of what it won before. After each try in a row that was lost, the next one is later.
 
 A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
 that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
@@ -16,54 +21,23 @@ Shape suffixes: B rows, N nodes.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import ceil, exp
+from math import ceil, exp, sqrt
 from typing import Protocol
 
 from headstart.decode.costs import Costs as Costs
-from headstart.decode.learned import Experience, Rounds, size_of
+from headstart.decode.learned import SHARE, STAKE, TWICE, Experience, Rounds, size_of
 from headstart.decode.options import Draft
 from headstart.tree.tree import Tree
 
-_PATIENCE = 1.0
-"""Tokens that drafting may fall behind plain decoding before it was judged over so many rounds; more once it won."""
-_SEEN = 4
-"""Drafted rounds in which costs are seen at work, the first of them having a prompt to read."""
+_SMALL = 4
+"""Nodes of a row, root included, in rounds that find out: a small tree shows it, too. Half of them are hoped for."""
 _MEMORY = 1 / 8
 """Weight of the newest round in the running means."""
-_JUDGED = 24
-"""Rounds whose mean decides whether drafting pays: pausing by mistake costs more than noticing late."""
-_PROBE_ROUNDS = 6
-"""Drafted rounds that try again after a pause, at most: they end as soon as they pay, or have lost `_PROBE_LOSS`."""
-_PROBE_LOSS = 0.5
-"""Tokens that such a try may lose."""
-_PROBE_NODES = 4
-"""Nodes of a row in such rounds, root included: whether drafts are accepted shows in small trees, too."""
-_PROBE_THRESHOLD = 0.05
-"""Acceptance probability from which a node is tried in such rounds, however much the costs say it takes."""
-_LAST_SPREAD = 4.0
-"""Rounds by which a row must lag behind another to be e times as likely the last to end."""
-_PAUSES = (8, 16, 32, 64)
-"""Plain rounds before each try at least; the last one repeats."""
-_STAKE = 2.0
-"""Tokens that drafting may lose before it has won any."""
-_DEAREST = 3.0
-"""Tokens that plain rounds earn ahead of a first try, at most: the costs may take it to be dearer than it is."""
-_EASILY = 0.125
-"""Share of what an answer may gain by drafting that its first try may always cost."""
-_MAX = 4.0
-"""The same after it has won, at most."""
-_EARNED = 0.015
-"""Tokens that each plain round adds to what may be lost, up to the first stake; less after tries that did not pay."""
-_DISCOURAGED = 2
-"""Tries in a row that did not pay after which plain rounds earn half as much."""
-_LATE = 0.25
-"""Share of what is left of an answer after which another try at drafting comes too late to be worth its drafter."""
-_GUESS = 2.0
-"""Tokens a round before anything was drafted."""
+_PART = 1 / 12
+"""Share of an answer that its stake may be, where nothing is known of earlier answers."""
 
 
 class _Verifying(Protocol):
@@ -85,33 +59,40 @@ def node_threshold(costs: _Verifying, rate: float, rows: int = 1) -> float:
 class _Now:
     """What rounds with this many rows cost: as measured, corrected by what rounds really took."""
 
-    def __init__(self, costs: Costs, rows: int, rounds: Rounds | None, per_row: bool) -> None:
+    def __init__(self, costs: Costs, rows: int, rounds: Rounds, per_row: bool) -> None:
         self._costs, self._rows, self._rounds, self._per_row = costs, rows, rounds, per_row
-        self._known: dict[int, float] = {}
+        self._measured: dict[int, float] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Take in what was learned since."""
-        self._verifying = self._rounds.verifying if self._rounds else [1.0]
-        self._drafting = self._rounds.drafting if self._rounds else 1.0
+        self._verifying: dict[int, float] = {}  # by size
+        self._drafting = self._rounds.drafting
 
     def measured(self, tokens: int) -> float:
         """Milliseconds of a forward over so many tokens, without corrections."""
-        if tokens not in self._known:
-            self._known[tokens] = self._costs.verify(tokens)
-        return self._known[tokens]
+        if tokens not in self._measured:
+            self._measured[tokens] = self._costs.verify(tokens)
+        return self._measured[tokens]
 
     def measured_draft(self, depth: int) -> float:
         """The same of a draft of this depth that has nothing more to read."""
         return self._rows * self._costs.draft(depth) if self._per_row else self._costs.draft(depth, self._rows)
 
     def verify(self, tokens: int) -> float:
-        nodes = max(1, tokens // self._rows)
-        return self.measured(tokens) * self._verifying[min(size_of(nodes), len(self._verifying) - 1)]
+        size = size_of(max(1, tokens // self._rows))
+        if size not in self._verifying:
+            self._verifying[size] = self._rounds.verifying(size)
+        corrected = self.measured(tokens) * self._verifying[size]
+        return max(corrected, self.measured(self._rows))  # more tokens never take less
 
     def draft(self, depth: int, unread: int = 0) -> float:
         """Milliseconds of a draft that has so many tokens of each row to read first."""
         return self.measured_draft(depth) * self._drafting + self._costs.read_ms * unread * self._rows
+
+    def plain_rounds(self, nodes: int, depth: int, unread: int = 0) -> float:
+        """Plain rounds in the time of a drafted one: what it must emit to pay."""
+        return (self.verify(self._rows * nodes) + self.draft(depth, unread)) / self.verify(self._rows)
 
 
 class Controller:
@@ -120,9 +101,6 @@ class Controller:
     Without costs it drafts always, and verifies what is proposed. Decisions follow from costs and from what was
     accepted. With an experience, the costs are corrected by what rounds take, and what was learned is kept for the next
     call; without one the clock decides nothing, so that a seeded text is reproducible.
-
-    Drafting may lose a stake: a small share of the answer's tokens, more once it has won some. When that is lost,
-    nothing is drafted until plain rounds have earned another try.
 
     Args:
         costs: as measured on this machine; None when nothing was measured.
@@ -151,25 +129,21 @@ class Controller:
         self._costs = costs
         self._mode = mode
         self._learns = experience is not None and mode == "auto"
-        self._known = experience if experience is not None and mode == "auto" else Experience()
-        self._left = [float(limit)] * rows  # tokens that each row may still emit
+        self._known = experience if experience is not None and mode == "auto" else Experience(min(STAKE, _PART * limit))
+        self._left = [max(1.0, limit - 1.0)] * rows  # tokens that each row may still emit after its first one
         self._row_tokens_per_round = [1.5] * rows  # tokens a round of each row, lately
-        self._tokens_per_round = self._known.tokens_per_round or 1.5  # of a row; a start, soon replaced
         self._draft_ms = costs.draft_ms if costs else 0.0  # of recent drafts
         self._depth = 0  # of the newest draft
         self._unread = prompt  # tokens of the text that the heads have not read, beyond those of the last round
-        self._calibration_factor = 1.0  # accepted drafts, as a share of what the acceptance probabilities promised
-        self._promised = self._kept = 2.0
-        self._judged: deque[tuple[float, int, int, int]] = deque(maxlen=_JUDGED)
-        self._plain_left = 0
-        self._paused = False
-        self._pauses = 0
-        self._probes_left = 0
-        self._saved = self._known.balance if self._known.balance is not None else _STAKE
-        self._limit = _STAKE  # that plain rounds may earn
+        self._promised = self._kept = _SMALL / 2  # drafts of a row that probabilities promised, and those accepted
+        self._unpaid: list[tuple[float, int, int, int]] = []  # rounds that wait for their costs to be seen
+        self._plain_left = 0  # plain rounds before the next draft
+        self._price = 0.0  # tokens that a try costs which brings nothing
+        self._floor = 0.0  # tokens that must stay in the account
+        self._try_from: float | None = None  # what the account held at the start of a try that has not paid yet
         self._set_rows(rows)
         if costs is not None and mode == "auto":
-            self._start(limit)
+            self._plan()
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -186,11 +160,12 @@ class Controller:
         if self._now is None or self.rows == 1:
             return [1.0] * self.rows
         alone, together = self._now.measured(1), self._now.measured(self.rows)
-        own = (together - alone) / (self.rows - 1)  # milliseconds that each row adds to a round
-        shared = together - own * self.rows
-        left = [tokens / per_round for tokens, per_round in zip(self._left, self._row_tokens_per_round, strict=True)]
-        last = [exp((rounds - max(left)) / _LAST_SPREAD) for rounds in left]
-        return [self.rows * (own + shared * prob / sum(last)) / together for prob in last]
+        per_row = (together - alone) / (self.rows - 1)  # milliseconds that each row adds to a round
+        shared = together - per_row * self.rows
+        rounds = [tokens / pace for tokens, pace in zip(self._left, self._row_tokens_per_round, strict=True)]
+        # A number of rounds ahead is uncertain by about its root.
+        last = [exp((ahead - max(rounds)) / (sqrt(max(rounds)) / 4)) for ahead in rounds]
+        return [self.rows * (per_row + shared * prob / sum(last)) / together for prob in last]
 
     @property
     def will_draft(self) -> bool:
@@ -200,26 +175,24 @@ class Controller:
     @property
     def drafts(self) -> bool:
         """Whether this round drafts."""
-        if self._mode != "auto" or self._now is None:
-            return self._mode != "off"
-        return self._plain_left == 0
+        return self._mode != "off" and self._plain_left == 0
 
     def room(self, max_nodes: int) -> int:
         """Nodes of a row that this round may draft, at most the `max_nodes` that fit into memory."""
-        return min(max_nodes, _PROBE_NODES) if self._probes_left else max_nodes
+        small = self._unseen or self._try_from is not None
+        return min(max_nodes, _SMALL if small else self._known.rounds.widest if self._learns else max_nodes)
 
     @property
     def threshold(self) -> float:
         """What a node's acceptance probability must be to pay for its verification; see `Request.threshold`."""
-        if self._now is None or self._mode == "off":
+        if self._now is None or self._mode == "off" or self._unseen:
             return 0.0
-        threshold = node_threshold(self._now, self._rate(4 * self.rows) / self._calibration_factor, self.rows)
-        return min(threshold, _PROBE_THRESHOLD) if self._probes_left else threshold
+        return node_threshold(self._now, self._rate(4 * self.rows) / self._calibration_factor, self.rows)
 
     @property
     def level_threshold(self) -> float:
         """How many tokens another level of drafting must promise; see `Request.level_threshold`."""
-        if self._now is None or self._mode == "off" or self._probes_left:
+        if self._now is None or self._mode == "off" or self._unseen:
             return 0.0
         level_ms = self._now.draft(2) - self._now.draft(1)
         return self._rate(4 * self.rows) * level_ms / self._calibration_factor
@@ -236,7 +209,7 @@ class Controller:
         levels = max(tree.depth if tree.levels is None else tree.levels for tree in trees)
         self._depth = max(1, levels) if self._costs.level_ms else max(1, self._costs.levels)
         known = [tree.accept_probs for tree in trees if tree.accept_probs is not None and not tree.drawn]
-        if len(known) < len(trees) or width == 1 or self._probes_left:
+        if len(known) < len(trees) or width == 1 or self._unseen:
             return trees
         ranked = [tree.best(tree.size) for tree in trees]
         columns = [
@@ -271,140 +244,100 @@ class Controller:
             return
         rows, tokens = len(emitted), sum(weight * count for weight, count in zip(self.weights, emitted, strict=True))
         self._left = [max(1.0, left - count) for left, count in zip(self._left, emitted, strict=True)]
-        drafted, width = self.drafts, max(tree.size for tree in trees)
+        drafted, depth = self.drafts, max(1, self._depth)
+        width = max(tree.size for tree in trees)
         if self._learns and spent_ms is not None:
-            self._time(width, drafted, *spent_ms)
+            expected_ms = self._now.measured_draft(depth) if drafted and not self._unread else 0.0
+            ratio = spent_ms[0] / expected_ms if expected_ms > 0 else None
+            self._known.rounds.note(width, spent_ms[1] / self._now.measured(rows * width), ratio)
+            self._now.refresh()
         if not drafted:
-            self._note_plain()
+            self._plain_left -= 1
+            self._unread += 1
+            self._enter(self._share, max(STAKE, self._floor + self._price))
             return
         self._row_tokens_per_round = [
-            per_round + _MEMORY * (count - per_round)
-            for per_round, count in zip(self._row_tokens_per_round, emitted, strict=True)
+            pace + _MEMORY * (count - pace) for pace, count in zip(self._row_tokens_per_round, emitted, strict=True)
         ]
-        self._tokens_per_round += _MEMORY * (tokens / rows - self._tokens_per_round)
-        self._known.tokens_per_round = self._tokens_per_round
+        self._known.tokens_per_round += _MEMORY * (tokens / rows - self._known.tokens_per_round)
         known = [tree.accept_probs for tree in trees if tree.accept_probs is not None]
         if len(known) == len(trees):
             promised = sum(sum(probs) - 1 for probs in known)
             self._promised += _MEMORY * (promised / rows - self._promised)
             self._kept += _MEMORY * ((sum(emitted) - rows) / rows - self._kept)
-            self._calibration_factor = min(1.25, max(0.25, (self._kept + 0.1) / (self._promised + 0.1)))
-        self._draft_ms += _MEMORY * (self._now.draft(max(1, self._depth)) - self._draft_ms)
-        if len(self._judged) == _JUDGED:
-            self._save(self._net(self._judged[0]))
-        self._judged.append((tokens / rows, width, max(1, self._depth), self._unread))
+        self._draft_ms += _MEMORY * (self._now.draft(depth) - self._draft_ms)
+        self._unpaid.append((tokens / rows, width, depth, self._unread))
         self._unread = 0
-        self._judge()
+        if self._mode == "auto":
+            self._judge()
 
     def _set_rows(self, rows: int) -> None:
         self.rows = rows
-        rounds = self._known.of(rows) if self._learns else None
-        self._now = _Now(self._costs, rows, rounds, self._per_row) if self._costs is not None else None
-
-    def _start(self, limit: int) -> None:
-        """What the first rounds of a call are: drafted, plain to see how fast the machine is, or plain until a try."""
-        assert self._now is not None, "without costs nothing is weighed"
-        tokens_per_round = max(_GUESS, self._known.tokens_per_round or 0.0)
-        round_ms = self._now.verify(_PROBE_NODES * self.rows) + self._now.draft(_PROBE_NODES - 1)
-        drafted = round_ms / self._now.verify(self.rows)  # plain rounds in the time of a drafted one
-        won = (limit - 1) * (1 - drafted / tokens_per_round)
-        rounds = self._known.of(self.rows)
-        if self._known.losses and self._saved < _PATIENCE + self._reading:
-            self._wait(0)
-        elif rounds.known or not self._learns:
-            if won < self._reading:
-                self._plain_left = limit
-        elif not self._affords(self._reading + _SEEN * (drafted - 1), won):
-            self._plain_left = limit
-        else:
-            self._plain_left = rounds.wants_plain
-            self._paused = not rounds.known  # the first drafts are small, until their costs are known
-
-    def _affords(self, price: float, won: float) -> bool:
-        """Whether the first try, at this price in tokens, can be afforded: from the stake where the answer would win it
-        back, else from what plain rounds have earned."""
-        if price <= max(min(self._saved, won), _EASILY * won):
-            return True
-        self._limit = _STAKE + min(price, _DEAREST)
-        if self._saved < self._limit:
-            return False
-        self._saved = _STAKE
-        return True
-
-    def _time(self, nodes: int, drafted: bool, draft_ms: float, verify_ms: float) -> None:
-        """Compare a round's times with the costs."""
-        assert self._now is not None, "without costs there is nothing to compare"
-        expected_ms = self._now.measured_draft(max(1, self._depth)) if drafted and not self._unread else 0.0
-        ratio = draft_ms / expected_ms if expected_ms > 0 else None
-        self._known.of(self.rows).note(nodes, verify_ms / self._now.measured(self.rows * nodes), ratio)
-        self._now.refresh()
-
-    def _note_plain(self) -> None:
-        self._plain_left -= 1
-        self._unread += 1
-        self._save(max(0.0, min(self._earned, self._limit - self._saved)))
-        if self._plain_left == 0 and self._paused:
-            self._paused, self._probes_left = False, _PROBE_ROUNDS
+        self._now = _Now(self._costs, rows, self._known.rounds, self._per_row) if self._costs is not None else None
 
     def _judge(self) -> None:
-        """Go on drafting or pause, by what the newest rounds came to at the costs as they are known now."""
-        net = sum(map(self._net, self._judged))
-        self._known.balance = min(_MAX, self._saved + net)
-        if self._learns and len(self._judged) < _SEEN and not self._known.of(self.rows).known:
+        """Settle the account, and go on drafting or pause."""
+        assert self._now is not None, "without costs nothing is weighed"
+        self._plain_left = self._known.rounds.wants_plain if self._learns else 0
+        if self._unseen:
             return
-        if self._probes_left:
-            self._probes_left -= 1
-            if self._probes_left and -_PROBE_LOSS < net <= 0:
-                return
-            pays, self._probes_left = net > 0, 0
-        else:
-            pays = net > (0 if len(self._judged) == _JUDGED else -max(_PATIENCE, self._saved / 2))
-        if pays:
-            if net > 0:
-                self._pauses = self._known.losses = 0
-            if self._learns:
-                self._plain_left = self._known.of(self.rows).wants_plain
-        elif self._mode == "auto":
-            self._known.losses += 1
-            self._save(net)
-            self._judged.clear()
-            self._wait(_PAUSES[min(self._pauses, len(_PAUSES) - 1)])
-            self._pauses += 1
+        gain = sum(tokens - self._now.plain_rounds(*spent) for tokens, *spent in self._unpaid)
+        self._enter(gain, 4 * STAKE)
+        just_seen, self._unpaid = len(self._unpaid) > 1, []
+        if self._try_from is not None and self._known.account > self._try_from:
+            self._try_from, self._known.lost_tries = None, 0
+        if self._known.account <= self._floor:
+            self._known.lost_tries += 1
+        if self._known.account <= self._floor or just_seen:
+            self._plan()
 
-    def _wait(self, minimum: int) -> None:
-        """Decode plainly for some rounds, until a try at drafting can be afforded; then try."""
-        assert self._now is not None, "without costs nothing is weighed"
-        lost = self._reading + _PROBE_LOSS
-        self._plain_left = max(minimum, ceil((lost - self._saved) / self._earned))
-        if self._plain_left > _LATE * max(self._left):  # what is saved is for the next call
-            self._plain_left = max(self._plain_left, ceil(max(self._left)))
-        self._paused = self._plain_left > 0
-        self._probes_left = 0 if self._paused else _PROBE_ROUNDS
+    def _enter(self, tokens: float, most: float) -> None:
+        """Add to the account, not above `most`, or take from it."""
+        account = self._known.account
+        self._known.account = min(account + tokens, max(account, most))
 
-    def _net(self, judged: tuple[float, int, int, int]) -> float:
-        """Tokens of a row more than plain decoding in the time of a round."""
+    def _plan(self) -> None:
+        """How many plain rounds come before the next draft, and whether that is a try: all that are left where the
+        answer cannot win the try back."""
         assert self._now is not None, "without costs nothing is weighed"
-        tokens, nodes, depth, unread = judged
-        spent_ms = self._now.verify(self.rows * nodes) + self._now.draft(depth, unread)
-        return tokens - spent_ms / self._now.verify(self.rows)
+        left, depth, lost_tries = max(self._left), _SMALL - 1, self._known.lost_tries
+        drafted = self._now.plain_rounds(_SMALL, depth)
+        reading = self._now.plain_rounds(_SMALL, depth, self._unread) - drafted
+        gain = 1 - drafted / max(_SMALL / 2, self._known.tokens_per_round)  # of a round, as a share of its tokens
+        rounds = TWICE if self._unseen else 1  # that a try takes
+        price = reading + rounds * (drafted - 1)
+        self._price = reading + min(2 * STAKE, rounds * (drafted - 1))
+        # What cannot win by these costs may win if they are wrong: but only what plain rounds earn is spent on it.
+        self._floor = STAKE if gain * (left - rounds) <= price else 0.0
+        certain = not (self._floor or self._unseen or lost_tries)
+        wait = 0.0 if certain else max(0.0, self._floor + self._price - self._known.account) / self._share
+        if self._floor and not self._learns:
+            wait = left  # where the clock is not read, costs are not wrong
+        plain = self._known.rounds.wants_plain if self._learns else 0
+        # In the first half of what is left or not at all; where costs were not seen, at the start of an answer.
+        self._plain_left = ceil(left if wait > (0 if self._unseen else left / 2) else max(wait, plain))
+        if lost_tries:
+            self._promised = self._kept = _SMALL / 2
+            self._try_from = max(self._known.account, self._floor + self._price)
 
     @property
-    def _earned(self) -> float:
-        """Tokens that a plain round adds to what may be lost."""
-        return _EARNED / (1 + self._known.losses / _DISCOURAGED)
+    def _share(self) -> float:
+        """Of a token that a plain round pays for the next try."""
+        return SHARE / (1 + self._known.lost_tries)
 
     @property
-    def _reading(self) -> float:
-        """Plain rounds in the time that the heads need for the text that they have not read."""
-        return self._now.draft(0, self._unread) / self._now.verify(self.rows) if self._now else 0.0
+    def _unseen(self) -> bool:
+        """Whether what drafting costs here is still to be seen."""
+        return self._learns and self._known.rounds.unseen
 
-    def _save(self, tokens: float) -> None:
-        """Add to what may be lost."""
-        self._saved = self._known.balance = min(max(_MAX, self._limit), self._saved + tokens)
+    @property
+    def _calibration_factor(self) -> float:
+        """Accepted drafts, as a share of what the acceptance probabilities promised."""
+        return (self._kept + _MEMORY) / (self._promised + _MEMORY)
 
     def _rate(self, tokens: int) -> float:
         """Tokens per millisecond of the whole batch, not below those of plain decoding."""
         assert self._now is not None, "rates follow from costs"
         plain = self.rows / self._now.verify(self.rows)
         round_ms = self._now.verify(tokens) + self._draft_ms
-        return max(plain, self.rows * self._tokens_per_round / round_ms)
+        return max(plain, self.rows * self._known.tokens_per_round / round_ms)

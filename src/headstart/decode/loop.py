@@ -185,7 +185,13 @@ class Engine:
             experience = self._experience.setdefault(size_of(len(prompts)), Experience())
         longest = max(map(len, prompts))
         return Controller(
-            self.costs, options.draft, len(prompts), options.max_new_tokens, draft_ms, longest, experience
+            self.costs,
+            options.draft,
+            len(prompts),
+            limit=options.max_new_tokens,
+            draft_ms=draft_ms,
+            prompt=longest,
+            experience=experience,
         )
 
 
