@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import fields
@@ -58,7 +57,6 @@ class Decoder:
         self._conditions: Conditions | None = None
         self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
         self._lock = threading.RLock()
-        self._told = False  # what older heads lack
 
     @property
     def heads(self) -> DraftHead:
@@ -105,9 +103,6 @@ class Decoder:
             if key not in self._engines:
                 costs = tuning.costs if tuning and drafts else None
                 self._engines[key] = Engine(self.target, self._drafter(drafter, tree, tuning), costs)
-                if drafts and tuning and tuning.lacks and not self._told:
-                    print(f"{tuning.lacks} Better: headstart tune HEADS.", file=sys.stderr)
-                    self._told = True
             return self._engines[key]
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateKeywords]) -> Answer:

@@ -52,8 +52,8 @@ def decoder(target: Target, tuning: dict[str, Any] | None = None) -> Decoder:
     return Decoder(target, make_heads(target), TreeShape.from_paths(TUNING["paths"]), tuning or tuned(ELSEWHERE))
 
 
-def tuned(conditions: Conditions | None) -> dict[str, Any]:
-    settings = {"conditions": conditions.to_json() | {"context": 256, "rows": 1}} if conditions else {"device": "cpu"}
+def tuned(conditions: Conditions) -> dict[str, Any]:
+    settings = {"conditions": conditions.to_json() | {"context": 256, "rows": 1}}
     knots = {"log_probs": [[-5.0, 0.0]] * 2, "accepted": [[0.1, 0.9]] * 2}
     sampled = {f"sampled_{name}": values for name, values in knots.items()}
     return {**TUNING, "settings": settings, "calibration": {**knots, **sampled}}
@@ -92,24 +92,21 @@ def test_costs_hold_for_bits_or_for_tokens(
     target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = decoder(target, tuned(Conditions.of(target)))
-    assert one.costs == Tuning.from_json(tuned(None)).costs
+    assert one.costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     target.exact = "bits"
     assert one.costs == FOUND.costs and not measured, "the same decoder notices"
     said = "These heads were tuned with exact=tokens; measuring what drafting costs with exact=bits here ... "
     assert capsys.readouterr().err.startswith(said)
-    assert decoder(target, tuned(Conditions.of(target))).costs == Tuning.from_json(tuned(None)).costs
+    assert decoder(target, tuned(Conditions.of(target))).costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     target.exact = "tokens"
-    assert one.costs == Tuning.from_json(tuned(None)).costs, "back again"
+    assert one.costs == Tuning.from_json(tuned(ELSEWHERE)).costs, "back again"
 
 
-def test_conditions_noted_before_there_was_a_choice_mean_tokens(target: Target) -> None:
-    older = Conditions.of(target).to_json()
-    assert "exact" not in older, "caches and records of earlier versions still count"
-    assert Conditions.from_json(older) == Conditions.of(target) and Conditions.of(target).exact == "tokens"
+def test_conditions_are_noted_whole(target: Target) -> None:
+    tokens = Conditions.of(target)
     target.exact = "bits"
     bits = Conditions.of(target)
-    assert Conditions.from_json(bits.to_json()) == bits != Conditions.from_json(older)
-    assert Conditions.from_json({"exact": "bits"}) is None and Conditions.from_json(None) is None
+    assert Conditions.from_json(tokens.to_json()) == tokens != bits == Conditions.from_json(bits.to_json())
 
 
 def test_nothing_is_measured_where_costs_hold_or_nothing_drafts(
@@ -117,7 +114,7 @@ def test_nothing_is_measured_where_costs_hold_or_nothing_drafts(
 ) -> None:
     at_home = decoder(target, tuned(Conditions.of(target)))
     at_home.generate([5, 6, 7], max_new_tokens=4)
-    assert at_home.costs == Tuning.from_json(tuned(None)).costs
+    assert at_home.costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     abroad = decoder(target)
     abroad.generate([5, 6, 7], max_new_tokens=4, drafter="none")
     abroad.generate([5, 6, 7], max_new_tokens=4, draft="off")
@@ -164,22 +161,8 @@ def test_measuring_that_fails_leaves_the_tuned_costs(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(here, "measure_costs", fail)
-    assert decoder(target).costs == Tuning.from_json(tuned(None)).costs
+    assert decoder(target).costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     assert capsys.readouterr().err.endswith("failed (RuntimeError).\n")
-
-
-def test_older_heads_say_once_what_they_lack(
-    target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
-) -> None:
-    older = decoder(target, TUNING)
-    for _ in range(2):
-        older.generate([5, 6, 7], max_new_tokens=4)
-    measures, lacks = capsys.readouterr().err.splitlines()
-    assert "without a calibration for dynamic trees" in lacks and "headstart tune" in lacks
-    assert "measuring what drafting costs in float32 here" in measures
-    knots = {"log_probs": [[-5.0, 0.0]] * 2, "accepted": [[0.1, 0.9]] * 2}
-    assert "for sampling" in Tuning.from_json({**TUNING, "calibration": knots}).lacks
-    assert not Tuning.from_json(tuned(None)).lacks
 
 
 # -- trees at other costs --------------------------------------------------------------------------------------------

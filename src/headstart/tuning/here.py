@@ -55,9 +55,7 @@ def tuned_here(tuning: Tuning, heads: DraftHead, target: Target, conditions: Con
 
 
 def _measured(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Measured | None:
-    before = tuning.conditions
-    were = before.beside(conditions) if before else "before headstart noted where"
-    are = conditions.beside(before) if before else f"in {conditions.dtype}"
+    were, are = tuning.conditions.beside(conditions), conditions.beside(tuning.conditions)
     _say(f"These heads were tuned {were}; measuring what drafting costs {are} here ... ")
     started = perf_counter()
     try:

@@ -82,18 +82,9 @@ class Tuning:
         return Costs(self.widths, self.verify_ms, self.draft_ms, self.level_ms, len(self.acceptance), self.read_ms)
 
     @property
-    def conditions(self) -> Conditions | None:
-        """Those that the costs were measured under; None for heads that an older version tuned."""
-        return Conditions.from_json(self.settings.get("conditions"))
-
-    @property
-    def lacks(self) -> str:
-        """What heads tuned by an older version lack, as a sentence; empty when there is nothing."""
-        if not self.calibration:
-            return "These heads were tuned by an older headstart, without a calibration for dynamic trees."
-        if "sampled_log_probs" not in self.calibration:
-            return "These heads were tuned by an older headstart, without a calibration for sampling."
-        return ""
+    def conditions(self) -> Conditions:
+        """Those that the costs were measured under."""
+        return Conditions.from_json(self.settings["conditions"])
 
     def under(self, measured: Measured) -> Tuning:
         """The same heads at other costs: what was learned of texts holds, and the trees are chosen anew.
@@ -149,19 +140,15 @@ class Tuning:
         The heads themselves are packed or unpacked, as was found faster.
 
         Raises:
-            UserError: dynamic trees for heads that were tuned before there were any, or a calibration that is damaged.
+            UserError: a calibration that is damaged.
         """
         tree = tree or self.tree
-        if tree == "dynamic" and not self.calibration:
-            raise UserError("These heads have no calibration for dynamic trees.", "Tune them again: headstart tune.")
         if (tree == "chain" and not self.chain) or self.shape.size == 1:
             return None
         (to_int8 if self.packed else drop_int8)(heads)
         if tree == "chain":
             return HeadDrafter(heads, TreeShape.chain(self.chain))
         calibration, sampled = self._calibrations()
-        if not calibration.reached:  # tuned by an older version; the table of the best path is close
-            calibration = replace(calibration, reached=tuple(sum(best[:3]) for best in self.acceptance))
         return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
 
     def _calibrations(self) -> tuple[Calibration, Calibration | None]:
