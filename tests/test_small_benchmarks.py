@@ -20,7 +20,7 @@ from headstart.decode.verify import Row, streams
 from headstart.support.files import read_json, write_json
 from headstart.target.loading import load_target
 from headstart.tree.proposal import SampledChildren
-from headstart.tuning.measure import Text, measure_drafts
+from headstart.tuning.acceptance import Text, measure_drafts
 from tests.hub.helpers import export, make_heads
 from tests.test_benchmarks import script
 

@@ -15,11 +15,12 @@ from headstart.api import Decoder
 from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.heads.parts import int8_weights
 from headstart.heads.parts.int8_weights import to_int8
+from headstart.recipes.sections import TuneSection
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning import here
-from headstart.tuning.measure import Text
-from headstart.tuning.stopwatch import measure_costs
+from headstart.tuning.acceptance import Text
+from headstart.tuning.stopwatch import SHORT, Drafting, measure_costs
 from headstart.tuning.tune import Tuning, tune
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model
@@ -219,8 +220,10 @@ def test_weights_in_8_bits_are_chosen_by_what_they_take(
     def is_packed() -> bool:
         return any(hasattr(weight, "int8") for weight in heads.parameters())
 
-    monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: (in_8_bits if is_packed() else 5.0, 1.0, 0.1))
-    found = measure_costs(target, heads, [(0,)], (1, 2), 8, 0.0)
+    monkeypatch.setattr(
+        "headstart.tuning.stopwatch.draft_ms", lambda *_: Drafting(in_8_bits if is_packed() else 5.0, 1.0, 0.1)
+    )
+    found = measure_costs(target, heads, [(0,)], replace(SHORT, widths=(1, 2), context=8, seconds=0.0))
     assert found.packed is (in_8_bits < 5.0) and found.costs.draft_ms == min(in_8_bits, 5.0)
     assert not is_packed(), "whoever drafts packs them again"
 
@@ -229,9 +232,11 @@ def test_tuning_notes_its_conditions_and_what_is_measured_fits_into_the_context(
     target = Target(tiny_model("llama", vocab_size=61, max_length=40))
     prob, heads = random.Random(1), make_heads(target)
     texts = [Text([prob.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(2)]
-    found = Tuning.from_json(json.loads(json.dumps(tune(target, heads, texts, widths=(1, 4), max_nodes=6).to_json())))
+    found = Tuning.from_json(
+        json.loads(json.dumps(tune(target, heads, texts, TuneSection(widths=(1, 4), max_nodes=6)).to_json()))
+    )
     assert found.conditions == Conditions.of(target)
     assert found.settings["conditions"]["rows"] == 1
-    short = measure_costs(target, heads, found.usual_paths, seconds=0.0)
+    short = measure_costs(target, heads, found.usual_paths, replace(SHORT, seconds=0.0))
     assert short.costs.widths == (1, 2, 4, 8, 16, 32) and short.costs.levels == heads.draft_steps
     assert Measured.from_json(json.loads(json.dumps(short.to_json()))) == replace(short, steady=True)
