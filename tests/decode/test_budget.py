@@ -7,6 +7,7 @@ import random
 import pytest
 
 from headstart.decode.budget import Controller, Costs
+from headstart.decode.learned import Experience
 from headstart.tree.proposal import Proposal
 from headstart.tree.tree import TreeShape
 
@@ -129,6 +130,7 @@ def test_modes() -> None:
     assert Controller(None, "auto", 1).drafts
     assert not Controller(REAL, "off", 1).drafts
     assert Controller(None, "auto", 1).threshold == 0.0
+    assert Controller(None, "auto", 1, experience=Experience()).room(64) == 64, "without costs nothing is small"
     assert 0 < Controller(REAL, "auto", 1).threshold < Controller(REAL, "auto", 16).threshold < 1
 
 

@@ -325,7 +325,7 @@ def test_a_calibration_that_was_damaged_in_its_file_is_refused(
     assert "headstart tune" in refused.value.remedy
 
 
-def test_trees_that_do_not_pay_are_left_out(found: Tuning, target: Target) -> None:
+def test_trees_that_were_not_tuned_for_are_refused_or_left_out(found: Tuning, target: Target) -> None:
     heads = trained_like(target)
     found.paths, found.chain = ((0,), (1,)), 2
     chain = found.drafter(heads, "chain")
@@ -333,6 +333,9 @@ def test_trees_that_do_not_pay_are_left_out(found: Tuning, target: Target) -> No
     found.chain = 0
     assert found.drafter(heads, "chain") is None, "no chain pays"
     assert found.drafter(heads, "static") is not None
+    found.calibration = {}
+    with pytest.raises(UserError, match=r"no calibration for dynamic trees\. Tune them again: headstart tune"):
+        found.drafter(heads, "dynamic")
     found.paths, found.chain = (), 2
     assert found.drafter(heads, "chain") is None, "nothing pays"
 

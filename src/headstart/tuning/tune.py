@@ -132,9 +132,11 @@ class Tuning:
         The heads themselves are packed or unpacked, as was found faster.
 
         Raises:
-            UserError: a calibration that is damaged.
+            UserError: a calibration that is damaged, or none for dynamic trees.
         """
         tree = tree or self.tree
+        if tree == "dynamic" and not self.calibration:
+            raise UserError("These heads have no calibration for dynamic trees.", "Tune them again: headstart tune.")
         if (tree == "chain" and not self.chain) or self.shape.size == 1:
             return None
         (to_int8 if self.packed else drop_int8)(heads)
