@@ -14,7 +14,7 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, HeadBatch, families, family, make_config, register
+from headstart.heads.base import DraftHead, HeadBatch, families, family, make_config
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 from headstart.target.teacher import load_teacher, save_teacher
@@ -326,15 +326,6 @@ def test_operations_of_a_draft_are_counted(name: str, target: Target) -> None:
     lm_head = 2 * heads.config.draft_width * heads.config.hidden_size
     weights = 2 * sum(parameter.numel() for parameter in heads.parameters())
     assert lm_head <= heads.flops_per_draft() <= weights + lm_head, "each weight is used once a draft at most"
-
-
-def test_a_family_has_one_class() -> None:
-    """Its module may be read again, under the same name."""
-    known = family("medusa")
-    assert register(known) is known
-    with pytest.raises(ValueError, match="head family 'medusa' is registered twice"):
-        register(type("Other", (known,), {}))
-    assert family("medusa") is known
 
 
 def test_unknown_families_and_settings_are_refused(target: Target) -> None:
