@@ -68,14 +68,6 @@ CASES: dict[str, dict[str, Any]] = {
         "confidence": True,
         "draft_vocab_size": 30,
     },
-    "dspark-without-markov": {
-        "family": "dspark",
-        "block_size": 3,
-        "aux_layers": (1, 2),
-        "mask_token_id": 60,
-        "markov_rank": 0,
-        "confidence": True,
-    },
     "dflash": {"family": "dflash", "block_size": 4, "aux_layers": (1, 2), "mask_token_id": 60},
     "dflash-deep": {
         "family": "dflash",

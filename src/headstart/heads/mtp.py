@@ -78,7 +78,6 @@ class MtpHead(FinalStateHead):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
-        """As of all such heads, and the target's final norm."""
         super().warm_start(target)
         if self.config.init == "target":
             norm = self.module.norm

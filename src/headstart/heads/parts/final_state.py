@@ -62,7 +62,7 @@ class FinalStateHead(RecurrentHead):
         return self._frozen_DE
 
     def bind(self, target: FrozenModel) -> None:
-        """Take the target's embeddings, and its LM head over the draft vocabulary."""
+        """Take the target's embeddings and LM head."""
         super().bind(target)
         self._frozen_DE = self.frozen_lm_head(target, self.joining_map.weight)
 

@@ -88,6 +88,17 @@ def head_hidden(seen_MF: Tensor, input_EF: Tensor | None, weight_LEE: Tensor, bi
     return x_ME
 
 
+def map_by_direction(read_MX: Tensor, wanted_ME: Tensor) -> Tensor:
+    """The linear map [E, X] by ridge regression where each row counts by its direction: a few tokens have states a
+    hundred times as large as the rest in some components."""
+    columns_X = read_MX.abs().median(0).values.clamp(min=1e-6)
+    scaled_MX = read_MX / columns_X
+    sizes_M1 = scaled_MX.square().mean(-1, keepdim=True).sqrt()
+    start = LinearStart([read_MX.shape[1]], wanted_ME.shape[1], read_MX.device)
+    start.add(scaled_MX / sizes_M1, [wanted_ME / sizes_M1])
+    return start.maps()[0] / columns_X
+
+
 class LinearStart:
     """Ridge regression from what heads read to the states [.., E] that they should have seen, batch by batch.
 

@@ -1,9 +1,9 @@
 """Heads that begin as a transition: a solved step from one final state of the target to the next.
 
-Two things are solved for before the first gradient step, which is what little data needs. The linear part of the step,
-a guess of the next final state from a final state and the embedding of the token that follows it: the published layer
-has no place for such a map, so attention heads that look at their own position alone hold it (see `own_position`). And
-an attention that copies what followed the present token before (see `induction`).
+Two things are solved for before the first gradient step. The linear part of the step, a guess of the next final state
+from a final state and the embedding of the token that follows it: the published layer has no place for such a map, so
+attention heads that look at their own position alone hold it (see `own_position`). And an attention that copies what
+followed the present token before (see `induction`).
 
 On tokens a b c d e (positions 0-4), the draft that starts from the state after `b` (origin 1):
 
@@ -29,7 +29,7 @@ from headstart.heads.int8_weights import Linear
 from headstart.heads.parts import induction, own_position
 from headstart.heads.parts.layer import LayerConfig, by_token, normed
 from headstart.heads.parts.recurrent import RecurrentHead
-from headstart.heads.parts.residual import LinearStart
+from headstart.heads.parts.residual import LinearStart, map_by_direction
 from headstart.heads.parts.text_attention import causal_attention
 from headstart.target.fitting import FINAL
 
@@ -67,12 +67,8 @@ class TransitionStart(RecurrentHead):
 
     def fit_transition(self, batches: Iterator[HeadBatch], normed_residual: bool) -> None:
         """Fuse to the final state before its norm, make some heads copy, and let the others hold the linear part of
-        the step to the next final state: ridge regression, undone by the target's norm.
-
-        Args:
-            batches: to solve from.
-            normed_residual: whether the layer adds to the normed fused state, rather than to that state.
-        """
+        the step to the next final state: ridge regression, undone by the target's norm. With `normed_residual` the
+        layer adds to the normed fused state, rather than to that state."""
         first = self._first(batches)
         if not first:
             return
@@ -186,11 +182,8 @@ class TransitionStart(RecurrentHead):
         return torch.cat([seen_BTX.flatten(0, 1).float() for seen_BTX in seen])
 
     def _to_final_state(self, batches: list[HeadBatch]) -> Tensor:
-        """The map from normed aux layers to the final state before its norm, as large as the deepest of them, [E, X].
-
-        Ridge regression of what the last layers add to the deepest aux hidden state: nothing, where that is the last
-        one.
-        """
+        """The map from normed aux layers to the final state before its norm, as large as the deepest of them, [E, X]:
+        ridge regression of what the last layers add to the deepest aux hidden state."""
         size = self.config.hidden_size
         aux_MX = self._aux_states(batches)
         final_ME = torch.cat([batch.states[FINAL].flatten(0, 1).float() for batch in batches])
@@ -199,15 +192,7 @@ class TransitionStart(RecurrentHead):
         aux_MX, final_ME = aux_MX[good_M], final_ME[good_M]
         deepest_ME = aux_MX[:, -size:]
         added_ME = final_ME * deepest_ME.square().mean(-1, keepdim=True).sqrt() - deepest_ME
-        # A few tokens have states a hundred times as large as the rest in some components; directions alone count.
-        columns_X = aux_MX.abs().median(0).values.clamp(min=1e-6)
-        scaled_MX = aux_MX / columns_X
-        sizes_M1 = scaled_MX.square().mean(-1, keepdim=True).sqrt()
-        start = LinearStart([aux_MX.shape[1]], size, aux_MX.device)
-        start.add(scaled_MX / sizes_M1, [added_ME / sizes_M1])
-        map_EX = torch.zeros_like(self.fc.weight)
-        for added_EX in start.maps():
-            map_EX = added_EX / columns_X
+        map_EX = map_by_direction(aux_MX, added_ME)
         map_EX[:, -size:] += torch.eye(size).to(map_EX)
         return map_EX
 
