@@ -288,7 +288,7 @@ def test_rows_of_a_batch_are_independent(name: str, target: Target) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_output_is_the_targets_own(name: str, target: Target) -> None:
     heads = shake(build(name, target))
-    options = DecodeOptions(max_new_tokens=32, ignore_end=True)
+    options = DecodeOptions(max_new_tokens=32, ignore_end=True, draft="on")
     texts = [[3, 9, 14], [8, 40, 12, 5, 51, 22]]
     plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
     drafter = HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1, 0), (2,)]))

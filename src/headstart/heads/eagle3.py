@@ -33,6 +33,7 @@ from headstart.heads.parts.layer import (
     start_from_last_layers,
 )
 from headstart.heads.parts.own_position import heads_needed
+from headstart.heads.parts.recurrent import RecurrentConfig
 from headstart.heads.parts.residual import LinearStart
 from headstart.heads.parts.transition_start import TransitionStart
 from headstart.recipes.sections import FromTarget
@@ -41,11 +42,10 @@ from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 
 
-class Eagle3Config(LayerConfig):
+class Eagle3Config(RecurrentConfig):
     """Settings of EAGLE-3 heads."""
 
     family: str = "eagle3"
-    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
     num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
@@ -124,7 +124,7 @@ class Eagle3Head(TransitionStart):
         size, eps, aux_layers = config.hidden_size, config.rms_norm_eps, len(config.aux_layers)
         first = DraftLayer(config, 2 * size, input_norm=False)
         later = (DraftLayer(config, size) for _ in range(config.num_layers - 1))
-        super().__init__(config, config.draft_steps, [first, *later])
+        super().__init__(config, [first, *later])
         # In this order: saved optimisers know parameters by it.
         self.aux_norms = nn.ModuleList(nn.RMSNorm(size, eps) for _ in range(aux_layers if config.aux_norms else 0))
         self.fc = Linear(aux_layers * size, size, bias=False)

@@ -24,6 +24,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
@@ -38,12 +39,17 @@ _WORTH_A_COPY = 0.9
 """Origins of a batch are copied together again when fewer than this share of them go on."""
 
 
+class RecurrentConfig(LayerConfig):
+    """Settings of heads that feed their own state back."""
+
+    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
+
+
 @dataclass
 class RecurrentState:
     """Drafting of a batch.
 
     Attributes:
-        cache: keys and values of the entries so far.
         seen_BPX: target states of committed tokens whose keys and values are not in the cache yet.
         tokens_BP: the token after each of them; that of a row's last one is the root, known when drafting begins.
         counts: how many are real, for each row.
@@ -64,29 +70,21 @@ class RecurrentState:
 
 
 class RecurrentHead(DraftHead):
-    """A stack of decoder layers over (state, next token's embedding); families say what goes in and what comes out.
+    """A stack of decoder layers over (state, next token's embedding); families say what goes in and what comes out."""
 
-    Args:
-        config: sizes.
-        draft_steps: K, in training and drafting.
-        layers: from the first, which reads what `layer_input` mixes, to the last.
-    """
+    config: RecurrentConfig
 
-    config: LayerConfig
-
-    def __init__(self, config: LayerConfig, draft_steps: int, layers: Sequence[DraftLayer]) -> None:
+    def __init__(self, config: RecurrentConfig, layers: Sequence[DraftLayer]) -> None:
         super().__init__(config)
-        self._draft_steps = draft_steps
         self.layers = nn.ModuleList(layers)
         self._rotary = Rotary(config)
 
     @property
     def draft_steps(self) -> int:
-        return self._draft_steps
+        return self.config.draft_steps
 
     @property
     def stack(self) -> list[DraftLayer]:
-        """The layers, first to last."""
         return cast(list[DraftLayer], list(self.layers))
 
     def bind(self, target: FrozenModel) -> None:
@@ -211,7 +209,7 @@ class RecurrentHead(DraftHead):
         depth: int,
         last_B: Tensor | None = None,
     ) -> Tensor:
-        """The stack over new entries, written to each row's slots from `starts` on.
+        """The last layer's stream [B, W, E] over new entries, written to each row's slots from `starts` on.
 
         Args:
             state: of the session.
@@ -220,10 +218,7 @@ class RecurrentHead(DraftHead):
             starts: first slot of each row.
             visible_BWS: drafted nodes that each sees; None for entries of the text, which see all before them.
             depth: of the nodes.
-            last_B: the only entry of each row whose stream is wanted; None wants all.
-
-        Returns:
-            The last layer's stream, [B, W, E], with W = 1 for `last_B`.
+            last_B: the only entry of each row whose stream is wanted, so that W is 1; None wants all.
         """
         cache, width, device = state.cache, tokens_BW.shape[1], tokens_BW.device
         slots = max(starts) + width
@@ -256,14 +251,8 @@ class RecurrentHead(DraftHead):
 
 
 def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool) -> Tensor | None:
-    """Slots that each new entry sees, bool [B, W, slots], or None for all: those of the text, and of the new ones some.
-
-    Args:
-        visible_BWS: new slots, from `first` on, that it sees.
-        first: of each row, after the text.
-        slots: in all.
-        chain: whether the new slots are a chain that ends with a single new entry, which then sees all of them.
-    """
+    """Slots that each new entry sees, bool [B, W, slots], or None for all: those of the text, before each row's
+    `first`, and of the new ones some. Where these are a chain, its single new entry sees all of them."""
     rows, width, new = visible_BWS.shape
     if rows == 1:
         return None if chain else F.pad(visible_BWS, (first[0], 0), value=True)
@@ -275,10 +264,8 @@ def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool)
 class _Text:
     """One batch of conversations while its origins are unrolled: the entries of the text, and each origin's own.
 
-    Attributes:
-        sight: what each origin sees of the text.
-        real_BA: which origins are not padding.
-        feedback_BAE: what the step before feeds back; at step 0 the text's own, [B, T, E].
+    `real_BA` says which origins are not padding, `feedback_BAE` what the step before feeds back; at step 0 the text's
+    own, [B, T, E].
     """
 
     def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, batch: HeadBatch, origin_M: Tensor) -> None:
@@ -312,7 +299,7 @@ class _Text:
         self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
 
     def step(self, step: int) -> Tensor:
-        """The last layer's stream at step `step` of every origin, [B, A, E]."""
+        """The last layer's stream of every origin, [B, A, E]."""
         heads, index_BA = self.heads, self.index_BA
         if step == 0:
             positions = positions_of(self.tokens_BT, self.starts_BT)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from headstart.heads.base import HeadBatch, supervised_origins
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts import induction, own_position
-from headstart.heads.parts.layer import LayerConfig, by_token, normed
+from headstart.heads.parts.layer import by_token, normed
 from headstart.heads.parts.recurrent import RecurrentHead
 from headstart.heads.parts.residual import LinearStart, map_by_direction
 from headstart.heads.parts.text_attention import causal_attention
@@ -45,7 +45,6 @@ _LONGEST, _ENOUGH = 1024, 8192
 class TransitionStart(RecurrentHead):
     """Heads of one layer over fused states, whose start can be solved for (`heads.init=transition`)."""
 
-    config: LayerConfig
     fc: Linear
     embedding_norm: nn.RMSNorm
     hidden_norm: nn.RMSNorm
