@@ -33,16 +33,15 @@ from headstart.heads.parts.layer import (
     start_from_last_layers,
 )
 from headstart.heads.parts.own_position import heads_needed
-from headstart.heads.parts.recurrent import RecurrentConfig
 from headstart.heads.parts.residual import LinearStart
-from headstart.heads.parts.transition_start import TransitionStart
+from headstart.heads.parts.transition_start import TransitionConfig, TransitionStart
 from headstart.recipes.sections import FromTarget
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 
 
-class Eagle3Config(RecurrentConfig):
+class Eagle3Config(TransitionConfig):
     """Settings of EAGLE-3 heads."""
 
     family: str = "eagle3"
@@ -83,11 +82,6 @@ class Eagle3Config(RecurrentConfig):
     @property
     def start_layers(self) -> int:
         return self.num_layers
-
-    @property
-    def own_heads(self) -> int:
-        """Key heads that look at their own position alone, with `init: transition`."""
-        return heads_needed(self.hidden_size, self.head_dim)
 
     def check(self) -> None:
         layers = self.aux_layers

@@ -132,9 +132,8 @@ class HydraHead(ResidualHead):
             yield self.prediction(hidden_ME, self._lm_head(head), origin_M, step)
 
     def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
-        """The final states, and the tokens' embeddings, both [X, E]."""
         final_XE = batch.states[FINAL].flatten(0, 1)
-        return final_XE, self._embed(batch.tokens_BT.flatten(), final_XE)
+        return final_XE, embed(batch.tokens_BT.flatten(), self.target_embeddings, final_XE)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -143,7 +142,7 @@ class HydraHead(ResidualHead):
         if depth:
             rows_B1 = torch.arange(len(tokens_BW), device=tokens_BW.device)[:, None]
             above_BWF = state.seen[rows_B1, parents_BW]
-        state.seen = torch.cat([above_BWF, self._embed(tokens_BW, above_BWF)], dim=-1)
+        state.seen = torch.cat([above_BWF, embed(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
         head = cast(HydraStep, self.heads[depth])
         return self.finished(linear(head(state.seen), self._lm_head(head), self.lm_bias_D))
 
@@ -154,9 +153,6 @@ class HydraHead(ResidualHead):
 
     def _lm_head(self, head: HydraStep) -> Tensor:
         return self.lm_head_DE if head.lm_head_DE is None else head.lm_head_DE
-
-    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
-        return embed(tokens, self.target_embeddings, like)
 
 
 def read_positions(origin_M: Tensor, step: int) -> Tensor:

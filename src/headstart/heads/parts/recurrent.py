@@ -63,10 +63,10 @@ class RecurrentState:
     seen_BPX: Tensor
     tokens_BP: Tensor
     counts: list[int]
+    base: list[int]
+    feedback_BWE: Tensor
+    visible_BWS: Tensor
     drafted: bool = False
-    base: list[int] | None = None
-    feedback_BWE: Tensor | None = None
-    visible_BWS: Tensor | None = None
 
 
 class RecurrentHead(DraftHead):
@@ -152,7 +152,9 @@ class RecurrentHead(DraftHead):
         following = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
         cache = LayerCache(self.config, len(self.layers), len(prompts), width, seen_BPX)
         tokens_BP = torch.tensor(following, device=seen_BPX.device)
-        return RecurrentState(cache, seen_BPX, tokens_BP, [len(prompt) for prompt in prompts])
+        counts = [len(prompt) for prompt in prompts]
+        none = seen_BPX[:, :0]  # until something is drafted
+        return RecurrentState(cache, seen_BPX, tokens_BP, counts, base=[], feedback_BWE=none, visible_BWS=none)
 
     def draft_step(self, state: RecurrentState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         cache, device = state.cache, tokens_BW.device
@@ -165,9 +167,6 @@ class RecurrentHead(DraftHead):
             state.visible_BWS = torch.zeros(len(rows_B), 1, 0, dtype=torch.bool, device=device)
             state.drafted = True
         else:
-            assert state.base is not None and state.feedback_BWE is not None and state.visible_BWS is not None, (
-                "levels in order"
-            )
             width = tokens_BW.shape[1]
             above_BWS = state.visible_BWS[rows_B[:, None], parents_BW]
             itself_BWW = torch.eye(width, dtype=torch.bool, device=device).expand(len(rows_B), width, width)
@@ -228,7 +227,6 @@ class RecurrentHead(DraftHead):
             steps_W = torch.arange(width, device=device)
             visible_BWS = (steps_W <= steps_W[:, None]).expand(len(starts), width, width)
         else:
-            assert state.base is not None, "drafted nodes are below a root"
             first = [base + 1 for base in state.base]
             steps_W = torch.full((width,), depth - 1, device=device)
         positions_BW = torch.tensor(first, device=device)[:, None] + steps_W
@@ -278,18 +276,14 @@ class _Text:
         starts_BA = None if self.starts_BT is None else self.starts_BT.gather(1, index_BA)
         self.sight = Sight(index_BA, self.tokens_BT.shape[1], starts_BA)
 
-    @property
-    def index_BA(self) -> Tensor:
-        """Positions of the origins, short rows padded with 0."""
-        return self.sight.index_BA
-
     def keep(self, origin_M: Tensor) -> None:
         """Go on with these of the origins alone; what the others take is dropped when it is worth a copy."""
-        rows, maximum = self.index_BA.shape
+        index_BA = self.sight.index_BA
+        rows, maximum = index_BA.shape
         row_B1 = torch.arange(rows, device=origin_M.device)[:, None]
         wanted_X = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool, device=origin_M.device)
         wanted_X[origin_M] = True
-        wanted_BA = wanted_X[self.index_BA + self.tokens_BT.shape[1] * row_B1] & self.real_BA
+        wanted_BA = wanted_X[index_BA + self.tokens_BT.shape[1] * row_B1] & self.real_BA
         if int(wanted_BA.sum(1).max()) > _WORTH_A_COPY * maximum:
             self.real_BA = wanted_BA
             return
@@ -300,7 +294,7 @@ class _Text:
 
     def step(self, step: int) -> Tensor:
         """The last layer's stream of every origin, [B, A, E]."""
-        heads, index_BA = self.heads, self.index_BA
+        heads, index_BA = self.heads, self.sight.index_BA
         if step == 0:
             positions = positions_of(self.tokens_BT, self.starts_BT)
             tokens = F.pad(self.tokens_BT[:, 1:], (0, 1))

@@ -28,7 +28,7 @@ from headstart.heads.base import HeadBatch, supervised_origins
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts import induction, own_position
 from headstart.heads.parts.layer import by_token, normed
-from headstart.heads.parts.recurrent import RecurrentHead
+from headstart.heads.parts.recurrent import RecurrentConfig, RecurrentHead
 from headstart.heads.parts.residual import LinearStart, map_by_direction
 from headstart.heads.parts.text_attention import causal_attention
 from headstart.target.fitting import FINAL
@@ -42,17 +42,23 @@ _LONGEST, _ENOUGH = 1024, 8192
 """Tokens of a text, and of all, on which it is checked whether heads find their own position."""
 
 
+class TransitionConfig(RecurrentConfig):
+    """Settings of heads whose start can be solved for."""
+
+    @property
+    def own_heads(self) -> int:
+        """Key heads that look at their own position alone, with `init: transition`."""
+        return own_position.heads_needed(self.hidden_size, self.head_dim)
+
+
 class TransitionStart(RecurrentHead):
     """Heads of one layer over fused states, whose start can be solved for (`heads.init=transition`)."""
 
+    config: TransitionConfig
     fc: Linear
     embedding_norm: nn.RMSNorm
     hidden_norm: nn.RMSNorm
     norm: nn.RMSNorm
-
-    @property
-    def _own_heads(self) -> int:
-        return own_position.heads_needed(self.config.hidden_size, self.config.head_dim)
 
     @abstractmethod
     def normed_states(self, seen: Tensor) -> Tensor:
@@ -71,7 +77,7 @@ class TransitionStart(RecurrentHead):
         first = self._first(batches)
         if not first:
             return
-        size, layer, own = self.config.hidden_size, self.stack[0], self._own_heads
+        size, layer, own = self.config.hidden_size, self.stack[0], self.config.own_heads
         self._look_at_themselves(first)
         self.fc.weight.copy_(self._to_final_state(first))
         copies = self._copy(first)
@@ -107,7 +113,7 @@ class TransitionStart(RecurrentHead):
 
     def keep_own_heads(self, batches: Iterable[HeadBatch]) -> None:
         """Let training take as given that heads look at their own position alone, where they really do."""
-        layer, own = self.stack[0], self._own_heads
+        layer, own = self.stack[0], self.config.own_heads
         layer.own_heads = 0
         if own == self.config.num_key_value_heads:
             return
@@ -154,7 +160,7 @@ class TransitionStart(RecurrentHead):
         number_E, mean_E = own_position.number_of_all(*kinds)
         cos_PR = self._cosines(own_position.FAR)[:, : self.config.head_dim // 2]
         cos_PR = cos_PR[1:] / cos_PR[0, 0]  # tables of long contexts may carry a factor
-        own_position.look_at_itself(self.stack[0], self._own_heads, cos_PR, number_E, mean_E)
+        own_position.look_at_itself(self.stack[0], self.config.own_heads, cos_PR, number_E, mean_E)
 
     def _copy(self, batches: list[HeadBatch]) -> bool:
         """Set the fusion and the attention of the other heads so that they copy; says whether they do."""
@@ -164,7 +170,7 @@ class TransitionStart(RecurrentHead):
         embedded_ME = normed(self.embedding_norm, embedded_ME)
         slow = induction.slow_pairs(self.config, self._cosines(induction.FAR))
         final_ME = aux_MX @ fused_EX.T
-        code = induction.solve(self.stack[0], slow, aux_MX, final_ME, embedded_ME, self._own_heads)
+        code = induction.solve(self.stack[0], slow, aux_MX, final_ME, embedded_ME, self.config.own_heads)
         if code is None:
             return False
         self.hidden_norm.weight.fill_(1)

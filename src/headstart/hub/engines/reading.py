@@ -142,7 +142,7 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         aux_layers=_block_aux_layers(config, facts),
         block_size=block_size,
         mask_token_id=whole(block_setting(config, "mask_token_id"), "mask_token_id", 0, vocab - 1),
-        markov_rank=whole(rank, "markov_rank", 1, 1 << 14) if layout is Layout.DSPARK else 0,
+        markov_rank=whole(rank, "markov_rank", 0, 1 << 14) if layout is Layout.DSPARK else 0,
         confidence="confidence_head.proj.weight" in checkpoint.names,
     )
     for variant in _block_variants(checkpoint, layout, vocab):
