@@ -65,11 +65,8 @@ class Config:
 
 
 class Fitting:
-    """What one `Target` adds to its model.
-
-    Attributes:
-        limit: tokens of a text beyond which rotary embeddings take other frequencies; None when they never do.
-    """
+    """What one `Target` adds to its model. Rotary embeddings take other frequencies for texts of more tokens than
+    `limit`, where it is not None."""
 
     def __init__(self, decoder: nn.Module, layers: nn.ModuleList, lm_head: nn.Module) -> None:
         self._decoder, self._layers, self._lm_head = decoder, layers, lm_head
@@ -91,7 +88,7 @@ class Fitting:
                     self._chooser = self._lm_head.register_forward_pre_hook(_choose)
         if type(vars(self._decoder).get("config")) is not Config:
             self._fit()
-        self._put(self._prepacked)
+        self._put(self.prepacked)
         missing = set(aux_layers) - self._hooks.keys()
         if missing:
             with self._lock:
@@ -100,7 +97,7 @@ class Fitting:
 
     def refresh(self) -> None:
         """See whether prepacked weights are still those of their layers."""
-        for module in self._prepacked:
+        for module in self.prepacked:
             matrix = vars(module).get("forward")
             if type(matrix) is Matrix:
                 matrix.refresh()
@@ -143,16 +140,11 @@ class Fitting:
         return [module for module in dict.fromkeys(modules) if is_matrix(module)]
 
     def ensure_bits(self) -> None:
-        """Have linear layers in place for a forward whose rows must have the bits they have alone."""
+        """Have linear layers in place for a forward with `Running.bits`."""
         self._put(self.matrices)
 
-    @property
-    def prepacks(self) -> bool:
-        """Whether there are layers with prepacked weights."""
-        return bool(self._prepacked)
-
     @cached_property
-    def _prepacked(self) -> list[nn.Module]:
+    def prepacked(self) -> list[nn.Module]:
         """Those whose weights are kept prepacked as well: none where memory has no room for all of them."""
         modules = [module for module in self.matrices if can_prepack(module)]
         return modules if fits(modules) else []
@@ -166,7 +158,7 @@ class Fitting:
                 replaced = vars(module).get("forward")
                 if type(replaced) is not Matrix:
                     self._matrices[module] = replaced
-                    vars(module)["forward"] = Matrix(module, replaced, module in self._prepacked)
+                    vars(module)["forward"] = Matrix(module, replaced, module in self.prepacked)
 
     def _fit(self) -> None:
         with self._lock:
@@ -226,9 +218,8 @@ def _long_types(module: nn.Module) -> list[str | None]:
 def _turn(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **more: Any) -> Any:
     """The forward of a "longrope" embedding, which has two sets of frequencies: for short texts and for long ones.
 
-    transformers takes one set for all tokens of a forward, by the last position in it. Of a token tree that reaches
-    past the limit, the first nodes would get the set that a loop over single tokens gives the last ones, and one long
-    row of a batch would change all others. Here each token gets the set of the text as it stood when it was read.
+    transformers takes one set for all tokens of a forward, by the last position in it. Here each token gets the set of
+    the text as it stood when it was read, as in a loop over single tokens.
     """
     forward = running()
     if layer_type is not None:

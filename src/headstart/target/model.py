@@ -125,7 +125,7 @@ class Target(FrozenModel):
     @property
     def prepacked(self) -> bool:
         """Whether linear layers have prepacked weights beside their own, see `prepacked`."""
-        return self._fitting.prepacks
+        return bool(self._fitting.prepacked)
 
     @property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
