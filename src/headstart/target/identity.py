@@ -236,28 +236,11 @@ def _through_layer(model: nn.Module, name: str, shape: tuple[int, ...]) -> Tenso
 
 
 _SETTINGS = (
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "partial_rotary_factor",
-    "sliding_window",
-    "layer_types",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "hidden_activation",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "attention_multiplier",
-    "residual_multiplier",
-    "embedding_multiplier",
-    "num_experts_per_tok",
+    *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "layer_types"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "query_pre_attn_scalar", "attn_logit_softcapping"),
+    *("hidden_act", "hidden_activation", "num_experts_per_tok", "rms_norm_eps", "layer_norm_eps"),
+    *("final_logit_softcapping", "logit_scale", "logits_scaling"),
+    *("attention_multiplier", "residual_multiplier", "embedding_multiplier"),
 )
 """Of a model's config; named one by one, since transformers adds settings that change nothing with every version."""
 

@@ -171,21 +171,15 @@ class Target(FrozenModel):
         if self._reads_again:
             self._read_again(cache, ends)
         pieces = []
-        logits_BTV: Tensor | None = None
+        logits_of: dict[int, Tensor] = {}  # by row, [1, V]
         for start in range(0, max(lengths), PIECE):
             last = {row: length - 1 - start for row, length in enumerate(lengths) if start < length <= start + PIECE}
             out = self._read_causal(cache, tokens_BT[:, start : start + PIECE], aux_layers, last or {0: 0}, ends)
             pieces.append(out.aux_hidden_states)
-            if len(last) == len(rows):
-                logits_BTV = out.logits_BTV
-            elif last:
-                if logits_BTV is None:
-                    logits_BTV = out.logits_BTV.new_empty(len(rows), 1, out.logits_BTV.shape[-1])
-                logits_BTV[list(last)] = out.logits_BTV
+            logits_of |= zip(last, out.logits_BTV, strict=False)
             cache.commit([range(min(PIECE, max(lengths) - start))] * len(rows))
         cache.lengths = ends
-        assert logits_BTV is not None, "every row ends somewhere"
-        return TargetOutput(logits_BTV, _together(pieces))
+        return TargetOutput(torch.stack([logits_of[row] for row in range(len(rows))]), _together(pieces))
 
     @torch.inference_mode()
     def forward_tree(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> TargetOutput:

@@ -36,8 +36,6 @@ from headstart.target.loading import loadable_folder, silent, tensor_files
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
 
-_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Settings in which configs say how many modules there are."""
 _VOCABULARY = 8
 """Tokens of the model of one layer, whose own embeddings and LM head are not used."""
 
@@ -292,11 +290,10 @@ def _if_other(shipped: Tensor | None, weight: Tensor) -> Tensor | None:
 
 
 def _absent(target: Target) -> UserError:
-    announced = any(getattr(target.config, name, None) for name in _COUNTS)
-    what = "lacks the multi-token-prediction modules that its config names" if announced else "has no such modules"
     return UserError(
-        f"The checkpoint of {target.name} {what}: there are no tensors model.layers.{target.num_layers}.eh_proj, "
-        "mtp.fc or model.mtp_layers.0.input_proj. transformers leaves them out of what it saves.",
+        f"The checkpoint of {target.name} has no multi-token-prediction modules: there are no tensors "
+        f"model.layers.{target.num_layers}.eh_proj, mtp.fc or model.mtp_layers.0.input_proj. transformers leaves them "
+        "out of what it saves.",
         "Name the checkpoint as it was published (a hub id or a folder with its safetensors files), or train MTP "
         "heads: headstart run mtp target=...",
     )
