@@ -44,7 +44,6 @@ class HeadConfig(HeadSettings):
 
     @property
     def draft_width(self) -> int:
-        """D."""
         return self.draft_vocab_size or self.vocab_size
 
     @property

@@ -62,7 +62,6 @@ class HydraStep(nn.Module):
         self.register_parameter("lm_head_DE", lm_head)
 
     def forward(self, seen: Tensor) -> Tensor:
-        """What the LM head reads, [..., E], from what this head reads, [..., F]."""
         return head_hidden(seen, self.input_EF, self.block_weight_LEE, self.block_bias_LE)
 
 
@@ -117,7 +116,6 @@ class HydraHead(ResidualHead):
             head.input_EF.copy_(map_EF)
 
     def bind(self, target: FrozenModel) -> None:
-        """Take the target's embeddings, and with a shared LM head its rows for the draft vocabulary."""
         self._embedding_VE = target.embedding_weight.detach()
         if self.config.shared_lm_head:
             self.lm_head_DE = self.frozen_lm_head(target, self._heads()[0].input_EF)

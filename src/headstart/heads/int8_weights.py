@@ -99,7 +99,6 @@ def _matrices(heads: nn.Module) -> list[Tensor]:
 
 
 def _is_int8(weight: Tensor) -> bool:
-    """Whether its form in 8 bits is there and is that of the numbers it holds now."""
     known: Int8Weight | list[Int8Weight] | None = getattr(weight, _NAME, None)
     first = known[0] if isinstance(known, list) else known
     return first is not None and first.version == _version(weight)

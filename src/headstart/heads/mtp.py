@@ -59,7 +59,6 @@ class MtpHead(FinalStateHead):
 
     @property
     def module(self) -> MtpModule:
-        """The layer with its map and norms."""
         return cast(MtpModule, self.stack[0])
 
     @property

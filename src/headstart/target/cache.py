@@ -53,7 +53,6 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     @property
     def rows(self) -> int:
-        """Batch size."""
         return len(self.lengths)
 
     def begin(self, new_tokens: int) -> int:
@@ -99,7 +98,6 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             store[:, row, :, : self.lengths[row]] = read[:, 0, :, : self.lengths[row]]
 
     def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the tokens of this forward go: rows [B, 1] and slots [B, T]."""
         if device not in self._slots:
             slots_BT = self.lengths_B1(device) + torch.arange(self._new_tokens, device=device)
             self._slots[device] = torch.arange(self.rows, device=device)[:, None], slots_BT

@@ -90,7 +90,6 @@ class ChainCache:
             self.commit([[]] * self.rows)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
         self.rows_B = [self.rows_B[row] for row in rows]
         self.lengths, self.chains = [self.lengths[row] for row in rows], [self.chains[row] for row in rows]
 

@@ -130,7 +130,6 @@ class Fitting:
         return modules if fits(modules) else []
 
     def _put(self, matrices: list[nn.Module]) -> None:
-        """Put a forward of ours in the place of these layers' own."""
         if all(type(vars(module).get("forward")) is Matrix for module in (*matrices[:1], *matrices[-1:])):
             return  # another target of the same model may have fewer of its layers
         with self._lock:

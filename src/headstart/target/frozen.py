@@ -250,7 +250,6 @@ def cannot_tree(name: str, reason: str) -> UserError:
 
 
 def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
-    """The decoder's list of layers, whatever the architecture calls it."""
     for module in decoder.children():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module

@@ -171,7 +171,6 @@ def _compare(ours: Tensor, numbers: Tensor, rounded: bool, equal: list[bool], al
 
 
 def _differs_in_adapter(drawn: Mapping[str, Any], model: nn.Module, origin: Origin | None) -> str | None:
-    """As `differs`, of adapters alone."""
     theirs, ours = drawn.get("adapter"), None if origin is None else origin.adapter
     if theirs is None:
         return None if ours is None else f"it has the adapter {ours.name}"
@@ -205,7 +204,6 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def _indices(count: int) -> Tensor:
-    """Indices of some numbers of a weight, spread evenly over its columns."""
     return (2 * torch.arange(_NUMBERS) + 1) * count // (2 * _NUMBERS + 1)
 
 

@@ -109,7 +109,6 @@ def load_sharded_target(spec: str, dtype: str = "auto", device: str = "auto", re
 
 
 def _read(spec: str, dtype: torch.dtype, revision: str | None, **spread: Any) -> tuple[Any, Any]:
-    """The model and the tokenizer of a target; a `UserError` where they cannot be had."""
     folder, gguf = _locate(spec)
     folder, options = known_folder(folder, revision)
     try:
@@ -245,7 +244,6 @@ def _dequantised(folder: Path, gguf: str) -> Path:
 
 
 def _check_range(model: torch.nn.Module, spec: str) -> None:
-    """Refuse weights that float16 has made infinite."""
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not weight.isfinite().all():
             raise UserError(

@@ -112,7 +112,6 @@ class Target(FrozenModel):
 
     @property
     def prepacked(self) -> bool:
-        """Whether linear layers have prepacked weights beside their own, see `prepacked`."""
         return bool(self._fitting.prepacked)
 
     @property
@@ -349,7 +348,6 @@ class Target(FrozenModel):
         return rows, indices
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Tokens [B, T], padded on the right."""
         width = max(map(len, rows))
         return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
 
@@ -445,7 +443,6 @@ def _padded(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _together(pieces: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
-    """States [B, T, E] by layer, from those of the pieces of a text."""
     if len(pieces) == 1:
         return dict(pieces[0])
     return {aux_layer: torch.cat([piece[aux_layer] for piece in pieces], dim=1) for aux_layer in pieces[0]}

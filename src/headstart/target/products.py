@@ -121,7 +121,6 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def _sample(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """A row and a column: one number of each column and one of each row."""
     weight_OI = weight_OI.detach()
     return weight_OI[weight_OI.shape[0] // 2], weight_OI[:, weight_OI.shape[1] // 2]
 
@@ -308,7 +307,6 @@ def in_pieces(forward: Callable[..., Any], same: SameBits, args: tuple[Any, ...]
 
 
 def _cut(value: Any, rows: int, piece: tuple[int, int]) -> Any:
-    """These rows of an argument, if it has a value for each."""
     return value[slice(*piece)] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
 
 

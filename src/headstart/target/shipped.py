@@ -185,7 +185,6 @@ def read_shipped(target: Target) -> Shipped:
 def _module(
     target: Target, inner: Mapping[str, Tensor], outer: Sequence[Tensor], state_first: bool, where: str
 ) -> ShippedModule:
-    """One module from the tensors of its layer, and those around it in the order of `Arrangement.parts`."""
     sparse = any(name.startswith("mlp.experts.") for name in inner)
     cls = type(target.model)
     config = _config(target.config, sparse)
@@ -219,7 +218,6 @@ def _module(
 
 
 def _config(known: Any, sparse: bool) -> Any:
-    """The config of one full-attention layer, with experts or without, and next to no vocabulary."""
     config = copy.deepcopy(known)
     config.num_hidden_layers, config.vocab_size = 1, _VOCABULARY
     config.tie_word_embeddings = False
@@ -247,7 +245,6 @@ def _folder(target: Target) -> str:
 
 
 def _joins(arrangement: Arrangement, names: Mapping[str, Any], layers: int) -> list[str]:
-    """Names of the joining maps of the modules, in order; the target's own layers have none."""
     numbered: list[tuple[int, str]] = []
     for name in names:
         if match := re.match(arrangement.found_by, name):

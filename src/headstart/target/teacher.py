@@ -195,7 +195,6 @@ def _note(folder: Path) -> dict[str, Any]:
 
 
 def _whole_note(folder: Path) -> dict[str, Any] | None:
-    """The note of a teacher with which nothing is wrong, down to every byte."""
     if not folder.is_dir() or teacher_problem(folder) is not None:
         return None
     note = _note(folder)
@@ -203,7 +202,6 @@ def _whole_note(folder: Path) -> dict[str, Any] | None:
 
 
 def _facts(target: Target, revision: str | None) -> dict[str, Any]:
-    """What a teacher says of its target, but for the files."""
     tied: dict[str, list[str]] = {}
     for names in _names(target.model).values():
         if len(names) > 1:
@@ -233,7 +231,6 @@ def _config_of(model: Any) -> dict[str, Any]:
 
 
 def _empty(cls: Any, config: Mapping[str, Any]) -> Any:
-    """A model whose parameters are on the device `meta`."""
     with torch.device("meta"):
         return cls(cls.config_class.from_dict(dict(config)))
 
@@ -243,7 +240,6 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
-    """Names of each parameter, by its id: tied ones have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -261,8 +257,6 @@ def _base(target: Target) -> dict[str, Tensor]:
 
 
 def _of_layer(target: Target, number: int) -> dict[str, Tensor]:
-    """Linear maps and norms of a layer. What stands deeper, or has three dimensions, are the experts of a mixture."""
-
     def kept() -> Iterator[Tensor]:
         for path, module in target.layers[number].named_modules():
             if path.count(".") <= 1:

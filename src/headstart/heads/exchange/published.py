@@ -160,7 +160,6 @@ class Published:
         return {**dict.fromkeys(blocks, (size, size)), **dict.fromkeys(lm_heads, (self.draft_width, size))}
 
     def _of_blocks(self) -> dict[str, tuple[int, ...]]:
-        """Norms of attention heads, and what DSpark adds."""
         assert self.layer is not None, "these heads have decoder layers"
         size, rank = self.hidden_size, self.markov_rank
         names = [f"layers.{number}.self_attn.{kind}_norm.weight" for number in range(self.num_layers) for kind in "qk"]

@@ -218,11 +218,9 @@ class BlockHead(DraftHead):
 
     @property
     def stack(self) -> list[BlockLayer]:
-        """The layers, first to last."""
         return cast(list[BlockLayer], list(self.layers))
 
     def bind(self, target: FrozenModel) -> None:
-        """Take the target's embeddings and LM head."""
         if max(self.config.aux_layers) >= target.num_layers:
             raise refused_layers(self.config.aux_layers, _LAYERS)
         self._embedding_VE = target.embedding_weight.detach()
@@ -393,7 +391,6 @@ class BlockHead(DraftHead):
 
     @staticmethod
     def _positions(cache: LayerCache, width: int, device: torch.device) -> Tensor:
-        """Positions [B, width] of what comes after each row's committed slots."""
         return torch.tensor(cache.lengths, device=device)[:, None] + torch.arange(width, device=device)
 
 

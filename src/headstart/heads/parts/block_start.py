@@ -105,7 +105,6 @@ class SolvedBlockHead(BlockHead):
         self._solve(lessons)
 
     def _look(self, lessons: Sequence[_Lesson]) -> None:
-        """Set what the first layer's heads look at, and what they pass on."""
         config, layer, size = self.config, self.stack[0], self.config.hidden_size
         fast_d = fast_pairs(layer)
         angles_R = self._angles()[: int(fast_d.sum()) // 2]
@@ -152,7 +151,6 @@ class SolvedBlockHead(BlockHead):
             first += count * config.head_dim
 
     def _solve(self, lessons: Sequence[_Lesson]) -> None:
-        """Solve for the output maps, one after the other."""
         contexts = [self.read_states(lesson.batch.states) for lesson in lessons]
         runs = [
             Blocks(self, lesson.batch, lesson.origin_M, context_BTE)
@@ -208,7 +206,6 @@ class SolvedBlockHead(BlockHead):
         """The streams have this size before the norm, on average."""
 
     def _first_input(self, tokens: Tensor, like: Tensor) -> Tensor:
-        """Embeddings as the first layer reads them, normed."""
         assert self.stack[0].input_norm is not None, "as of every layer of a block"
         embedded = F.embedding(tokens.to(self.target_embeddings.device), self.target_embeddings).to(like)
         return normed(self.stack[0].input_norm, embedded)

@@ -61,7 +61,6 @@ class FinalStateHead(RecurrentHead):
         return self._frozen_DE
 
     def bind(self, target: FrozenModel) -> None:
-        """Take the target's embeddings and LM head."""
         super().bind(target)
         self._frozen_DE = self.frozen_lm_head(target, self.joining_map.weight)
 

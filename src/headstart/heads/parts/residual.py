@@ -76,7 +76,6 @@ def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
 
 
 def _last_states(states_BTE: Tensor, counts_B: Tensor) -> Tensor:
-    """The state of each row's last token, [B, E]; row b has `counts_B[b]` of them."""
     return states_BTE[torch.arange(len(counts_B), device=counts_B.device), counts_B - 1]
 
 

@@ -129,7 +129,6 @@ class TransitionStart(RecurrentHead):
         layer.own_heads = own if least >= own_position.ALONE else 0
 
     def _attended(self, seen_BTX: Tensor, following_BT: Tensor) -> Tensor:
-        """What attention reads at the first step, [B, T, I]."""
         return self.layer_input(self.project(seen_BTX), self._embed(following_BT, seen_BTX))[0]
 
     def _read(self, attended_BTI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,7 +181,6 @@ class TransitionStart(RecurrentHead):
         return self._rotary.at(torch.arange(far + 1)[None], torch.float32, far + 1)[0][0]
 
     def _aux_states(self, batches: list[HeadBatch]) -> Tensor:
-        """What the fusion reads at every token, [M, X], in float32."""
         seen = (self.normed_states(self.select_states(batch.states)) for batch in batches)
         return torch.cat([seen_BTX.flatten(0, 1).float() for seen_BTX in seen])
 
