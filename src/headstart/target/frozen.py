@@ -70,7 +70,7 @@ class FrozenModel:
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
         lm_head = model.get_output_embeddings()
-        self.vocab_size: int = vocabulary_size(lm_head)
+        self.vocab_size = int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0])  # packed or not
         self.max_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 20
         self.window = _sliding_window(self.config)
         self.device: torch.device = self.embedding_weight.device
@@ -157,7 +157,7 @@ class FrozenModel:
 
     @property
     def _architecture(self) -> str:
-        return architecture(self.config, self.vocab_size)
+        return f"{self.config.model_type} {self.num_layers} {self.hidden_size} {self.vocab_size}"
 
     @cached_property
     def vocabulary(self) -> str | None:
@@ -208,15 +208,6 @@ class FrozenModel:
     def stock(self) -> Iterator[Any]:
         """The untouched transformers model, for `transformers.generate` as a baseline."""
         yield self.model
-
-
-def vocabulary_size(lm_head: Any) -> int:
-    return int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0])
-
-
-def architecture(config: Any, vocab_size: int) -> str:
-    """How a model is built, in four words."""
-    return f"{config.model_type} {config.num_hidden_layers} {config.hidden_size} {vocab_size}"
 
 
 def freeze(model: Any) -> Callable[[], None]:

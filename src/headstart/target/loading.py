@@ -25,8 +25,8 @@ from headstart.errors import UserError, nearest
 from headstart.support.files import need_disk, write_atomic
 from headstart.support.hub_errors import absent
 from headstart.target.adapter import apply_adapter, read_adapter
-from headstart.target.frozen import architecture, vocabulary_size
-from headstart.target.identity import Origin, fingerprint, sketch
+from headstart.target.frozen import FrozenModel
+from headstart.target.identity import Origin
 from headstart.target.model import Exact, Target
 from headstart.target.quantized import check_quantization, quantize
 
@@ -77,8 +77,8 @@ def load_target(
     model, tokenizer = _read(spec, kind, revision)
     origin = None
     if known_adapter is not None or quantization != "none":
-        built = architecture(model.config.get_text_config(), vocabulary_size(model.get_output_embeddings()))
-        origin = Origin(fingerprint(model, built), sketch(model, tokenizer, built), known_adapter, quantization)
+        read = FrozenModel(model, tokenizer, spec)
+        origin = Origin(read.identity().fingerprint, read.sketch(), known_adapter, quantization)
     if known_adapter is not None:
         model = apply_adapter(model, known_adapter.spec, merge=not getattr(model, "is_quantized", False))
     if kind == torch.float16:
