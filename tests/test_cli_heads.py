@@ -118,7 +118,7 @@ def test_a_target_with_modules_of_its_own_needs_no_heads(questions: Path, heads:
     assert found["summary"]["drafter_error"] is None and found["summary"]["drafts_proposed"] > 0
     for where, drafter, problem in (
         (folder, "heads+mtp", "was not written by headstart export"),
-        (heads, "mtp", "has no such modules"),
+        (heads, "mtp", "has no multi-token-prediction modules"),
         (folder, "mtp:0", "Use 1 to 16"),
     ):
         assert problem in refused("generate", where, "--prompt", "hi", "--drafter", drafter)

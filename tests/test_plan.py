@@ -309,7 +309,7 @@ class TestByTheConfigAlone:
         for name, cls in families().items():
             settings = {"family": name, "draft_vocab_size": 64}
             if "aux_layers" in cls.Config.model_fields:
-                settings["aux_layers"] = [1, 2] if "mask_token_id" in cls.Config.model_fields else [1, 2, -1]
+                settings["aux_layers"] = [1, 2] if "mask_token_id" in cls.Config.model_fields else [1, 2, 3]
             real, paper = (cls(make_config(settings, one)) for one in (tiny_target, cast(Target, drawn)))
             assert real.config == paper.config
             real.warm_start(tiny_target)

@@ -105,7 +105,6 @@ def test_mistakes_are_answered(override: str, said: str) -> None:
     [
         ({"family": "hydra", "num_headss": 3}, r"hydra heads have no setting 'num_headss'. Did you mean 'num_heads'\?"),
         ({"family": "eagle", "init": "hot"}, r"'heads.init' is 'hot'"),
-        ({"family": "transition"}, r"transition is gone\. Train eagle3 heads"),
         ({"family": "eagle3", "aux_layers": [2, 2]}, r"layers \[2, 2\] of the target, which must be different"),
     ],
 )

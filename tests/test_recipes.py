@@ -89,7 +89,7 @@ def test_a_recipe_can_be_planned(
     if "aux_layers" in settings:  # the tiny target has three layers
         block = ["heads.aux_layers=[1,2]", "heads.num_layers=1", "heads.mask_token_id=5"]
         recipe = load_recipe(
-            name, [*overrides, *(block if "mask_token_id" in settings else ["heads.aux_layers=[1,2,-1]"])]
+            name, [*overrides, *(block if "mask_token_id" in settings else ["heads.aux_layers=[1,2,3]"])]
         )
     plan = make_plan(Run(recipe, tmp_path, Console(file=io.StringIO())))
     assert set(plan.seconds) == {stage.name for stage in STAGES}

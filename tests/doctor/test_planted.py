@@ -18,7 +18,8 @@ from headstart.doctor.examination import CHECKS, examine
 from headstart.doctor.subject import Subject, find_subject
 from headstart.heads import base
 from headstart.heads.base import DraftHead
-from headstart.heads.medusa import MedusaHead, MedusaState
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.parts.residual import ResidualState
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.doctor.conftest import planted, problems, read_again, rewrite, rewrite_states
@@ -257,7 +258,7 @@ def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
 class WrongHead(MedusaHead):
     """Drafts every token with the first head, and trains them all."""
 
-    def depth_logits(self, state: MedusaState, root_B: Any, depths: range) -> Any:
+    def depth_logits(self, state: ResidualState, root_B: Any, depths: range) -> Any:
         super().depth_logits(state, root_B, depths)
         return torch.cat([super(WrongHead, self).depth_logits(state, root_B, range(1)) for _ in depths], dim=1)
 
@@ -265,14 +266,14 @@ class WrongHead(MedusaHead):
 class Forgetful(MedusaHead):
     """Never learns what was accepted."""
 
-    def commit(self, state: MedusaState, *arguments: Any) -> None:
+    def commit(self, state: ResidualState, *arguments: Any) -> None:
         return None
 
 
 class StateBefore(MedusaHead):
     """Opens with the state of the last token but one."""
 
-    def prefill(self, prompts: Any, states: Any) -> MedusaState:
+    def prefill(self, prompts: Any, states: Any) -> ResidualState:
         return super().prefill([prompt[:-1] for prompt in prompts], states)
 
 

@@ -80,7 +80,6 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
     assert "llama.cpp drafts with EAGLE-3, DFlash and DSpark heads" in problem(CASES["eagle"], "gguf")
     assert "heads.embedding_norm=false" in problem(CASES["eagle"], "sglang")
     for settings, said in (
-        ({"aux_layers": (2, 3, -1)}, "the state after the final norm"),
         ({"num_layers": 2}, "llama.cpp runs one layer"),
         ({"aux_layers": (2, 3)}, "fuses 3 layers"),
         ({"aux_layers": (2, 3, 8)}, "the layers 1 to 7 of this target"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.heads.base import HeadBatch, family, make_config
 from headstart.heads.parts.block import BlockHead
-from headstart.heads.parts.block_start import Pattern, newest, pattern, root
+from headstart.heads.parts.block_start import Pattern, pattern
 from headstart.heads.parts.layer import normed
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
@@ -55,7 +55,7 @@ def scores(one: Pattern, angles_R: Tensor, distances_P: Tensor) -> Tensor:
 
 def test_a_pattern_is_highest_at_the_newest_token_from_every_slot() -> None:
     angles_R = 10000 ** (-torch.arange(16) / 32)
-    one = pattern(angles_R, newest(BLOCK))
+    one = pattern(angles_R, BLOCK, at_root=False)
     for slot in range(BLOCK):
         context = scores(one, angles_R, torch.arange(slot + 1, 1500.0))
         block = -scores(one, angles_R, torch.arange(slot - BLOCK + 1, slot + 1.0))
@@ -64,7 +64,7 @@ def test_a_pattern_is_highest_at_the_newest_token_from_every_slot() -> None:
 
 def test_a_pattern_is_highest_at_the_root_from_every_slot() -> None:
     angles_R = 10000 ** (-torch.arange(16) / 32)
-    one = pattern(angles_R, root(BLOCK))
+    one = pattern(angles_R, BLOCK, at_root=True)
     for slot in range(BLOCK):
         block = scores(one, angles_R, torch.arange(slot - BLOCK + 1, slot + 1.0))
         context = -scores(one, angles_R, torch.arange(slot + 1, 1500.0))

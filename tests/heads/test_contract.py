@@ -14,7 +14,7 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, HeadBatch, families, family, make_config, register
+from headstart.heads.base import DraftHead, HeadBatch, families, family, make_config
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 from headstart.target.teacher import load_teacher, save_teacher
@@ -67,14 +67,6 @@ CASES: dict[str, dict[str, Any]] = {
         "markov_rank": 4,
         "confidence": True,
         "draft_vocab_size": 30,
-    },
-    "dspark-without-markov": {
-        "family": "dspark",
-        "block_size": 3,
-        "aux_layers": (1, 2),
-        "mask_token_id": 60,
-        "markov_rank": 0,
-        "confidence": True,
     },
     "dflash": {"family": "dflash", "block_size": 4, "aux_layers": (1, 2), "mask_token_id": 60},
     "dflash-deep": {
@@ -296,7 +288,7 @@ def test_rows_of_a_batch_are_independent(name: str, target: Target) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_output_is_the_targets_own(name: str, target: Target) -> None:
     heads = shake(build(name, target))
-    options = DecodeOptions(max_new_tokens=32, ignore_end=True)
+    options = DecodeOptions(max_new_tokens=32, ignore_end=True, draft="on")
     texts = [[3, 9, 14], [8, 40, 12, 5, 51, 22]]
     plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
     drafter = HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1, 0), (2,)]))
@@ -326,15 +318,6 @@ def test_operations_of_a_draft_are_counted(name: str, target: Target) -> None:
     lm_head = 2 * heads.config.draft_width * heads.config.hidden_size
     weights = 2 * sum(parameter.numel() for parameter in heads.parameters())
     assert lm_head <= heads.flops_per_draft() <= weights + lm_head, "each weight is used once a draft at most"
-
-
-def test_a_family_has_one_class() -> None:
-    """Its module may be read again, under the same name."""
-    known = family("medusa")
-    assert register(known) is known
-    with pytest.raises(ValueError, match="head family 'medusa' is registered twice"):
-        register(type("Other", (known,), {}))
-    assert family("medusa") is known
 
 
 def test_unknown_families_and_settings_are_refused(target: Target) -> None:

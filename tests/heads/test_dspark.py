@@ -34,21 +34,13 @@ def test_drafts_after_a_node_depend_on_its_token_alone(target: Target) -> None:
     heads.draft_step(state, torch.tensor([[8]]), zero[:, :1], 0)
     for depth, tokens in ((1, [7, 30]), (2, [12, 7])):
         logits_WD = heads.draft_step(state, torch.tensor([tokens]), zero, depth)[0]
-        assert heads.markov_embedding_VR is not None and heads.markov_lm_head_DR is not None
         added_WD = heads.markov_embedding_VR[tokens] @ heads.markov_lm_head_DR.T
         alone_D = linear(state.hidden_BSE[0, depth], heads.lm_head_DE)
         torch.testing.assert_close(logits_WD, alone_D + added_WD, rtol=1e-4, atol=1e-4)
 
 
-def test_without_a_markov_head_a_level_shares_its_drafts(target: Target) -> None:
-    heads, state = drafting("dspark-without-markov", target)
-    heads.draft_step(state, torch.tensor([[8]]), torch.zeros(1, 1, dtype=torch.long), 0)
-    assert heads.draft_step(state, torch.tensor([[7, 30]]), torch.zeros(1, 2, dtype=torch.long), 1).shape[1] == 1
-
-
-@pytest.mark.parametrize("name", ["dspark-deep", "dspark-without-markov"])
-def test_confidence_in_drafting_is_what_is_trained(name: str, target: Target) -> None:
-    heads, state = drafting(name, target)
+def test_confidence_in_drafting_is_what_is_trained(target: Target) -> None:
+    heads, state = drafting("dspark-deep", target)
     text = [*TEXT, 8, 12, 7, 30, 8, 9, 10, 11]
     batch = batch_of(target, heads, [text], prompt=2)
     for step, prediction in enumerate(heads.unroll(batch)):

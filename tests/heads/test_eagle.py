@@ -121,14 +121,6 @@ def test_aux_layers_must_differ(target: Target) -> None:
         family("eagle3")(make_config({"family": "eagle3", "aux_layers": ()}, target))
 
 
-def test_transition_heads_are_told_to_be_eagle3(target: Target) -> None:
-    told = r"transition is gone.*headstart run eagle3 \(heads\.family=eagle3 heads\.init=transition\)"
-    with pytest.raises(UserError, match=told):
-        make_config({"family": "transition"}, target)
-    with pytest.raises(UserError, match=told):
-        family("transition")
-
-
 def test_settings_follow_from_the_target(target: Target) -> None:
     config = make_config({"family": "eagle", "intermediate_size": 32}, target)
     assert isinstance(config, LayerConfig)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, make_config
 from headstart.heads.hydra import HydraConfig, HydraHead
-from headstart.heads.io import CONFIG, load_heads, save_heads
-from headstart.support.files import read_json, write_json
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.heads.test_contract import batch_of, shake
@@ -149,14 +145,3 @@ def test_operations_of_a_draft(target: Target) -> None:
     inputs = sum(range(2, steps + 2)) * size * size  # head k reads k + 2 vectors
     one = 2 * size * size + width * size  # two blocks and the LM head
     assert hydra(target, num_heads=3, num_layers=2).flops_per_draft() == 2 * (inputs + steps * one) // steps
-
-
-def test_saved_heads_may_say_that_they_have_no_layer(target: Target, tmp_path: Path) -> None:
-    save_heads(hydra(target, num_heads=2), tmp_path / "heads")
-    settings = read_json(tmp_path / "heads" / CONFIG)
-    layer = {"num_attention_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    write_json(tmp_path / "heads" / CONFIG, {**settings, **layer, "prefix_attention": False})
-    assert load_heads(tmp_path / "heads", target).config.model_dump().keys() == settings.keys()
-    write_json(tmp_path / "heads" / CONFIG, {**settings, "prefix_attention": True})
-    with pytest.raises(UserError, match="setting 'prefix_attention'"):
-        load_heads(tmp_path / "heads", target)

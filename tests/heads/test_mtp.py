@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -11,9 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
-from headstart.heads.io import CONFIG, load_heads, save_heads
 from headstart.heads.mtp import MtpHead
-from headstart.support.files import read_json, write_json
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.heads.test_contract import batch_of, build, shake
@@ -54,18 +50,6 @@ def test_the_first_step_computes_the_published_formula(target: Target) -> None:
     assert step.origin_M.tolist() == list(range(length - 1))
     wanted_MV = wanted_TV[step.origin_M]
     torch.testing.assert_close(step.logits_MD, wanted_MV, rtol=1e-5, atol=1e-5 * float(wanted_MV.abs().max()))
-
-
-def test_saved_heads_may_say_that_one_module_takes_all_steps(target: Target, tmp_path: Path) -> None:
-    save_heads(build("mtp", target), tmp_path / "heads")
-    settings = read_json(tmp_path / "heads" / CONFIG)
-    for shared, is_read in ((True, True), (False, False)):
-        write_json(tmp_path / "heads" / CONFIG, {**settings, "shared_module": shared})
-        if is_read:
-            load_heads(tmp_path / "heads", target)
-        else:
-            with pytest.raises(UserError, match="setting 'shared_module'"):
-                load_heads(tmp_path / "heads", target)
 
 
 def test_no_engine_reads_them_beside_a_target_of_another_kind(target: Target) -> None:

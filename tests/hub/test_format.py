@@ -159,14 +159,6 @@ def test_a_file_cut_short_is_refused(folder: Path, tiny_target: Target, name: st
         assert caught.value.remedy
 
 
-def test_heads_called_by_another_family_name_their_own(folder: Path, tiny_target: Target) -> None:
-    edit(folder / "config.json", lambda config: config["heads"].update(family="eagle3"))
-    with pytest.raises(UserError, match="calls the heads eagle3, and their settings are those of medusa") as caught:
-        read_heads(folder, tiny_target)
-    assert "config.json" in caught.value.problem
-    assert '"family"' in caught.value.remedy and "pgrade" not in caught.value.remedy
-
-
 def test_an_unknown_setting_is_named_with_the_nearest(folder: Path, tiny_target: Target) -> None:
     edit(folder / "config.json", lambda config: config["heads"].update(num_layerz=1))
     with pytest.raises(UserError, match="setting 'num_layerz'") as caught:
@@ -192,7 +184,7 @@ def test_an_unknown_setting_or_family_is_refused(folder: Path, tiny_target: Targ
 @pytest.mark.parametrize("change", [{"num_heads": 3}, {"shared_lm_head": True}, {"num_layers": 2}])
 def test_weights_of_another_config_are_refused(folder: Path, tiny_target: Target, change: dict[str, Any]) -> None:
     edit(folder / "config.json", lambda values: values["heads"].update(change))
-    with pytest.raises(UserError, match=r"heads\.safetensors .* does not belong to the config\.json"):
+    with pytest.raises(UserError, match=r"heads\.safetensors does not belong to the config\.json"):
         read_heads(folder, tiny_target)
 
 

@@ -104,7 +104,8 @@ def test_rows_are_kept_and_gone_on_with(target: Target) -> None:
     two = target.new_cache(2, 40)
     two.go_on_with(1, kept)
     both = target.new_cache(2, 40)
-    both.begin_with(kept)
+    for row in range(2):
+        both.go_on_with(row, kept)
     target.prefill(cache, [[59, 59]])  # of no account for what was kept
     out = target.prefill(both, [TEXTS[1][7:9], TEXTS[1][7:12]])
     part = two.part(1, 2)

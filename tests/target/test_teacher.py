@@ -100,8 +100,6 @@ def test_layers_are_added_and_what_is_there_stays(tmp_path: Path) -> None:
     target = Target(tiny_model("llama"))
     teacher = kept(target, tmp_path)
     assert teacher.starts(1) and not teacher.starts(2)
-    with pytest.raises(UserError, match="lacks layer 2, which these heads start from"):
-        started(teacher, STARTS[-1])
     folder = save_teacher(tmp_path, target)
     assert folder is not None
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}

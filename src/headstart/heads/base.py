@@ -44,7 +44,6 @@ class HeadConfig(HeadSettings):
 
     @property
     def draft_width(self) -> int:
-        """Size D of the vocabulary the heads draft from."""
         return self.draft_vocab_size or self.vocab_size
 
     @property
@@ -67,14 +66,12 @@ class HeadBatch:
     """A batch of conversations with the target's hidden states, padded on the right.
 
     Attributes:
-        tokens_BT: int64 token ids.
-        supervised_BT: bool, true where the token was written by the target (the loss mask); false on padding.
+        supervised_BT: the loss mask, true where the token was written by the target; false on padding.
         states: {layer: [B, T, E]}; state t was computed after reading token t.
-        subsampled_steps_BT: int64, how many draft steps learn from each position as their origin; None: as many as
-            there are. An origin with 0 steps is no anchor.
-        starts_BT: int64, where several conversations share a row, the position in it at which each token's own begins;
-            its first token is then not supervised, so that no draft goes from one into the next. None: a row is one
-            conversation.
+        subsampled_steps_BT: how many draft steps learn from each position as their origin; None for all. An origin
+            with 0 steps is no anchor.
+        starts_BT: where several conversations share a row, the position at which each token's own begins; its first
+            token is then not supervised, so that no draft goes from one into the next. None: a row is one conversation.
     """
 
     tokens_BT: Tensor
@@ -96,21 +93,18 @@ class HeadBatch:
 
 @dataclass
 class StepPrediction:
-    """What one draft step (or one head) predicts over a batch.
-
-    Logits are left to whoever needs them, so that a loss can compute them a few rows at a time.
+    """What one draft step (or one head) predicts over a batch; a loss computes the logits a few rows at a time.
 
     Attributes:
         hidden_MH: what the LM head reads.
-        lm_head_DH: the LM head over the draft vocabulary, trained or frozen.
         source_M: flat index b * T + t of the position whose FINAL state gives the target's own distribution for the
             same token: the token predicted is number t + 1 of row b.
-        origin_M: flat index of the position the drafting started from, so that the steps of one draft can be lined
-            up: step k of origin t predicts token t + k + 2 (k from 0).
+        origin_M: flat index of the position the drafting started from: step k of origin t predicts token t + k + 2
+            (k from 0).
         feature_ME: the head's guess of the FINAL state at `source_M`, for families that draft features.
         bias_D: of the LM head, where it is the target's and has one.
         finish: what the target does to its logits, where the LM head is the target's.
-        frozen_columns: of the LM head, how many of the first ones do not learn, where others do.
+        frozen_columns: how many of the LM head's first columns do not learn, where others do.
         confidence_M: logits of the probability that a draft drawn here is accepted, for families that say so.
     """
 
@@ -126,7 +120,6 @@ class StepPrediction:
 
     @property
     def logits_MD(self) -> Tensor:
-        """Draft logits over the draft vocabulary."""
         logits_MD = F.linear(self.hidden_MH, self.lm_head_DH, self.bias_D)
         return logits_MD if self.finish is None else self.finish(logits_MD)
 
@@ -138,11 +131,8 @@ class DraftHead(HeadModule, ABC):
     tokens on the way there, or all depths in one forward (`OneForwardHead`).
 
     Attributes:
-        family: registered name.
-        Config: its config class.
         drafts_features: whether its predictions hold a `feature_ME`.
         publishes: the published arrangement that it can be, if there is one; engines read those alone.
-        config: its config, with the target's sizes filled in.
     """
 
     family: ClassVar[str]
@@ -172,10 +162,7 @@ class DraftHead(HeadModule, ABC):
         """Initialise from the target's own weights, in place. `draft_to_target_D` is set already."""
 
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Improve on the warm start in closed form, in place, from a pass over some data; by default nothing.
-
-        Gradient steps then start from a solved linear problem instead of finding it first.
-        """
+        """Improve on the warm start in closed form, in place, from a pass over some data; by default nothing."""
         return None
 
     def before_training(self, batches: Iterable[HeadBatch]) -> None:
@@ -206,11 +193,8 @@ class DraftHead(HeadModule, ABC):
 
     @classmethod
     def from_published(cls, published: Published, target: Target) -> Self:
-        """Heads of this family from what was published, bound to their target; `publish` gives the same again.
-
-        Args:
-            published: in the arrangement that the family `publishes`, with all of its tensors in their shapes.
-            target: the model that they draft for.
+        """Heads of this family, bound to their target, from the arrangement that the family `publishes`, with all of
+        its tensors in their shapes; `publish` gives the same again.
 
         Raises:
             UserError: a variant that the family does not have.
@@ -237,14 +221,11 @@ class DraftHead(HeadModule, ABC):
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        """Start drafting for a batch of prompts.
+        """Start drafting for a batch of prompts; returns a state that `draft_step`, `commit` and `reorder` take.
 
         Args:
             prompts: token ids of each row.
             states: {layer: [B, T, E]} of the prefill, right-padded: row b is good up to len(prompts[b]).
-
-        Returns:
-            A state of the family's own that `draft_step`, `commit` and `reorder` take.
         """
 
     def draft(self, state: Any, roots: TreeBatch, request: Request) -> list[Tree]:
@@ -257,9 +238,9 @@ class DraftHead(HeadModule, ABC):
 
         Args:
             state: from `prefill`.
-            tokens_BW: int64, tokens of the nodes at this depth that get children. Level 0 is each row's root alone.
-                Rows with fewer nodes are padded.
-            parents_BW: int64, index of each node's parent in the level before; 0 at level 0.
+            tokens_BW: those of the nodes at this depth that get children. Level 0 is each row's root alone. Rows with
+                fewer nodes are padded.
+            parents_BW: index of each node's parent in the level before; 0 at level 0.
             depth: of these nodes, from 0 to `draft_steps` - 1.
 
         Returns:
@@ -268,13 +249,8 @@ class DraftHead(HeadModule, ABC):
         """
 
     def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor | None:
-        """How likely a draft after each node of a level is accepted, if it is drawn from the heads' distribution.
-
-        Called after `draft_step` of this depth, with its tokens.
-
-        Returns:
-            probabilities [B, W]; None for heads that do not know.
-        """
+        """How likely a draft after each node of a level is accepted, if it is drawn from the heads' distribution:
+        probabilities [B, W], asked for after `draft_step` of this depth; None for heads that do not know."""
         return None
 
     @abstractmethod
@@ -288,11 +264,7 @@ class DraftHead(HeadModule, ABC):
     # -- what can be asked of all --------------------------------------------------------------------------------
 
     def check_tree(self, shape: TreeShape) -> None:
-        """Refuse a tree that these heads cannot draft.
-
-        Raises:
-            UserError: when it is deeper than the heads, or wider than their draft vocabulary.
-        """
+        """Refuse a tree that is deeper than the heads, or wider than their draft vocabulary."""
         remedy = "Tune the heads again (headstart tune), or export them with the tree that was tuned for them."
         if shape.depth > self.draft_steps:
             raise UserError(
@@ -309,9 +281,8 @@ class DraftHead(HeadModule, ABC):
     def flops_per_draft(self) -> int:
         """Floating-point operations of one drafted token, LM head included; a multiply-add is two.
 
-        Counted, not derived: a chain of `draft_steps` drafts after a text of one token, divided by `draft_steps`. What
-        a family does once a round is thus shared by the drafts of a round, and attention over the text, which grows
-        with it, is left out. The heads are bound to their target.
+        A chain of `draft_steps` drafts after a text of one token, divided by `draft_steps`: what a family does once a
+        round is shared by its drafts, and attention over the text is left out. The heads are bound to their target.
         """
         where = self.draft_to_target_D.device
         dtype = next((p.dtype for p in self.parameters()), torch.float32)
@@ -333,12 +304,9 @@ class OneForwardHead(DraftHead):
 
     @abstractmethod
     def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor:
-        """Logits [B, len(depths), D] of the tokens at these depths after each row's root.
+        """Logits [B, len(depths), D] of the tokens at these depths (0 is the root's child) after each row's root.
 
-        Args:
-            state: from `prefill`; what the first call of a round computes for all depths may be kept there.
-            root_B: int64, decided, not yet read by the target.
-            depths: from 0, the child of the root; the calls of a round come in order and never twice.
+        The calls of a round come in order and never twice; the first may keep in `state` what it computes for all.
         """
 
     def draft(self, state: Any, roots: TreeBatch, request: Request) -> list[Tree]:
@@ -349,10 +317,8 @@ class OneForwardHead(DraftHead):
 
 
 def supervised_origins(supervised_BT: Tensor, step: int) -> Tensor:
-    """Flat indices b * T + t from which draft step `step` learns: tokens t + 1 .. t + step + 2 are all supervised.
-
-    The drafted tokens then belong to one answer, as they do when decoding.
-    """
+    """Flat indices b * T + t from which draft step `step` learns: tokens t + 1 .. t + step + 2 are all supervised, so
+    that they belong to one answer, as when decoding."""
     window = step + 2
     if supervised_BT.shape[1] <= window:
         return torch.zeros(0, dtype=torch.long, device=supervised_BT.device)
@@ -378,8 +344,6 @@ H = TypeVar("H", bound=type[DraftHead])
 
 def register(head: H) -> H:
     """Class decorator: make a family known under its `family` name."""
-    if _FAMILIES.get(head.family, head).__qualname__ != head.__qualname__:
-        raise ValueError(f"head family {head.family!r} is registered twice")
     _FAMILIES[head.family] = head
     return head
 
@@ -393,29 +357,11 @@ def families() -> dict[str, type[DraftHead]]:
 
 
 def family(name: str) -> type[DraftHead]:
-    """The family called `name`.
-
-    Raises:
-        UserError: when there is none; the message names the nearest.
-    """
-    refuse_merged(name)
+    """The family called `name`; a `UserError` names the nearest where there is none."""
     known = families()
     if name not in known:
         raise UserError(f"Unknown head family {name!r}.", nearest(name, known))
     return known[name]
-
-
-def refuse_merged(name: str) -> None:
-    """Refuse a family that another one does as well as.
-
-    Raises:
-        UserError: saying what to type.
-    """
-    if name == "transition":
-        raise UserError(
-            "The family transition is gone.",
-            "Train eagle3 heads, which start alike: headstart run eagle3 (heads.family=eagle3 heads.init=transition).",
-        )
 
 
 def make_config(settings: HeadSettings | Mapping[str, Any], target: FrozenModel) -> HeadConfig:

@@ -49,8 +49,6 @@ from headstart.heads.parts.block import BlockConfig, BlockState
 from headstart.heads.parts.block_start import SolvedBlockHead
 from headstart.heads.parts.residual import embed
 
-_CONFIDENCE = "confidence_head.proj"
-"""Its published name."""
 _BLOCK = 8192
 """Embeddings that are read at a time."""
 
@@ -59,9 +57,7 @@ class DSparkConfig(BlockConfig):
     """Settings of DSpark heads."""
 
     family: str = "dspark"
-    markov_rank: int = Field(
-        64, ge=0, description="Rank of the Markov head; its two tables have a row for each token. 0 leaves it out."
-    )
+    markov_rank: int = Field(64, ge=1, description="Rank of the Markov head; its two tables have a row for each token.")
     confidence: bool = Field(
         False, description="Train a head that says how likely a draft is accepted, beside the drafts."
     )
@@ -80,8 +76,8 @@ class DSparkHead(SolvedBlockHead):
         super().__init__(config)
         rank = config.markov_rank
         # As a product of two: one of them is zero at first.
-        self.markov_embedding_VR = nn.Parameter(0.01 * torch.randn(config.vocab_size, rank)) if rank else None
-        self.markov_lm_head_DR = nn.Parameter(torch.zeros(config.draft_width, rank)) if rank else None
+        self.markov_embedding_VR = nn.Parameter(0.01 * torch.randn(config.vocab_size, rank))
+        self.markov_lm_head_DR = nn.Parameter(torch.zeros(config.draft_width, rank))
         self._start: tuple[Tensor, Tensor] | None = None
         self.confidence_head = nn.Linear(config.hidden_size + rank, 1) if config.confidence else None
 
@@ -89,24 +85,19 @@ class DSparkHead(SolvedBlockHead):
     def first_slot(self) -> int:
         return 0
 
-    def follow(self, tokens: Tensor, like: Tensor) -> Tensor | None:
-        """What tokens say about the one after them, [..., R]; None without a Markov head."""
-        if self.markov_embedding_VR is None:
-            return None
+    def follow(self, tokens: Tensor, like: Tensor) -> Tensor:
+        """What tokens say about the one after them, [..., R]."""
         return F.embedding(tokens, self.markov_embedding_VR).to(like)
 
-    def trust(self, hidden: Tensor, following: Tensor | None) -> Tensor:
+    def trust(self, hidden: Tensor, following: Tensor) -> Tensor:
         """The confidence head's logits [...]."""
         assert self.confidence_head is not None, "asked for in the settings"
-        seen = hidden if following is None else torch.cat([hidden, following], dim=-1)
-        logits: Tensor = self.confidence_head(seen)[..., 0]
+        logits: Tensor = self.confidence_head(torch.cat([hidden, following], dim=-1))[..., 0]
         return logits
 
     # -- the start -----------------------------------------------------------------------------------------------
 
-    def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor | None:
-        if not self.config.markov_rank:
-            return None
+    def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor:
         before_M = batch.tokens_BT.flatten()[origin_M + step + 1]
         return embed(before_M, self.target_embeddings, self.fc.weight)
 
@@ -126,7 +117,6 @@ class DSparkHead(SolvedBlockHead):
         if self._start is None:
             return
         embedding_VE = self.target_embeddings
-        assert self.markov_embedding_VR is not None and self.markov_lm_head_DR is not None
         (axes_ER, read_RI), rank = self._start, self._start[0].shape[1]
         head_DR = (self.lm_head_DE * self.norm.weight) @ axes_ER
         for part in torch.split(torch.arange(len(embedding_VE)), _BLOCK):
@@ -142,26 +132,18 @@ class DSparkHead(SolvedBlockHead):
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         lm_head_DH, following_XR = self.joined_lm_head(), None
-        for step, slots in enumerate(super().unroll(batch)):
-            if step == 0:  # looked up once: each look-up has a gradient as large as its table
+        for slots in super().unroll(batch):
+            if following_XR is None:  # looked up once: each look-up has a gradient as large as its table
                 following_XR = self.follow(batch.tokens_BT.flatten(), slots.hidden_MH)
             yield self.corrected(slots, lm_head_DH, following_XR)
 
-    def corrected(self, slots: StepPrediction, lm_head_DH: Tensor, following_XR: Tensor | None) -> StepPrediction:
-        """What the slots of a step predict, after the tokens before the drafted ones.
-
-        Args:
-            slots: their prediction.
-            lm_head_DH: from `joined_lm_head`.
-            following_XR: from `follow`, of every token of the batch; of the text, where drafting has its drafts.
-        """
-        following_MR = None if following_XR is None else following_XR[slots.source_M]
+    def corrected(self, slots: StepPrediction, lm_head_DH: Tensor, following_XR: Tensor) -> StepPrediction:
+        """What the slots of a step predict, after the tokens before the drafted ones: those of the text, where drafting
+        has its drafts. `following_XR` is from `follow`, of every token of the batch."""
+        following_MR = following_XR[slots.source_M]
         confidence_M = None
         if self.confidence_head is not None:  # which learns what drafts are worth, and does not change them
-            seen_MR = None if following_MR is None else following_MR.detach()
-            confidence_M = self.trust(slots.hidden_MH.detach(), seen_MR)
-        if following_MR is None:
-            return replace(slots, confidence_M=confidence_M)
+            confidence_M = self.trust(slots.hidden_MH.detach(), following_MR.detach())
         return replace(
             slots,
             hidden_MH=torch.cat([slots.hidden_MH, following_MR], dim=-1),
@@ -172,8 +154,6 @@ class DSparkHead(SolvedBlockHead):
 
     def joined_lm_head(self) -> Tensor:
         """The target's LM head, and beside it the Markov head's."""
-        if self.markov_lm_head_DR is None:
-            return self.lm_head_DE
         return torch.cat([self.lm_head_DE, self.markov_lm_head_DR], dim=-1)
 
     # -- drafting ------------------------------------------------------------------------------------------------
@@ -183,12 +163,9 @@ class DSparkHead(SolvedBlockHead):
             self.run_block(state, tokens_BW[:, 0])
             state.logits_BSD = linear(state.hidden_BSE, self.lm_head_DE, self.lm_bias_D)
         assert state.logits_BSD is not None, "levels in order"
-        logits_BWD = state.logits_BSD[:, depth : depth + 1]
-        following_BWR = self.follow(tokens_BW, logits_BWD)
-        if following_BWR is not None:
-            assert self.markov_lm_head_DR is not None
-            logits_BWD = logits_BWD + linear(following_BWR, self.markov_lm_head_DR)
-        return self.finished(logits_BWD)
+        logits_B1D = state.logits_BSD[:, depth : depth + 1]
+        following_BWR = self.follow(tokens_BW, logits_B1D)
+        return self.finished(logits_B1D + linear(following_BWR, self.markov_lm_head_DR))
 
     def confidence(self, state: BlockState, tokens_BW: Tensor, depth: int) -> Tensor | None:
         if self.confidence_head is None:
@@ -200,16 +177,17 @@ class DSparkHead(SolvedBlockHead):
 
     def by_published_name(self) -> dict[str, Tensor]:
         tensors = super().by_published_name()
-        if self.markov_embedding_VR is not None and self.markov_lm_head_DR is not None:
-            tensors |= {MARKOV_EMBEDDING: self.markov_embedding_VR, MARKOV_LM_HEAD: self.markov_lm_head_DR}
+        tensors |= {MARKOV_EMBEDDING: self.markov_embedding_VR, MARKOV_LM_HEAD: self.markov_lm_head_DR}
         if self.confidence_head is not None:
-            tensors |= {f"{_CONFIDENCE}.{name}": weight for name, weight in self.confidence_head.named_parameters()}
+            tensors |= {
+                f"confidence_head.proj.{name}": weight for name, weight in self.confidence_head.named_parameters()
+            }
         return tensors
 
     def publish(self) -> Published:
         published = super().publish()
         tensors = dict(published.tensors)
-        if self.config.draft_vocab_size and MARKOV_LM_HEAD in tensors:
+        if self.config.draft_vocab_size:
             every_VR = torch.zeros_like(tensors[MARKOV_EMBEDDING])  # what is not drafted here is not corrected
             every_VR[self.draft_to_target_D.cpu()] = tensors[MARKOV_LM_HEAD]
             tensors[MARKOV_LM_HEAD] = every_VR

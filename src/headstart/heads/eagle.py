@@ -69,7 +69,6 @@ class EagleHead(FinalStateHead):
         return stream, stream
 
     def _normed(self, embedded: Tensor) -> Tensor:
-        """Embeddings as the map reads them."""
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.embedding_norm else embedded
 
     # -- exchange ------------------------------------------------------------------------------------------------
@@ -80,8 +79,8 @@ class EagleHead(FinalStateHead):
 
     @torch.no_grad()
     def publish(self) -> Published:
-        """See `DraftHead.publish`. Normed embeddings become embeddings of the heads' own; the LM head stays the
-        target's, so that engines draft from the whole vocabulary."""
+        """Normed embeddings become embeddings of the heads' own; the LM head stays the target's, so that engines draft
+        from the whole vocabulary."""
         if self.lm_bias_D is not None:
             raise UserError(
                 "The target's LM head has a bias, and engines leave it out when they draft with EAGLE-1 heads.",

@@ -24,21 +24,27 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, register, supervised_origins
 from headstart.heads.exchange.published import Layout, Published, check_embeddings, detached, fill
 from headstart.heads.int8_weights import Linear
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, normed, refuse_start, start_from_last_layers
+from headstart.heads.parts.layer import (
+    DraftLayer,
+    LayerConfig,
+    normed,
+    refuse_start,
+    refused_layers,
+    start_from_last_layers,
+)
 from headstart.heads.parts.own_position import heads_needed
 from headstart.heads.parts.residual import LinearStart
-from headstart.heads.parts.transition_start import TransitionStart
+from headstart.heads.parts.transition_start import TransitionConfig, TransitionStart
 from headstart.recipes.sections import FromTarget
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 
 
-class Eagle3Config(LayerConfig):
+class Eagle3Config(TransitionConfig):
     """Settings of EAGLE-3 heads."""
 
     family: str = "eagle3"
-    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
     num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
@@ -77,15 +83,10 @@ class Eagle3Config(LayerConfig):
     def start_layers(self) -> int:
         return self.num_layers
 
-    @property
-    def own_heads(self) -> int:
-        """Key heads that look at their own position alone, with `init: transition`."""
-        return heads_needed(self.hidden_size, self.head_dim)
-
     def check(self) -> None:
         layers = self.aux_layers
-        if len(set(layers)) < len(layers) or any(layer < 1 and layer != FINAL for layer in layers):
-            raise self.refused_layers()
+        if len(set(layers)) < len(layers) or any(layer < 1 for layer in layers):
+            raise refused_layers(layers)
         if self.init != "transition" or not self.hidden_size:
             return
         if self.num_layers > 1:
@@ -100,14 +101,6 @@ class Eagle3Config(LayerConfig):
                 "Leave out heads.num_key_value_heads and heads.num_attention_heads, or raise them.",
             )
 
-    def refused_layers(self) -> UserError:
-        """Why these layers cannot be read."""
-        return UserError(
-            f"The heads would read layers {list(self.aux_layers)} of the target, which must be different ones, from 1 "
-            "on.",
-            "Name them, for example heads.aux_layers=[1,2,3]; a target of few layers needs it.",
-        )
-
 
 @register
 class Eagle3Head(TransitionStart):
@@ -121,11 +114,11 @@ class Eagle3Head(TransitionStart):
     def __init__(self, config: Eagle3Config) -> None:
         config.check()
         if not config.aux_layers:
-            raise config.refused_layers()
+            raise refused_layers(())
         size, eps, aux_layers = config.hidden_size, config.rms_norm_eps, len(config.aux_layers)
         first = DraftLayer(config, 2 * size, input_norm=False)
         later = (DraftLayer(config, size) for _ in range(config.num_layers - 1))
-        super().__init__(config, config.draft_steps, [first, *later])
+        super().__init__(config, [first, *later])
         # In this order: saved optimisers know parameters by it.
         self.aux_norms = nn.ModuleList(nn.RMSNorm(size, eps) for _ in range(aux_layers if config.aux_norms else 0))
         self.fc = Linear(aux_layers * size, size, bias=False)
@@ -170,7 +163,7 @@ class Eagle3Head(TransitionStart):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
-        """The target's last layer on the deepest aux hidden state, then its final norm and LM head."""
+        """The target's last layers on the deepest aux hidden state, then its final norm and LM head."""
         refuse_start(self.config.num_layers, target)
         self.bind(target)
         if self.config.init == "random":
@@ -183,11 +176,8 @@ class Eagle3Head(TransitionStart):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Guess linearly, from the aux hidden states, where the next token's stream will end.
-
-        Ridge regression on the direction that the target's own LM head reads one token later, undone by its norm; a
-        fused state is scaled like the deepest aux hidden state.
-        """
+        """Fuse to a linear guess of where the next token's stream will end: ridge regression on what the target's own
+        LM head reads one token later, undone by its norm, in the scale of the deepest aux hidden state."""
         if self.config.init == "transition":
             self.fit_transition(iter(batches), self.config.norm_before_residual)
         if self.config.init != "target":
@@ -229,12 +219,6 @@ class Eagle3Head(TransitionStart):
 
     def publish(self) -> Published:
         config = self.config
-        if FINAL in config.aux_layers:
-            raise UserError(
-                f"The heads read layers {list(config.aux_layers)} of the target; {FINAL}, the state after the final "
-                "norm, is what no engine gives them.",
-                "Train with the last layer itself or an earlier one in heads.aux_layers.",
-            )
         return Published(
             layout=Layout.EAGLE3,
             hidden_size=config.hidden_size,

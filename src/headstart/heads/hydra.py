@@ -14,9 +14,8 @@ head 0: state(b) c -> d
 head 1: state(b) c d -> e
 head 2: state(b) c d e -> f
 
-While drafting, a node keeps what its head read, and its children append their own embedding. Partial sums would
-save multiplications instead, but a level would then read the maps of all deeper heads as well, and a tree that ends
-early would have read them for nothing; at a few nodes a level, reading weights is what takes the time.
+While drafting, a node keeps what its head read, and its children append their own embedding. (Partial sums would save
+multiplications, but a level would then read the maps of all deeper heads, and reading weights is what takes the time.)
 
 Shape suffixes: B rows, W nodes of a level, E hidden size, F what a head reads, D draft vocabulary, M predictions, L
 blocks of a head, X = B * T flat positions.
@@ -24,59 +23,31 @@ blocks of a head, X = B * T flat positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, Literal, cast
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
-from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, origins, register, supervised_origins
+from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, origins, register, supervised_origins
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last_states
+from headstart.heads.parts.residual import LinearStart, ResidualConfig, ResidualHead, ResidualState, embed, head_hidden
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
-from headstart.tree.tree import Committed
 
 
-class HydraConfig(HeadConfig):
+class HydraConfig(ResidualConfig):
     """Settings of Hydra heads."""
 
     family: str = "hydra"
-    num_heads: int = Field(4, ge=1, le=16, description="How many tokens ahead the heads look.")
-    num_layers: int = Field(1, ge=1, le=8, description="Residual blocks in each head.")
-    shared_lm_head: bool = Field(
-        False, description="Read logits through the target's frozen LM head instead of one trained LM head per head."
-    )
     init: Literal["target", "random"] = Field(
         "target", description="Start from the target's weights and a linear guess, or from random numbers."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_layer(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Saved heads may say that they have no decoder layer, and how it would be built."""
-        if values.get("prefix_attention") is not False:
-            return values
-        return {name: value for name, value in values.items() if name in cls.model_fields}
-
-
-@dataclass
-class HydraState:
-    """Drafting of a batch.
-
-    Attributes:
-        final_BE: the final state of the last token that each row has committed.
-        seen_BWF: what the heads at the nodes of the last level read.
-    """
-
-    final_BE: Tensor
-    seen_BWF: Tensor
-
 
 class HydraStep(nn.Module):
-    """The head of one draft step: input map, residual blocks and, unless it is shared, its LM head."""
+    """Input map, residual blocks and, unless it is shared, LM head of one draft step."""
 
     lm_head_DE: nn.Parameter | None
 
@@ -91,12 +62,11 @@ class HydraStep(nn.Module):
         self.register_parameter("lm_head_DE", lm_head)
 
     def forward(self, seen: Tensor) -> Tensor:
-        """What the LM head reads, [..., E], from what this head reads, [..., F]."""
         return head_hidden(seen, self.input_EF, self.block_weight_LEE, self.block_bias_LE)
 
 
 @register
-class HydraHead(DraftHead):
+class HydraHead(ResidualHead):
     """K heads, each reading one drafted token more than the one before."""
 
     family: ClassVar[str] = "hydra"
@@ -109,10 +79,6 @@ class HydraHead(DraftHead):
         self.heads = nn.ModuleList(HydraStep(config, step) for step in range(config.num_heads))
         if config.shared_lm_head:
             self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
-
-    @property
-    def draft_steps(self) -> int:
-        return self.config.num_heads
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
@@ -132,11 +98,8 @@ class HydraHead(DraftHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Start head k from the best linear guess of the state it should have seen.
-
-        Ridge regression gives the input map that takes all that the head reads closest to h_{t+k+1}, the state from
-        which the target itself predicts head k's token.
-        """
+        """Start head k from the input map that takes all it reads closest to h_{t+k+1}, the state from which the target
+        itself predicts head k's token (ridge regression)."""
         if self.config.init == "random":
             return
         size = self.config.hidden_size
@@ -153,7 +116,6 @@ class HydraHead(DraftHead):
             head.input_EF.copy_(map_EF)
 
     def bind(self, target: FrozenModel) -> None:
-        """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
         self._embedding_VE = target.embedding_weight.detach()
         if self.config.shared_lm_head:
             self.lm_head_DE = self.frozen_lm_head(target, self._heads()[0].input_EF)
@@ -168,31 +130,19 @@ class HydraHead(DraftHead):
             yield self.prediction(hidden_ME, self._lm_head(head), origin_M, step)
 
     def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
-        """The final states, and the tokens' embeddings, both [X, E]."""
         final_XE = batch.states[FINAL].flatten(0, 1)
-        return final_XE, self._embed(batch.tokens_BT.flatten(), final_XE)
+        return final_XE, embed(batch.tokens_BT.flatten(), self.target_embeddings, final_XE)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
-    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> HydraState:
-        counts_B = torch.tensor([len(prompt) for prompt in prompts], device=states[FINAL].device)
-        final_BE = last_states(states[FINAL], counts_B)
-        return HydraState(final_BE, final_BE[:, None])
-
-    def draft_step(self, state: HydraState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, state: ResidualState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         above_BWF = state.final_BE[:, None]
         if depth:
             rows_B1 = torch.arange(len(tokens_BW), device=tokens_BW.device)[:, None]
-            above_BWF = state.seen_BWF[rows_B1, parents_BW]
-        state.seen_BWF = torch.cat([above_BWF, self._embed(tokens_BW, above_BWF)], dim=-1)
+            above_BWF = state.seen[rows_B1, parents_BW]
+        state.seen = torch.cat([above_BWF, embed(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
         head = cast(HydraStep, self.heads[depth])
-        return self.finished(linear(head(state.seen_BWF), self._lm_head(head), self.lm_bias_D))
-
-    def commit(self, state: HydraState, committed: Committed) -> None:
-        state.final_BE = last_states(committed.states[FINAL], committed.counts_B)
-
-    def reorder(self, state: HydraState, rows: Sequence[int]) -> None:
-        state.final_BE = state.final_BE[list(rows)]
+        return self.finished(linear(head(state.seen), self._lm_head(head), self.lm_bias_D))
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -201,9 +151,6 @@ class HydraHead(DraftHead):
 
     def _lm_head(self, head: HydraStep) -> Tensor:
         return self.lm_head_DE if head.lm_head_DE is None else head.lm_head_DE
-
-    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
-        return embed(tokens, self.target_embeddings, like)
 
 
 def read_positions(origin_M: Tensor, step: int) -> Tensor:

@@ -33,15 +33,8 @@ _NAME = "int8"
 
 @dataclass(frozen=True)
 class Int8Weight:
-    """A matrix in 8 bits: what number (o, i) stands for is `int8_NI[o, i] * scale_N[o]`.
-
-    The last rows may be padding.
-
-    Attributes:
-        int8_NI: rounded numbers.
-        scale_N: of each output.
-        version: of the matrix when it was rounded; torch counts whenever it is changed in place.
-    """
+    """A matrix in 8 bits: what number (o, i) stands for is `int8_NI[o, i] * scale_N[o]`; the last rows may be padding.
+    The version is that of the matrix when it was rounded: torch counts whenever it is changed in place."""
 
     int8_NI: Tensor
     scale_N: Tensor
@@ -78,11 +71,8 @@ def unstack(weight_KNI: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def to_int8(heads: nn.Module) -> bool:
-    """Keep the large matrices of heads, and stacks of them, in 8 bits, too; says whether there are any.
-
-    Does nothing where the heads are not on a CPU, or torch has no such product. What is packed already and did not
-    change since stays as it is. Training mode of draft heads unpacks.
-    """
+    """Keep the large matrices of heads on a CPU, and stacks of them, in 8 bits, too; says whether there are any. What
+    is packed already and did not change since stays as it is. Training mode of draft heads unpacks."""
     weights = [weight for weight in _matrices(heads) if weight.is_cpu and _multiplies(weight.dtype)]
     for weight in weights:
         if not _is_int8(weight):
@@ -92,17 +82,15 @@ def to_int8(heads: nn.Module) -> bool:
 
 
 def drop_int8(heads: nn.Module) -> None:
-    """Drop the forms in 8 bits."""
     for weight in _matrices(heads):
         if hasattr(weight, _NAME):
             delattr(weight, _NAME)
 
 
 def _matrices(heads: nn.Module) -> list[Tensor]:
-    tensors = chain(heads.parameters(), heads.buffers())
     return [
         weight
-        for weight in tensors
+        for weight in chain(heads.parameters(), heads.buffers())
         if weight.is_floating_point()
         and weight.dim() in (2, 3)
         and weight.shape[-2:].numel() >= _MIN
@@ -111,7 +99,6 @@ def _matrices(heads: nn.Module) -> list[Tensor]:
 
 
 def _is_int8(weight: Tensor) -> bool:
-    """Whether its form in 8 bits is there and is that of the numbers it holds now."""
     known: Int8Weight | list[Int8Weight] | None = getattr(weight, _NAME, None)
     first = known[0] if isinstance(known, list) else known
     return first is not None and first.version == _version(weight)

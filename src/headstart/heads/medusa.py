@@ -16,8 +16,7 @@ L blocks of a head, R ranks, N tree nodes, X = B * T flat positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, Self
 
 import torch
@@ -36,22 +35,16 @@ from headstart.heads.base import (
 )
 from headstart.heads.exchange.published import LM_HEAD, Layout, Published, detached, fill
 from headstart.heads.int8_weights import linear, unstack
-from headstart.heads.parts.residual import LinearStart, embed, head_hidden, last_states
+from headstart.heads.parts.residual import LinearStart, ResidualConfig, ResidualHead, ResidualState, embed, head_hidden
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
-from headstart.tree.tree import Committed
 
 
-class MedusaConfig(HeadConfig):
+class MedusaConfig(ResidualConfig):
     """Settings of Medusa heads."""
 
     family: str = "medusa"
-    num_heads: int = Field(4, ge=1, le=16, description="How many tokens ahead the heads look.")
-    num_layers: int = Field(1, ge=1, le=8, description="Residual blocks in each head.")
-    shared_lm_head: bool = Field(
-        False, description="Read logits through the target's frozen LM head instead of one trained LM head per head."
-    )
     see_root: bool = Field(
         False,
         description="Heads also read the embedding of token t + 1, which the target has decided when they draft "
@@ -71,21 +64,8 @@ class MedusaConfig(HeadConfig):
             )
 
 
-@dataclass
-class MedusaState:
-    """What drafting reads.
-
-    Attributes:
-        final_BE: the final state of the last token that each row has committed.
-        seen_BF: what every head reads in this round.
-    """
-
-    final_BE: Tensor
-    seen_BF: Tensor
-
-
 @register
-class MedusaHead(OneForwardHead):
+class MedusaHead(ResidualHead, OneForwardHead):
     """K stacks of residual blocks, each with its own LM head or the target's."""
 
     family: ClassVar[str] = "medusa"
@@ -107,10 +87,6 @@ class MedusaHead(OneForwardHead):
         else:
             self.lm_head_KDE = nn.Parameter(torch.zeros(config.num_heads, config.draft_width, size))
 
-    @property
-    def draft_steps(self) -> int:
-        return self.config.num_heads
-
     def warm_start(self, target: FrozenModel) -> None:
         """Every head starts as the target's own LM head, cut to the draft vocabulary, on the target's own state."""
         self.bind(target)
@@ -121,12 +97,9 @@ class MedusaHead(OneForwardHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Start head k from the best linear guess of the state it should have seen.
-
-        Ridge regression gives the input map that takes what the head reads at t closest to h_{t+k+1}, the state from
-        which the target itself predicts head k's token. Without it a head starts by predicting the token before its
-        own, with confidence. Without input maps the LM heads take it; the target's cannot.
-        """
+        """Start head k from the input map that takes what it reads closest to h_{t+k+1}, the state from which the
+        target itself predicts head k's token (ridge regression); without input maps the LM heads take it. Otherwise a
+        head starts by predicting the token before its own, with confidence."""
         if self.input_KEF is None and self.config.shared_lm_head:
             return
         size = self.config.hidden_size
@@ -144,7 +117,7 @@ class MedusaHead(OneForwardHead):
                 self.lm_head_KDE.data[step] = self.lm_head_KDE.data[step] @ map_EF.to(self.lm_head_KDE)
 
     def bind(self, target: FrozenModel) -> None:
-        """Take what is the target's own: embeddings, and with a shared LM head its rows for the draft vocabulary."""
+        """With `see_root` take the target's embeddings, with a shared LM head its rows for the draft vocabulary."""
         self._embedding_VE = target.embedding_weight.detach() if self.config.see_root else None
         if self.config.shared_lm_head:
             self.lm_head_DE = self.frozen_lm_head(target, self.block_weight_KLEE)
@@ -235,22 +208,11 @@ class MedusaHead(OneForwardHead):
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
-    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> MedusaState:
-        counts_B = torch.tensor([len(prompt) for prompt in prompts], device=states[FINAL].device)
-        final_BE = last_states(states[FINAL], counts_B)
-        return MedusaState(final_BE, final_BE)
-
-    def depth_logits(self, state: MedusaState, root_B: Tensor, depths: range) -> Tensor:
+    def depth_logits(self, state: ResidualState, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:
-            state.seen_BF = self.read(state.final_BE, root_B)
+            state.seen = self.read(state.final_BE, root_B)
         logits = []
         for input_EF, weight_LEE, bias_LE, lm_head_DE in self.parts()[depths.start : depths.stop]:
-            hidden_BE = head_hidden(state.seen_BF, input_EF, weight_LEE, bias_LE)
+            hidden_BE = head_hidden(state.seen, input_EF, weight_LEE, bias_LE)
             logits.append(linear(hidden_BE, lm_head_DE, self.lm_bias_D))
         return self.finished(torch.stack(logits, dim=1))
-
-    def commit(self, state: MedusaState, committed: Committed) -> None:
-        state.final_BE = last_states(committed.states[FINAL], committed.counts_B)
-
-    def reorder(self, state: MedusaState, rows: Sequence[int]) -> None:
-        state.final_BE = state.final_BE[list(rows)]

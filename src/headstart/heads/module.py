@@ -21,18 +21,13 @@ R = TypeVar("R")
 
 
 class HeadModule(nn.Module):
-    """The module below `DraftHead`.
-
-    Args:
-        draft_width: D.
-        chosen: whether these are chosen tokens, rather than the target's first ones.
+    """The module below `DraftHead`; its draft vocabulary is `chosen`, or the target's first tokens.
 
     Attributes:
-        draft_to_target_D: int64, the target's token id of each draft token (the identity without a draft vocabulary).
+        draft_to_target_D: the target's token id of each draft token (the identity without a draft vocabulary).
         lm_bias_D: bias of the target's LM head, for heads that read logits through it.
         finish: what the target does to its logits, likewise.
-        gradient_checkpointing: whether what training computes inside of layers is computed again for the gradients
-            instead of being kept.
+        gradient_checkpointing: whether what training computes inside of layers is computed again for the gradients.
         compiler: compiles what training computes inside of layers; None runs it as it is.
     """
 
@@ -59,24 +54,18 @@ class HeadModule(nn.Module):
 
     @property
     def trainable_parameters(self) -> int:
-        """Number of parameters that training changes."""
+        """How many numbers training changes."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def learning_rows(self) -> dict[str, list[slice]]:
-        """Rows of weights in which several matrices lie one below the other, by the weight's name and by matrix: those
-        that the heads' layers tell.
-
-        An optimiser that treats a matrix as a whole takes them one by one. Rows that are in none of them do not learn:
-        `unroll` gives them no gradient.
-        """
+        """By name, the rows of weights in which several matrices lie one below the other, for an optimiser that treats
+        a matrix as a whole. `unroll` gives rows that are in none of them no gradient."""
         layers = [(path, module) for path, module in self.named_modules() if path and hasattr(module, "learning_rows")]
         return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.learning_rows().items()}
 
     def light(self, function: Callable[..., R], *inputs: Any) -> R:
         """What a function makes of its inputs; with `gradient_checkpointing` only these are kept for the gradients.
-
-        The function draws no random numbers, and is the same object in every step: it may be compiled.
-        """
+        It draws no random numbers, and is the same object in every step: it may be compiled."""
         if self.compiler is not None:
             if function not in self._compiled:
                 self._compiled[function] = self.compiler(function)
@@ -93,21 +82,16 @@ class HeadModule(nn.Module):
         return self._embedding_VE
 
     def frozen_lm_head(self, target: FrozenModel, like: Tensor) -> Tensor:
-        """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it.
-
-        Sets `lm_bias_D` and `finish`, which belong to such logits. In the dtype and on the device of `like`; no copy
-        where those are the target's own and there is no draft vocabulary.
-        """
+        """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it, in the dtype
+        and on the device of `like`; sets `lm_bias_D` and `finish`, which belong to such logits."""
         bias_V = target.lm_head_bias
         self.lm_bias_D = None if bias_V is None else self._drafted(bias_V.detach()).to(like)
         self.finish = target.finish
         return self._drafted(target.lm_head_weight.detach()).to(like)
 
     def first_lm_head(self, target: FrozenModel) -> Tensor:
-        """What an LM head of the heads' own starts from, [D, E]: the target's, with the scale of its logits.
-
-        A bias or a cap is not part of it: such heads have none, in training and in the engines that serve them.
-        """
+        """What an LM head of the heads' own starts from, [D, E]: the target's, with the scale of its logits. Such heads
+        have no bias or cap, in training and in the engines that serve them."""
         weight_DE, scale = self._drafted(target.lm_head_weight.detach()), target.finish.scale
         return weight_DE if scale == 1 else weight_DE * scale
 

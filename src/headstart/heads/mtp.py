@@ -14,10 +14,9 @@ Shape suffixes: E hidden size, M predictions.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 
 from headstart.errors import UserError
@@ -33,12 +32,6 @@ class MtpConfig(FinalStateConfig):
     """Settings of MTP heads."""
 
     family: str = "mtp"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_module(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Saved heads may say that one module takes all steps, as all do."""
-        return {name: value for name, value in values.items() if (name, value) != ("shared_module", True)}
 
 
 class MtpModule(DraftLayer):
@@ -66,7 +59,6 @@ class MtpHead(FinalStateHead):
 
     @property
     def module(self) -> MtpModule:
-        """The layer with its map and norms."""
         return cast(MtpModule, self.stack[0])
 
     @property
@@ -85,7 +77,6 @@ class MtpHead(FinalStateHead):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
-        """As of all such heads, and the target's final norm."""
         super().warm_start(target)
         if self.config.init == "target":
             norm = self.module.norm

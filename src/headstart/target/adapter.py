@@ -31,11 +31,7 @@ _OF_NO_WEIGHT = {"base_model_name_or_path", "revision", "inference_mode", "peft_
 
 
 def find_adapter(spec: str) -> Path:
-    """The folder of an adapter that a user named by its path or by a Hub id.
-
-    Raises:
-        UserError: neither, or a folder without the files of an adapter.
-    """
+    """The folder of an adapter that a user named by its path or by a Hub id."""
     path = Path(spec).expanduser()
     if not path.is_dir():
         if spec.count("/") != 1 or spec.startswith((".", "/", "~")):
@@ -51,11 +47,7 @@ def find_adapter(spec: str) -> Path:
 
 
 def read_adapter(spec: str) -> Adapter:
-    """What names an adapter: two have the same hash when they change every model alike.
-
-    Raises:
-        UserError: as `find_adapter`, or a config that cannot be read.
-    """
+    """What names an adapter: two have the same hash when they change every model alike."""
     folder = find_adapter(spec)
     digest = hashlib.sha256()
     known = {key: value for key, value in _config(folder).items() if key not in _OF_NO_WEIGHT}

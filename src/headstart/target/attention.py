@@ -36,12 +36,8 @@ PIECE = 1024
 
 
 class TreeMask:
-    """Additive masks for one forward.
-
-    Attributes:
-        full_B1TS: float [B, 1, T, S], 0 where a new token may look and -inf elsewhere.
-        sliding_B1TS: the same with the sliding window applied, for the layers that have one.
-    """
+    """Additive masks for one forward: 0 where a new token may look and -inf elsewhere; in `sliding_B1TS` with the
+    sliding window applied, for the layers that have one."""
 
     def __init__(self, full_B1TS: Tensor, sliding_B1TS: Tensor | None) -> None:
         self.full_B1TS = full_B1TS
@@ -49,10 +45,8 @@ class TreeMask:
         self._folded: dict[tuple[bool, int, torch.device, torch.dtype], Tensor] = {}
 
     def folded(self, sliding: bool, groups: int, like: Tensor) -> Tensor:
-        """The mask for `groups` query heads folded into the query length, [B, 1, groups * T, S].
-
-        Its dtype and device are those of `like`: layers may differ in them.
-        """
+        """The mask for `groups` query heads folded into the query length, [B, 1, groups * T, S], in the dtype and on
+        the device of `like`: layers may differ in them."""
         key = (sliding and self.sliding_B1TS is not None, groups, like.device, like.dtype)
         if key not in self._folded:
             mask = self.sliding_B1TS if key[0] else self.full_B1TS
@@ -64,18 +58,16 @@ class TreeMask:
 def tree_mask(
     lengths_B1: Tensor, visible_BTT: Tensor, positions_BT: Tensor, window: int | None, dtype: torch.dtype, seen: int
 ) -> TreeMask | None:
-    """The masks of a tree: each row's committed prefix, then the tree's own visibility.
+    """The masks of a tree: each row's committed prefix, then the tree's own visibility; None where the only token sees
+    everything.
 
     Args:
         lengths_B1: committed tokens of each row; B is 1 where all rows have as many.
-        visible_BTT: bool, which nodes each node may see; B is 1 where all rows share a shape.
+        visible_BTT: which nodes each node may see; B is 1 where all rows share a shape.
         positions_BT: of the nodes.
         window: of the layers that have one.
         dtype: of the masks.
         seen: slots in sight, those of the tree included.
-
-    Returns:
-        None where the only token sees everything.
     """
     width, device = positions_BT.shape[1], positions_BT.device
     one_length = lengths_B1.shape[0] == 1
@@ -123,17 +115,15 @@ class Running:
 
     Attributes:
         mask: of its tokens; None when its only token sees everything, or when it is causal.
-        aux_layers: whose hidden states are wanted.
-        ends_BT: int64 [B, T], for each token the length of the text as it stood when a plain loop would have read it;
-            None where nothing depends on it.
+        aux_layers: whose hidden states are wanted; they come in `captured`, by layer.
+        ends_BT: for each token the length of the text as it stood when a plain loop would have read it; None where
+            nothing depends on it.
         ends: the least and the greatest of them.
         causal: whether its tokens are the end of one text, each seeing itself and all before it.
-        window: of the layers with a sliding window; None when every layer sees everything.
         bits: whether a row must have the same bits whatever else is in the forward.
         spans: rows that attend together, as (start, stop, slots in sight of the longest of them); empty for all rows.
         wanted: rows [R] and positions [R] of the tokens whose logits are wanted; None for those of all tokens.
-        row: of a target with running states, what is read by itself (see `chains`); None for all others.
-        captured: hidden states so far, by layer.
+        row: of a target with running states, what is read by itself (see `chains`).
     """
 
     mask: TreeMask | None = None
@@ -159,7 +149,6 @@ def running() -> Running | None:
 
 @contextmanager
 def run(forward: Running) -> Iterator[Running]:
-    """Make a forward the one that runs in this thread."""
     before = running()
     _THREAD.running = forward
     try:
@@ -170,13 +159,9 @@ def run(forward: Running) -> Iterator[Running]:
 
 @dataclass(frozen=True)
 class Scores:
-    """How a layer makes scores, beyond the product of queries and keys.
-
-    Attributes:
-        scaling: None for one over the root of D.
-        softcap: they are bent to stay within plus and minus this (Gemma 2).
-        sink: of each query head, a score that takes a share and gives nothing (gpt-oss).
-    """
+    """How a layer makes scores of the products of queries and keys: scaled (None is one over the root of D), bent to
+    stay within plus and minus a cap (Gemma 2), beside a sink of each query head that takes a share and gives nothing
+    (gpt-oss)."""
 
     scaling: float | None = None
     softcap: float | None = None
@@ -242,10 +227,8 @@ def tree_attention(
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scores: Scores = Scores(), window: int | None = None
 ) -> Tensor:
-    """Attention of the last T tokens of a text [B, Q, T, D] over all of it [B, H, S, D]; returns [B, Q, T, D_v].
-
-    Memory grows with S, and not with T * S: what needs a mask goes in pieces.
-    """
+    """Attention of the last T tokens of a text [B, Q, T, D] over all of it [B, H, S, D]; returns [B, Q, T, D_v]. What
+    needs a mask goes in pieces, so that memory does not grow with T * S."""
     groups = query.shape[1] // key.shape[1]
     new, seen = query.shape[2], key.shape[2]
     near = window is None or seen <= window
@@ -287,16 +270,8 @@ def _reference(
     how: Scores = Scores(),
     exactly: torch.dtype | None = None,
 ) -> Tensor:
-    """Plain attention, for scores that torch's own does not make, and for exact sums.
-
-    Args:
-        query: [B, H, G * T, D], with the query heads that share a key-value head folded into the length.
-        key: [B, H, S, D].
-        value: [B, H, S, D_v].
-        mask: additive, or None.
-        how: scores are made.
-        exactly: dtype of scores, probabilities and sums; None for float32 scores, and the rest as the values are.
-    """
+    """Plain attention of [B, H, G * T, D], for scores that torch's own does not make, and for exact sums: `exactly` is
+    the dtype of scores, probabilities and sums; None for float32 scores, and the rest as the values are."""
     scale = how.scaling if how.scaling is not None else query.shape[-1] ** -0.5
     dtype = value.dtype
     if exactly is not None:

@@ -22,14 +22,7 @@ from transformers.cache_utils import Cache
 
 @dataclass(frozen=True)
 class LayerKeys:
-    """What one layer keeps of a token.
-
-    Attributes:
-        keys: heads, and numbers of a head.
-        values: likewise.
-        dtype: of both.
-        device: where the layer makes them.
-    """
+    """What one layer keeps of a token: heads and numbers of a head, of keys and of values."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -38,19 +31,12 @@ class LayerKeys:
 
     @property
     def bytes(self) -> int:
-        """Of one token of one row."""
         return sum(heads * size for heads, size in (self.keys, self.values)) * self.dtype.itemsize
 
 
 class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
-    """Keys and values of every layer, written in place.
-
-    Args:
-        layers: what each layer keeps.
-        rows: batch size B.
-        capacity: tokens C that a row can hold, tree nodes included.
-        keep_tokens: keep the token ids as well, for targets that read a text again.
-    """
+    """Keys and values of every layer, written in place; with `keep_tokens` the token ids as well, for targets that read
+    a text again. A row can hold `capacity` tokens, tree nodes included."""
 
     def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int, keep_tokens: bool = False) -> None:
         super().__init__(layers=[])
@@ -67,15 +53,10 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     @property
     def rows(self) -> int:
-        """Batch size."""
         return len(self.lengths)
 
     def begin(self, new_tokens: int) -> int:
-        """Announce a forward of `new_tokens` per row; returns how many slots that forward sees.
-
-        Raises:
-            RuntimeError: when a row would run over the capacity.
-        """
+        """Announce a forward of `new_tokens` per row; returns how many slots that forward sees."""
         seen = max(self.lengths) + new_tokens
         if seen > self.capacity:
             raise RuntimeError(f"KV cache of {self.capacity} tokens cannot take {seen}.")
@@ -117,16 +98,14 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             store[:, row, :, : self.lengths[row]] = read[:, 0, :, : self.lengths[row]]
 
     def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the tokens of this forward go: rows [B, 1] and slots [B, T]."""
         if device not in self._slots:
             slots_BT = self.lengths_B1(device) + torch.arange(self._new_tokens, device=device)
             self._slots[device] = torch.arange(self.rows, device=device)[:, None], slots_BT
         return self._slots[device]
 
     def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
-        """Keep, for each row, the nodes on its accepted path (indices into the last forward), in order.
-
-        Row b grows by `len(paths[b])`; an empty path drops everything the last forward wrote for that row.
+        """Keep, for each row, the nodes on its accepted path (indices into the last forward), in order; an empty path
+        drops everything the last forward wrote for that row.
 
         Args:
             paths: of each row.
@@ -173,10 +152,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self.lengths = [self.lengths[row] for row in rows]
 
     def part(self, start: int, stop: int) -> TreeCache:
-        """A cache of these rows alone, in the same memory: what is written to it is written here.
-
-        Lengths are its own; who commits to it sets those of these rows here.
-        """
+        """A cache of these rows alone, in the same memory: what is written to it is written here. Lengths are its own;
+        who commits to it sets those of these rows here."""
         part = copy.copy(self)
         part._stores = [store[:, start:stop] for store in self._stores]
         part.lengths = self.lengths[start:stop]
@@ -202,24 +179,16 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self.lengths[row] = other.lengths[0]
         self.replace(row, other)
 
-    def begin_with(self, prefix: TreeCache) -> None:
-        """Start every row with what the only row of another cache has committed; this one holds nothing yet."""
-        (length,) = prefix.lengths
-        assert not any(self.lengths) and length <= self.capacity, "an empty cache with room"
-        for store, read in zip(self._stores, prefix._stores, strict=True):
-            store[:, :, :, :length] = read[:, :, :, :length]
-        self.lengths = [length] * self.rows
-
     @property
     def _devices(self) -> set[torch.device]:
         return {store.device for store in self._stores}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Committed tokens of the longest row; transformers asks, positions are always given explicitly."""
+        """Committed tokens of the longest row; transformers asks."""
         return max(self.lengths)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """(slots in sight, offset), in the form transformers' own mask code asks for."""
+        """(slots in sight, offset); transformers asks."""
         return max(self.lengths) + self._new_tokens, 0
 
 

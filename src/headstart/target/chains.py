@@ -42,7 +42,6 @@ class Row:
         self.copies: dict[int, Any] = {}
 
     def keep(self, layer: int) -> None:
-        """Copy the state of a linear layer."""
         self.copies[layer] = copy.deepcopy(self.cache.layers[layer])
 
     def accept(self, chain: Sequence[int], count: int) -> None:
@@ -64,10 +63,7 @@ class Row:
 class ChainCache:
     """Caches of a batch; for the decode loop what `TreeCache` is for other targets. Nothing is allocated ahead.
 
-    Attributes:
-        rows_B: what each row has read.
-        lengths: committed tokens of each.
-        chains: what each read last, to be committed.
+    `chains` are what each row read last, to be committed.
     """
 
     def __init__(self, config: Any, rows: int, capacity: int) -> None:
@@ -78,7 +74,6 @@ class ChainCache:
 
     @property
     def rows(self) -> int:
-        """Batch size."""
         return len(self.rows_B)
 
     def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
@@ -95,12 +90,10 @@ class ChainCache:
             self.commit([[]] * self.rows)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
         self.rows_B = [self.rows_B[row] for row in rows]
         self.lengths, self.chains = [self.lengths[row] for row in rows], [self.chains[row] for row in rows]
 
     def part(self, start: int, stop: int) -> ChainCache:
-        """See `TreeCache.part`."""
         part = copy.copy(self)
         part.rows_B, part.lengths = self.rows_B[start:stop], self.lengths[start:stop]
         part.chains = self.chains[start:stop]
@@ -114,13 +107,7 @@ class ChainCache:
         return alone
 
     def go_on_with(self, row: int, other: ChainCache) -> None:
-        """See `TreeCache.go_on_with`."""
         self.rows_B[row], self.lengths[row] = copy.deepcopy(other.rows_B[0]), other.lengths[0]
-
-    def begin_with(self, prefix: ChainCache) -> None:
-        """See `TreeCache.begin_with`."""
-        for row in range(self.rows):
-            self.go_on_with(row, prefix)
 
 
 def has_running_states(config: Any) -> bool:

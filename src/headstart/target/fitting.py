@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Any
 
@@ -34,6 +34,8 @@ from headstart.target.products import Matrix, can_prepack, fits, is_matrix
 
 FINAL = -1
 """The layer number of the last hidden state, after the final norm: what the LM head reads."""
+_CHOOSER = "LM head"
+"""Names the hook that is on no layer."""
 
 
 class Config:
@@ -65,34 +67,25 @@ class Config:
 
 
 class Fitting:
-    """What one `Target` adds to its model.
-
-    Attributes:
-        limit: tokens of a text beyond which rotary embeddings take other frequencies; None when they never do.
-    """
+    """What one `Target` adds to its model. Rotary embeddings take other frequencies for texts of more tokens than
+    `limit`, where it is not None."""
 
     def __init__(self, decoder: nn.Module, layers: nn.ModuleList, lm_head: nn.Module) -> None:
         self._decoder, self._layers, self._lm_head = decoder, layers, lm_head
         self._lock = threading.Lock()
-        self._hooks: dict[int, Any] = {}
-        self._configs: list[tuple[nn.Module, Any]] = []
-        self._replaced: list[nn.Module] = []
-        self._matrices: dict[nn.Module, Any] = {}  # and the forward that each had of its own
-        self._chooser: Any = None
+        self._hooks: dict[int | str, Any] = {}
+        self._undo: list[Callable[[], Any]] = []  # what gives modules back their configs and forwards
         self._fit()
         limits = [_limit(module, kind) for module in decoder.modules() for kind in _long_types(module)]
         self.limit = min(limits, default=None)
 
     def ensure(self, aux_layers: Iterable[int]) -> None:
         """Have everything in place for a forward with these aux layers."""
-        if self._chooser is None:
-            with self._lock:
-                if self._chooser is None:
-                    self._chooser = self._lm_head.register_forward_pre_hook(_choose)
         if type(vars(self._decoder).get("config")) is not Config:
             self._fit()
-        self._put(self._prepacked)
-        missing = set(aux_layers) - self._hooks.keys()
+        self._put(self.prepacked)
+        wanted: set[int | str] = {_CHOOSER, *aux_layers}
+        missing = wanted - self._hooks.keys()
         if missing:
             with self._lock:
                 for layer in missing - self._hooks.keys():
@@ -100,28 +93,18 @@ class Fitting:
 
     def refresh(self) -> None:
         """See whether prepacked weights are still those of their layers."""
-        for module in self._prepacked:
+        for module in self.prepacked:
             matrix = vars(module).get("forward")
             if type(matrix) is Matrix:
                 matrix.refresh()
 
     def release(self) -> None:
         """Take everything off again that this target has added; the next forward of ours puts it back."""
+        self.forget()
         with self._lock:
-            for hook in self._hooks.values():
-                hook.remove()
-            for module, config in self._configs:
-                module.config = config
-            for module in self._replaced:
-                vars(module).pop("forward", None)
-                vars(module).pop("_headstart_twins", None)
-            for module, own in self._matrices.items():
-                if own is None:
-                    vars(module).pop("forward", None)
-                else:
-                    vars(module)["forward"] = own
-            self._hooks, self._configs, self._replaced, self._matrices = {}, [], [], {}
-            self._remove_chooser()
+            for undo in self._undo:
+                undo()
+            self._undo = []
 
     def forget(self) -> None:
         """Take the hooks off; configs, rotary embeddings and layers may serve other targets with the same model."""
@@ -129,12 +112,6 @@ class Fitting:
             for hook in self._hooks.values():
                 hook.remove()
             self._hooks = {}
-            self._remove_chooser()
-
-    def _remove_chooser(self) -> None:
-        if self._chooser is not None:
-            self._chooser.remove()
-        self._chooser = None
 
     @cached_property
     def matrices(self) -> list[nn.Module]:
@@ -143,51 +120,56 @@ class Fitting:
         return [module for module in dict.fromkeys(modules) if is_matrix(module)]
 
     def ensure_bits(self) -> None:
-        """Have linear layers in place for a forward whose rows must have the bits they have alone."""
+        """Have linear layers in place for a forward with `Running.bits`."""
         self._put(self.matrices)
 
-    @property
-    def prepacks(self) -> bool:
-        """Whether there are layers with prepacked weights."""
-        return bool(self._prepacked)
-
     @cached_property
-    def _prepacked(self) -> list[nn.Module]:
+    def prepacked(self) -> list[nn.Module]:
         """Those whose weights are kept prepacked as well: none where memory has no room for all of them."""
         modules = [module for module in self.matrices if can_prepack(module)]
         return modules if fits(modules) else []
 
     def _put(self, matrices: list[nn.Module]) -> None:
-        """Put a forward of ours in the place of these layers' own."""
         if all(type(vars(module).get("forward")) is Matrix for module in (*matrices[:1], *matrices[-1:])):
             return  # another target of the same model may have fewer of its layers
         with self._lock:
             for module in matrices:
-                replaced = vars(module).get("forward")
-                if type(replaced) is not Matrix:
-                    self._matrices[module] = replaced
-                    vars(module)["forward"] = Matrix(module, replaced, module in self._prepacked)
+                own = vars(module).get("forward")
+                if type(own) is not Matrix:
+                    self._replace(module, Matrix(module, own, module in self.prepacked))
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._undo.append(partial(_restore, module, vars(module).get("forward")))
+        vars(module)["forward"] = forward
 
     def _fit(self) -> None:
         with self._lock:
             for module in self._decoder.modules():
                 config = vars(module).get("config")
                 if isinstance(config, PreTrainedConfig) and type(config) is not Config:
-                    self._configs.append((module, config))
+                    self._undo.append(partial(setattr, module, "config", config))
                     module.config = Config(config)  # type: ignore[assignment]  # stands in for it
                 if _long_types(module) and "forward" not in vars(module):
-                    self._replaced.append(module)
-                    vars(module)["forward"] = partial(_turn, module)
+                    self._replace(module, partial(_turn, module))
                 elif is_linear(module) and "forward" not in vars(module):
-                    self._replaced.append(module)
-                    vars(module)["forward"] = partial(read_in_turn, module)
+                    self._replace(module, partial(read_in_turn, module))
 
-    def _hook(self, layer: int) -> Any:
+    def _hook(self, layer: int | str) -> Any:
+        if isinstance(layer, str):
+            return self._lm_head.register_forward_pre_hook(_choose)
         if layer == FINAL:
             return self._decoder.register_forward_hook(partial(_keep_output, layer))
         if layer == 0:
             return self._layers[0].register_forward_pre_hook(_keep_input, with_kwargs=True)
         return self._layers[layer - 1].register_forward_hook(partial(_keep_output, layer))
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    vars(module).pop("_headstart_twins", None)
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = forward
 
 
 def _choose(_module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -226,9 +208,8 @@ def _long_types(module: nn.Module) -> list[str | None]:
 def _turn(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **more: Any) -> Any:
     """The forward of a "longrope" embedding, which has two sets of frequencies: for short texts and for long ones.
 
-    transformers takes one set for all tokens of a forward, by the last position in it. Of a token tree that reaches
-    past the limit, the first nodes would get the set that a loop over single tokens gives the last ones, and one long
-    row of a batch would change all others. Here each token gets the set of the text as it stood when it was read.
+    transformers takes one set for all tokens of a forward, by the last position in it. Here each token gets the set of
+    the text as it stood when it was read, as in a loop over single tokens.
     """
     forward = running()
     if layer_type is not None:

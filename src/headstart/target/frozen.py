@@ -46,7 +46,6 @@ class FrozenModel:
         origin: what it was before its weights were changed at loading; None where they are as they were read.
 
     Attributes:
-        layers: of the decoder.
         max_length: tokens that it can read.
         rounded: whether its weights have been through few bits, as those of a GGUF file have.
         sharded: whether each process holds a part of its weights; all of them then run every forward.
@@ -71,7 +70,7 @@ class FrozenModel:
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
         lm_head = model.get_output_embeddings()
-        self.vocab_size: int = vocabulary_size(lm_head)
+        self.vocab_size = int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0])  # packed or not
         self.max_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 20
         self.window = _sliding_window(self.config)
         self.device: torch.device = self.embedding_weight.device
@@ -109,7 +108,6 @@ class FrozenModel:
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter that it was loaded with."""
         return None if self.origin is None else self.origin.adapter
 
     @property
@@ -134,7 +132,6 @@ class FrozenModel:
 
     @cached_property
     def spare_token(self) -> int | None:
-        """A token that no text uses, see `spare_token`; None where none is known."""
         return spare_token(self.tokenizer, self.vocab_size, self.blank)
 
     def blank(self, token_id: int) -> bool:
@@ -145,7 +142,6 @@ class FrozenModel:
         return not 0 < size < math.inf
 
     def identity(self) -> Identity:
-        """Name and fingerprint."""
         if self.origin is not None:
             return Identity(self.spec, self.name, self.origin.changed_fingerprint)
         return Identity(self.spec, self.name, fingerprint(self.model, self._architecture))
@@ -161,11 +157,10 @@ class FrozenModel:
 
     @property
     def _architecture(self) -> str:
-        return architecture(self.config, self.vocab_size)
+        return f"{self.config.model_type} {self.num_layers} {self.hidden_size} {self.vocab_size}"
 
     @cached_property
     def vocabulary(self) -> str | None:
-        """Hash of the tokenizer's vocabulary; None without a tokenizer."""
         return vocabulary_hash(self.tokenizer)
 
     @cached_property
@@ -185,7 +180,7 @@ class FrozenModel:
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The frozen LM head, [V, E]; unpacked once when it is quantised."""
+        """[V, E]; unpacked once when it is quantised."""
         weight = plain_weight(self.model.get_output_embeddings(), self.vocab_size, self.hidden_size)
         return self._unpacked_lm_head if weight is None else weight
 
@@ -195,13 +190,11 @@ class FrozenModel:
 
     @property
     def lm_head_bias(self) -> Tensor | None:
-        """The bias of the LM head, [V], where it has one."""
         bias: Tensor | None = getattr(self.model.get_output_embeddings(), "bias", None)
         return bias
 
     @property
     def embedding_weight(self) -> Tensor:
-        """The frozen token embeddings, [V, E]."""
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
@@ -215,16 +208,6 @@ class FrozenModel:
     def stock(self) -> Iterator[Any]:
         """The untouched transformers model, for `transformers.generate` as a baseline."""
         yield self.model
-
-
-def vocabulary_size(lm_head: Any) -> int:
-    """Rows of an LM head, packed or not."""
-    return int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0])
-
-
-def architecture(config: Any, vocab_size: int) -> str:
-    """How a model is built, in four words."""
-    return f"{config.model_type} {config.num_hidden_layers} {config.hidden_size} {vocab_size}"
 
 
 def freeze(model: Any) -> Callable[[], None]:
@@ -251,7 +234,6 @@ def refuse_layers(name: str, config: Any) -> None:
 
 
 def cannot_tree(name: str, reason: str) -> UserError:
-    """The error that refuses a model as a target."""
     return UserError(
         f"{name} cannot verify a token tree: {reason}.",
         "Use a target whose attention takes a mask (Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX, most MoE models).",
@@ -259,7 +241,6 @@ def cannot_tree(name: str, reason: str) -> UserError:
 
 
 def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
-    """The decoder's list of layers, whatever the architecture calls it."""
     for module in decoder.children():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
@@ -269,7 +250,6 @@ def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
 
 
 def _sliding_window(config: Any) -> int | None:
-    """Window of the sliding layers, or None when every layer sees everything."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if kinds is not None and "sliding_attention" not in kinds:
@@ -278,23 +258,14 @@ def _sliding_window(config: Any) -> int | None:
 
 
 def spare_token(tokenizer: Any, vocab_size: int, blank: Callable[[int], bool] = lambda token_id: False) -> int | None:
-    """A token of a model that no text uses, for heads that read a placeholder where a token is not known yet:
-    the first of these that there is.
+    """A token of a model that no text uses, for heads that read a placeholder where a token is not known yet: the first
+    of these whose embedding is not blank; None where there is none.
 
     1. the first row after those of the tokenizer, where the embeddings were rounded up;
     2. the tokenizer's own mask token;
     3. a reserved token by its name;
     4. the last added token that neither the chat template nor the tokenizer gives a meaning;
     5. the padding token, where it ends nothing.
-
-    Args:
-        tokenizer: of the model; None where there is none.
-        vocab_size: rows of the embeddings.
-        blank: whether a row says nothing (zeros or no numbers, as rounding up may leave them), so that the next one is
-            taken.
-
-    Returns:
-        None where every token has a meaning, or none is known.
     """
     if tokenizer is None:
         return None

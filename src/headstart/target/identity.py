@@ -34,13 +34,8 @@ _ALIKE = 0.9
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that a target's weights were changed by.
-
-    Attributes:
-        spec: folder or hub id.
-        hash: of its weights and settings.
-        note: how far the adapted model is from the one without, where headstart trained it.
-    """
+    """An adapter that a target's weights were changed by: its folder or hub id, a hash of its weights and settings, and
+    how far the adapted model is from the one without, where headstart trained it."""
 
     spec: str
     hash: str
@@ -55,14 +50,8 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a model was before its weights were changed at loading.
-
-    Attributes:
-        fingerprint: of the model as it was read, see `Identity`.
-        sketch: of it, see `sketch`.
-        adapter: that it was changed by.
-        quantization: "int8" or "int4", what its linear layers were put into; "none" leaves them.
-    """
+    """What a model was before its weights were changed at loading, by an adapter or by putting its linear layers into
+    "int8" or "int4"."""
 
     fingerprint: str
     sketch: Mapping[str, Any]
@@ -79,14 +68,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Identity:
-    """Which model this is.
-
-    Attributes:
-        spec: what to pass to `load_target` to get it again (a short name, a hub id or a folder).
-        name: what people call it.
-        fingerprint: hash of the architecture and of sampled weights rounded to bfloat16; equal for the same weights
-            in float32 and bfloat16.
-    """
+    """Which model this is: what to pass to `load_target` to get it again, what people call it, and a hash of the
+    architecture and of sampled weights rounded to bfloat16, so that it is equal in float32 and bfloat16."""
 
     spec: str
     name: str
@@ -99,7 +82,7 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def fingerprint(model: nn.Module, architecture: str) -> str:
-    """See `Identity`. Of a sharded model every process asks for it."""
+    """Of a sharded model every process asks for it."""
     digest = hashlib.sha256()
     digest.update(architecture.encode())
     for name, parameter in sorted(model.named_parameters()):
@@ -188,7 +171,6 @@ def _compare(ours: Tensor, numbers: Tensor, rounded: bool, equal: list[bool], al
 
 
 def _differs_in_adapter(drawn: Mapping[str, Any], model: nn.Module, origin: Origin | None) -> str | None:
-    """As `differs`, of adapters alone."""
     theirs, ours = drawn.get("adapter"), None if origin is None else origin.adapter
     if theirs is None:
         return None if ours is None else f"it has the adapter {ours.name}"
@@ -222,7 +204,6 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def _indices(count: int) -> Tensor:
-    """Indices of some numbers of a weight, spread evenly over its columns."""
     return (2 * torch.arange(_NUMBERS) + 1) * count // (2 * _NUMBERS + 1)
 
 
@@ -253,34 +234,16 @@ def _through_layer(model: nn.Module, name: str, shape: tuple[int, ...]) -> Tenso
 
 
 _SETTINGS = (
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "partial_rotary_factor",
-    "sliding_window",
-    "layer_types",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "hidden_activation",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "attention_multiplier",
-    "residual_multiplier",
-    "embedding_multiplier",
-    "num_experts_per_tok",
+    *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "layer_types"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "query_pre_attn_scalar", "attn_logit_softcapping"),
+    *("hidden_act", "hidden_activation", "num_experts_per_tok", "rms_norm_eps", "layer_norm_eps"),
+    *("final_logit_softcapping", "logit_scale", "logits_scaling"),
+    *("attention_multiplier", "residual_multiplier", "embedding_multiplier"),
 )
 """Of a model's config; named one by one, since transformers adds settings that change nothing with every version."""
 
 
 def settings_hash(config: Any) -> str:
-    """Hash of the settings of a config that change what a model computes."""
     known = {name: getattr(config, name, None) for name in _SETTINGS}
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:12]
 

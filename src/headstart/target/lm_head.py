@@ -17,13 +17,8 @@ _COLUMNS = 256
 
 @dataclass(frozen=True)
 class Finish:
-    """What a model does to the output of its LM head, in this order.
-
-    Attributes:
-        factor: logits are multiplied by it (Cohere).
-        divisor: and divided by this (Granite).
-        cap: and bent to stay within plus and minus this (Gemma 2); None leaves them as they are.
-    """
+    """What a model does to the output of its LM head: multiplied by a factor (Cohere), divided by a divisor (Granite),
+    bent to stay within plus and minus a cap (Gemma 2)."""
 
     factor: float | None = None
     divisor: float | None = None
@@ -31,7 +26,6 @@ class Finish:
 
     @classmethod
     def of(cls, config: Any) -> Finish:
-        """What a text config asks for."""
         names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         return cls(*(getattr(config, name, None) for name in names))
 
@@ -71,10 +65,8 @@ def is_packed(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def unpacked(linear: nn.Module, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What the packed weights of any kind of quantised linear layer stand for, [outputs, inputs].
-
-    The layer itself says: column i is what it gives for the i-th unit vector.
-    """
+    """What the packed weights of any kind of quantised linear layer stand for, [outputs, inputs]: column i is what the
+    layer gives for the i-th unit vector."""
     zero_1V = linear(torch.zeros(1, inputs, dtype=dtype, device=device))  # its bias
     parts = []
     for start in range(0, inputs, _COLUMNS):

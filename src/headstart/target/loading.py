@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from headstart.errors import UserError, nearest
 from headstart.support.files import need_disk, write_atomic
 from headstart.support.hub_errors import absent
 from headstart.target.adapter import apply_adapter, read_adapter
-from headstart.target.frozen import architecture, vocabulary_size
-from headstart.target.identity import Origin, fingerprint, sketch
+from headstart.target.frozen import FrozenModel
+from headstart.target.identity import Origin
 from headstart.target.model import Exact, Target
 from headstart.target.quantized import check_quantization, quantize
 
@@ -76,8 +77,8 @@ def load_target(
     model, tokenizer = _read(spec, kind, revision)
     origin = None
     if known_adapter is not None or quantization != "none":
-        built = architecture(model.config.get_text_config(), vocabulary_size(model.get_output_embeddings()))
-        origin = Origin(fingerprint(model, built), sketch(model, tokenizer, built), known_adapter, quantization)
+        read = FrozenModel(model, tokenizer, spec)
+        origin = Origin(read.identity().fingerprint, read.sketch(), known_adapter, quantization)
     if known_adapter is not None:
         model = apply_adapter(model, known_adapter.spec, merge=not getattr(model, "is_quantized", False))
     if kind == torch.float16:
@@ -94,12 +95,8 @@ def load_target(
 
 
 def load_sharded_target(spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None) -> Target:
-    """Load a target of whose weights each of the processes that have met (`torch.distributed`) keeps a part, by the
-    architecture's tensor-parallel plan in transformers.
-
-    Raises:
-        UserError: as `load_target`, whose arguments these are.
-    """
+    """As `load_target`, but each of the processes that have met (`torch.distributed`) keeps a part of the weights, by
+    the architecture's tensor-parallel plan in transformers."""
     from transformers.distributed import DistributedConfig
 
     kind = pick_dtype(dtype, pick_device(device))
@@ -112,11 +109,6 @@ def load_sharded_target(spec: str, dtype: str = "auto", device: str = "auto", re
 
 
 def _read(spec: str, dtype: torch.dtype, revision: str | None, **spread: Any) -> tuple[Any, Any]:
-    """The model and the tokenizer of a target.
-
-    Raises:
-        UserError: they cannot be had.
-    """
     folder, gguf = _locate(spec)
     folder, options = known_folder(folder, revision)
     try:
@@ -136,11 +128,7 @@ def _read(spec: str, dtype: torch.dtype, revision: str | None, **spread: Any) ->
 
 def known_folder(folder: str, revision: str | None) -> tuple[str, dict[str, Any]]:
     """What transformers loads a folder or hub id from, with its options: the copy on this machine where the hub has
-    none, or cannot be reached.
-
-    Raises:
-        UserError: there is neither.
-    """
+    none, or cannot be reached; a `UserError` where there is neither."""
     if Path(folder).is_dir() or (problem := absent(folder, "config.json", revision)) is None:
         return folder, {"revision": revision} if revision else {}
     kept = try_to_load_from_cache(folder, "config.json", revision=revision)
@@ -175,11 +163,7 @@ def loadable_folder(spec: str) -> str:
 
 
 def gguf_file(spec: str) -> Path | None:
-    """The GGUF file that a target is loaded from; None where it is not one.
-
-    Raises:
-        UserError: as `loadable_folder`.
-    """
+    """The GGUF file that a target is loaded from; None where it is not one."""
     folder, gguf = _locate(spec)
     return None if gguf is None else Path(folder) / gguf
 
@@ -200,31 +184,38 @@ _EMBEDDINGS = tuple(
 
 
 def read_embeddings(spec: str) -> torch.Tensor | None:
-    """A target's token embeddings [V, E], read alone; None where its files do not have them under a common name.
-
-    Raises:
-        UserError: as `loadable_folder`.
-    """
+    """A target's token embeddings [V, E], read alone; None where its files do not have them under a common name."""
     folder = loadable_folder(spec)
+    files = tensor_files(folder)
+    name = next((name for name in _EMBEDDINGS if name in files), None)
+    if name is None:
+        return None
     try:
-        index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-        files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"] if index else {}
-        name = next((name for name in _EMBEDDINGS if name in files), None)
-        if files and name is None:
-            return None
-        file = cached_file(folder, files[name] if name else SAFE_WEIGHTS_NAME)
-        with safe_open(str(file), "pt") as held:
-            name = name or next((name for name in _EMBEDDINGS if name in set(held.keys())), None)
-            return None if name is None else held.get_tensor(name)
-    except (OSError, ValueError, KeyError, SafetensorError):
+        with safe_open(str(cached_file(folder, files[name])), "pt") as held:
+            weight: torch.Tensor = held.get_tensor(name)
+            return weight
+    except (OSError, SafetensorError):
         return None
 
 
-def _dequantised(folder: Path, gguf: str) -> Path:
-    """A GGUF file as an ordinary float32 model folder, converted once and kept in the user's cache.
+def tensor_files(folder: str, revision: str | None = None) -> dict[str, str]:
+    """The file of each tensor of a checkpoint; nothing where there are no safetensors files."""
+    find = partial(cached_file, folder, revision=revision, _raise_exceptions_for_missing_entries=False)
+    try:
+        if index := find(SAFE_WEIGHTS_INDEX_NAME):
+            file_of: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            return file_of
+        if file := find(SAFE_WEIGHTS_NAME):
+            with safe_open(file, "pt") as held:
+                return dict.fromkeys(held.keys(), SAFE_WEIGHTS_NAME)
+    except (OSError, ValueError, KeyError, SafetensorError):
+        pass
+    return {}
 
-    Reading a GGUF file takes a transformers process a quarter of a minute; the converted folder takes a second.
-    """
+
+def _dequantised(folder: Path, gguf: str) -> Path:
+    """A GGUF file as an ordinary float32 model folder, converted once and kept in the user's cache: reading it takes a
+    quarter of a minute each time, the folder a second."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError("Reading a GGUF file needs the package gguf.", "Run: pip install 'headstart[quickstart]'")
     file = folder / gguf
@@ -253,7 +244,6 @@ def _dequantised(folder: Path, gguf: str) -> Path:
 
 
 def _check_range(model: torch.nn.Module, spec: str) -> None:
-    """Refuse weights that float16 has made infinite."""
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not weight.isfinite().all():
             raise UserError(
@@ -262,11 +252,7 @@ def _check_range(model: torch.nn.Module, spec: str) -> None:
 
 
 def pick_device(device: str) -> torch.device:
-    """The device a name stands for; under a launcher "auto" and "cuda" are the GPU of this process.
-
-    Raises:
-        UserError: when the name is not a device, or the device is not there.
-    """
+    """The device a name stands for; under a launcher "auto" and "cuda" are the GPU of this process."""
     try:
         where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     except RuntimeError:
@@ -291,11 +277,7 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype a name stands for on this device.
-
-    Raises:
-        UserError: when the name is not a dtype.
-    """
+    """The dtype a name stands for on this device."""
     if dtype == "auto":
         return torch.bfloat16 if _fast_bfloat16(device) else torch.float32
     if dtype not in DTYPES:

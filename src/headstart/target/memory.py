@@ -18,7 +18,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def most_resident() -> int:
-    """Bytes that this process has held at most, where the system says so; else those that it holds now."""
+    """Bytes that this process has held at most, where the system says so; else what it holds now."""
     try:
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):

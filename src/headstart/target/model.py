@@ -39,37 +39,26 @@ _CAPTURED = 8192
 
 @dataclass
 class TargetOutput:
-    """What one forward gives.
-
-    Attributes:
-        logits_BTV: next-token logits; T is 1 after a prefill (the last token of each row).
-        aux_hidden_states: [B, T, E] by layer; layer k > 0 is the output of layer k (transformers' `hidden_states[k]`),
-            0 the embeddings, FINAL the state after the final norm.
-    """
+    """Next-token logits (T is 1 after a prefill: the last token of each row), and aux hidden states [B, T, E] by layer:
+    k > 0 is the output of layer k (transformers' `hidden_states[k]`), 0 the embeddings, FINAL the state after the final
+    norm."""
 
     logits_BTV: Tensor
     aux_hidden_states: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Target(FrozenModel):
-    """A frozen causal language model, ready for tree decoding.
+    """A frozen causal language model, ready for tree decoding; see `FrozenModel`. The model is put in eval mode.
 
     Args:
-        model: a transformers causal language model; it is put in eval mode and its parameters are frozen.
-        tokenizer: its tokenizer; may be None where no text is read or written.
-        spec: what to pass to `load_target` to get it again.
         exact: see the attribute; "auto" keeps the tokens, since the bits cost more than 3 % of a round.
-        origin: see `FrozenModel`.
 
     Attributes:
-        device: where tokens go in, and logits and aux hidden states come out.
-        dtype: of hidden states.
         kv_layers: what each layer keeps of a token.
         chains_only: whether it verifies chains instead of trees, since some of its layers keep a running state.
 
     Raises:
-        UserError: when the model's attention cannot take a token tree; the message gives the reason. The model is then
-            as it was before.
+        UserError: when the model's attention cannot take a token tree; the model is then as it was before.
     """
 
     _exact: Exact
@@ -106,8 +95,7 @@ class Target(FrozenModel):
 
         "bits": logits, hidden states, keys and values of a node are those of a single step after the same text, bit for
         bit, so that greedy text is the plain loop's in every dtype. "tokens": they are the same but for rounding, so
-        that in short dtypes a near-tie may turn out differently. Either way it may be set at any time; keys and values
-        that are in a cache stay as they are.
+        that in short dtypes a near-tie may turn out differently. It may be set at any time.
         """
         return "tokens" if self._exact == "auto" else self._exact
 
@@ -124,8 +112,7 @@ class Target(FrozenModel):
 
     @property
     def prepacked(self) -> bool:
-        """Whether linear layers have prepacked weights beside their own, see `prepacked`."""
-        return self._fitting.prepacks
+        return bool(self._fitting.prepacked)
 
     @property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -134,11 +121,10 @@ class Target(FrozenModel):
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token of one row takes."""
-        return sum(layer.bytes for layer in self.kv_layers)
+        return sum(self.kv_bytes_by_device.values())
 
     @property
     def kv_bytes_by_device(self) -> dict[torch.device, int]:
-        """The same for each device that has layers."""
         count: Counter[torch.device] = Counter()
         for layer in self.kv_layers:
             count[layer.device] += layer.bytes
@@ -168,14 +154,8 @@ class Target(FrozenModel):
 
     @torch.inference_mode()
     def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
-        """Read each row's tokens after what the cache holds, and commit them.
-
-        Rows of different length are padded on the right; what is read after a row's own length is garbage. Texts are
-        read a piece at a time, and no logits but those of last tokens computed.
-
-        Returns:
-            logits [B, 1, V] after each row's last token; aux hidden states [B, longest row, E].
-        """
+        """Read each row's tokens after what the cache holds, a piece at a time, and commit them: logits [B, 1, V] after
+        each row's last token, aux hidden states [B, longest row, E], garbage after a row's own length."""
         lengths = [len(row) for row in rows]
         assert min(lengths) > 0, "a row to prefill has at least one token"
         if self.chains_only:
@@ -190,29 +170,20 @@ class Target(FrozenModel):
         if self._reads_again:
             self._read_again(cache, ends)
         pieces = []
-        logits_BTV: Tensor | None = None
+        logits_of: dict[int, Tensor] = {}  # by row, [1, V]
         for start in range(0, max(lengths), PIECE):
             last = {row: length - 1 - start for row, length in enumerate(lengths) if start < length <= start + PIECE}
             out = self._read_causal(cache, tokens_BT[:, start : start + PIECE], aux_layers, last or {0: 0}, ends)
             pieces.append(out.aux_hidden_states)
-            if len(last) == len(rows):
-                logits_BTV = out.logits_BTV
-            elif last:
-                if logits_BTV is None:
-                    logits_BTV = out.logits_BTV.new_empty(len(rows), 1, out.logits_BTV.shape[-1])
-                logits_BTV[list(last)] = out.logits_BTV
+            logits_of |= zip(last, out.logits_BTV, strict=False)
             cache.commit([range(min(PIECE, max(lengths) - start))] * len(rows))
         cache.lengths = ends
-        assert logits_BTV is not None, "every row ends somewhere"
-        return TargetOutput(logits_BTV, _together(pieces))
+        return TargetOutput(torch.stack([logits_of[row] for row in range(len(rows))]), _together(pieces))
 
     @torch.inference_mode()
     def forward_tree(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> TargetOutput:
-        """Read token trees after what the cache holds; commit the accepted paths with `cache.commit`.
-
-        Returns:
-            logits [B, N, V] after each node; aux hidden states [B, N, E].
-        """
+        """Read token trees after what the cache holds; commit the accepted paths with `cache.commit`. Logits [B, N, V]
+        come after each node, with aux hidden states [B, N, E]."""
         if self.chains_only:
             if any(tree.parents != list(range(-1, tree.size - 1)) for tree in batch.trees):
                 raise cannot_tree(self.name, "some of its layers keep a running state, so it verifies chains alone")
@@ -221,10 +192,7 @@ class Target(FrozenModel):
 
     @torch.no_grad()  # not inference mode: heads train on these
     def hidden_states(self, rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> list[dict[int, Tensor]]:
-        """Aux hidden states of whole sequences, each {layer: [its length, E]}, without logits, keys or values.
-
-        Rows that make too large a batch are read in several.
-        """
+        """Aux hidden states of whole sequences, each {layer: [its length, E]}; too large a batch is read in several."""
         self._fitting.refresh()
         together = max(1, _CAPTURED // max(map(len, rows)))
         states: list[dict[int, Tensor]] = []
@@ -326,14 +294,8 @@ class Target(FrozenModel):
     ) -> TargetOutput:
         """Read a tree after what the cache holds; it is written, not committed. See `_read_causal`.
 
-        Args:
-            cache: of the rows.
-            batch: the tokens, and which of them each sees.
-            aux_layers: whose states to return.
-            depth: of the deepest node, for targets that ask.
-            wanted: None for the logits of all nodes.
-            ends: for chains that are texts to read; None for trees, where each path stands for tokens that are read one
-                at a time.
+        `depth` is that of the deepest node, for targets that ask. `ends` are given for chains that are texts to read;
+        None for trees, where each path stands for tokens that are read one at a time.
         """
         if self._reads_again:
             self._read_again(cache, ends or [length + 1 for length in cache.lengths])
@@ -359,7 +321,6 @@ class Target(FrozenModel):
         return self._run(forward, cache, batch.tokens_BN, positions_BN)
 
     def _run(self, forward: Running, cache: TreeCache | None, tokens_BT: Tensor, positions_BT: Tensor) -> TargetOutput:
-        """One forward of the model."""
         self._check_aux_layers(sorted(forward.aux_layers))
         self._fitting.ensure(forward.aux_layers)
         if forward.bits:
@@ -383,21 +344,16 @@ class Target(FrozenModel):
         )
 
     def _rows_and_positions(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
-        """As `Running.wanted`."""
         rows, indices = torch.tensor([list(wanted), list(wanted.values())], device=self.device)
         return rows, indices
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Tokens [B, T], padded on the right."""
         width = max(map(len, rows))
         return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
 
     def deepest(self, cache: TreeCache) -> int | None:
-        """How deep the next tree may be; None for as deep as it likes.
-
-        Phi-3 reads its text again, with other rotary frequencies, once that passes a limit: what a node beyond it says
-        of the next token holds only then.
-        """
+        """How deep the next tree may be; None for as deep as it likes. Phi-3 reads its text again, with other rotary
+        frequencies, once that passes a limit: what a node beyond it says of the next token holds only then."""
         if not self._reads_again or self._fitting.limit is None:
             return None
         return min((left for length in cache.lengths if (left := self._fitting.limit - length - 1) >= 0), default=None)
@@ -426,10 +382,8 @@ class Target(FrozenModel):
                 )
 
     def _probe(self) -> tuple[list[LayerKeys], torch.dtype]:
-        """What every layer keeps and the dtype of hidden states, from a forward.
-
-        The weights of quantised models are packed, and models on several devices keep keys on each.
-        """
+        """What every layer keeps and the dtype of hidden states, from a forward: weights may be packed, and models on
+        several devices keep keys on each."""
         cache = DynamicCache(config=self.config) if self.chains_only else DynamicCache()
         self._fitting.ensure([FINAL])
         with torch.inference_mode(), run(Running(aux_layers=frozenset([FINAL]))) as forward:
@@ -485,12 +439,10 @@ class Target(FrozenModel):
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Rows [T, ...] side by side, padded at the end."""
     return nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def _together(pieces: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
-    """States [B, T, E] by layer, from those of the pieces of a text."""
     if len(pieces) == 1:
         return dict(pieces[0])
     return {aux_layer: torch.cat([piece[aux_layer] for piece in pieces], dim=1) for aux_layer in pieces[0]}

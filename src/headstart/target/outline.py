@@ -1,5 +1,4 @@
-"""A target known by its config alone: sizes and work, without weights. Enough to plan for models that fit no machine
-at hand."""
+"""A target known by its config alone: sizes without weights, to plan for models that fit no machine at hand."""
 
 from __future__ import annotations
 
@@ -28,7 +27,6 @@ class Outline(FrozenModel):
 
     @cached_property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Per layer ((key heads, key head size), (value heads, value head size)), as `Target` has them."""
         config = self.config
         heads: int = config.num_attention_heads
         if getattr(config, "kv_lora_rank", None):  # latent attention, which transformers caches unfolded
@@ -40,22 +38,17 @@ class Outline(FrozenModel):
 
     @cached_property
     def spare_token(self) -> int | None:
-        """As `FrozenModel` has it; any, where the config came alone: nothing is drafted here."""
+        """Any, where the config came alone: nothing is drafted here."""
         return 0 if self.tokenizer is None else spare_token(self.tokenizer, self.vocab_size)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token of one row takes."""
         numbers = sum(count * size for pair in self.kv_shapes for count, size in pair)
         return numbers * self.dtype.itemsize
 
 
 def weights_are_here(spec: str, revision: str | None = None) -> bool:
-    """Whether a target can be loaded without fetching it.
-
-    Raises:
-        UserError: an unknown target, or a missing package.
-    """
+    """Whether a target can be loaded without fetching it."""
     folder = loadable_folder(spec)
     if Path(folder).is_dir():
         return any(file.suffix in (".safetensors", ".bin") for file in Path(folder).iterdir())
@@ -63,22 +56,20 @@ def weights_are_here(spec: str, revision: str | None = None) -> bool:
     return any(isinstance(try_to_load_from_cache(folder, name, revision=revision), str) for name in names)
 
 
-def outline(spec: str, dtype: str = "auto", revision: str | None = None, tokenizer: bool = True) -> Outline:
-    """A target's outline, from its config; no weights are read, and none need to be there.
+def outline(spec: str, dtype: str = "auto", revision: str | None = None) -> Outline:
+    """A target's outline, from its config alone.
 
     Args:
         spec: as of `load_target`; of a folder, `config.json` is enough.
         dtype: "auto" is the config's own, or bfloat16 where that is float32.
         revision: of a hub id.
-        tokenizer: whether to read the tokenizer where there is one.
 
     Raises:
         UserError: an unknown target, a config that cannot be had or is none of a language model, or a model that cannot
             take token trees.
     """
-    folder = loadable_folder(spec)
     try:
-        folder, options = known_folder(folder, revision)
+        folder, options = known_folder(loadable_folder(spec), revision)
     except UserError as error:
         raise UserError(
             error.problem,
@@ -95,11 +86,8 @@ def outline(spec: str, dtype: str = "auto", revision: str | None = None, tokeniz
             f"Cannot plan for {spec!r}: {type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}",
             "Give a folder with the config.json of a causal language model, or a hub id that can be reached.",
         ) from error
-    return Outline(model, _tokenizer(folder, options) if tokenizer else None, spec, kind)
-
-
-def _tokenizer(folder: str, options: dict[str, Any]) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except Exception:  # a config that came alone; lengths are then counted otherwise
-        return None
+        tokenizer = None
+    return Outline(model, tokenizer, spec, kind)

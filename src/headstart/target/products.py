@@ -2,14 +2,13 @@
 
 **Prepacked weights.** torch hands oneDNN the weights as they are stored, and for a handful of rows it spends as long
 reordering them as multiplying, in every call. Reordered once, the linear layers of SmolLM2-135M take 20 ms instead of
-40 for a tree of 12 nodes and 16 instead of 25 for a single token (bfloat16, two threads of an AVX-512 machine). The
-kernels are the same ones: in bfloat16 not a bit of a result changed. It costs a second copy of the weights in memory.
+40 for a tree of 12 nodes (bfloat16, two threads of an AVX-512 machine). The kernels are the same ones, and so are the
+bits of their results. It costs a second copy of the weights in memory.
 
 **The bits a row has alone.** Libraries choose another kernel, and with it another order of the sums, by the number of
 rows. Which numbers share a kernel differs from machine to machine and from shape to shape, so it is tried: with
-products whose exact result is 0, what comes out is rounding alone, and any other order of the sums shows. (With
-ordinary numbers it shows in one of ten thousand results.) Seen on an AVX-512 machine in bfloat16: up to 1024 inputs,
-all numbers of rows from 1 to 80 agree; beyond, 2 to 80 do, and 1 does not. A single row then runs beside an empty one.
+products whose exact result is 0, what comes out is rounding alone, and any other order of the sums shows. Where a
+single row differs from several, it runs beside an empty one.
 
 Shape suffixes: M rows, I inputs, O outputs.
 """
@@ -37,8 +36,6 @@ _LAID_OUT_FOR = 32
 _SHARE = 0.5
 """Of free memory, what the copies may take."""
 _DTYPES = (torch.bfloat16, torch.float32)
-
-
 _LEVELS = (32, 64, 128)
 """Most rows that are tried, first and when more rows come."""
 _TRIED = (*range(1, 9), 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128)
@@ -53,13 +50,7 @@ _COPIED = 1 << 28
 
 
 class Matrix:
-    """A linear layer's forward, the layer's own in forwards that are not ours.
-
-    Args:
-        module: the layer.
-        own: a forward that was put in the place of its class's before.
-        prepacked: whether its weights are to be prepacked.
-    """
+    """A linear layer's forward, in forwards of ours; else the layer's own, or what somebody put in its place before."""
 
     def __init__(self, module: nn.Module, own: Any, prepacked: bool) -> None:
         self._module, self._own = module, own or partial(type(module).forward, module)
@@ -67,7 +58,6 @@ class Matrix:
         self._known: tuple[int, SameBits] | None = None  # and with how many threads
 
     def refresh(self) -> None:
-        """See `Prepacked.refresh`."""
         if self._prepacked is not None:
             self._prepacked.refresh()
 
@@ -131,17 +121,14 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def _sample(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """A row and a column: one number of each column and one of each row."""
     weight_OI = weight_OI.detach()
     return weight_OI[weight_OI.shape[0] // 2], weight_OI[:, weight_OI.shape[1] // 2]
 
 
 class Prepacked:
-    """The forward of a linear layer, with prepacked weights where they pay.
-
-    When the layer's weights change, they are packed again: at once where PyTorch counts the change, and at the next
-    `refresh` where it goes past the count, as through `weight.data` (merged adapters do that).
-    """
+    """The forward of a linear layer, with prepacked weights where they pay. When these change, they are packed again:
+    at once where PyTorch counts the change, and at the next `refresh` where it does not, as through `weight.data`
+    (merged adapters do that)."""
 
     def __init__(self, module: nn.Linear, own: Callable[..., Any]) -> None:
         self._module, self._own = module, own
@@ -177,18 +164,14 @@ class Prepacked:
 
 @dataclass(frozen=True)
 class SameBits:
-    """Numbers of rows that agree with each other.
-
-    Attributes:
-        fewest: single rows are filled up to these.
-        maximum: more than these run in pieces. 1 when no two numbers of rows agree: every row then runs alone.
-    """
+    """Numbers of rows that agree with each other: single rows are filled up to the fewest, and more than the maximum
+    run in pieces, each row alone where that is 1."""
 
     fewest: int = 1
     maximum: int = 1
 
     def pieces(self, rows: int) -> list[tuple[int, int]]:
-        """Starts and stops of as many rows.
+        """Starts and stops.
 
         >>> SameBits(2, 32).pieces(70)
         [(0, 24), (24, 48), (48, 70)]
@@ -220,13 +203,8 @@ def can_try(module: nn.Module) -> bool:
 
 
 def same_bits(module: nn.Module, rows: int = 1, prepacked: bool = False) -> SameBits:
-    """Numbers of rows at which this layer gives a row the same bits; tried once for each shape, dtype and device.
-
-    Args:
-        module: the layer.
-        rows: that are about to run: the more come, the more are tried.
-        prepacked: whether it multiplies with prepacked weights.
-    """
+    """Numbers of rows at which this layer gives a row the same bits, with prepacked weights or its own; tried once for
+    each shape, dtype and device. The more rows are about to run, the more are tried."""
     if not can_try(module):
         return ALONE
     weight: Any = module.weight
@@ -267,10 +245,8 @@ def _try(weight: Tensor, conv: bool, biased: bool, level: int, prepacked: bool) 
 
 
 def agreeing(products: dict[int, Tensor]) -> SameBits:
-    """The widest range of numbers of rows that agree.
-
-    Args:
-        products: for each number M of rows, ascending, [M, O]; row i + 4 of what was multiplied is row i.
+    """The widest range of numbers of rows that agree, given for each number M of rows, ascending, the products [M, O];
+    row i + 4 of what was multiplied is row i.
 
     >>> one = torch.arange(8.0).view(8, 1) % 4
     >>> agreeing({1: one[:1] + 1, 2: one[:2], 4: one[:4], 8: one + 1})
@@ -305,14 +281,8 @@ def _cancelling(inputs: int, dtype: torch.dtype, generator: torch.Generator) -> 
 
 
 def in_pieces(forward: Callable[..., Any], same: SameBits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A layer's forward, so many rows at a time.
-
-    Args:
-        forward: of the layer.
-        same: how many.
-        args: the first holds rows [.., I]; others of as many rows are cut with it.
-        kwargs: likewise.
-    """
+    """A layer's forward, so many rows at a time: the first argument holds rows [.., I], and others of as many rows are
+    cut with it."""
     hidden: Tensor = args[0]
     if len(args) + len(kwargs) > 1:  # experts, with the rows' routes
         pieces = same.pieces(len(hidden))
@@ -337,12 +307,10 @@ def in_pieces(forward: Callable[..., Any], same: SameBits, args: tuple[Any, ...]
 
 
 def _cut(value: Any, rows: int, piece: tuple[int, int]) -> Any:
-    """These rows of an argument, if it has a value for each."""
     return value[slice(*piece)] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
 
 
 def _joined(parts: list[Any]) -> Any:
-    """The rows of all pieces together."""
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))

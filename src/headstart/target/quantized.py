@@ -21,11 +21,7 @@ _GROUP = 32
 
 
 def check_quantization(kind: str) -> None:
-    """Refuse, before anything is loaded, what cannot be done.
-
-    Raises:
-        UserError: an unknown kind, or torchao is missing.
-    """
+    """Refuse, before anything is loaded, an unknown kind, or one where torchao is missing."""
     if kind not in get_args(Quantization):
         raise UserError(f"Unknown quantization {kind!r}.", nearest(kind, get_args(Quantization)))
     if kind != "none" and find_spec("torchao") is None:

@@ -18,28 +18,24 @@ Shape suffixes: B rows, W entries, E hidden size, V vocabulary, N numbers of all
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import cached_file
 
 from headstart.errors import UserError
 from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL
-from headstart.target.loading import loadable_folder, silent
+from headstart.target.loading import loadable_folder, silent, tensor_files
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
 
-_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Settings in which configs say how many modules there are."""
 _VOCABULARY = 8
 """Tokens of the model of one layer, whose own embeddings and LM head are not used."""
 
@@ -49,7 +45,7 @@ class Arrangement:
     """How a checkpoint names the parts of its modules.
 
     Attributes:
-        found_by: matches the joining map's name in a list of tensors; its last group is the module's number, if any.
+        found_by: matches the joining map's name; its group is the module's number, if any.
         parts: of the norm of the embedding, of that of the state, the joining map and the last norm.
         layer: where the decoder layer lies below a module's own names.
         once: whether all modules share what is not in their layers.
@@ -98,7 +94,7 @@ class Inputs(nn.Module):
 
 
 class ShippedModule:
-    """One module: a model of one layer and the norm after it, the norms of embedding and state, and the joining map."""
+    """A model of one layer and the norm after it, the norms of embedding and state, and the joining map."""
 
     def __init__(self, layer: Target, norms: tuple[nn.Module, nn.Module], join: nn.Module, state_first: bool) -> None:
         self.layer, self._norms, self._join, self._state_first = layer, norms, join, state_first
@@ -112,11 +108,9 @@ class ShippedModule:
         return norms + sum(p.numel() for p in self.layer.layers.parameters())
 
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
-        """See `Target.new_cache`."""
         return self.layer.new_cache(rows, capacity)
 
     def joined(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """What the layer reads, [..., E]."""
         parts = [self._norms[0](embedded), self._norms[1](state)]
         joined: Tensor = self._join(torch.cat(parts[::-1] if self._state_first else parts, dim=-1))
         return joined
@@ -144,14 +138,8 @@ class ShippedModule:
 
 @dataclass(frozen=True)
 class Shipped:
-    """All modules of a target.
-
-    Attributes:
-        modules: the first reads the target's states.
-        state_layer: the hidden state of the target that it reads, FINAL or the last layer's own.
-        lm_head_VE: where it is not the target's.
-        embedding_VE: likewise.
-    """
+    """All modules of a target: the first reads its states at `state_layer`. LM head and embeddings are there where they
+    are not the target's."""
 
     modules: list[ShippedModule]
     state_layer: int
@@ -165,7 +153,8 @@ def read_shipped(target: Target) -> Shipped:
     Raises:
         UserError: no such tensors, some of them missing, packed ones, or layers that cannot take token trees.
     """
-    files = _files(target)
+    folder = _folder(target)
+    files = tensor_files(folder, getattr(target.config, "_commit_hash", None)) if folder else {}
     named = ((arrangement, _joins(arrangement, files, target.num_layers)) for arrangement in ARRANGEMENTS)
     arranged = next(((arrangement, joins) for arrangement, joins in named if joins), None)
     if arranged is None:
@@ -178,7 +167,7 @@ def read_shipped(target: Target) -> Shipped:
         below = head + arrangement.layer.format(number=number)
         wanted = [name for name in files if name.startswith(below)]
         wanted += [f"{head}{part}.weight" for part in arrangement.parts]
-        tensors = _tensors(target, files, wanted)
+        tensors = _tensors(target, folder, files, wanted)
         if packed := next((name for name in tensors if name.endswith(("_scale_inv", "_scale", ".qweight"))), None):
             raise UserError(
                 f"The multi-token-prediction modules of {target.name} are packed in few bits ({packed}).",
@@ -196,7 +185,6 @@ def read_shipped(target: Target) -> Shipped:
 def _module(
     target: Target, inner: Mapping[str, Tensor], outer: Sequence[Tensor], state_first: bool, where: str
 ) -> ShippedModule:
-    """One module from the tensors of its layer, and those around it in the order of `Arrangement.parts`."""
     sparse = any(name.startswith("mlp.experts.") for name in inner)
     cls = type(target.model)
     config = _config(target.config, sparse)
@@ -230,7 +218,6 @@ def _module(
 
 
 def _config(known: Any, sparse: bool) -> Any:
-    """The config of one full-attention layer, with experts or without, and next to no vocabulary."""
     config = copy.deepcopy(known)
     config.num_hidden_layers, config.vocab_size = 1, _VOCABULARY
     config.tie_word_embeddings = False
@@ -249,35 +236,15 @@ def _config(known: Any, sparse: bool) -> Any:
     return config
 
 
-def _files(target: Target) -> dict[str, Path | str]:
-    """File of each tensor of a target's checkpoint; nothing where there are no safetensors files."""
-    try:
-        folder, options = _folder(target), _options(target)
-        index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **options)
-        if index:
-            file_of: dict[str, Path | str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            return file_of
-        file = cached_file(folder, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **options)
-        if file is None:
-            return {}
-        with safe_open(file, "pt") as held:
-            return dict.fromkeys(held.keys(), SAFE_WEIGHTS_NAME)
-    except (OSError, ValueError, KeyError, SafetensorError, UserError):
-        return {}
-
-
 def _folder(target: Target) -> str:
-    """Folder or hub id of the checkpoint; of a model that somebody else loaded, what transformers noted."""
-    return loadable_folder(target.spec or str(getattr(target.config, "_name_or_path", "")))
-
-
-def _options(target: Target) -> dict[str, Any]:
-    commit = getattr(target.config, "_commit_hash", None)
-    return {"revision": commit} if commit else {}
+    """Folder or hub id of the checkpoint; of a model that somebody else loaded, what transformers noted, if it did."""
+    try:
+        return loadable_folder(target.spec or str(getattr(target.config, "_name_or_path", "")))
+    except UserError:
+        return ""
 
 
 def _joins(arrangement: Arrangement, names: Mapping[str, Any], layers: int) -> list[str]:
-    """Names of the joining maps of the modules, in order; the target's own layers have none."""
     numbered: list[tuple[int, str]] = []
     for name in names:
         if match := re.match(arrangement.found_by, name):
@@ -292,19 +259,19 @@ def _joins(arrangement: Arrangement, names: Mapping[str, Any], layers: int) -> l
     return joins
 
 
-def _tensors(target: Target, files: Mapping[str, Path | str], wanted: Sequence[str]) -> dict[str, Tensor]:
+def _tensors(target: Target, folder: str, files: Mapping[str, str], wanted: Sequence[str]) -> dict[str, Tensor]:
     """Tensors of a checkpoint by name; a `UserError` where some are missing or cannot be read."""
     if missing := sorted(set(wanted) - files.keys()):
         raise UserError(
             f"The checkpoint of {target.name} lacks {missing[0]} of its multi-token-prediction modules.",
             "Fetch the checkpoint again, all of its files.",
         )
-    folder = _folder(target)
+    revision = getattr(target.config, "_commit_hash", None)
     tensors: dict[str, Tensor] = {}
-    for file in sorted({str(files[name]) for name in wanted}):
+    for file in sorted({files[name] for name in wanted}):
         try:
-            with safe_open(str(cached_file(folder, file, **_options(target))), "pt") as held:
-                tensors |= {name: held.get_tensor(name) for name in wanted if str(files[name]) == file}
+            with safe_open(str(cached_file(folder, file, revision=revision)), "pt") as held:
+                tensors |= {name: held.get_tensor(name) for name in wanted if files[name] == file}
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"The file {file} of {target.name} cannot be read: {error}", "Fetch the checkpoint again."
@@ -313,18 +280,17 @@ def _tensors(target: Target, files: Mapping[str, Path | str], wanted: Sequence[s
 
 
 def _if_other(shipped: Tensor | None, weight: Tensor) -> Tensor | None:
-    """A module's own copy of the target's weights, where it differs from them."""
+    """A module's copy of the target's weights, where it differs from them."""
     if shipped is None or (shipped.shape == weight.shape and torch.equal(shipped.to(weight), weight)):
         return None
     return shipped.to(weight)
 
 
 def _absent(target: Target) -> UserError:
-    announced = any(getattr(target.config, name, None) for name in _COUNTS)
-    what = "lacks the multi-token-prediction modules that its config names" if announced else "has no such modules"
     return UserError(
-        f"The checkpoint of {target.name} {what}: there are no tensors model.layers.{target.num_layers}.eh_proj, "
-        "mtp.fc or model.mtp_layers.0.input_proj. transformers leaves them out of what it saves.",
+        f"The checkpoint of {target.name} has no multi-token-prediction modules: there are no tensors "
+        f"model.layers.{target.num_layers}.eh_proj, mtp.fc or model.mtp_layers.0.input_proj. transformers leaves them "
+        "out of what it saves.",
         "Name the checkpoint as it was published (a hub id or a folder with its safetensors files), or train MTP "
         "heads: headstart run mtp target=...",
     )

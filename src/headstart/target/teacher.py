@@ -42,16 +42,14 @@ _AGAIN = "Write it again where the target is: headstart data build RECIPE comput
 class TeacherModel(FrozenModel):
     """What is left of a target without most of its layers: heads can be made and trained with it, not decoded.
 
-    Args:
-        model: of the target's class; parameters that were not kept are on the device `meta`.
-        note: what `save_teacher` wrote of the target.
+    The model is of the target's class, and parameters that were not kept are on the device `meta`; the note is what
+    `save_teacher` wrote of the target.
     """
 
     def __init__(self, model: Any, note: Mapping[str, Any]) -> None:
         super().__init__(model, None, note["spec"])
         self.dtype = getattr(torch, note["dtype"])
         self._kept = [number for number in range(self.num_layers) if _layer_file(number) in note["files"]]
-        self.layers = _Kept(self.layers, self._kept, note["name"])
         self.end_tokens = frozenset(note["end_tokens"])
         self.settings = note["settings"]
         self.vocabulary = note["vocabulary"]
@@ -63,7 +61,6 @@ class TeacherModel(FrozenModel):
 
     @cached_property
     def spare_token(self) -> int | None:
-        """As `FrozenModel` has it."""
         token: int | None = self._note["spare_token"]
         return token
 
@@ -79,37 +76,14 @@ class TeacherModel(FrozenModel):
         return Identity(self.spec, self.name, self._note["fingerprint"])
 
 
-class _Kept(nn.ModuleList):
-    """The layers of a decoder, of which some are there; asking for another one says so."""
-
-    def __init__(self, layers: nn.ModuleList, kept: Sequence[int], name: str) -> None:
-        super().__init__(layers)
-        self._numbers, self._name = list(kept), name
-
-    def __getitem__(self, index: int | slice) -> Any:
-        for number in range(len(self))[index] if isinstance(index, slice) else [range(len(self))[index]]:
-            if number not in self._numbers:
-                raise UserError(
-                    f"The teacher of {self._name} lacks layer {number + 1}, which these heads start from "
-                    f"(it has {', '.join(str(one + 1) for one in self._numbers)}).",
-                    "Add it where the target is: headstart data build with this recipe.",
-                )
-        return super().__getitem__(index)
-
-
 def teacher_folder(states: Path, fingerprint: str, dtype: str) -> Path:
     """Where the teacher of a target lies in the folder of its hidden states, which have this dtype."""
     return states / f"teacher-{fingerprint[:16]}-{dtype}"
 
 
 def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | None = None) -> Path | None:
-    """Keep what training needs of a target beside its hidden states; what is there and whole is not written again.
-
-    Args:
-        states: the folder of the shards.
-        target: the frozen model.
-        layers: how many of its last layers to keep.
-        revision: that the target was loaded at.
+    """Keep what training needs of a target, with so many of its last layers, in the folder of its hidden states; what
+    is there and whole is not written again.
 
     Returns:
         The teacher's folder; None for a target that cannot be kept this way: one whose weights are packed
@@ -171,11 +145,7 @@ def can_teach(target: FrozenModel) -> bool:
 
 
 def load_teacher(folder: Path, device: torch.device) -> TeacherModel:
-    """Read what `save_teacher` wrote.
-
-    Raises:
-        UserError: there is none, or it is cut short or damaged.
-    """
+    """Read what `save_teacher` wrote; a `UserError` says that there is none, or that it is cut short or damaged."""
     note = _note(folder)
     cls = getattr(transformers, str(note["class"]), None)
     if cls is None:
@@ -214,14 +184,9 @@ def teacher_problem(folder: Path) -> str | None:
 
 
 def _note(folder: Path) -> dict[str, Any]:
-    """What a teacher says of itself.
-
-    Raises:
-        UserError: nothing that this version can read.
-    """
-    file = folder / NOTE
+    """What a teacher says of itself; a `UserError` where that is nothing that this version can read."""
     try:
-        note = read_json(file)
+        note = read_json(folder / NOTE)
     except UserError:
         raise UserError(f"{folder} holds no whole teacher: its {NOTE} is missing or cut short.", _AGAIN) from None
     if not isinstance(note, dict) or note.get("format") != _FORMAT:
@@ -230,7 +195,6 @@ def _note(folder: Path) -> dict[str, Any]:
 
 
 def _whole_note(folder: Path) -> dict[str, Any] | None:
-    """The note of a teacher with which nothing is wrong, down to every byte."""
     if not folder.is_dir() or teacher_problem(folder) is not None:
         return None
     note = _note(folder)
@@ -238,7 +202,6 @@ def _whole_note(folder: Path) -> dict[str, Any] | None:
 
 
 def _facts(target: Target, revision: str | None) -> dict[str, Any]:
-    """What a teacher says of its target, but for the files."""
     tied: dict[str, list[str]] = {}
     for names in _names(target.model).values():
         if len(names) > 1:
@@ -263,12 +226,11 @@ def _facts(target: Target, revision: str | None) -> dict[str, Any]:
 
 
 def _config_of(model: Any) -> dict[str, Any]:
-    """A model's config as JSON values, defaults included: those of another version may differ."""
+    """As JSON values, defaults included: those of another version may differ."""
     return dict(json.loads(model.config.to_json_string(use_diff=False)))
 
 
 def _empty(cls: Any, config: Mapping[str, Any]) -> Any:
-    """A model whose parameters are on the device `meta`."""
     with torch.device("meta"):
         return cls(cls.config_class.from_dict(dict(config)))
 
@@ -278,7 +240,6 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
-    """Names of each parameter, by its id: tied ones have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -296,8 +257,6 @@ def _base(target: Target) -> dict[str, Tensor]:
 
 
 def _of_layer(target: Target, number: int) -> dict[str, Tensor]:
-    """Linear maps and norms of a layer. What stands deeper, or has three dimensions, are the experts of a mixture."""
-
     def kept() -> Iterator[Tensor]:
         for path, module in target.layers[number].named_modules():
             if path.count(".") <= 1:

@@ -216,7 +216,8 @@ class _Batch:
             return
         beginning = self._target.new_cache(1, shared)
         out = self._target.prefill(beginning, [self._rows[0][:shared]], self._aux_layers)
-        self._cache.begin_with(beginning)
+        for row in range(self._cache.rows):
+            self._cache.go_on_with(row, beginning)
         if self._states is not None:
             of_all = {layer: state.expand(len(self._rows), -1, -1) for layer, state in out.aux_hidden_states.items()}
             self._states.add(self._alive, [0] * len(self._rows), of_all)

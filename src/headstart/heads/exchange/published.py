@@ -36,8 +36,6 @@ from headstart.errors import UserError
 
 
 class Layout(StrEnum):
-    """The arrangements that are published."""
-
     EAGLE3 = "eagle3"
     EAGLE = "eagle"
     MEDUSA = "medusa"
@@ -73,9 +71,6 @@ class Published:
     """Heads in one of the published arrangements.
 
     Attributes:
-        layout: which one.
-        hidden_size: of the target, and of the heads.
-        vocab_size: of the target.
         steps: how many tokens ahead the heads were trained to draft.
         tensors: see the module's docstring.
         draft_ids_D: the target's token id of each draft token; None when all of them are drafted.
@@ -116,7 +111,6 @@ class Published:
 
     @property
     def draft_width(self) -> int:
-        """D."""
         return self.vocab_size if self.draft_ids_D is None else len(self.draft_ids_D)
 
     @property
@@ -137,7 +131,6 @@ class Published:
         return {**given, "layout": str(self.layout), "layer": None if self.layer is None else asdict(self.layer)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Published:
-        """The same with other tensors."""
         return replace(self, tensors=tensors)
 
     def expected(self) -> dict[str, tuple[int, ...]]:
@@ -167,7 +160,6 @@ class Published:
         return {**dict.fromkeys(blocks, (size, size)), **dict.fromkeys(lm_heads, (self.draft_width, size))}
 
     def _of_blocks(self) -> dict[str, tuple[int, ...]]:
-        """Norms of attention heads, and what DSpark adds."""
         assert self.layer is not None, "these heads have decoder layers"
         size, rank = self.hidden_size, self.markov_rank
         names = [f"layers.{number}.self_attn.{kind}_norm.weight" for number in range(self.num_layers) for kind in "qk"]
@@ -179,7 +171,6 @@ class Published:
         return wanted
 
     def _of_layer(self, number: int) -> dict[str, tuple[int, ...]]:
-        """Matrices and the MLP's norm of one decoder layer."""
         assert self.layer is not None, "these heads have decoder layers"
         size, inner, width = self.hidden_size, self.layer.intermediate_size, self.layer.head_dim
         inputs = 2 * size if number == 0 and self.layout is Layout.EAGLE3 else size
@@ -207,7 +198,6 @@ _ROUNDED = 0.01
 
 
 def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors on the CPU."""
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
@@ -229,11 +219,7 @@ def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:
 
 
 def check_embeddings(published: Published, own_VE: Tensor) -> None:
-    """Refuse a checkpoint whose token embeddings are not the target's.
-
-    Raises:
-        UserError: naming the target as what may be wrong.
-    """
+    """Refuse a checkpoint whose token embeddings are not the target's."""
     if not same_numbers(published.tensors.get(EMBEDDINGS), own_VE):
         raise other_embeddings()
 

@@ -40,6 +40,7 @@ from headstart.heads.parts.layer import (
     norm_scale,
     normed,
     refuse_start,
+    refused_layers,
     rotate,
     start_from_last_layers,
 )
@@ -53,6 +54,7 @@ _NEWEST, _ROOT = 2 / 3, 1 / 3
 """Of a state, how much is passed on by the attention heads that look at the newest one, and at the root."""
 _ORIGINS = 1024
 """Blocks that run at a time where nothing is kept for gradients."""
+_LAYERS = "ascending, from 1 to the last but one"
 
 
 class BlockConfig(LayerConfig):
@@ -99,20 +101,12 @@ class BlockConfig(LayerConfig):
         super().check()
         layers = self.aux_layers
         if list(layers) != sorted(set(layers)) or any(layer < 1 for layer in layers):
-            raise self.refused_layers()
+            raise refused_layers(layers, _LAYERS)
         if self.vocab_size and self.mask_token_id >= self.vocab_size:
             raise UserError(
                 f"heads.mask_token_id is {self.mask_token_id}, and the target has {self.vocab_size} tokens.",
                 "Name a token that no text has, or leave it out.",
             )
-
-    def refused_layers(self) -> UserError:
-        """Why these layers cannot be read."""
-        return UserError(
-            f"The heads would read layers {list(self.aux_layers)} of the target, which must be different ones, "
-            "ascending, from 1 to the last but one.",
-            "Name them, for example heads.aux_layers=[1,2]; a target of few layers needs it.",
-        )
 
 
 def looking(size: int, width: int) -> tuple[int, int]:
@@ -121,11 +115,7 @@ def looking(size: int, width: int) -> tuple[int, int]:
 
 
 class BlockLayer(DraftLayer):
-    """A decoder layer whose queries and keys are normed head by head, and which reads a context beside its stream.
-
-    Args:
-        config: sizes.
-    """
+    """A decoder layer whose queries and keys are normed head by head, and which reads a context beside its stream."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config, config.hidden_size)
@@ -183,13 +173,8 @@ class BlockLayer(DraftLayer):
 
 @dataclass
 class BlockState:
-    """Drafting of a batch.
-
-    Attributes:
-        cache: keys and values of the context, one slot for each token that the target has read.
-        hidden_BSE: what the LM head reads of this round's block.
-        logits_BSD: what it makes of that, for families that go on from there.
-    """
+    """Keys and values of the context, one slot for each token that the target has read; what the LM head reads of this
+    round's block, and for families that go on from there what it makes of that."""
 
     cache: LayerCache
     hidden_BSE: Tensor
@@ -205,7 +190,7 @@ class BlockHead(DraftHead):
         super().__init__(config)
         config.check()
         if not config.aux_layers:
-            raise config.refused_layers()
+            raise refused_layers((), _LAYERS)
         size, count = config.hidden_size, len(config.aux_layers)
         self.fc = Linear(count * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
@@ -233,13 +218,11 @@ class BlockHead(DraftHead):
 
     @property
     def stack(self) -> list[BlockLayer]:
-        """The layers, first to last."""
         return cast(list[BlockLayer], list(self.layers))
 
     def bind(self, target: FrozenModel) -> None:
-        """Take the target's embeddings and LM head."""
         if max(self.config.aux_layers) >= target.num_layers:
-            raise self.config.refused_layers()
+            raise refused_layers(self.config.aux_layers, _LAYERS)
         self._embedding_VE = target.embedding_weight.detach()
         mask = self.config.mask_token_id
         if target.blank(mask):
@@ -285,12 +268,7 @@ class BlockHead(DraftHead):
             yield self.prediction(hidden_MSE[rows_M, step], self.lm_head_DE, step_M, step)
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
-        """What the LM head reads of the block of every origin, [M, S, E].
-
-        Args:
-            batch: of conversations.
-            origin_M: flat indices, ascending.
-        """
+        """What the LM head reads of the blocks of these origins (ascending), [M, S, E]."""
         context_BTE = self.read_states(batch.states)
         positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
         rotary = self._rotary.at(positions_BT, context_BTE.dtype, batch.tokens_BT.shape[1])
@@ -309,7 +287,7 @@ class BlockHead(DraftHead):
     # -- exchange ------------------------------------------------------------------------------------------------
 
     def by_published_name(self) -> dict[str, Tensor]:
-        """The weights as they are published, in the heads' own memory; families add theirs."""
+        """The weights as they are published, in the heads' own memory."""
         tensors = {
             "fc.weight": self.fc.weight,
             "hidden_norm.weight": self.hidden_norm.weight,
@@ -352,7 +330,7 @@ class BlockHead(DraftHead):
 
     @classmethod
     def settings_of(cls, published: Published) -> dict[str, Any]:
-        """Settings of heads that hold what was published; families add theirs."""
+        """Settings of heads that hold what was published."""
         return {
             **published.head_settings,
             "family": cls.family,
@@ -413,16 +391,11 @@ class BlockHead(DraftHead):
 
     @staticmethod
     def _positions(cache: LayerCache, width: int, device: torch.device) -> Tensor:
-        """Positions [B, width] of what comes after each row's committed slots."""
         return torch.tensor(cache.lengths, device=device)[:, None] + torch.arange(width, device=device)
 
 
 class Blocks:
-    """The blocks of some origins of a batch, on their way through the layers.
-
-    Attributes:
-        stream_BXE: what goes into the next layer; at first the embeddings.
-    """
+    """The blocks of some origins of a batch, on their way through the layers: `stream_BXE` goes into the next one."""
 
     def __init__(self, heads: BlockHead, batch: HeadBatch, origin_M: Tensor, like: Tensor) -> None:
         self.heads, tokens_BT, slots = heads, batch.tokens_BT, heads.config.block_size

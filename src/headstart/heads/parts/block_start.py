@@ -30,6 +30,7 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, supervised_origins
 from headstart.heads.parts.block import BlockHead, BlockLayer, Blocks, looking
 from headstart.heads.parts.layer import by_token, normed
+from headstart.heads.parts.own_position import play
 from headstart.heads.parts.text_attention import positions_of
 from headstart.target.fitting import FINAL
 
@@ -50,14 +51,14 @@ _KINDS = 8192
 """Embeddings of the vocabulary that are looked at."""
 _PHASES = 8
 _ROUNDS, _RATE = 1500, 0.1
-"""Of the search for a pattern, see `pattern`."""
+"""Of the search for a pattern."""
 _FAR = 2048
 """Distances at which the context is looked at."""
 
 
 @dataclass(frozen=True)
 class _Lesson:
-    """Conversations to solve from, and the origins whose drafts all lie in an answer."""
+    """A batch to solve from, and the origins whose drafts all lie in an answer."""
 
     batch: HeadBatch
     origin_M: Tensor
@@ -104,11 +105,10 @@ class SolvedBlockHead(BlockHead):
         self._solve(lessons)
 
     def _look(self, lessons: Sequence[_Lesson]) -> None:
-        """Set what the first layer's heads look at, and what they pass on."""
         config, layer, size = self.config, self.stack[0], self.config.hidden_size
         fast_d = fast_pairs(layer)
         angles_R = self._angles()[: int(fast_d.sum()) // 2]
-        patterns = (pattern(angles_R, newest(config.block_size)), pattern(angles_R, root(config.block_size)))
+        patterns = (pattern(angles_R, config.block_size, False), pattern(angles_R, config.block_size, True))
         if min(found.margin for found in patterns) <= 0:  # heads of few pairs cannot tell all distances apart
             return
         features, contexts, roots = Ridge(), list[Tensor](), list[Tensor]()
@@ -151,7 +151,6 @@ class SolvedBlockHead(BlockHead):
             first += count * config.head_dim
 
     def _solve(self, lessons: Sequence[_Lesson]) -> None:
-        """Solve for the output maps, one after the other."""
         contexts = [self.read_states(lesson.batch.states) for lesson in lessons]
         runs = [
             Blocks(self, lesson.batch, lesson.origin_M, context_BTE)
@@ -207,7 +206,6 @@ class SolvedBlockHead(BlockHead):
         """The streams have this size before the norm, on average."""
 
     def _first_input(self, tokens: Tensor, like: Tensor) -> Tensor:
-        """Embeddings as the first layer reads them, normed."""
         assert self.stack[0].input_norm is not None, "as of every layer of a block"
         embedded = F.embedding(tokens.to(self.target_embeddings.device), self.target_embeddings).to(like)
         return normed(self.stack[0].input_norm, embedded)
@@ -225,89 +223,51 @@ class SolvedBlockHead(BlockHead):
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """What a query's pairs are set to, so that its scores are highest at one place from every slot of a block.
-
-    Attributes:
-        real_R: the first components of the pairs.
-        imaginary_R: the second ones.
-        margin: how far the least favoured of the wanted scores stands above the rest, for keys of size 1 in each pair.
-    """
+    """What a query's pairs are set to (their first components, and their second ones), so that its scores are highest
+    at one place from every slot of a block; the least favoured of the wanted scores stands by the margin above the
+    rest, for keys of size 1 in each pair."""
 
     real_R: Tensor
     imaginary_R: Tensor
     margin: float
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where a head is to look from each slot.
+def places(block: int, at_root: bool) -> tuple[Tensor, Tensor]:
+    """Where a head is to look from each slot, at the newest token of the context or at the root: the distances [K] of
+    that place, and the signs [K, P] of the scores at all distances from 1 - K to `_FAR`. Block and context have keys of
+    opposite signs; 0 stands where there is no place, and at the place that is wanted.
 
-    Attributes:
-        wanted_K: distance of the place.
-        signs_KP: of the scores of the places at all distances, from 1 - K to `_FAR`: those of the block and of the
-            context have keys of opposite signs. 0 where there is no place, and at the place that is wanted.
+    >>> [part[:2, :6].int().tolist() for part in (*places(2, False)[1:], *places(2, True)[1:])]  # distances -1 to 4
+    [[[-1, -1, 0, 1, 1, 1], [0, -1, -1, 0, 1, 1]], [[1, 0, -1, -1, -1, -1], [0, 1, 0, -1, -1, -1]]]
     """
-
-    wanted_K: Tensor
-    signs_KP: Tensor
-
-
-def newest(block: int) -> Places:
-    """Of a head that looks at the newest token of the context.
-
-    >>> places = newest(2)
-    >>> places.wanted_K.tolist(), places.signs_KP[:, :6].int().tolist()  # distances -1 to 4
-    ([1, 2], [[-1, -1, 0, 1, 1, 1], [0, -1, -1, 0, 1, 1]])
-    """
-    return _places(block, torch.arange(block) + 1, 1.0)
-
-
-def root(block: int) -> Places:
-    """Of a head that looks at the first slot.
-
-    >>> places = root(2)
-    >>> places.wanted_K.tolist(), places.signs_KP[:, :6].int().tolist()
-    ([0, 1], [[1, 0, -1, -1, -1, -1], [0, 1, 0, -1, -1, -1]])
-    """
-    return _places(block, torch.arange(block), -1.0)
-
-
-def _places(block: int, wanted_K: Tensor, context: float) -> Places:
     slots_K1, distances_P = torch.arange(block)[:, None], torch.arange(1 - block, _FAR + 1)
+    wanted_K = slots_K1[:, 0] if at_root else slots_K1[:, 0] + 1
+    context = -1.0 if at_root else 1.0
     signs_KP = torch.where(distances_P > slots_K1, context, -context)
     signs_KP = signs_KP.masked_fill(distances_P < slots_K1 - block + 1, 0.0)
-    return Places(wanted_K, signs_KP.masked_fill(distances_P == wanted_K[:, None], 0.0))
+    return wanted_K, signs_KP.masked_fill(distances_P == wanted_K[:, None], 0.0)
 
 
-def pattern(angles_R: Tensor, places: Places) -> Pattern:
-    """The query whose wanted scores stand above all others by most, for its size.
-
-    A matrix game of places against pairs at phases, played by multiplicative weights; the mean of the later rounds is
-    near the best.
-
-    Args:
-        angles_R: by how much each pair turns over a distance of 1.
-        places: where to look.
-    """
-    block, count = places.signs_KP.shape
+def pattern(angles_R: Tensor, block: int, at_root: bool) -> Pattern:
+    """The query whose scores at these `places` stand above all others by most, for its size: a matrix game of places
+    against pairs (each turns by `angles_R` over a distance of 1) at phases."""
+    distance_K, signs_KP = places(block, at_root)
     phases = torch.arange(_PHASES) * (2 * torch.pi / _PHASES)
     angle_A = angles_R.repeat_interleave(_PHASES)
     distances_P1 = torch.arange(1 - block, _FAR + 1)[:, None]
     table_PA = (distances_P1 * angle_A - phases.repeat(len(angles_R))).cos()
-    wanted_K = places.wanted_K + block - 1
+    wanted_K = distance_K + block - 1
 
     def above(shares_A: Tensor) -> Tensor:
         scores_P = table_PA @ shares_A
-        above_KP = scores_P[wanted_K, None] - places.signs_KP * scores_P
-        return above_KP.masked_fill(places.signs_KP == 0, torch.inf)
+        above_KP = scores_P[wanted_K, None] - signs_KP * scores_P
+        return above_KP.masked_fill(signs_KP == 0, torch.inf)
 
-    logs_A, mean_A = torch.zeros(len(angle_A)), torch.zeros(len(angle_A))
-    for played in range(_ROUNDS):
-        shares_A = logs_A.softmax(0)
-        if played >= _ROUNDS // 2:
-            mean_A += shares_A
-        slot, place = divmod(int(above(shares_A).argmin()), count)
-        logs_A += _RATE * (table_PA[wanted_K[slot]] - places.signs_KP[slot, place] * table_PA[place])
+    def gains(shares_A: Tensor) -> Tensor:
+        slot, place = divmod(int(above(shares_A).argmin()), signs_KP.shape[1])
+        return table_PA[wanted_K[slot]] - signs_KP[slot, place] * table_PA[place]
+
+    mean_A = play(gains, len(angle_A), _ROUNDS, _RATE)
     mean_A /= mean_A.sum()
     weights_RP = mean_A.view(-1, _PHASES)
     real_R, imaginary_R = weights_RP @ phases.cos(), -(weights_RP @ phases.sin())
@@ -324,14 +284,8 @@ def fast_pairs(layer: BlockLayer) -> Tensor:
 @torch.no_grad()
 def look(layer: BlockLayer, counts: tuple[int, int], patterns: tuple[Pattern, Pattern], number_E: Tensor) -> None:
     """Set the queries and keys of a layer's first key heads so that they look at the context's newest token, and those
-    of the next ones so that they look at the root; the others keep what the slow pairs hold.
-
-    Args:
-        layer: whose `qkv` and head norms are written.
-        counts: how many key heads look at the newest token, and how many at the root.
-        patterns: of the two kinds, with margins above 0.
-        number_E: gives 1 for the context and -1 for a block.
-    """
+    of the next ones so that they look at the root (`counts` of each, with margins above 0); the others keep what the
+    slow pairs hold. `number_E` gives 1 for the context and -1 for a block."""
     config, width = layer.config, layer.config.head_dim
     keys, taken, groups = config.num_attention_heads, sum(counts), layer.groups
     fast_d = fast_pairs(layer)
@@ -359,12 +313,8 @@ def look(layer: BlockLayer, counts: tuple[int, int], patterns: tuple[Pattern, Pa
 
 @torch.no_grad()
 def telling(context_ME: Tensor, *blocks: Tensor) -> Tensor:
-    """What gives 1 for the context and -1 for what a block reads, as nearly as a linear map can, [E].
-
-    Args:
-        context_ME: of some tokens.
-        blocks: normed embeddings, of kinds that count alike.
-    """
+    """What gives 1 for the context and -1 for what a block reads (normed embeddings, of kinds that count alike), as
+    nearly as a linear map can, [E]."""
     gram_EE = context_ME.T @ context_ME / len(context_ME)
     wanted_E = context_ME.mean(0)
     for block_ME in blocks:

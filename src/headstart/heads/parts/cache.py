@@ -21,18 +21,8 @@ _QUERIES = 512
 
 
 class LayerCache:
-    """Keys and values of committed tokens, and after them those of the tree that is being drafted.
-
-    Args:
-        config: sizes.
-        layers: that have keys and values.
-        rows: B.
-        prompt: tokens of the longest prompt; there is room for some more, and `reserve` makes further room.
-        like: a tensor of the dtype and device to use.
-
-    Attributes:
-        lengths: committed slots of each row.
-    """
+    """Keys and values of committed tokens (`lengths` of each row), and after them those of the tree that is being
+    drafted. There is room for some more than the longest prompt, and `reserve` makes further room."""
 
     def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
         shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)
@@ -40,7 +30,6 @@ class LayerCache:
         self.lengths = [0] * rows
 
     def reserve(self, slots: int) -> None:
-        """Make room for this many slots of a row."""
         held = self.kv[0][0].shape[2]
         if slots > held:
             more = max(slots, 2 * held) - held
@@ -59,7 +48,6 @@ class LayerCache:
         values[rows_B1, :, slots_BT] = values_BNTd.transpose(1, 2)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
         self.kv = [(keys[list(rows)], values[list(rows)]) for keys, values in self.kv]
         self.lengths = [self.lengths[row] for row in rows]
 

@@ -18,17 +18,16 @@ from torch import Tensor
 
 from headstart.heads.base import HeadBatch, supervised_origins
 from headstart.heads.int8_weights import Linear
-from headstart.heads.parts.layer import DraftLayer, LayerConfig
-from headstart.heads.parts.recurrent import RecurrentHead
+from headstart.heads.parts.layer import DraftLayer
+from headstart.heads.parts.recurrent import RecurrentConfig, RecurrentHead
 from headstart.heads.parts.residual import LinearStart
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 
 
-class FinalStateConfig(LayerConfig):
+class FinalStateConfig(RecurrentConfig):
     """Settings of heads that go from final state to final state."""
 
-    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
     init: Literal["target", "random"] = Field(
         "target", description="Start from the target's last layer and a linear guess, or from random numbers."
     )
@@ -41,7 +40,7 @@ class FinalStateHead(RecurrentHead):
     config: FinalStateConfig
 
     def __init__(self, config: FinalStateConfig, layer: DraftLayer) -> None:
-        super().__init__(config, config.draft_steps, [layer])
+        super().__init__(config, [layer])
         self.register_buffer("_frozen_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
 
     @property
@@ -62,7 +61,6 @@ class FinalStateHead(RecurrentHead):
         return self._frozen_DE
 
     def bind(self, target: FrozenModel) -> None:
-        """Take the target's embeddings, and its LM head over the draft vocabulary."""
         super().bind(target)
         self._frozen_DE = self.frozen_lm_head(target, self.joining_map.weight)
 

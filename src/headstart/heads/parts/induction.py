@@ -1,15 +1,13 @@
 """A decoder layer that copies from the start: attention that finds where the present token stood before.
 
-Texts repeat themselves, and a draft layer spends its first thousand steps on finding that out. One layer can do it:
-the query is the token just decided, the key of an entry the token that its state was computed after, the value the
-token that followed. Each is a linear map of what the layer reads, so all of it is solved for instead of learnt.
-"Induction heads" are what trained models are found to have (Olsson et al., arXiv 2209.11895).
+One layer can do it ("induction heads", Olsson et al., arXiv 2209.11895): the query is the token just decided, the key
+of an entry the token that its state was computed after, the value the token that followed. Each is a linear map of
+what the layer reads, so all of it is solved for instead of learnt.
 
-Entry s of the heads reads the target's state after token s and the embedding of token s + 1 (see `recurrent`). The
-state is asked for a code of token s, a projection of its embedding, by ridge regression from all aux layers: early
-ones know the token, late ones what comes next. The code is put where final states hardly ever point, so that one
-vector holds both. Only slowly turning pairs of a head's components take part, since rotary positions must not hide a
-match.
+Entry s of the heads reads the target's state after token s and the embedding of token s + 1 (see `recurrent`). A code
+of token s, a projection of its embedding, is read off the state by ridge regression from all aux layers: early ones
+know the token, late ones what comes next. The code is put where final states hardly ever point, so that one vector
+holds both. Only slowly turning pairs of a head take part, since rotary positions must not hide a match.
 
 Shape suffixes: E hidden size, X what is read, C components of a code, N key heads, H query heads, d head size, I what
 queries, keys and values are computed from, P positions, M tokens that are fitted on.
@@ -24,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.parts.layer import DraftLayer, LayerConfig
-from headstart.heads.parts.residual import LinearStart
+from headstart.heads.parts.residual import map_by_direction
 
 FAR = 512
 """Tokens over which a pair may turn by half a radian at most."""
@@ -40,20 +38,15 @@ _MATCH = 12.0
 
 @dataclass(frozen=True)
 class Induction:
-    """What is solved for.
-
-    Attributes:
-        read_CX: from aux hidden states to the code of the token that was just read.
-        axes_EC: orthonormal directions that take the code.
-        size: what the code is multiplied with there.
-    """
+    """The map from aux hidden states to the code of the token that was just read, the orthonormal directions of a fused
+    state that take the code, and what it is multiplied with there."""
 
     read_CX: Tensor
     axes_EC: Tensor
     size: float
 
     def into(self, fused_EX: Tensor) -> Tensor:
-        """The map from aux hidden states to fused ones [E, X], with the code in its place."""
+        """A map from aux hidden states to fused ones [E, X], with the code in its place."""
         fused_EX = fused_EX - self.axes_EC @ (self.axes_EC.T @ fused_EX)
         return fused_EX + self.size * self.axes_EC @ self.read_CX
 
@@ -87,7 +80,7 @@ def solve(
         spare: key heads, the first ones, that are left alone with the query heads that share them.
     """
     config, size = layer.config, own_ME.shape[1]
-    groups, width = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+    groups, width = layer.groups, config.head_dim
     kv_heads = config.num_key_value_heads - spare
     if not kv_heads:
         return None
@@ -102,13 +95,7 @@ def solve(
     random = torch.Generator().manual_seed(0)
     project_CE = torch.linalg.qr(torch.randn(size, codes, generator=random))[0].T.to(own_ME)
     code_MC = own_ME @ project_CE.T
-    # A few tokens have states a hundred times as large as the rest in some components: each counts by its direction.
-    columns_X = aux_MX.abs().median(0).values.clamp(min=1e-6)
-    scaled_MX = aux_MX / columns_X
-    sizes_M1 = scaled_MX.square().mean(-1, keepdim=True).sqrt()
-    start = LinearStart([aux_MX.shape[1]], codes, aux_MX.device)
-    start.add(scaled_MX / sizes_M1, [code_MC / sizes_M1])
-    read_CX = start.maps()[0] / columns_X
+    read_CX = map_by_direction(aux_MX, code_MC)
     found_MC = aux_MX @ read_CX.T
 
     _, directions_EE = torch.linalg.eigh(final_ME.T @ final_ME)

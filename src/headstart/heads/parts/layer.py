@@ -78,7 +78,6 @@ class LayerConfig(HeadConfig):
 
     @property
     def published_sizes(self) -> LayerSizes:
-        """What is published of these settings."""
         return LayerSizes(**{field.name: getattr(self, field.name) for field in fields(LayerSizes)})
 
     @field_validator("hidden_act")
@@ -102,23 +101,14 @@ class LayerConfig(HeadConfig):
 
 
 class Rotary:
-    """Cosines and sines of the rotary positions, computed in float32 and kept in the dtype that asks for them.
-
-    Tables grow as later positions are asked for: a long context costs nothing before it is there.
-    """
+    """Cosines and sines of the rotary positions, in tables that grow as later positions are asked for."""
 
     def __init__(self, config: LayerConfig) -> None:
         self._config = config
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def at(self, positions_BT: Tensor, dtype: torch.dtype, stop: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [B, T, d] of these positions; those after the longest context take its last.
-
-        Args:
-            positions_BT: int64.
-            dtype: of the result.
-            stop: above every position; known to the caller without asking the device.
-        """
+        """(cos, sin) [B, T, d] of these positions, all below `stop`; those after the longest context take its last."""
         key = (positions_BT.device, dtype)
         needed = min(stop, self._config.max_position_embeddings)
         table = self._tables.get(key)
@@ -146,12 +136,9 @@ class Rotary:
 
 
 class DraftLayer(nn.Module):
-    """Attention and MLP around a residual stream; what attention reads may be wider than the stream.
+    """Attention and MLP around a residual stream; what attention reads (`inputs` wide) may be wider than the stream.
 
-    Args:
-        config: sizes.
-        inputs: I, width of what queries, keys and values are computed from.
-        input_norm: normalise that input here; families that mix several inputs do it themselves.
+    Families that mix several inputs norm them themselves, without an `input_norm` here.
 
     Attributes:
         own_heads: key heads, the first ones, that find nothing but their own position (`own_position`). Training takes
@@ -192,16 +179,10 @@ class DraftLayer(nn.Module):
     def read(
         self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], learning_RI: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d].
-
-        Args:
-            x_BTI: what attention reads.
-            rotary: cosines and sines.
-            learning_RI: from `learning`: queries and keys of the first `own_heads` are then left out.
-        """
-        config = self.config
-        groups, size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
-        kv_heads = config.num_key_value_heads - (0 if learning_RI is None else self.own_heads)
+        """Rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d]; with `learning_RI` those of
+        `learning`, so that queries and keys of the first `own_heads` are left out."""
+        groups, size = self.groups, self.config.head_dim
+        kv_heads = self.config.num_key_value_heads - (0 if learning_RI is None else self.own_heads)
         if self.input_norm is not None:
             x_BTI = normed(self.input_norm, x_BTI)
         rows, width = x_BTI.shape[:2]
@@ -213,7 +194,7 @@ class DraftLayer(nn.Module):
         return queries, rotated_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
 
     def norm_heads(self, read_BHTd: Tensor, heads: int) -> Tensor:
-        """Queries (the first `heads` of them) and keys as they are rotated; kinds of layers may norm them first."""
+        """Queries (the first `heads`) and keys as they are rotated; kinds of layers may norm them first."""
         return read_BHTd
 
     def learning(self) -> Tensor | None:
@@ -237,11 +218,7 @@ class DraftLayer(nn.Module):
         return {name: [rows for rows in parts if rows.stop > rows.start] for name, parts in matrices.items()}
 
     def by_published_name(self, number: int) -> dict[str, Tensor]:
-        """The weights as they are published, in the layer's own memory.
-
-        Args:
-            number: of the layer among those of the heads.
-        """
+        """The weights of layer `number` as they are published, in the layer's own memory."""
         config = self.config
         heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         queries, keys, values = torch.split(self.qkv.weight, [count * config.head_dim for count in heads])
@@ -280,13 +257,8 @@ class DraftLayer(nn.Module):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
-        """Take over a layer of the target, as far as it is built alike; the rest starts without any effect.
-
-        Args:
-            target: the frozen model.
-            number: of its layer.
-            offset: columns of the input before those that the target's layer knows; they start at zero.
-        """
+        """Take over a layer of the target, as far as it is built alike; the rest starts without any effect, and so do
+        the first `offset` columns of the input, which the target's layer does not know."""
         config, layer = self.config, cast(Any, target.layers[number])
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         # What a layer adds may be normed once more (Gemma 2 and 3, OLMo 2, GLM 4): its weights are then not all of it.
@@ -371,16 +343,20 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def refuse_start(num_layers: int, target: FrozenModel) -> None:
-    """Refuse heads of more layers than the target has for them to start from.
-
-    Raises:
-        UserError: naming the setting.
-    """
+    """Refuse heads of more layers than the target has for them to start from."""
     if num_layers > target.num_layers:
         raise UserError(
             f"heads.num_layers is {num_layers} and the target has {target.num_layers} layers to start from.",
             "Lower heads.num_layers.",
         )
+
+
+def refused_layers(aux_layers: Sequence[int], which: str = "from 1 on") -> UserError:
+    """Why these layers of the target cannot be read."""
+    return UserError(
+        f"The heads would read layers {list(aux_layers)} of the target, which must be different ones, {which}.",
+        "Name them, for example heads.aux_layers=[1,2,3]; a target of few layers needs it.",
+    )
 
 
 def start_from_last_layers(
@@ -391,15 +367,9 @@ def start_from_last_layers(
     norm: nn.RMSNorm,
     before: int = 0,
 ) -> None:
-    """Let layers start as the target's last ones, from the deepest of the states that are fused.
+    """Let layers start as the target's last ones, from the deepest of the states that `fc` fuses, with its norms.
 
-    Args:
-        target: the frozen model.
-        stack: the layers, first to last.
-        fc: the fusion, [E, states * E].
-        hidden_norm: of what was fused; it becomes the input norm of the first of the target's layers.
-        norm: after the layers; it becomes the target's final one.
-        before: columns of the first layer's input before what was fused.
+    The input of the first layer has so many columns `before` what was fused.
     """
     size = fc.out_features
     fc.weight.zero_()

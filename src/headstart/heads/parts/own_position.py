@@ -16,7 +16,7 @@ distances, R pairs of a head, V vocabulary, C components, M tokens, O rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -43,14 +43,21 @@ def heads_needed(hidden_size: int, head_dim: int) -> int:
     return -(-hidden_size // head_dim)
 
 
+def play(gains: Callable[[Tensor], Tensor], count: int, rounds: int, rate: float) -> Tensor:
+    """A matrix game, played by multiplicative weights: the sum of the shares [count] of the later half of the rounds,
+    which is near the best mixture, given what each choice gains where the opponent answers a mixture best."""
+    logs, total = torch.zeros(count), torch.zeros(count)
+    for played in range(rounds):
+        shares = logs.softmax(0)
+        if played >= rounds // 2:
+            total += shares
+        logs += rate * gains(shares)
+    return total
+
+
 def pair_shares(cos_PR: Tensor) -> tuple[Tensor, float]:
-    """How the score is spread over pairs so that the most that any other distance gets is least.
-
-    A matrix game of distances against pairs, played by multiplicative weights; the mean of the later rounds is near the
-    best.
-
-    Args:
-        cos_PR: cosines of the angles by which each pair turns over each distance from 1 on.
+    """How the score is spread over pairs so that the most that any other distance gets is least, given the cosines of
+    the angles by which each pair turns over each distance from 1 on.
 
     Returns:
         Shares [R] that add up to 1, zero for pairs that are left out, and the score of the worst distance, of 1 at the
@@ -61,13 +68,8 @@ def pair_shares(cos_PR: Tensor) -> tuple[Tensor, float]:
     >>> shares.tolist(), round(worst, 2)
     ([1.0, 0.0], 0.96)
     """
-    logs_R, mean_R = torch.zeros(cos_PR.shape[1]), torch.zeros(cos_PR.shape[1])
-    for played in range(_ROUNDS):
-        shares_R = logs_R.softmax(0)
-        if played >= _ROUNDS // 2:
-            mean_R += shares_R
-        logs_R -= _RATE * cos_PR[int((cos_PR @ shares_R).argmax())]
-    shares_R = torch.where(mean_R > _UNUSED * mean_R.sum(), mean_R, 0)
+    total_R = play(lambda shares_R: -cos_PR[int((cos_PR @ shares_R).argmax())], cos_PR.shape[1], _ROUNDS, _RATE)
+    shares_R = torch.where(total_R > _UNUSED * total_R.sum(), total_R, 0)
     shares_R /= shares_R.sum()
     return shares_R, float((cos_PR @ shares_R).max())
 
@@ -75,9 +77,8 @@ def pair_shares(cos_PR: Tensor) -> tuple[Tensor, float]:
 def number_of_all(*kinds: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """What a normed embedding is multiplied with to give a number near 1 for every token, [E], and their mean [E].
 
-    Args:
-        kinds: normed embeddings [M, E], in parts. Each kind counts alike: few of the vocabulary's tokens are common in
-            texts, and what is near 1 for most of the vocabulary is not for them.
+    Each of the `kinds` of embeddings, [M, E] in parts, counts alike: few of the vocabulary's tokens are common in
+    texts, and what is near 1 for most of the vocabulary is not for them.
     """
     gram_EE, mean_E = torch.zeros(()), torch.zeros(())
     for kind in kinds:
@@ -102,8 +103,7 @@ def look_at_itself(layer: DraftLayer, heads: int, cos_PR: Tensor, number_E: Tens
         number_E: from `number_of_all`.
         mean_E: the mean embedding, which codes leave out.
     """
-    config, width = layer.config, layer.config.head_dim
-    groups = config.num_attention_heads // config.num_key_value_heads
+    config, width, groups = layer.config, layer.config.head_dim, layer.groups
     shares_R, worst = pair_shares(cos_PR)
     first_R = (_MARGIN / max(1 - worst, 1e-2) * width**0.5 * shares_R).sqrt()
     others = [pair for pair in range(width // 2) if not shares_R[pair]]
@@ -127,16 +127,10 @@ def look_at_itself(layer: DraftLayer, heads: int, cos_PR: Tensor, number_E: Tens
 
 @torch.no_grad()
 def hold(layer: DraftLayer, heads: int, map_EI: Tensor, read_II: Tensor) -> None:
-    """Let the heads of `look_at_itself` add this linear map of what the layer reads, as far as their rank goes.
-
-    Args:
-        layer: whose values and output map are written.
-        heads: key heads.
-        map_EI: what to add.
-        read_II: mean products of what the layer reads; says which part of the map matters most.
-    """
+    """Let the heads of `look_at_itself` add this linear map of what the layer reads, as far as their rank goes; mean
+    products of what is read say which part of the map matters most."""
     config, width = layer.config, layer.config.head_dim
-    groups, rank = config.num_attention_heads // config.num_key_value_heads, heads * layer.config.head_dim
+    groups, rank = layer.groups, heads * width
     # Directions of the stream by how much the map adds along them, the most first.
     axes_EE = torch.linalg.eigh((map_EI @ read_II @ map_EI.T).double())[1].flip(1).to(map_EI)
     axes_EO = axes_EE[:, :rank]

@@ -24,6 +24,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
@@ -38,12 +39,17 @@ _WORTH_A_COPY = 0.9
 """Origins of a batch are copied together again when fewer than this share of them go on."""
 
 
+class RecurrentConfig(LayerConfig):
+    """Settings of heads that feed their own state back."""
+
+    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
+
+
 @dataclass
 class RecurrentState:
     """Drafting of a batch.
 
     Attributes:
-        cache: keys and values of the entries so far.
         seen_BPX: target states of committed tokens whose keys and values are not in the cache yet.
         tokens_BP: the token after each of them; that of a row's last one is the root, known when drafting begins.
         counts: how many are real, for each row.
@@ -57,36 +63,28 @@ class RecurrentState:
     seen_BPX: Tensor
     tokens_BP: Tensor
     counts: list[int]
+    base: list[int]
+    feedback_BWE: Tensor
+    visible_BWS: Tensor
     drafted: bool = False
-    base: list[int] | None = None
-    feedback_BWE: Tensor | None = None
-    visible_BWS: Tensor | None = None
 
 
 class RecurrentHead(DraftHead):
-    """A stack of decoder layers over (state, next token's embedding); families say what goes in and what comes out.
+    """A stack of decoder layers over (state, next token's embedding); families say what goes in and what comes out."""
 
-    Args:
-        config: sizes.
-        draft_steps: K, in training and drafting.
-        layers: from the first, which reads what `layer_input` mixes, to the last.
-    """
+    config: RecurrentConfig
 
-    config: LayerConfig
-
-    def __init__(self, config: LayerConfig, draft_steps: int, layers: Sequence[DraftLayer]) -> None:
+    def __init__(self, config: RecurrentConfig, layers: Sequence[DraftLayer]) -> None:
         super().__init__(config)
-        self._draft_steps = draft_steps
         self.layers = nn.ModuleList(layers)
         self._rotary = Rotary(config)
 
     @property
     def draft_steps(self) -> int:
-        return self._draft_steps
+        return self.config.draft_steps
 
     @property
     def stack(self) -> list[DraftLayer]:
-        """The layers, first to last."""
         return cast(list[DraftLayer], list(self.layers))
 
     def bind(self, target: FrozenModel) -> None:
@@ -154,7 +152,9 @@ class RecurrentHead(DraftHead):
         following = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
         cache = LayerCache(self.config, len(self.layers), len(prompts), width, seen_BPX)
         tokens_BP = torch.tensor(following, device=seen_BPX.device)
-        return RecurrentState(cache, seen_BPX, tokens_BP, [len(prompt) for prompt in prompts])
+        counts = [len(prompt) for prompt in prompts]
+        none = seen_BPX[:, :0]  # until something is drafted
+        return RecurrentState(cache, seen_BPX, tokens_BP, counts, base=[], feedback_BWE=none, visible_BWS=none)
 
     def draft_step(self, state: RecurrentState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         cache, device = state.cache, tokens_BW.device
@@ -167,9 +167,6 @@ class RecurrentHead(DraftHead):
             state.visible_BWS = torch.zeros(len(rows_B), 1, 0, dtype=torch.bool, device=device)
             state.drafted = True
         else:
-            assert state.base is not None and state.feedback_BWE is not None and state.visible_BWS is not None, (
-                "levels in order"
-            )
             width = tokens_BW.shape[1]
             above_BWS = state.visible_BWS[rows_B[:, None], parents_BW]
             itself_BWW = torch.eye(width, dtype=torch.bool, device=device).expand(len(rows_B), width, width)
@@ -211,7 +208,7 @@ class RecurrentHead(DraftHead):
         depth: int,
         last_B: Tensor | None = None,
     ) -> Tensor:
-        """The stack over new entries, written to each row's slots from `starts` on.
+        """The last layer's stream [B, W, E] over new entries, written to each row's slots from `starts` on.
 
         Args:
             state: of the session.
@@ -220,10 +217,7 @@ class RecurrentHead(DraftHead):
             starts: first slot of each row.
             visible_BWS: drafted nodes that each sees; None for entries of the text, which see all before them.
             depth: of the nodes.
-            last_B: the only entry of each row whose stream is wanted; None wants all.
-
-        Returns:
-            The last layer's stream, [B, W, E], with W = 1 for `last_B`.
+            last_B: the only entry of each row whose stream is wanted, so that W is 1; None wants all.
         """
         cache, width, device = state.cache, tokens_BW.shape[1], tokens_BW.device
         slots = max(starts) + width
@@ -233,7 +227,6 @@ class RecurrentHead(DraftHead):
             steps_W = torch.arange(width, device=device)
             visible_BWS = (steps_W <= steps_W[:, None]).expand(len(starts), width, width)
         else:
-            assert state.base is not None, "drafted nodes are below a root"
             first = [base + 1 for base in state.base]
             steps_W = torch.full((width,), depth - 1, device=device)
         positions_BW = torch.tensor(first, device=device)[:, None] + steps_W
@@ -256,14 +249,8 @@ class RecurrentHead(DraftHead):
 
 
 def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool) -> Tensor | None:
-    """Slots that each new entry sees, bool [B, W, slots], or None for all: those of the text, and of the new ones some.
-
-    Args:
-        visible_BWS: new slots, from `first` on, that it sees.
-        first: of each row, after the text.
-        slots: in all.
-        chain: whether the new slots are a chain that ends with a single new entry, which then sees all of them.
-    """
+    """Slots that each new entry sees, bool [B, W, slots], or None for all: those of the text, before each row's
+    `first`, and of the new ones some. Where these are a chain, its single new entry sees all of them."""
     rows, width, new = visible_BWS.shape
     if rows == 1:
         return None if chain else F.pad(visible_BWS, (first[0], 0), value=True)
@@ -275,10 +262,8 @@ def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool)
 class _Text:
     """One batch of conversations while its origins are unrolled: the entries of the text, and each origin's own.
 
-    Attributes:
-        sight: what each origin sees of the text.
-        real_BA: which origins are not padding.
-        feedback_BAE: what the step before feeds back; at step 0 the text's own, [B, T, E].
+    `real_BA` says which origins are not padding, `feedback_BAE` what the step before feeds back; at step 0 the text's
+    own, [B, T, E].
     """
 
     def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, batch: HeadBatch, origin_M: Tensor) -> None:
@@ -291,18 +276,14 @@ class _Text:
         starts_BA = None if self.starts_BT is None else self.starts_BT.gather(1, index_BA)
         self.sight = Sight(index_BA, self.tokens_BT.shape[1], starts_BA)
 
-    @property
-    def index_BA(self) -> Tensor:
-        """Positions of the origins, short rows padded with 0."""
-        return self.sight.index_BA
-
     def keep(self, origin_M: Tensor) -> None:
         """Go on with these of the origins alone; what the others take is dropped when it is worth a copy."""
-        rows, maximum = self.index_BA.shape
+        index_BA = self.sight.index_BA
+        rows, maximum = index_BA.shape
         row_B1 = torch.arange(rows, device=origin_M.device)[:, None]
         wanted_X = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool, device=origin_M.device)
         wanted_X[origin_M] = True
-        wanted_BA = wanted_X[self.index_BA + self.tokens_BT.shape[1] * row_B1] & self.real_BA
+        wanted_BA = wanted_X[index_BA + self.tokens_BT.shape[1] * row_B1] & self.real_BA
         if int(wanted_BA.sum(1).max()) > _WORTH_A_COPY * maximum:
             self.real_BA = wanted_BA
             return
@@ -312,8 +293,8 @@ class _Text:
         self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
 
     def step(self, step: int) -> Tensor:
-        """The last layer's stream at step `step` of every origin, [B, A, E]."""
-        heads, index_BA = self.heads, self.index_BA
+        """The last layer's stream of every origin, [B, A, E]."""
+        heads, index_BA = self.heads, self.sight.index_BA
         if step == 0:
             positions = positions_of(self.tokens_BT, self.starts_BT)
             tokens = F.pad(self.tokens_BT[:, 1:], (0, 1))

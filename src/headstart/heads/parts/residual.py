@@ -1,4 +1,4 @@
-"""What Medusa's and Hydra's heads have in common: what they read, their residual blocks, and their linear start.
+"""What Medusa's and Hydra's heads have in common: settings, residual blocks, what they commit, and their linear start.
 
 Shape suffixes: B rows, T tokens, E hidden size, V vocabulary, F what a head reads, M predictions, L blocks of a head,
 K heads.
@@ -7,19 +7,63 @@ K heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
-from headstart.heads.base import HeadBatch
+from headstart.heads.base import DraftHead, HeadBatch, HeadConfig
 from headstart.heads.int8_weights import linear, unstack
+from headstart.target.fitting import FINAL
+from headstart.tree.tree import Committed
 
 _RIDGE = 1e-3
 """Ridge of the linear start, as a share of the mean squared size of the components that are read."""
 _ENOUGH = 12
 """Positions for each number that is read, after which the linear start stops looking: what more of them would gain is
 a tenth of what is left to learn at most, and takes seconds of a run of minutes."""
+
+
+class ResidualConfig(HeadConfig):
+    """Settings of K stacks of residual blocks."""
+
+    num_heads: int = Field(4, ge=1, le=16, description="How many tokens ahead the heads look.")
+    num_layers: int = Field(1, ge=1, le=8, description="Residual blocks in each head.")
+    shared_lm_head: bool = Field(
+        False, description="Read logits through the target's frozen LM head instead of one trained LM head per head."
+    )
+
+
+@dataclass
+class ResidualState:
+    """The final state of the last token that each row has committed, and what was read last in this round: [B, F] by
+    every head, or [B, W, F] at the nodes of a level."""
+
+    final_BE: Tensor
+    seen: Tensor
+
+
+class ResidualHead(DraftHead):
+    """Heads that read the final state of the last committed token."""
+
+    config: ResidualConfig
+
+    @property
+    def draft_steps(self) -> int:
+        return self.config.num_heads
+
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> ResidualState:
+        counts_B = torch.tensor([len(prompt) for prompt in prompts], device=states[FINAL].device)
+        final_BE = _last_states(states[FINAL], counts_B)
+        return ResidualState(final_BE, final_BE)
+
+    def commit(self, state: ResidualState, committed: Committed) -> None:
+        state.final_BE = _last_states(committed.states[FINAL], committed.counts_B)
+
+    def reorder(self, state: ResidualState, rows: Sequence[int]) -> None:
+        state.final_BE = state.final_BE[list(rows)]
 
 
 def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
@@ -31,8 +75,7 @@ def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
     return F.rms_norm(embedded, embedded.shape[-1:]).to(like)
 
 
-def last_states(states_BTE: Tensor, counts_B: Tensor) -> Tensor:
-    """The state of each row's last token, [B, E]; row b has `counts_B[b]` of them."""
+def _last_states(states_BTE: Tensor, counts_B: Tensor) -> Tensor:
     return states_BTE[torch.arange(len(counts_B), device=counts_B.device), counts_B - 1]
 
 
@@ -44,16 +87,24 @@ def head_hidden(seen_MF: Tensor, input_EF: Tensor | None, weight_LEE: Tensor, bi
     return x_ME
 
 
+def map_by_direction(read_MX: Tensor, wanted_ME: Tensor) -> Tensor:
+    """The linear map [E, X] by ridge regression where each row counts by its direction: a few tokens have states a
+    hundred times as large as the rest in some components."""
+    columns_X = read_MX.abs().median(0).values.clamp(min=1e-6)
+    scaled_MX = read_MX / columns_X
+    sizes_M1 = scaled_MX.square().mean(-1, keepdim=True).sqrt()
+    start = LinearStart([read_MX.shape[1]], wanted_ME.shape[1], read_MX.device)
+    start.add(scaled_MX / sizes_M1, [wanted_ME / sizes_M1])
+    return start.maps()[0] / columns_X
+
+
 class LinearStart:
-    """Ridge regression from what heads read to the states that they should have seen, batch by batch.
+    """Ridge regression from what heads read to the states [.., E] that they should have seen, batch by batch.
 
     Args:
         widths: how much each head reads, ascending: head k the first `widths[k]` numbers of what the last one reads.
-        size: E, of the states to guess.
+        size: E.
         device: where the sums are kept and solved.
-
-    Attributes:
-        rows: M, positions so far.
     """
 
     def __init__(self, widths: Sequence[int], size: int, device: torch.device | str = "cpu") -> None:

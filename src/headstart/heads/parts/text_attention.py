@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Kernel = Callable[..., Tensor]
-"""Queries, keys and values of the text, what each query must not see of it, and tensors of the queries' own."""
+"""Takes queries, keys and values of the text, what each query must not see of it, and tensors of the queries' own."""
 
 _IN_ONE = {"cpu": 1 << 22}
 """Scores up to which queries attend in one piece; above, parts are faster as well, since they fit the cache."""
@@ -51,9 +51,9 @@ class Sight:
     """What each query of a batch sees: the entries of its own conversation up to a position.
 
     Args:
-        index_BA: int64, the last position that each sees, ascending in a row up to what pads it.
+        index_BA: the last position that each sees, ascending in a row up to what pads it.
         length: T.
-        starts_BA: int64, the first one; None is the first of the row.
+        starts_BA: the first one; None is the first of the row.
     """
 
     def __init__(self, index_BA: Tensor, length: int, starts_BA: Tensor | None = None) -> None:
@@ -81,12 +81,8 @@ class Sight:
         return self.index_BA.numel() * heads * self.length <= _IN_ONE.get(self.index_BA.device.type, _IN_ONE_ELSEWHERE)
 
     def parts(self, heads: int, slots: int = 1) -> list[Part]:
-        """The queries in parts, each with what it sees. The host waits for the device once in the life of a sight.
-
-        Args:
-            heads: query heads.
-            slots: rows of scores that each query has for each head.
-        """
+        """The queries in parts, each with what it sees; each query has so many rows of scores (`slots`) for each head.
+        The host waits for the device once in the life of a sight."""
         if not self._parts:
             (rows, width), kind = self.index_BA.shape, self.index_BA.device.type
             fitting = _PART.get(kind, _PART_ELSEWHERE) // max(1, rows * heads * slots * self.length)
@@ -135,14 +131,7 @@ def by_row(origin_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
 def causal_attention(
     queries_BNGTd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, starts_BT: Tensor | None = None
 ) -> Tensor:
-    """What the tokens of whole texts find in the tokens up to themselves, [B, N, G, T, d].
-
-    Args:
-        queries_BNGTd: one for each token.
-        keys_BNTd: of the text.
-        values_BNTd: of the text.
-        starts_BT: as in `HeadBatch`.
-    """
+    """What the tokens of whole texts find in the tokens up to themselves, [B, N, G, T, d]; see `HeadBatch`."""
     if starts_BT is not None:
         return attend(
             queries_BNGTd, keys_BNTd, values_BNTd, Sight(positions_of(starts_BT, None), len(starts_BT[0]), starts_BT)
@@ -159,15 +148,8 @@ def attend(
     sight: Sight,
     chain: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
-    """What each query finds in the text that it sees and in its own draft so far, [B, N, G, A, d].
-
-    Args:
-        queries_BNGAd: one for each column of the sight.
-        keys_BNTd: of the text.
-        values_BNTd: of the text.
-        sight: what each sees of the text.
-        chain: keys and values [B, N, A, d] of the origin's own drafted tokens, first to last, this step's included.
-    """
+    """What each query (a column of the sight) finds in the text that it sees and in its own draft so far:
+    [B, N, G, A, d]. `chain` has keys and values [B, N, A, d] of its drafted tokens, this step's included."""
     heads, drafted = queries_BNGAd.shape[1] * queries_BNGAd.shape[2], [tensor for step in chain for tensor in step]
     if sight.is_short(heads):
         return chain_attention(queries_BNGAd, keys_BNTd, values_BNTd, sight.hidden_BAT, *drafted)
@@ -181,12 +163,7 @@ def attend_blocks(
 ) -> Tensor:
     """What each row of each origin's block finds in the text up to the origin and in its own block, [B, N, A, R, d].
 
-    Args:
-        queries_BNARd: of the slots, for each query head that shares the key head.
-        keys_BNTd: of the text.
-        values_BNTd: of the text.
-        sight: what each origin sees of the text.
-        own: keys and values [B, N, A, K, d] of the slots of each origin's block, all of which see each other.
+    `own` are keys and values [B, N, A, K, d] of the slots of each origin's block, all of which see each other.
     """
     heads, rows = queries_BNARd.shape[1], queries_BNARd.shape[3]
     if sight.is_short(heads * rows):
@@ -199,15 +176,8 @@ def attend_blocks(
 def chain_attention(
     queries_BNGAd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden_BAS: Tensor, *chain: Tensor
 ) -> Tensor:
-    """Attention of one draft step of every origin at once, [B, N, G, A, d].
-
-    Args:
-        queries_BNGAd: one query an origin.
-        keys_BNSd: of the text.
-        values_BNSd: of the text.
-        hidden_BAS: bool, positions of the text that each must not see.
-        chain: keys and values [B, N, A, d] of the origin's own drafted tokens in turn.
-    """
+    """Attention of one draft step of every origin at once, [B, N, G, A, d]: `hidden_BAS` are positions of the text that
+    each must not see, `chain` keys and values [B, N, A, d] of the origin's own drafted tokens in turn."""
     rows, kv_heads, groups, origins, size = queries_BNGAd.shape
     queries_BNGAd = queries_BNGAd * size**-0.5
     scores = (queries_BNGAd.flatten(2, 3) @ keys_BNSd.transpose(2, 3)).view(rows, kv_heads, groups, origins, -1)
@@ -279,15 +249,8 @@ def _in_parts(
     text: tuple[Tensor, Tensor],
     columns: Sequence[tuple[Tensor, int]],
 ) -> Tensor:
-    """What all parts find.
-
-    Args:
-        kernel: computes one part; draws no random numbers.
-        sight: of all queries.
-        parts: of the queries.
-        text: keys and values; a part sees a stretch of them.
-        columns: the queries, and what else has as many columns, each with the dimension of those.
-    """
+    """What all parts find: `text` are keys and values, of which a part sees a stretch; `columns` the queries, and what
+    else has as many columns, each with the dimension of those."""
     apply: Kernel = _InParts.apply
     return apply((kernel, sight, parts), [dim for _, dim in columns], *text, *(tensor for tensor, _ in columns))
 

@@ -1,9 +1,9 @@
 """Heads that begin as a transition: a solved step from one final state of the target to the next.
 
-Two things are solved for before the first gradient step, which is what little data needs. The linear part of the step,
-a guess of the next final state from a final state and the embedding of the token that follows it: the published layer
-has no place for such a map, so attention heads that look at their own position alone hold it (see `own_position`). And
-an attention that copies what followed the present token before (see `induction`).
+Two things are solved for before the first gradient step. The linear part of the step, a guess of the next final state
+from a final state and the embedding of the token that follows it: the published layer has no place for such a map, so
+attention heads that look at their own position alone hold it (see `own_position`). And an attention that copies what
+followed the present token before (see `induction`).
 
 On tokens a b c d e (positions 0-4), the draft that starts from the state after `b` (origin 1):
 
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from headstart.heads.base import HeadBatch, supervised_origins
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts import induction, own_position
-from headstart.heads.parts.layer import LayerConfig, by_token, normed
-from headstart.heads.parts.recurrent import RecurrentHead
-from headstart.heads.parts.residual import LinearStart
+from headstart.heads.parts.layer import by_token, normed
+from headstart.heads.parts.recurrent import RecurrentConfig, RecurrentHead
+from headstart.heads.parts.residual import LinearStart, map_by_direction
 from headstart.heads.parts.text_attention import causal_attention
 from headstart.target.fitting import FINAL
 
@@ -42,18 +42,23 @@ _LONGEST, _ENOUGH = 1024, 8192
 """Tokens of a text, and of all, on which it is checked whether heads find their own position."""
 
 
+class TransitionConfig(RecurrentConfig):
+    """Settings of heads whose start can be solved for."""
+
+    @property
+    def own_heads(self) -> int:
+        """Key heads that look at their own position alone, with `init: transition`."""
+        return own_position.heads_needed(self.hidden_size, self.head_dim)
+
+
 class TransitionStart(RecurrentHead):
     """Heads of one layer over fused states, whose start can be solved for (`heads.init=transition`)."""
 
-    config: LayerConfig
+    config: TransitionConfig
     fc: Linear
     embedding_norm: nn.RMSNorm
     hidden_norm: nn.RMSNorm
     norm: nn.RMSNorm
-
-    @property
-    def _own_heads(self) -> int:
-        return own_position.heads_needed(self.config.hidden_size, self.config.head_dim)
 
     @abstractmethod
     def normed_states(self, seen: Tensor) -> Tensor:
@@ -67,16 +72,12 @@ class TransitionStart(RecurrentHead):
 
     def fit_transition(self, batches: Iterator[HeadBatch], normed_residual: bool) -> None:
         """Fuse to the final state before its norm, make some heads copy, and let the others hold the linear part of
-        the step to the next final state: ridge regression, undone by the target's norm.
-
-        Args:
-            batches: to solve from.
-            normed_residual: whether the layer adds to the normed fused state, rather than to that state.
-        """
+        the step to the next final state: ridge regression, undone by the target's norm. With `normed_residual` the
+        layer adds to the normed fused state, rather than to that state."""
         first = self._first(batches)
         if not first:
             return
-        size, layer, own = self.config.hidden_size, self.stack[0], self._own_heads
+        size, layer, own = self.config.hidden_size, self.stack[0], self.config.own_heads
         self._look_at_themselves(first)
         self.fc.weight.copy_(self._to_final_state(first))
         copies = self._copy(first)
@@ -112,7 +113,7 @@ class TransitionStart(RecurrentHead):
 
     def keep_own_heads(self, batches: Iterable[HeadBatch]) -> None:
         """Let training take as given that heads look at their own position alone, where they really do."""
-        layer, own = self.stack[0], self._own_heads
+        layer, own = self.stack[0], self.config.own_heads
         layer.own_heads = 0
         if own == self.config.num_key_value_heads:
             return
@@ -128,7 +129,6 @@ class TransitionStart(RecurrentHead):
         layer.own_heads = own if least >= own_position.ALONE else 0
 
     def _attended(self, seen_BTX: Tensor, following_BT: Tensor) -> Tensor:
-        """What attention reads at the first step, [B, T, I]."""
         return self.layer_input(self.project(seen_BTX), self._embed(following_BT, seen_BTX))[0]
 
     def _read(self, attended_BTI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,7 +159,7 @@ class TransitionStart(RecurrentHead):
         number_E, mean_E = own_position.number_of_all(*kinds)
         cos_PR = self._cosines(own_position.FAR)[:, : self.config.head_dim // 2]
         cos_PR = cos_PR[1:] / cos_PR[0, 0]  # tables of long contexts may carry a factor
-        own_position.look_at_itself(self.stack[0], self._own_heads, cos_PR, number_E, mean_E)
+        own_position.look_at_itself(self.stack[0], self.config.own_heads, cos_PR, number_E, mean_E)
 
     def _copy(self, batches: list[HeadBatch]) -> bool:
         """Set the fusion and the attention of the other heads so that they copy; says whether they do."""
@@ -169,7 +169,7 @@ class TransitionStart(RecurrentHead):
         embedded_ME = normed(self.embedding_norm, embedded_ME)
         slow = induction.slow_pairs(self.config, self._cosines(induction.FAR))
         final_ME = aux_MX @ fused_EX.T
-        code = induction.solve(self.stack[0], slow, aux_MX, final_ME, embedded_ME, self._own_heads)
+        code = induction.solve(self.stack[0], slow, aux_MX, final_ME, embedded_ME, self.config.own_heads)
         if code is None:
             return False
         self.hidden_norm.weight.fill_(1)
@@ -181,16 +181,12 @@ class TransitionStart(RecurrentHead):
         return self._rotary.at(torch.arange(far + 1)[None], torch.float32, far + 1)[0][0]
 
     def _aux_states(self, batches: list[HeadBatch]) -> Tensor:
-        """What the fusion reads at every token, [M, X], in float32."""
         seen = (self.normed_states(self.select_states(batch.states)) for batch in batches)
         return torch.cat([seen_BTX.flatten(0, 1).float() for seen_BTX in seen])
 
     def _to_final_state(self, batches: list[HeadBatch]) -> Tensor:
-        """The map from normed aux layers to the final state before its norm, as large as the deepest of them, [E, X].
-
-        Ridge regression of what the last layers add to the deepest aux hidden state: nothing, where that is the last
-        one.
-        """
+        """The map from normed aux layers to the final state before its norm, as large as the deepest of them, [E, X]:
+        ridge regression of what the last layers add to the deepest aux hidden state."""
         size = self.config.hidden_size
         aux_MX = self._aux_states(batches)
         final_ME = torch.cat([batch.states[FINAL].flatten(0, 1).float() for batch in batches])
@@ -199,15 +195,7 @@ class TransitionStart(RecurrentHead):
         aux_MX, final_ME = aux_MX[good_M], final_ME[good_M]
         deepest_ME = aux_MX[:, -size:]
         added_ME = final_ME * deepest_ME.square().mean(-1, keepdim=True).sqrt() - deepest_ME
-        # A few tokens have states a hundred times as large as the rest in some components; directions alone count.
-        columns_X = aux_MX.abs().median(0).values.clamp(min=1e-6)
-        scaled_MX = aux_MX / columns_X
-        sizes_M1 = scaled_MX.square().mean(-1, keepdim=True).sqrt()
-        start = LinearStart([aux_MX.shape[1]], size, aux_MX.device)
-        start.add(scaled_MX / sizes_M1, [added_ME / sizes_M1])
-        map_EX = torch.zeros_like(self.fc.weight)
-        for added_EX in start.maps():
-            map_EX = added_EX / columns_X
+        map_EX = map_by_direction(aux_MX, added_ME)
         map_EX[:, -size:] += torch.eye(size).to(map_EX)
         return map_EX
 
