@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.data.conversations.jobs import Board, InOrder, Job, owner_of, share
+from headstart.data.conversations.jobs import JOBS, Board, InOrder, Job, owner_of, share
 from headstart.data.conversations.records import Conversation
 from headstart.data.conversations.workers import Workers
 from headstart.data.states.checksums import KEY, checksums
@@ -85,15 +85,13 @@ class Work:
         states_dtype: how they are stored, see `headstart.data.states.codes`.
         batch_tokens: tokens of a forward at most, padding included (one longer conversation goes alone).
         shard_bytes: size at which a shard is closed; None chooses by what there is to compute.
-        advance: called with (tokens done, tokens in all) after every forward here, and after every shard of others.
-        board: where other processes find shards to compute; None to compute all of them here.
+        advance: called with (tokens done, tokens in all) after every shard.
     """
 
     states_dtype: str = AUTO
     batch_tokens: int = 2048
     shard_bytes: int | None = None
     advance: Callable[[int, int], None] = lambda done, total: None
-    board: Board | None = None
 
 
 def build_store(
@@ -125,24 +123,20 @@ def build_store(
     shards, work = shards or folder, work or Work()
     kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), work.states_dtype)
     kept = conversations[: kind.fitting(conversations, budget_bytes)]
-    if work.board is not None:  # what a process which was killed had planned: its helpers may be computing it still
-        posted = [Job(name.rpartition("-")[0], work.board.job(name)) for name in work.board.names()]
-        for _ in _computed(target, shards, posted, work.board):
-            pass
+    board = Board(shards / JOBS)
+    # What a process which was killed had planned: its helpers may be computing it still.
+    posted = [Job(name.rpartition("-")[0], board.job(name)) for name in board.names()]
+    for _ in _computed(target, shards, posted, board):
+        pass
     index = ShardIndex(shards, kind.owner)
     jobs = _planned(kind, kept, index, work)
     total = sum(len(conversation.tokens) for conversation in kept)
     done = total - sum(_tokens(job) for job in jobs)
-
-    def advance(tokens: int) -> None:
-        work.advance(done + tokens, total)
-
-    for job, file in _computed(target, shards, jobs, work.board, advance=advance):
+    for job, file in _computed(target, shards, jobs, board):
         index.add(file)
         done += _tokens(job)
-        advance(0)
-    if work.board is not None:
-        work.board.clear()
+        work.advance(done, total)
+    board.clear()
     manifest = _manifest(folder, index, kind, kept)
     write_json(folder / MANIFEST, {**manifest, "dropped": len(conversations) - len(kept)}, indent=None)
     return StateStore(folder)
@@ -213,40 +207,25 @@ def _tokens(job: Job) -> int:
 
 
 def compute_shard(
-    target: Target,
-    what: dict[str, Any],
-    shards: Path,
-    check: Callable[[], None] = lambda: None,
-    advance: Callable[[int], None] = lambda _: None,
+    target: Target, what: dict[str, Any], shards: Path, check: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Compute and write the shard of a job.
-
-    `check` is called before every forward, `advance` after it, with the tokens of this shard that are done.
-    """
-    rows, layers, done = what["rows"], tuple(what["layers"]), 0
+    """Compute and write the shard of a job; `check` is called before every forward."""
+    rows, layers = what["rows"], tuple(what["layers"])
     states: dict[int, dict[int, Tensor]] = {}
     for batch in _batches(range(len(rows)), list(map(len, rows)), what["batch_tokens"]):
         check()
         computed = target.hidden_states([rows[i] for i in batch], layers)
         states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in computed), strict=True))
-        done += sum(len(rows[i]) for i in batch)
-        advance(done)
     kind, in_order = StateKind(target, layers, what["states_dtype"]), [states[i] for i in range(len(rows))]
     return {"file": _write_shard(shards, kind, rows, in_order).name}
 
 
-def _computed(
-    target: Target,
-    shards: Path,
-    jobs: Iterable[Job],
-    board: Board | None,
-    advance: Callable[[int], None] = lambda _: None,
-) -> Iterator[tuple[Job, Path]]:
+def _computed(target: Target, shards: Path, jobs: Iterable[Job], board: Board) -> Iterator[tuple[Job, Path]]:
     """The files of jobs, computed here or by those who help."""
-    with Workers(target.device, 1, beside=board is not None) as workers:
+    with Workers(target.device, 1) as workers:
 
         def compute(what: dict[str, Any]) -> dict[str, Any]:
-            return compute_shard(target, what, shards, check=workers.check, advance=advance)
+            return compute_shard(target, what, shards, workers.check)
 
         for job, result in share(InOrder(jobs), compute, workers, board):
             yield job, shards / result["file"]
