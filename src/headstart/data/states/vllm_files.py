@@ -192,7 +192,7 @@ class Import:
         if layer != FINAL:
             return state_TE
         with torch.inference_mode():
-            normed_TE = self._norm(state_TE[None].to(self.target.device))[0].to(self.target.dtype).cpu()
+            normed_TE: Tensor = self._norm(state_TE[None].to(self.target.device))[0].to(self.target.dtype).cpu()
         return normed_TE.clone()
 
     @cached_property
