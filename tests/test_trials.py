@@ -99,16 +99,10 @@ def test_what_training_predicts_stands_apart_from_what_was_measured(data: tuple[
 def test_the_disk_of_a_plan_adds_up(data: tuple[Recipe, Path]) -> None:
     recipe, folder = data
     plan = make_plan(quiet(folder / "nothing" / "run", recipe), prompt_tokens=20)
-    said = dict(plan.facts)["Disk in all"]
     every = sum(plan.disk.values())
-    beside = plan.disk_bytes - every
-    assert beside == plan.beside_bytes > 0, "nothing is done yet: all is still to write, and checkpoints stand beside"
-    for part in (
-        format_bytes(every),
-        f"of which {format_bytes(every)} is still to write",
-        f"{format_bytes(beside)} more",
-    ):
-        assert part in said
+    assert plan.disk_bytes > every, "nothing is done yet: all is still to write, and a checkpoint stands beside"
+    told = dict(plan.facts)["Disk in all"]
+    assert told.startswith(f"{format_bytes(every)}; at most {format_bytes(plan.disk_bytes)} is still to write")
 
 
 REFUSED = {

@@ -93,8 +93,8 @@ def test_a_store_of_imported_states_is_that_of_computed_ones(
         write(tmp_path / "files", tiny_target, item.tokens)
     work = imported(tmp_path, tiny_target, [*given, given[0]], shard_bytes=shard_bytes)
     seen: list[tuple[int, int]] = []
-    found = work.take_folder(tmp_path / "files", lambda done, total: seen.append((done, total)))
-    assert (found.taken, found.known, found.lacking, found.left_out) == (5, 0, 0, {})
+    work.take_folder(tmp_path / "files", lambda done, total: seen.append((done, total)))
+    assert (work.taken, work.known, work.waiting, work.left_out) == (5, 0, [], {})
     assert seen == [(number, 5) for number in range(1, 6)]
     assert len(list((tmp_path / "shards").glob("shard-*"))) == (5 if shard_bytes == 1 else 1)
     built, computed = stored(tmp_path, tiny_target, given, monkeypatch)
@@ -105,7 +105,7 @@ def test_a_store_of_imported_states_is_that_of_computed_ones(
         (expected,) = tiny_target.hidden_states([item.tokens], AUX_LAYERS)
         for layer in AUX_LAYERS:
             torch.testing.assert_close(sample.states[layer], expected[layer], rtol=1e-5, atol=1e-6)
-    assert imported(tmp_path, tiny_target, given).found.known == 5, "a second import has nothing to do"
+    assert imported(tmp_path, tiny_target, given).known == 5, "a second import has nothing to do"
 
 
 def test_only_layers_that_are_missing_are_taken(
@@ -116,7 +116,9 @@ def test_only_layers_that_are_missing_are_taken(
     (before,) = (tmp_path / "shards").glob("shard-*")
     for item in given:
         write(tmp_path / "files", tiny_target, item.tokens)
-    assert imported(tmp_path, tiny_target, given).take_folder(tmp_path / "files").taken == 2
+    work = imported(tmp_path, tiny_target, given)
+    work.take_folder(tmp_path / "files")
+    assert work.taken == 2
     (added,) = set((tmp_path / "shards").glob("shard-*")) - {before}
     assert added.stat().st_size < 2.5 * before.stat().st_size, "two layers beside the one"
     assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0
@@ -201,9 +203,10 @@ def test_a_file_is_left_out_by_reason_and_the_others_are_taken(
         )
         if number == 1 and change == "cut":
             file.write_bytes(file.read_bytes()[:-100])
-    found = imported(tmp_path, tiny_target, given).take_folder(tmp_path / "files")
-    assert (found.taken, found.lacking) == (2, 1)
-    ((reason, files),) = found.left_out.items()
+    work = imported(tmp_path, tiny_target, given)
+    work.take_folder(tmp_path / "files")
+    assert (work.taken, len(work.waiting)) == (2, 1)
+    ((reason, files),) = work.left_out.items()
     assert files == ["cmpl-1-0-ba6c21d6.safetensors"]
     assert re.search(said, reason), reason
 
@@ -335,8 +338,8 @@ def test_servers_are_asked_for_every_conversation_once(
     given = conversations(tiny_target)
     fakes = [serve(), serve()]
     work = imported(tmp_path, tiny_target, given)
-    found = take_from_servers([f"{fakes[0].url}/v1", fakes[1].url], work, requests)
-    assert (found.taken, found.lacking) == (5, 0)
+    take_from_servers([f"{fakes[0].url}/v1", fakes[1].url], work, requests)
+    assert (work.taken, work.waiting) == (5, [])
     assert sorted(fakes[0].asked + fakes[1].asked) == sorted(item.tokens for item in given)
     assert fakes[0].asked and fakes[1].asked
     assert not list((tmp_path / "files").rglob("*.*")), "what was taken over is not kept twice"
@@ -346,7 +349,9 @@ def test_servers_are_asked_for_every_conversation_once(
 def test_a_server_that_fails_is_asked_again(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
     given = conversations(tiny_target)
     fake = serve("drop", 503, "junk", 429, "lost")
-    assert take_from_servers([fake.url], imported(tmp_path, tiny_target, given), 1).taken == 5
+    work = imported(tmp_path, tiny_target, given)
+    take_from_servers([fake.url], work, 1)
+    assert work.taken == 5
 
 
 def test_what_came_before_a_failure_is_kept(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
@@ -354,7 +359,7 @@ def test_what_came_before_a_failure_is_kept(tiny_target: Target, tmp_path: Path,
     with pytest.raises(UserError, match="answered 400"):
         take_from_servers([serve(*[None] * 3, 400).url], imported(tmp_path, tiny_target, given), 1)
     again = imported(tmp_path, tiny_target, given)
-    assert (again.found.known, len(again.waiting)) == (3, 2)
+    assert (again.known, len(again.waiting)) == (3, 2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from safetensors import safe_open
 
 from headstart.data.conversations.answers import Answers
 from headstart.data.conversations.building import Splits, build_conversations
-from headstart.data.conversations.jobs import JOB, JOBS, Board, Helper, Job, owner_of, share
+from headstart.data.conversations.jobs import JOB, JOBS, Board, Job, Taker, help_others, owner_of, share
 from headstart.data.conversations.part_writer import PART, PartWriter, help_writing
 from headstart.data.conversations.workers import Workers
 from headstart.data.states import shards
@@ -53,8 +52,8 @@ class Numbers:
         return self.time(job)
 
 
-def squares(plan: Numbers, board: Board | None, do: Callable[[dict[str, Any]], dict[str, Any]]) -> list[int]:
-    with Workers(CPU, 1, beside=True) as workers:
+def squares(plan: Numbers, board: Board, do: Callable[[dict[str, Any]], dict[str, Any]]) -> list[int]:
+    with Workers(CPU, 1) as workers:
         return [result["square"] for _, result in share(plan, do, workers, board)]
 
 
@@ -73,11 +72,11 @@ def helping(
     raised: list[BaseException] = []
 
     def work() -> None:
-        helper = Helper(do, mine)
         try:
-            with Workers(CPU, 1, beside=True) as workers:
+            with Workers(CPU, 1) as workers:
+                taker = Taker(do, workers, mine)
                 while not stop.wait(0.01):
-                    helper.help([board], workers)
+                    help_others([board], taker)
         except BaseException as error:
             raised.append(error)
 
@@ -105,13 +104,13 @@ def board(tmp_path: Path) -> Board:
 def test_a_job_belongs_to_one_until_it_is_done(board: Board) -> None:
     board.post("a", {"number": 1})
     claim = board.claim("a")
-    assert claim is not None and board.claim("a") is None and board.held("a") and not board.withdraw("a")
+    assert claim is not None and board.claim("a") is None and not board.is_free("a") and not board.withdraw("a")
     claim.close()
     again = board.claim("a")
     assert again is not None and not (board.folder / "a" / JOB).with_name("result.json").exists()
     board.finish("a", {"square": 1})
     again.close()
-    assert board.claim("a") is None and not board.held("a") and board.result("a") == {"square": 1}
+    assert not board.is_free("a") and board.result("a") == {"square": 1}
     board.post("b", {})
     assert board.names() == ["a", "b"] and board.withdraw("b") and board.names() == ["a"]
     assert board.claim("b") is None and not (board.folder / "b").exists()
@@ -128,7 +127,7 @@ def test_the_job_of_a_killed_process_is_free(board: Board) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        assert board.claim("a") is None and board.held("a")
+        assert not board.is_free("a")
         process.kill()
         process.wait()
     claim = board.claim("a")
@@ -187,10 +186,11 @@ def test_what_a_helper_cannot_do_is_done_here(board: Board) -> None:
 
 def test_jobs_of_another_target_are_left_alone(board: Board) -> None:
     board.post("a", {"number": 1})
-    with Workers(CPU, 1, beside=True) as workers:
-        assert Helper(square, lambda what: what["number"] > 1).help([board], workers) == 0
+    with Workers(CPU, 1) as workers:
+        taker = Taker(square, workers, lambda what: what["number"] > 1)
+        assert help_others([board], taker) == 0
         board.post("b", {"number": 2})
-        assert Helper(square, lambda what: what["number"] > 1).help([board], workers) == 1
+        assert help_others([board], taker) == 1
     assert board.result("a") is None and board.result("b") == {"square": 4}
 
 
@@ -324,7 +324,7 @@ def test_parts_that_others_write_are_those_of_one(
 
 
 def test_states_that_others_compute_are_those_of_one(
-    tiny_target: Target, tmp_path: Path, board: Board, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = build_conversations(tiny_target, section(tmp_path, conversations=20), tmp_path / "data").train
     alone = build_store(tmp_path / "alone", items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
@@ -336,10 +336,8 @@ def test_states_that_others_compute_are_those_of_one(
 
     monkeypatch.setattr(tiny_target, "hidden_states", hidden_states)
     compute = partial(compute_shard, tiny_target, shards=tmp_path / "together")
-    with helping(board, partial(turns.helper, compute)):
-        together = build_store(
-            tmp_path / "together", items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=replace(SMALL, board=board)
-        )
+    with helping(Board(tmp_path / "together" / JOBS), partial(turns.helper, compute)):
+        together = build_store(tmp_path / "together", items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
     assert turns.helped
     assert sorted(file.name for file in together.files) == sorted(file.name for file in alone.files)
     for index in range(len(items)):
@@ -361,12 +359,12 @@ def test_shards_of_a_dead_planner_are_finished_first(tiny_target: Target, tmp_pa
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shards, "_computed", dies)
         with pytest.raises(KeyboardInterrupt):
-            build_store(tmp_path, items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=replace(SMALL, board=board))
+            build_store(tmp_path, items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
     assert len(posted) > 3
     for job in posted[1:3]:
         board.post(job.name, job.what)
     board.finish(posted[1].name, compute_shard(tiny_target, posted[1].what, tmp_path))
-    build_store(tmp_path, items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=replace(SMALL, board=board))
+    build_store(tmp_path, items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
     held = [key for file in tmp_path.glob("shard-*") for key in keys_of(file)]
     assert len(held) == len(set(held)) == len(items)
 

@@ -271,13 +271,11 @@ class FakeHub:
         return SimpleNamespace(sha=sha, siblings=[SimpleNamespace(size=self.bytes), SimpleNamespace(size=None)])
 
     def load_dataset(self, name: str, config: str | None, **options: Any) -> Any:
-        assert datasets.config.HF_HUB_OFFLINE is (self.error is not None)
         self.asked.append({"name": name, "config": config, **options})
         table = datasets.Dataset.from_list(self.rows)
         return table.to_iterable_dataset(num_shards=5) if options["streaming"] else table
 
     def load_dataset_builder(self, name: str, config: str | None) -> Any:
-        assert datasets.config.HF_HUB_OFFLINE, "the hub is not asked again"
         return SimpleNamespace(hash=self.downloaded)
 
 
@@ -352,7 +350,6 @@ class TestDatasets:
         assert len(load("someone/chats", limit=1, revision=OLD).prompts) == 1
         with pytest.raises(UserError, match=f"another revision of 'someone/chats' than {NEW}"):
             load("someone/chats", "train", limit=1, revision=NEW)
-        assert not datasets.config.HF_HUB_OFFLINE, "as it was"
         with pytest.raises(UserError, match="does not answer, so that revision 'v1' of 'someone/chats' is not known"):
             load("someone/chats", "train", limit=1, revision="v1")
 

@@ -58,7 +58,7 @@ def test_two_workers_write_what_one_writes(
     monkeypatch.setattr("headstart.data.conversations.workers._MAX", 1)
     torch.set_num_threads(1)
     assert build_conversations(tiny_target, section, tmp_path / "one") == both
-    assert set(writers) == {threading.main_thread().name}
+    assert set(writers) == {"worker_0"}
 
 
 def test_jobs_share_the_threads_and_give_them_back() -> None:
@@ -70,13 +70,11 @@ def test_jobs_share_the_threads_and_give_them_back() -> None:
 
 
 @pytest.mark.parametrize(("device", "jobs"), [("cpu", 1), ("cuda", 5)])
-def test_a_single_worker_has_a_thread_only_when_asked(device: str, jobs: int) -> None:
-    with Workers(torch.device(device), jobs) as alone:
-        assert (alone.count, alone.beside) == (1, False)
-    with Workers(torch.device(device), jobs, beside=True) as workers:
-        assert (workers.count, workers.beside) == (1, True)
+def test_a_single_worker_has_all_threads(device: str, jobs: int) -> None:
+    with Workers(torch.device(device), jobs) as workers:
+        assert workers.count == 1
         name = workers.begin(lambda: (threading.current_thread().name, torch.get_num_threads())).result()
-    assert name == ("worker_0", 2), "with all of torch's threads"
+    assert name == ("worker_0", 2)
 
 
 def test_leaving_stops_the_jobs_under_way() -> None:

@@ -66,12 +66,13 @@ def import_states(
     for reason, files in done.left_out.items():
         names = ", ".join(files[:_SHOWN]) + (", ..." if len(files) > _SHOWN else "")
         print(f"Left out {len(files)} file{'s' * (len(files) > 1)}: {reason} ({names}).")
-    if done.left_out and not done.taken and done.lacking:
+    lacking = len(done.waiting)
+    if done.left_out and not done.taken and lacking:
         raise UserError("None of the files could be taken over.", "See the reasons above.")
     before = f"; {done.known} had states before" if done.known else ""
     print(f"States of {done.taken} conversations taken over{before}.")
-    if done.lacking:
-        print(f"{done.lacking} have none yet: headstart computes them here when states are next needed.")
+    if lacking:
+        print(f"{lacking} have none yet: headstart computes them here when states are next needed.")
     say(run.console, ("Train", f"{program()} train {' '.join([recipe, *changes])}"))
 
 

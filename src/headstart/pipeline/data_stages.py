@@ -281,7 +281,6 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     Those for calibration come first: the byte budget, which holds for both together, leaves out training text. What
     training needs of the target itself is kept beside them.
     """
-    from headstart.data.conversations.jobs import JOBS, Board
     from headstart.data.states.shards import Work, build_store
     from headstart.heads.base import make_config
     from headstart.target.teacher import save_teacher
@@ -299,7 +298,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
                     aux_layers(run),
                     budget_bytes=budget,
                     shards=shards,
-                    work=Work(run.recipe.data.states_dtype, advance=bar.update, board=Board(shards / JOBS)),
+                    work=Work(run.recipe.data.states_dtype, advance=bar.update),
                 )
             budget -= stores[split].tokens * _token_bytes(run)
         layers = make_config(run.recipe.heads, target).start_layers

@@ -30,7 +30,6 @@ class RunState:
     Attributes:
         state: "done", or how far it is.
         bytes: of the run's folder and of every artifact that it refers to, shared ones included.
-        family: of its heads.
         tau: tokens per round that the report measured.
         predicted_tau: what training predicted for a chain of drafts, from stored states.
         speedup: over plain decoding, from the report.
@@ -49,11 +48,9 @@ class RunState:
 
 @dataclass(frozen=True)
 class Free:
-    """A folder or a file that no run refers to.
+    """A folder or a file that no run refers to, and what it is, for people.
 
-    Attributes:
-        bytes: that deleting it frees, at most: files may have a second name elsewhere.
-        what: it is, for people.
+    Deleting it frees so many bytes at most: files may have a second name elsewhere.
     """
 
     path: Path
@@ -73,11 +70,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def run_states(folder: Path) -> list[RunState]:
-    """Every run in a folder, the newest first.
-
-    Raises:
-        UserError: there is no such folder.
-    """
+    """Every run in a folder, the newest first; raises as `runs_in`."""
     return sorted(map(_state, runs_in(folder)), key=lambda run: run.changed, reverse=True)
 
 
@@ -85,13 +78,14 @@ def _state(folder: Path) -> RunState:
     records = _records(folder)
     done = [name for name, record in records.items() if record.get("whole")]
     begun = [name for name, record in records.items() if record and not record.get("whole")]
-    state = f"{begun[0]} begun" if begun else f"{done[-1]} done" if done else "not begun"
     summary = _json(folder / REPORT / "results.json").get("summary") or {}
     trained = (_json(folder / TRAIN / "result.json").get("best") or {}).get("tau")
     if len(done) == len(STAGES):
         state = "done"
     elif trained is not None and "train" not in done:
         state = "trained"  # by several processes, which leave no record of a stage
+    else:
+        state = f"{begun[0]} begun" if begun else f"{done[-1]} done" if done else "not begun"
     try:
         family = str(read_values(str(folder / "recipe.yaml"))["heads"]["family"])
     except (UserError, KeyError, TypeError):
@@ -110,7 +104,6 @@ def _state(folder: Path) -> RunState:
 
 
 def _records(folder: Path) -> dict[str, dict[str, Any]]:
-    """What is known of each stage of a run."""
     return {stage.name: _json(folder / "stages" / f"{stage.name}.json") for stage in STAGES}
 
 
@@ -126,17 +119,14 @@ def show_runs(states: Sequence[RunState], console: Console) -> None:
     for name in ("τ", "predicted τ", "over plain", "size", "age"):
         table.add_column(name, justify="right")
     now = datetime.now(UTC)
+
+    def figure(value: float | None, unit: str = "") -> str:
+        return "" if value is None else f"{value:.2f}{unit}"
+
     for run in states:
-        table.add_row(
-            escape(str(run.folder)),
-            run.state,
-            run.family,
-            "" if run.tau is None else f"{run.tau:.2f}",
-            "" if run.predicted_tau is None else f"{run.predicted_tau:.2f}",
-            "" if run.speedup is None else f"{run.speedup:.2f}x",
-            format_bytes(run.bytes),
-            _age((now - run.changed).total_seconds()),
-        )
+        figures = figure(run.tau), figure(run.predicted_tau), figure(run.speedup, "x")
+        age = _age((now - run.changed).total_seconds())
+        table.add_row(escape(str(run.folder)), run.state, run.family, *figures, format_bytes(run.bytes), age)
     console.print(table)
     note = "τ is measured by the report; predicted τ is training's, for a chain. Sizes count what runs share for each."
     console.print(note, style="dim", soft_wrap=True)
@@ -145,12 +135,8 @@ def show_runs(states: Sequence[RunState], console: Console) -> None:
 def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
     """What no run in a folder refers to: artifacts, shards of hidden states, and what kills left half written.
 
-    What another process works on is left out. The shards of a run that has begun to compute states, and has not come
-    to their end, count as its own.
-
-    Args:
-        folder: of the runs.
-        mine: an artifact that the caller holds.
+    What another process works on is left out; `mine` is an artifact that the caller holds. The shards of a run that has
+    begun to compute states, and has not come to their end, count as its own.
 
     Raises:
         UserError: there is no such folder, or a run in it whose references cannot be read.
@@ -174,13 +160,13 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
         elif path.resolve() not in used:
             unused.append(Free(path, size(path), _what(path)))
         else:
-            unused += _unused_shards(path, runs) if path.parent.name == "states" else ()
+            if path.parent.name == "states":
+                unused += _unused_shards(path, runs)
             unused += [Free(part, size(part), "half written") for part in sorted(path.rglob(f"*{PARTIAL}"))]
     return unused
 
 
 def _what(path: Path) -> str:
-    """What an artifact is that no run refers to; of a training that was interrupted, how far it is."""
     kind, steps = path.parent.name, sorted(path.glob("checkpoints/step-*/checkpoint.json"))
     if kind != "heads" or not steps or (path / "result.json").is_file():
         return f"{kind} that no run refers to"
@@ -217,15 +203,10 @@ def _read_shards(path: Path, runs: Sequence[Path]) -> dict[str, bool] | None:
 
 
 def over_budget(folder: Path, maximum: int, mine: Path | None = None) -> list[Free]:
-    """Hidden states to delete so that those of a folder of runs keep to a budget, the least recently read first.
+    """Hidden states to delete so that a folder of runs keeps to so many bytes of them, the least recently read first.
 
     Only such whose trainings are finished: what a training has yet to read stays, even above the budget. What no run
     reads counts as gone (see `unreferenced`). A run that asks for deleted ones computes them again.
-
-    Args:
-        folder: of the runs.
-        maximum: bytes of hidden states to keep.
-        mine: an artifact that the caller holds.
     """
     runs, total, may_go = runs_in(folder), 0, list[Path]()
     for path in sorted((folder / FOLDER / "states").glob("*/")):
@@ -253,14 +234,10 @@ def _last_read(shard: Path) -> float:
 
 
 def free(folder: Path, listed: Sequence[Free], maximum: int | None = None) -> int:
-    """Delete what `unreferenced` and `over_budget` listed, as far as it is still so; returns the bytes freed.
+    """Delete what `unreferenced`, and `over_budget` with this `maximum`, listed, as far as it is still so; returns the
+    bytes freed.
 
     Each artifact is held while it is looked at again and deleted, so that no process takes it up meanwhile.
-
-    Args:
-        folder: of the runs.
-        listed: what may go.
-        maximum: that `over_budget` was asked with.
     """
     by_artifact: dict[Path, list[Path]] = {}
     for item in listed:
@@ -268,34 +245,28 @@ def free(folder: Path, listed: Sequence[Free], maximum: int | None = None) -> in
         by_artifact.setdefault(owner, []).append(item.path)
     freed = 0
     for owner, paths in by_artifact.items():
-        try:
-            with locked(owner) if owner.is_dir() else nullcontext():
-                unused = {again.path for again in unreferenced(folder, owner)}
-                if maximum is not None:
-                    unused |= {again.path for again in over_budget(folder, maximum, owner)}
-                for path in sorted(unused.intersection(paths)):
-                    freed += _bytes_without_second_name(path)
-                    if path == owner and path.suffix != PARTIAL:  # it counts as nothing from here on
-                        path = path.rename(path.with_name(path.name + PARTIAL))
-                    remove(path)
-        except Busy:
-            continue
+        with suppress(Busy), locked(owner) if owner.is_dir() else nullcontext():
+            unused = {again.path for again in unreferenced(folder, owner)}
+            if maximum is not None:
+                unused |= {again.path for again in over_budget(folder, maximum, owner)}
+            for path in sorted(unused.intersection(paths)):
+                freed += size(path, second_names=False)
+                if path == owner and path.suffix != PARTIAL:  # it counts as nothing from here on
+                    path = path.rename(path.with_name(path.name + PARTIAL))
+                remove(path)
     return freed
 
 
-def size(path: Path) -> int:
-    """Bytes of all files under a folder, or of a file; links are not followed."""
+def size(path: Path, second_names: bool = True) -> int:
+    """Bytes of all files under a folder, or of a file; links are not followed. Files that have a second name elsewhere
+    count only with `second_names`."""
     files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
     total = 0
     for file in files:
         with suppress(FileNotFoundError):  # moved into its place meanwhile
-            total += file.lstat().st_size
+            status = file.lstat()
+            total += status.st_size if second_names or status.st_nlink == 1 else 0
     return total
-
-
-def _bytes_without_second_name(folder: Path) -> int:
-    files = [folder] if folder.is_file() else [path for path in folder.rglob("*") if path.is_file()]
-    return sum(file.lstat().st_size for file in files if file.lstat().st_nlink == 1)
 
 
 def _idle(path: Path) -> bool:
@@ -309,10 +280,9 @@ def _idle(path: Path) -> bool:
 def _json(file: Path) -> dict[str, Any]:
     """A JSON object; empty when there is none."""
     try:
-        value = read_json(file) if file.is_file() else {}
-    except UserError:
+        return dict(read_json(file))
+    except (UserError, TypeError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _age(seconds: float) -> str:

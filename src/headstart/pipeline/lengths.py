@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from headstart.data.conversations.records import Conversation
     from headstart.data.prompts.shapes import Prompt
     from headstart.recipes.sections import DataSection
-    from headstart.target.model import Target
 
 PROMPT_TOKENS = 66
 """Tokens of a self-written prompt with its template, on average."""
@@ -21,8 +20,6 @@ ANSWER_TOKENS = 325
 the mean of 1558 answers of SmolLM2-135M-Instruct, cut at 32 to 160 tokens, comes out within 3 %."""
 SAMPLE = 1000
 """Rows of given prompts that are looked at."""
-ANSWERED = 12
-"""Of these, prompts that the target answers, to see how long its answers are."""
 _SELF_LONGEST = 200
 """Tokens of the longest self-written prompts with their template."""
 
@@ -33,20 +30,16 @@ class Lengths:
 
     Attributes:
         tokens: of a conversation, answers included.
-        prompt: that the target reads before its first answer.
+        answer: of its answers: what is learnt from.
         turns: answers that the target writes in a conversation; 0 where given answers are kept.
-        answer: tokens of a conversation that are answers: what is learnt from.
-        read: tokens that it reads for them: what was read of a conversation is kept for its next turn.
         cached: tokens in the cache for the longest conversation while its last answer is written.
         prompts: that were counted, which are all there are where they are fewer than `SAMPLE`; 0 where none were.
         source: where this comes from, for people.
     """
 
     tokens: float
-    prompt: float
-    turns: float
     answer: float
-    read: float
+    turns: float
     cached: int
     prompts: int = 0
     source: str = "assumed"
@@ -73,71 +66,30 @@ def assumed_lengths(data: DataSection, longest: int, prompt: int | None = None) 
     if data.prompts == "self" and prompt is None:
         most = min(most, _SELF_LONGEST)
     read = PROMPT_TOKENS if prompt is None else prompt
-    return Lengths(min(read + answer, longest), read, 1.0, answer, read, min(most + data.max_new_tokens, longest))
+    return Lengths(min(read + answer, longest), answer, 1.0, min(most + data.max_new_tokens, longest))
 
 
 def written_lengths(data: DataSection, longest: int, written: Sequence[Conversation]) -> Lengths:
     """Those of conversations that are written; `longest` is the text that the target reads."""
-    spans = [item.supervised_spans for item in written]
     tokens = [len(item.tokens) for item in written]
-    read = [row[-1][0] - sum(stop - start for start, stop in row[:-1]) for row in spans if row]
     return Lengths(
         tokens=fmean(tokens),
-        prompt=fmean(row[0][0] if row else 0 for row in spans),
-        turns=fmean(map(len, spans)),
         answer=fmean(sum(item.supervised) for item in written),
-        read=sum(read) / len(written),
+        turns=fmean(len(item.supervised_spans) for item in written),
         cached=min(max(tokens) + data.max_new_tokens, longest),
         source=f"as the {len(written)} that are written",
     )
 
 
-def usual_answer(data: DataSection, target: Target, prompts: Sequence[Prompt]) -> float | None:
-    """Tokens of an answer on average, from a few that the target writes to some of the prompts.
-
-    None where answers are kept as they are given, or where there is nothing to answer.
-    """
-    from headstart.data.prompts.chat import Unfit, prompt_tokens
-    from headstart.data.writing.in_process import InProcess
-    from headstart.data.writing.writer import Continuation
-
-    rows: list[list[int]] = []
-    for prompt in prompts[:: max(1, len(prompts) // ANSWERED)]:
-        if not _answers(prompt, data):
-            continue
-        try:
-            row = prompt_tokens(prompt.opening, target.tokenizer)
-        except Unfit:
-            continue
-        rows += [row] if len(row) + data.max_new_tokens <= target.max_length else []
-    if not rows:
-        return None
-    temperatures = [data.temperature] * len(rows)
-    continuation = Continuation(data.max_new_tokens, temperatures, target.end_tokens, data.seed)
-    written = InProcess(target).continue_rows(rows, continuation)
-    return fmean(map(len, written))
-
-
-def counted_lengths(
-    data: DataSection, tokenizer: Any, longest: int, prompts: Sequence[Prompt], usual: float | None = None
-) -> Lengths:
-    """Those of conversations that begin with these prompts; assumed where there are none.
-
-    Args:
-        data: of the recipe.
-        tokenizer: of the target.
-        longest: text that the target reads.
-        prompts: some of those that will be answered.
-        usual: tokens of an answer on average, where that is known (`usual_answer`).
-    """
+def counted_lengths(data: DataSection, tokenizer: Any, longest: int, prompts: Sequence[Prompt]) -> Lengths:
+    """Those of conversations that begin with these prompts; assumed where there are none."""
     if not prompts:
         return assumed_lengths(data, longest)
-    usual = answer_tokens(data.max_new_tokens) if usual is None else usual
-    template = _tokens_of_a_turn(tokenizer)
-    rows = [_conversation(prompt, data, tokenizer, longest, usual, template) for prompt in prompts]
-    averages = ("tokens", "prompt", "turns", "answer", "read")
+    rows = [_of_prompt(prompt, data, tokenizer, longest) for prompt in prompts]
     return Lengths(
-        **{name: fmean(getattr(row, name) for row in rows) for name in averages},
+        tokens=fmean(row.tokens for row in rows),
+        answer=fmean(row.answer for row in rows),
+        turns=fmean(row.turns for row in rows),
         cached=max(row.cached for row in rows),
         prompts=len(rows),
         source=f"from {len(rows)} of the prompts",
@@ -157,50 +109,38 @@ def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
     return [] if data.prompts == "self" else prompts_for(data, tokenizer, SAMPLE, whole=False).prompts
 
 
-def _answers(prompt: Prompt, data: DataSection) -> bool:
-    """Whether the target answers: given answers may be kept."""
-    return data.regenerate or prompt.messages[-1]["role"] != "assistant"
-
-
-def _conversation(
-    prompt: Prompt, data: DataSection, tokenizer: Any, longest: int, usual: float, template: int
-) -> Lengths:
-    """One conversation, as `headstart.data.conversations.write` would write it."""
+def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int) -> Lengths:
     from headstart.data.prompts.chat import Unfit, prompt_tokens
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     try:
         opening = len(prompt_tokens(prompt.opening, tokenizer))
+        template = _turn_tokens(tokenizer) if len(prompt.messages) > len(prompt.opening) else 0
     except Unfit:
-        return Lengths(0, 0, 0, 0, 0, 0)
-    if not _answers(prompt, data):
+        return Lengths(0, 0, 0, 0)
+    if not data.regenerate and prompt.messages[-1]["role"] == "assistant":
         later = prompt.messages[len(prompt.opening) :]
-        words = [(turn["role"], _words(turn["content"], tokenizer)) for turn in later]
-        tokens = opening + sum(count for _, count in words) + template * (len(later) // 2)
-        answer = sum(count for role, count in words if role == "assistant")
-        return Lengths(min(tokens, longest), opening, 0, answer, 0, 0)
-    likely, maximum, read, turns, cached = 0.0, 0, 0, 0, 0  # likely: with usual answers; maximum: with the longest
-    for tokens in (opening, *(_words(text, tokenizer) + template for text in prompt.turns[1:])):
-        if turns and (tokens > data.max_prompt_tokens or likely + tokens > longest - data.max_new_tokens):
+        answer = sum(count(message["content"]) for message in later if message["role"] == "assistant")
+        asked = sum(count(message["content"]) + template for message in later if message["role"] != "assistant")
+        return Lengths(min(opening + answer + asked, longest), answer, 0, 0)
+    asked, turns, usual = opening, 1, answer_tokens(data.max_new_tokens)
+    for text in prompt.turns[1:]:
+        further = count(text) + template
+        room = longest - data.max_new_tokens - asked - turns * usual
+        if further > min(room, data.max_prompt_tokens):
             break
-        read, turns = read + tokens, turns + 1
-        cached = min(maximum + tokens + data.max_new_tokens, longest)
-        likely, maximum = likely + tokens + usual, maximum + tokens + data.max_new_tokens
-    return Lengths(min(likely, longest), opening, turns, turns * usual, read, cached)
+        asked += further
+        turns += 1
+    cached = min(asked + turns * data.max_new_tokens, longest)
+    return Lengths(min(asked + turns * usual, longest), turns * usual, turns, cached)
 
 
-def _words(text: str, tokenizer: Any) -> int:
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _tokens_of_a_turn(tokenizer: Any) -> int:
+def _turn_tokens(tokenizer: Any) -> int:
     """What the template adds to one more user turn and its answer."""
-    from headstart.data.prompts.chat import Unfit, has_template, prompt_tokens
+    from headstart.data.prompts.chat import prompt_tokens
 
-    if not has_template(tokenizer):
-        return 0
-    first = [{"role": "user", "content": "a"}]
-    try:
-        again = prompt_tokens([*first, {"role": "assistant", "content": "a"}, *first], tokenizer)
-        return max(0, len(again) - len(prompt_tokens(first, tokenizer)) - 2 * _words("a", tokenizer))
-    except Unfit:
-        return 0
+    first, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
+    letters = 2 * len(tokenizer("a", add_special_tokens=False)["input_ids"])
+    return len(prompt_tokens([first, answer, first], tokenizer)) - len(prompt_tokens([first], tokenizer)) - letters

@@ -7,11 +7,7 @@ are.
 
 from __future__ import annotations
 
-import math
-import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
 
@@ -25,58 +21,46 @@ from headstart.data.prompts.chat import check_prompts
 from headstart.decode.costs import core_count
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family, make_config
-from headstart.pipeline.data_stages import check_formats, conversations, is_online, kept_stores
+from headstart.pipeline.data_stages import check_formats, conversations
 from headstart.pipeline.inventory import size
-from headstart.pipeline.lengths import (
-    Lengths,
-    assumed_lengths,
-    counted_lengths,
-    prompts_of,
-    usual_answer,
-    written_lengths,
-)
+from headstart.pipeline.lengths import Lengths, assumed_lengths, counted_lengths, prompts_of, written_lengths
 from headstart.pipeline.run import Run, left_to_do
 from headstart.pipeline.speeds import Speeds, measure
 from headstart.pipeline.stage_costs import (
     COSTS,
-    Amounts,
     Planned,
-    amounts_of,
-    amounts_with,
-    batch_token_bytes,
+    checkpoint_bytes,
+    expecting_conversations,
     gradient_bytes,
     step_tokens,
     training,
 )
 from headstart.pipeline.stages import STAGES
 from headstart.support.artifacts import referred
-from headstart.support.files import format_bytes
+from headstart.support.files import format_bytes, free_disk
 from headstart.support.terminal import format_seconds
 from headstart.target.fitting import FINAL
-from headstart.target.memory import free_bytes, most_resident
+from headstart.target.memory import free_bytes
 from headstart.target.model import Target
 from headstart.target.outline import Outline, outline, weights_are_here
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes, in bytes and seconds.
+    """What a run takes: `seconds`, bytes on `disk` and bytes in `memory` by stage.
 
     Attributes:
         left: the stages still to do, each with why (`headstart.pipeline.run.left_to_do`).
         done: the others, each with what came of it.
-        seconds: by stage: what it took, or will take; stages to do are left out where nothing could be timed.
-        disk: bytes by stage that it leaves beside the run, or has left.
-        free_bytes: free there; None where the weights are not here, and the run is for another machine.
+        seconds: stages to do are left out where nothing could be timed.
+        free_bytes: of the disk; None where the weights are not here, and the run is for another machine.
         facts: (what, how much) for people.
-        disk_bytes: that the stages left may still write, what stands beside them for a while included.
-        beside_bytes: what stands beside them for a while.
-        memory: by stage to do, bytes that a process holds at most: on its GPU, or in all where it computes on a CPU.
-        room: bytes that a process can have; None where the target's weights are not here.
+        disk_bytes: that the stages left may still write, a checkpoint that is about to replace another included.
+        memory: that a process holds at most: on its GPU, or in all where it computes on a CPU; of stages to do.
+        room: bytes that a process can have; None as `free_bytes`.
         network: bytes that each process sends in a step of training.
         steps: of training; None when it is done.
         problems: sentences about what would fail.
-        advice: sentences about what would be better.
         how: where the seconds come from, as a sentence.
     """
 
@@ -87,13 +71,11 @@ class Plan:
     free_bytes: int | None = None
     facts: list[tuple[str, str]] = field(default_factory=list)
     disk_bytes: int = 0
-    beside_bytes: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     room: int | None = None
     network: int = 0
     steps: float | None = None
     problems: list[str] = field(default_factory=list)
-    advice: list[str] = field(default_factory=list)
     how: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -133,15 +115,16 @@ def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) ->
 
 
 def _timed(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> Plan:
-    """With the target loaded: some of its prompts are answered, some forwards and steps timed."""
+    """With the target loaded: some forwards and steps are timed."""
     recipe, data = run.recipe, run.recipe.data
     bare, start = _resident(), perf_counter()
     target = run.target
     loading = perf_counter() - start
-    on_cpu = target.device.type == "cpu"
-    held, peak = _resident(), most_resident()
-    if not on_cpu:
-        bare, held, peak = 0, target.parameters * target.dtype.itemsize, 0
+    held, at_once = _resident(), float(processes)
+    if target.device.type == "cpu":
+        at_once = min(at_once, max(1.0, (core_count() or 1) / torch.get_num_threads()))
+    else:
+        bare, held = 0, target.parameters * target.dtype.itemsize
     check_prompts(target.tokenizer, data.prompts)
     check_formats(run, target)
     config = make_config(recipe.heads, target)
@@ -150,19 +133,18 @@ def _timed(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
     heads.gradient_checkpointing = recipe.train.gradient_checkpointing
     needed = sorted({*heads.aux_layers, FINAL})
     lengths, problems = _lengths(run, target, plan, prompt_tokens)
-    speeds = measure(target, heads, needed, recipe, lengths)
-    crowding = max(1.0, processes * torch.get_num_threads() / (core_count() or 1)) if on_cpu else 1.0
+    speeds = measure(target, heads, needed, recipe.train, lengths)
     workers = Workers(target.device, -(-data.conversations // data.batch_size)).count
-    planned = Planned(recipe, target, heads, needed, lengths, speeds, processes, crowding, workers, held, bare)
-    room, free = held + free_bytes(target.device) // processes, shutil.disk_usage(_existing(run.folder)).free
-    plan = _estimate(run, planned, replace(plan, problems=problems, room=room, free_bytes=free))
-    loads = plan.memory.keys() - (set() if planned.needs_target else {"train"})
-    return replace(
+    planned = Planned(recipe, target, heads, needed, lengths, speeds, processes, at_once, workers, held, bare)
+    plan = replace(
         plan,
+        problems=problems,
+        room=held + free_bytes(target.device) // processes,
+        free_bytes=free_disk(run.folder),
         seconds={"target": loading, **plan.seconds},
-        memory={stage: max(most, peak if stage in loads else 0) for stage, most in plan.memory.items()},
         how="Times come from forwards and steps timed on this machine now.",
     )
+    return _estimate(run, planned, plan)
 
 
 def _sized(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> Plan:
@@ -183,35 +165,24 @@ def _sized(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
 
 def _estimate(run: Run, planned: Planned, plan: Plan) -> Plan:
     """The plan with all that follows for the stages that are left."""
-    amounts = _amounts(run, planned, plan.left)
-    costs = {stage: cost(planned, amounts) for stage, cost in COSTS.items() if stage in plan.left}
-    beside = max((cost.at_peak for cost in costs.values()), default=0)
+    if "conversations" in plan.left:
+        planned = expecting_conversations(planned)
+    else:
+        splits = [conversations(run, split) for split in ("train", "calibration")]
+        train, validation = (sum(len(item.tokens) for item in split) for split in splits)
+        planned = replace(planned, conversations=len(splits[0]), train_tokens=train, validation_tokens=validation)
+    costs = {stage: cost(planned) for stage, cost in COSTS.items() if stage in plan.left}
+    trains = "train" in plan.left
     plan = replace(
         plan,
         seconds={**plan.seconds, **{stage: cost.seconds for stage, cost in costs.items()}},
         disk={**plan.disk, **{stage: cost.disk for stage, cost in costs.items()}},
-        disk_bytes=sum(cost.disk for cost in costs.values()) + beside,
-        beside_bytes=beside,
+        disk_bytes=sum(cost.disk for cost in costs.values()) + (checkpoint_bytes(planned) if trains else 0),
         memory={stage: cost.memory for stage, cost in costs.items()},
         network=gradient_bytes(planned),
-        steps=training(planned, amounts)[0] if "train" in plan.left else None,
+        steps=training(planned)[0] if trains else None,
     )
-    problems, advice = _problems(planned, amounts, plan)
-    facts = _facts(planned, amounts, plan)
-    return replace(plan, facts=facts, problems=[*plan.problems, *problems], advice=advice)
-
-
-def _amounts(run: Run, planned: Planned, left: Mapping[str, str]) -> Amounts:
-    """What is on the disk of stages that are done, and what to expect of the others."""
-    if "conversations" in left:
-        return amounts_of(planned)
-    train, validation = ([len(item.tokens) for item in conversations(run, split)] for split in ("train", "calibration"))
-    amounts = amounts_with(planned, len(train), sum(train), sum(validation))
-    if "states" in left or is_online(run):
-        return amounts
-    stores = kept_stores(run)
-    states = sum(store.bytes for store in stores.values())
-    return replace(amounts, trained=stores["train"].tokens, states=states, wanted=states)
+    return replace(plan, facts=_facts(planned, plan), problems=[*plan.problems, *_problems(planned, plan)])
 
 
 def _lengths(run: Run, target: Target | Outline, plan: Plan, prompt_tokens: int | None) -> tuple[Lengths, list[str]]:
@@ -222,10 +193,7 @@ def _lengths(run: Run, target: Target | Outline, plan: Plan, prompt_tokens: int 
     if prompt_tokens is not None or tokenizer is None:
         return assumed_lengths(data, longest, prompt_tokens), []
     try:
-        prompts = prompts_of(data, tokenizer)
-        answers = isinstance(target, Target) and not data.server
-        usual = usual_answer(data, cast(Target, target), prompts) if answers else None
-        return counted_lengths(data, tokenizer, longest, prompts, usual), []
+        return counted_lengths(data, tokenizer, longest, prompts_of(data, tokenizer)), []
     except UserError as error:
         return assumed_lengths(data, longest), [f"{error.problem} {error.remedy}"]
 
@@ -233,9 +201,9 @@ def _lengths(run: Run, target: Target | Outline, plan: Plan, prompt_tokens: int 
 # -- what would fail ---------------------------------------------------------------------------------------------------
 
 
-def _problems(planned: Planned, amounts: Amounts, plan: Plan) -> tuple[list[str], list[str]]:
-    """(what would fail, what would be better), as sentences that name the settings to change."""
-    data, target, problems, advice = planned.recipe.data, planned.target, list[str](), list[str]()
+def _problems(planned: Planned, plan: Plan) -> list[str]:
+    """What would fail, as sentences that name the settings to change."""
+    data, target, problems = planned.recipe.data, planned.target, list[str]()
     if plan.free_bytes is not None and plan.free_bytes < 1.05 * plan.disk_bytes:
         problems.append(
             f"The disk has {format_bytes(plan.free_bytes)} free and the run may write {format_bytes(plan.disk_bytes)}: "
@@ -247,51 +215,23 @@ def _problems(planned: Planned, amounts: Amounts, plan: Plan) -> tuple[list[str]
             f"A prompt and its answer may take {longest} tokens and {target.name} reads {target.max_length}: lower "
             "data.max_prompt_tokens or data.max_new_tokens."
         )
-    if "states" in plan.left and amounts.wanted > 1.02 * amounts.states:
-        share = amounts.states / amounts.wanted
-        advice.append(
-            f"data.cache_gigabytes={math.ceil(amounts.wanted / 1e9)} would hold the states of all conversations; "
-            f"{data.cache_gigabytes:g} hold {share:.0%} of them."
-        )
-    if plan.room is None:
-        return problems, advice
-    free = max(0, plan.room - planned.held)
-    writes = "conversations" in plan.left and not data.server  # servers plan their memory themselves
-    conversation = planned.lengths.cached * target.kv_bytes_per_token
-    train_bytes, report_bytes = (plan.memory.get(stage, 0) - planned.held for stage in ("train", "eval"))
-    for what, more, remedy in (
-        ("Writing the longest conversation", conversation if writes else 0, "lower data.max_new_tokens"),
-        ("Training", train_bytes, _smaller_batches(planned, train_bytes - free)),
-        ("The report", report_bytes, "lower eval.max_new_tokens"),
+    for stage, what, remedy in (
+        ("train", "Training", "lower train.batch_tokens, and raise train.gradient_accumulation_steps as much"),
+        ("eval", "The report", "lower eval.max_new_tokens"),
     ):
-        if more > free:
+        needed = plan.memory.get(stage, 0)
+        if plan.room is not None and needed > plan.room:
             problems.append(
-                f"{what} takes about {format_bytes(more)} beside the target, and {format_bytes(free)} are free on "
+                f"{what} takes about {format_bytes(needed)}, and a process can have {format_bytes(plan.room)} on "
                 f"{target.device}: {remedy}."
             )
-    batch = plan.memory.get("conversations", 0) - planned.held
-    if writes and batch > free >= conversation:
-        rows = max(1, int(free / batch * data.batch_size))
-        advice.append(f"data.batch_size={rows} would fit into memory: larger batches are written in halves.")
-    return problems, advice
-
-
-def _smaller_batches(planned: Planned, too_much: int) -> str:
-    """The settings with which training takes so many bytes less."""
-    section = planned.recipe.train
-    by_token = planned.speeds.training_bytes / section.batch_tokens + batch_token_bytes(planned)
-    tokens = section.batch_tokens - too_much / by_token
-    if tokens < 64:
-        return "lower heads.draft_vocab_size or train.batch_tokens"
-    tokens = 1 << int(math.log2(tokens))
-    parts = math.ceil(section.batch_tokens / tokens) * section.gradient_accumulation_steps
-    return f"train.batch_tokens={tokens} and train.gradient_accumulation_steps={parts} fit"
+    return problems
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
 
 
-def _facts(planned: Planned, amounts: Amounts, plan: Plan) -> list[tuple[str, str]]:
+def _facts(planned: Planned, plan: Plan) -> list[tuple[str, str]]:
     """What the stages left work on and take."""
     target, heads, lengths, data = planned.target, planned.heads, planned.lengths, planned.recipe.data
     count = f"{target.parameters / 1e9:.1f} B" if target.parameters >= 1e9 else f"{target.parameters / 1e6:.1f} M"
@@ -303,24 +243,28 @@ def _facts(planned: Planned, amounts: Amounts, plan: Plan) -> list[tuple[str, st
         ("A drafted token", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
     ]
     if "conversations" in plan.left:
-        at_most = f"about {amounts.conversations:.0f} (of {data.conversations} at most), {amounts.tokens} tokens"
         turns = f"{lengths.turns:.1f} answers" if lengths.turns else "answers as given"
-        cache = (
-            f"{format_bytes(planned.cache_bytes)} at most, {data.batch_size} conversations of {lengths.cached} tokens"
-        )
         facts += [
-            ("Conversations", at_most),
+            (
+                "Conversations",
+                f"about {planned.conversations:.0f} (of {data.conversations} at most), {planned.tokens} tokens",
+            ),
             ("A conversation", f"about {lengths.tokens:.0f} tokens, {turns} ({lengths.source})"),
-            ("KV cache while writing data", cache + (", and two batches at once" if planned.workers > 1 else "")),
         ]
-    if "conversations" in plan.left and data.server:
-        facts.append(("Written by", f"{', '.join(data.server)}; time and memory below are as if these devices wrote"))
+        if data.server:
+            servers = ", ".join(data.server)
+            facts.append(("Written by", f"{servers}; time and memory below are as if these devices wrote"))
     if "states" in plan.left:
-        facts.append(("Hidden states on disk", f"{format_bytes(amounts.states)}, {len(planned.needed)} of each token"))
-    facts.append(("Disk in all", _disk(plan)))
-    about, room = (
-        ("at least", "") if plan.room is None else ("about", f" of {format_bytes(plan.room)} that a process can have")
-    )
+        states = f"{format_bytes(planned.states)}, {len(planned.needed)} of each token"
+        if planned.states < planned.wanted_states:
+            states += f"; all would take {format_bytes(planned.wanted_states)} (data.cache_gigabytes)"
+        facts.append(("Hidden states on disk", states))
+    free = "" if plan.free_bytes is None else f"; {format_bytes(plan.free_bytes)} free"
+    every, to_write = format_bytes(sum(plan.disk.values())), format_bytes(plan.disk_bytes)
+    facts.append(("Disk in all", f"{every}; at most {to_write} is still to write{free}"))
+    about, room = "at least", ""
+    if plan.room is not None:
+        about, room = "about", f" of {format_bytes(plan.room)} that a process can have"
     names = {"conversations": "while writing data", "train": "while training", "eval": "of the report"}
     facts += [
         (f"Memory {name}", f"{about} {format_bytes(plan.memory[stage])}{room}")
@@ -332,13 +276,6 @@ def _facts(planned: Planned, amounts: Amounts, plan: Plan) -> list[tuple[str, st
     if plan.steps is not None and plan.network:
         facts.append(("Network", f"{format_bytes(plan.network)} sent by each process in a step (DDP)"))
     return facts
-
-
-def _disk(plan: Plan) -> str:
-    every, to_write = sum(plan.disk.values()), plan.disk_bytes - plan.beside_bytes
-    beside = f", and {format_bytes(plan.beside_bytes)} more for a while" if plan.beside_bytes else ""
-    free = "" if plan.free_bytes is None else f"; {format_bytes(plan.free_bytes)} free"
-    return f"{format_bytes(every)}, of which {format_bytes(to_write)} is still to write{beside}{free}"
 
 
 def show_plan(run: Run, plan: Plan) -> None:
@@ -365,16 +302,8 @@ def show_plan(run: Run, plan: Plan) -> None:
     console.print(stages)
     if not plan.left:
         console.print("Nothing is left to do: every stage is done.", style="bold")
-    for sentence in plan.advice:
-        console.print(f"Better: {sentence}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _resident() -> int:
     """Bytes that this process holds."""
     return int(psutil.Process().memory_info().rss)
-
-
-def _existing(folder: Path) -> Path:
-    while not folder.exists():
-        folder = folder.parent
-    return folder

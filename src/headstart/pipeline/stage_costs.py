@@ -1,6 +1,4 @@
-"""What each stage of a run takes: a function per stage, from sizes, lengths and measured speeds to seconds, disk and
-memory. A setting that changes what a stage takes is reckoned with in the function of that stage, and nowhere else.
-"""
+"""What each stage of a run takes, from sizes, lengths and measured speeds: a function per stage."""
 
 from __future__ import annotations
 
@@ -25,67 +23,33 @@ from headstart.target.outline import Outline
 from headstart.train.optimizers import Muon, make_optimizers
 from headstart.train.wrapped import learning_numbers
 
-_WORKERS_GAIN = 1.3
-"""What two batches side by side bring on a CPU; see `headstart.data.conversations.workers`."""
-_PROMPT_STEPS, _PROMPT_ROW = 127, 52
-"""Forwards in which a batch of self-prompts is written, and tokens of one on average, those left out included."""
-_ACCEPTED = 0.78
-"""Of self-prompts, the share that is good enough to be answered."""
+_PROMPT_STEPS = 127
+"""Forwards in which a batch of self-prompts is written."""
 _PADDED = 1.08
 """Tokens of training batches, padding included, as a multiple of those without."""
 _FORWARD = 1 / 3
 """Of a training step, what its forward takes."""
-_SHAPES = 300
-"""Steps after which memory on a CPU is taken to grow no more."""
+_SHAPES = 4
+"""Memory of many steps as a multiple of that of a few, on a CPU with subsampled drafts: each step has other shapes, and
+what the allocator keeps of them adds up."""
 _DISK = 4e8
-"""Bytes a second that checkpoints are written with."""
-_DECODED, _DECODED_TOKENS = 4, 64
-"""Prompts that train.decode_every decodes, and tokens of each."""
-_WARM_UP = 32
-"""Tokens that a report decodes with each method before it measures."""
-_METHODS, _COMPARED = 0.8 + 1.0 + 1.6 + 1.1, 0.8
-"""Seconds for a token of a report as multiples of our plain loop's: with the heads, plain, of transformers and by
-lookup, taken together; with each drafter of eval.compare."""
-_JUDGED = 3
-"""Forwards over the answers that say whether rounding explains a difference, in float32."""
-_TUNED = 24
-"""Answers that tuning samples, of `_DECODED_TOKENS` tokens at most."""
-_CONVERSATION_BYTES = 10.5
-"""Bytes of a token in a file of conversations, once as text and once as an id; parts and splits both have it."""
+"""Bytes a second that heads are written with."""
+_METHODS = 4
+"""That every report compares: with the heads, plain, transformers' plain and by lookup. Each is taken to be as slow as
+plain decoding, and so is each drafter of eval.compare."""
+_TIMED = 32
+"""Forwards that tuning times for each width of tree."""
+_CONVERSATION_BYTES = 21
+"""Bytes of a token in the files of conversations: as text and as an id, in a part and in a split."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a stage takes: seconds, bytes that it leaves on disk and that stand beside these for a while, bytes that a
-    process holds at most (on its GPU where it has one)."""
+    """Seconds, bytes that a stage leaves on disk, bytes that a process holds at most (on its GPU where it has one)."""
 
     seconds: float
     disk: int
-    at_peak: int
     memory: int
-
-
-@dataclass(frozen=True)
-class Amounts:
-    """Conversations and hidden states that the data stages make, or have made.
-
-    Attributes:
-        conversations: to train on.
-        tokens: of these, and of the validation conversations.
-        trained: tokens of those whose states fit the byte budget.
-        written: tokens of all that is written, what nobody asked for among it.
-        seconds: to write them all, those kept apart included.
-        states: bytes of hidden states on disk.
-        wanted: bytes of hidden states, if there were no budget.
-    """
-
-    conversations: float
-    tokens: int
-    trained: int
-    written: int
-    seconds: float
-    states: int
-    wanted: int
 
 
 @dataclass(frozen=True)
@@ -93,14 +57,13 @@ class Planned:
     """What the costs of a run follow from.
 
     Attributes:
-        target: the model, or its outline where the weights are not here.
         needed: layers whose states are kept.
-        speeds: measured; all 0 where the weights are not here.
         processes: that train, each on a device of its own, or beside each other on a CPU.
-        crowding: how many times as long a step takes since processes share a CPU's cores.
+        at_once: how many times as fast they are together as one of them.
         workers: batches that a process writes at once.
         held: bytes that a process holds with the target loaded, on its GPU where it has one.
         bare: bytes that it holds without the target; 0 on a GPU.
+        conversations: to train on, of `train_tokens` in all.
     """
 
     recipe: Recipe
@@ -110,10 +73,13 @@ class Planned:
     lengths: Lengths
     speeds: Speeds
     processes: int = 1
-    crowding: float = 1.0
+    at_once: float = 1.0
     workers: int = 1
     held: int = 0
     bare: int = 0
+    conversations: float = 0.0
+    train_tokens: int = 0
+    validation_tokens: int = 0
 
     @property
     def weights(self) -> int:
@@ -122,13 +88,12 @@ class Planned:
 
     @property
     def learning(self) -> int:
-        """Numbers of the heads that training changes: all, or low-rank updates of the matrices."""
+        """Numbers that training changes: all, or low-rank updates of the matrices."""
         return learning_numbers(self.heads, self.recipe.train.lora_rank)
 
     @property
-    def cache_bytes(self) -> int:
-        """KV cache of a batch of the longest conversations."""
-        return self.recipe.data.batch_size * self.lengths.cached * self.target.kv_bytes_per_token
+    def tokens(self) -> int:
+        return self.train_tokens + self.validation_tokens
 
     @property
     def state_bytes(self) -> int:
@@ -137,8 +102,24 @@ class Planned:
         return estimate_bytes(1, len(self.needed), target.hidden_size, target.dtype, states_dtype)
 
     @property
+    def wanted_states(self) -> int:
+        """Bytes of hidden states on disk, if there were no budget."""
+        return 0 if self.online else self.tokens * self.state_bytes
+
+    @property
+    def states(self) -> int:
+        """Bytes of hidden states on disk."""
+        return min(self.wanted_states, int(1e9 * self.recipe.data.cache_gigabytes))
+
+    @property
+    def trained_tokens(self) -> int:
+        """Of the training conversations, those whose states fit the byte budget."""
+        if self.online:
+            return self.train_tokens
+        return max(0, self.states // self.state_bytes - self.validation_tokens)
+
+    @property
     def on_cpu(self) -> bool:
-        """Whether the target computes on a CPU here."""
         return self.target.device.type == "cpu"
 
     @property
@@ -150,11 +131,6 @@ class Planned:
     def captured(self) -> bool:
         """Whether hidden states are kept as conversations are written: on a CPU, in this process."""
         return self.on_cpu and not self.recipe.data.server and not self.online
-
-    @property
-    def needs_target(self) -> bool:
-        """Whether training needs the whole target: to compute states, to decode now and then, or to learn too."""
-        return self.online or self.recipe.train.needs_target
 
 
 def teacher_bytes(planned: Planned) -> int:
@@ -171,83 +147,46 @@ def teacher_bytes(planned: Planned) -> int:
 # -- conversations and states ------------------------------------------------------------------------------------------
 
 
-def amounts_of(planned: Planned) -> Amounts:
-    """Conversations as `headstart.data.conversations.write` writes them: in parts, held-out and validation ones
-    first."""
+def expecting_conversations(planned: Planned) -> Planned:
+    """With those that the recipe asks for, as far as there are prompts and minutes."""
     data, lengths = planned.recipe.data, planned.lengths
     count = float(data.conversations)
     if 0 < lengths.prompts < SAMPLE:  # these are all there are
         count = min(count, max(1.0, lengths.prompts - data.heldout - data.validation))
-    apart, validation = _writing(planned, data.validation)
-    if data.heldout:
-        apart += _writing(planned, data.heldout, answered=False)[0]
-    seconds, rows = _writing(planned, count)
+    seconds = _writing(planned, count)
     if data.minutes is not None and seconds > 60 * data.minutes:
-        share = 60 * data.minutes / seconds
-        count, rows, seconds = count * share, rows * share, 60 * data.minutes
-    amounts = amounts_with(planned, count, int(count * lengths.tokens), int(data.validation * lengths.tokens))
-    written = int((rows + validation) * lengths.tokens)
-    wanted = amounts.wanted
-    if planned.captured:  # those of conversations that nobody asked for are kept too
-        wanted = written * planned.state_bytes
-    states = min(wanted, int(1e9 * data.cache_gigabytes))
-    return replace(amounts, written=written, seconds=seconds + apart, states=states, wanted=wanted)
+        count *= 60 * data.minutes / seconds
+    tokens = int(count * lengths.tokens), int(data.validation * lengths.tokens)
+    return replace(planned, conversations=count, train_tokens=tokens[0], validation_tokens=tokens[1])
 
 
-def amounts_with(planned: Planned, conversations: float, train: int, validation: int) -> Amounts:
-    """With so many conversations to train on, and so many tokens of them and of the validation conversations."""
-    tokens = train + validation
-    if planned.online:
-        return Amounts(conversations, tokens, train, tokens, 0.0, 0, 0)
-    budget, wanted = int(1e9 * planned.recipe.data.cache_gigabytes), tokens * planned.state_bytes
-    trained = min(train, max(0, int(budget / planned.state_bytes) - validation))
-    return Amounts(conversations, tokens, trained, tokens, 0.0, min(wanted, budget), wanted)
+def _writing(planned: Planned, count: float) -> float:
+    """Seconds of writing so many conversations."""
+    data, lengths = planned.recipe.data, planned.lengths
+    steps = data.max_new_tokens * lengths.turns + (_PROMPT_STEPS if data.prompts == "self" else 0)
+    return planned.speeds.forwards(count / data.batch_size * steps, count * lengths.tokens) / planned.at_once
 
 
-def _writing(planned: Planned, count: float, answered: bool = True) -> tuple[float, float]:
-    """(seconds, conversations) of writing at least `count` conversations: whole parts are written."""
-    data, lengths, speeds = planned.recipe.data, planned.lengths, planned.speeds
-    given = data.prompts != "self"
-    most = float(data.batch_size) if given else min(_ACCEPTED * data.batch_size, count + math.ceil(count / 8))
-    most = max(1.0, min(most, count) if given else most)
-    parts = math.ceil(count / most - 1e-9)
-    rows = count if given else parts * most
-    seconds = 0.0
-    if not given:
-        prompts = parts * data.batch_size
-        seconds += speeds.forwards(parts * _PROMPT_STEPS, prompts * _PROMPT_ROW)
-        seconds += prompts * lengths.prompt / 2 * speeds.prefill_token
-    if answered:
-        usual = lengths.answer / max(1.0, lengths.turns)
-        seconds += speeds.forwards(parts * data.max_new_tokens * lengths.turns, rows * lengths.turns * usual)
-        seconds += rows * lengths.read * speeds.prefill_token
-    gain = _WORKERS_GAIN if planned.workers > 1 else 1.0
-    return seconds / gain / planned.processes * planned.crowding, rows
-
-
-def conversations_cost(planned: Planned, amounts: Amounts) -> Cost:
-    """Writing conversations; on a CPU their hidden states are kept as they are computed."""
-    data, lengths, target = planned.recipe.data, planned.lengths, planned.target
+def conversations_cost(planned: Planned) -> Cost:
+    data, target = planned.recipe.data, planned.target
     captured = 0
     if planned.captured:  # those of a batch, and once more while a shard is written
-        captured = int(2 * data.batch_size * (lengths.prompt + data.max_new_tokens) * planned.state_bytes)
+        captured = 2 * data.batch_size * planned.lengths.cached * planned.state_bytes
     logits = data.batch_size * target.vocab_size * (target.dtype.itemsize + 4)
-    memory = planned.held + planned.workers * int(CACHE_PEAK * planned.cache_bytes + logits + captured)
-    return Cost(amounts.seconds, int(_CONVERSATION_BYTES * (amounts.written + amounts.tokens)), 0, memory)
+    cache = CACHE_PEAK * data.batch_size * planned.lengths.cached * target.kv_bytes_per_token
+    memory = planned.held + planned.workers * int(cache + logits + captured)
+    seconds = _writing(planned, planned.conversations + data.validation + data.heldout)
+    return Cost(seconds, _CONVERSATION_BYTES * planned.tokens, memory)
 
 
-def states_cost(planned: Planned, amounts: Amounts) -> Cost:
-    """Computing hidden states, where writing has not kept them; the teacher lies beside them."""
+def states_cost(planned: Planned) -> Cost:
     target = planned.target
     if planned.online:
-        return Cost(0.1, 0, 0, 0)
-    seconds = amounts.states / 4e9 + 0.1
-    if not planned.captured:
-        tokens = min(amounts.tokens, amounts.states / planned.state_bytes)
-        seconds += tokens * planned.speeds.prefill_token / planned.processes * planned.crowding
+        return Cost(0.1, 0, 0)
+    tokens = 0 if planned.captured else planned.states / planned.state_bytes
+    seconds = 0.1 + tokens * planned.speeds.token / planned.at_once
     reading = 2048 * target.hidden_size * target.dtype.itemsize * (4 + len(planned.needed))
-    disk = amounts.states + teacher_bytes(planned)
-    return Cost(seconds, disk, 0, planned.held + reading + shard_size(int(amounts.states)))
+    return Cost(seconds, planned.states + teacher_bytes(planned), planned.held + reading + shard_size(planned.states))
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -275,65 +214,50 @@ def optimizer_bytes(heads: DraftHead, section: TrainSection) -> int:
     return count
 
 
-def training(planned: Planned, amounts: Amounts) -> tuple[float, float]:
+def training(planned: Planned) -> tuple[float, float]:
     """(optimiser steps, seconds), as far as the clock lets them."""
-    section, speeds, data = planned.recipe.train, planned.speeds, planned.recipe.data
+    section, speeds = planned.recipe.train, planned.speeds
     padded = 1.0 if section.packing else _PADDED
-    batches = padded * amounts.trained / section.batch_tokens
+    batches = padded * planned.trained_tokens / section.batch_tokens
     whole = max(1, math.ceil(batches))
     group = planned.processes * section.gradient_accumulation_steps
     most = section.epochs * max(1.0, whole // group)
     steps = float(min(most, section.steps or most))
-    batch = speeds.train_step + (section.batch_tokens * speeds.prefill_token if planned.online else 0.0)
+    batch = speeds.train_step + (section.batch_tokens * speeds.token if planned.online else 0.0)
     full = batches / whole  # few batches are not full ones
-    each = section.gradient_accumulation_steps * full * batch * planned.crowding
-    judged = padded * data.validation * planned.lengths.tokens / section.batch_tokens / planned.processes
-    judged *= _FORWARD * speeds.train_step * planned.crowding
-    saving = (4 * planned.weights + _moments(planned)) / _DISK if speeds.train_step else 0.0
-    decoding = _DECODED * _DECODED_TOKENS * (speeds.step + speeds.draft) / 1.5
-    each_with = each + judged / section.eval_every + saving / section.save_every
-    each_with += decoding / section.decode_every if section.decode_every else 0.0
-    seconds = judged + steps * each_with
-    if section.minutes is not None and seconds > 60 * section.minutes:
-        seconds = 60 * section.minutes
-        steps = min(steps, max(1.0, (seconds - judged) / each))
-    return steps, seconds + judged + saving
+    each = group * full * batch / planned.at_once
+    judging = planned.validation_tokens / section.batch_tokens * _FORWARD * speeds.train_step / planned.at_once
+    each_with = each + judging / section.eval_every
+    if section.minutes is not None and steps * each_with > 60 * section.minutes:
+        steps = max(1.0, 60 * section.minutes / each_with)
+    return steps, steps * each_with + 2 * judging
 
 
-def _moments(planned: Planned) -> int:
-    """Bytes of the optimisers' moments, and of the moving average."""
+def checkpoint_bytes(planned: Planned) -> int:
+    """Weights, the optimisers' moments and the moving average."""
     section = planned.recipe.train
-    return optimizer_bytes(planned.heads, section) + (0 if section.ema is None else 4 * planned.learning)
+    average = 0 if section.ema is None else 4 * planned.learning
+    return 4 * planned.weights + optimizer_bytes(planned.heads, section) + average
 
 
-def train_cost(planned: Planned, amounts: Amounts) -> Cost:
-    """Training: steps, validations, checkpoints."""
+def train_cost(planned: Planned) -> Cost:
     section, heads, target = planned.recipe.train, planned.heads, planned.target
-    steps, seconds = training(planned, amounts)
-    weights, moments = 4 * planned.weights, _moments(planned)
+    steps, seconds = training(planned)
+    weights = 4 * planned.weights
     saves = max(1, min(section.keep_checkpoints, math.ceil(steps / section.save_every)))
-    disk = saves * (weights + moments) + (saves + 1) * weights  # each with the best heads it knows of, and the last
-    memory = planned.held if planned.needs_target else planned.bare + teacher_bytes(planned)
-    memory += weights + 4 * planned.learning + moments + section.batch_tokens * batch_token_bytes(planned)
+    disk = saves * checkpoint_bytes(planned) + (saves + 1) * weights  # each with the best heads of then, and the last
+    needs_target = planned.online or section.needs_target
+    memory = planned.held if needs_target else planned.bare + teacher_bytes(planned)
+    memory += checkpoint_bytes(planned) + 4 * planned.learning + section.batch_tokens * batch_token_bytes(planned)
     if heads.config.draft_width < target.vocab_size:  # the teacher's LM head, cut to the draft vocabulary
         memory += heads.config.draft_width * target.hidden_size * target.dtype.itemsize
     if section.lora_rank:  # the sums of weights and updates, and their gradients
         memory += 8 * planned.weights
     if planned.on_cpu:
         memory += weights  # bytes that are being written
-        memory += amounts.states if amounts.states <= CACHE_BYTES else 0  # stores are kept in memory once read
-    return Cost(seconds, disk, weights + moments, memory + int(_grown(planned, steps) * planned.speeds.training_bytes))
-
-
-def _grown(planned: Planned, steps: float) -> float:
-    """Memory of many steps as a multiple of that of a few.
-
-    On a CPU with subsampled drafts no two steps have the same shapes, and what the allocator and oneDNN keep of each
-    adds up: 1.6 times as much after 16 steps as after four, 2.7 times after 60.
-    """
-    if not planned.on_cpu or planned.recipe.train.position_weight != "subsampled":
-        return 1.0
-    return math.cbrt(max(4.0, min(steps, _SHAPES)) / 4)
+        memory += planned.states if planned.states <= CACHE_BYTES else 0  # stores are kept in memory once read
+    many = _SHAPES if planned.on_cpu and section.position_weight == "subsampled" else 1
+    return Cost(seconds, disk, memory + many * planned.speeds.training_bytes)
 
 
 def batch_token_bytes(planned: Planned) -> int:
@@ -348,53 +272,36 @@ def batch_token_bytes(planned: Planned) -> int:
 # -- after training ----------------------------------------------------------------------------------------------------
 
 
-def tune_cost(planned: Planned, amounts: Amounts) -> Cost:
-    """Timing trees and drafts, and replaying acceptance on the validation conversations."""
-    recipe, speeds, lengths = planned.recipe, planned.speeds, planned.lengths
-    rounds = 2 * 2 * 42
-    seconds = speeds.forwards(32 * len(recipe.tune.widths) + rounds, 32 * sum(recipe.tune.widths) + rounds)
-    texts = min(_TUNED, recipe.data.validation)
-    answer = min(_DECODED_TOKENS, answer_tokens(recipe.data.max_new_tokens))
-    seconds += rounds * speeds.draft + speeds.forwards(_DECODED_TOKENS, _DECODED_TOKENS * texts)
-    read = recipe.data.validation * lengths.tokens + texts * (lengths.prompt + answer)
-    seconds += read * (speeds.prefill_token + 1.5 * _FORWARD * speeds.train_step / recipe.train.batch_tokens)
-    return Cost(seconds, 30_000, 0, _decoding_memory(planned))
+def tune_cost(planned: Planned) -> Cost:
+    widths = planned.recipe.tune.widths
+    tokens = _TIMED * sum(widths) + planned.validation_tokens
+    return Cost(planned.speeds.forwards(_TIMED * len(widths), tokens), 30_000, _decoding_memory(planned))
 
 
-def export_cost(planned: Planned, amounts: Amounts) -> Cost:
-    """Writing the heads to keep, in the target's dtype."""
+def export_cost(planned: Planned) -> Cost:
     size = planned.weights * planned.target.dtype.itemsize
-    return Cost(0.2 + size / _DISK, size, 0, planned.held + 2 * size)
+    return Cost(0.2 + size / _DISK, size, planned.held + 2 * size)
 
 
-def eval_cost(planned: Planned, amounts: Amounts) -> Cost:
-    """Decoding some prompts in every way that a report compares."""
-    section, data, speeds, lengths = planned.recipe.eval, planned.recipe.data, planned.speeds, planned.lengths
-    asked = data.heldout
+def eval_cost(planned: Planned) -> Cost:
+    section, prompts = planned.recipe.eval, planned.recipe.data.heldout
     if section.questions != "heldout":
-        asked = len(read_questions(Path(section.questions).expanduser()))
-    prompts = min(asked, section.limit or asked)
-    usual = lengths.answer / max(1.0, lengths.turns) or answer_tokens(data.max_new_tokens)
-    longer = answer_tokens(section.max_new_tokens) / answer_tokens(data.max_new_tokens)
-    answer = min(float(section.max_new_tokens), usual * longer)
-    seconds = (prompts * answer + min(_WARM_UP, answer)) * speeds.step * (_METHODS + _COMPARED * len(section.compare))
-    slower = 1 if planned.target.dtype == torch.float32 else 4  # than in the target's dtype
-    seconds += slower * _JUDGED * prompts * (lengths.prompt + section.max_new_tokens) * speeds.prefill_token
-    return Cost(seconds, 250_000, 0, _decoding_memory(planned))
+        prompts = len(read_questions(Path(section.questions).expanduser()))
+    tokens = min(prompts, section.limit or prompts) * answer_tokens(section.max_new_tokens)
+    seconds = (_METHODS + len(section.compare)) * tokens * planned.speeds.step
+    return Cost(seconds, 250_000, _decoding_memory(planned))
 
 
 def _decoding_memory(planned: Planned) -> int:
     """Of decoding one conversation, with our cache and transformers' own beside it."""
     recipe, target = planned.recipe, planned.target
-    exact = 0
-    if target.dtype.itemsize < 4:  # where a difference is judged, one part at a time is cast to float32
-        layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in target.layers]
-        exact = 4 * max(*layers, target.vocab_size * target.hidden_size)
+    # Where a difference is judged, one part of the target at a time is cast to float32: the largest is the LM head.
+    exact = 4 * target.vocab_size * target.hidden_size if target.dtype.itemsize < 4 else 0
     tokens = recipe.data.max_prompt_tokens + recipe.eval.max_new_tokens + recipe.tune.max_nodes
     return planned.held + planned.weights * target.dtype.itemsize + exact + 2 * tokens * target.kv_bytes_per_token
 
 
-COSTS: Mapping[str, Callable[[Planned, Amounts], Cost]] = {
+COSTS: Mapping[str, Callable[[Planned], Cost]] = {
     "conversations": conversations_cost,
     "states": states_cost,
     "train": train_cost,

@@ -8,8 +8,9 @@ one goes on in its place.
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,38 +50,36 @@ class _Helper:
     """Takes jobs of a run that another process works on."""
 
     def __init__(self, run: Run) -> None:
-        from headstart.data.conversations.jobs import Helper, owner_of
+        from headstart.data.conversations.jobs import owner_of
         from headstart.data.writing.in_process import InProcess
 
         self._run, self._most = run, 2 if InProcess(run.target).shareable else 1
-        owner = owner_of(run.target)
-        self._helper = Helper(self._do, lambda what: what["target"] == owner)
+        self._owner = owner_of(run.target)
 
     def help(self) -> int:
         """Do what there is to do; how many jobs that was."""
-        from headstart.data.conversations.jobs import JOBS, Board
+        from headstart.data.conversations.jobs import JOBS, Board, Taker, help_others
         from headstart.data.conversations.workers import Workers
 
         folders = [referred(self._run.folder, stage) for stage in _STAGES]
         boards = [Board(folder / JOBS) for folder in folders if folder is not None]
         if not any(board.names() for board in boards):
             return 0
-        with Workers(self._run.target.device, self._most, beside=True) as workers:
-            self._check = workers.check
-            return self._helper.help(boards, workers)
+        with Workers(self._run.target.device, self._most) as workers:
+            do = partial(self._do, check=workers.check)
+            return help_others(boards, Taker(do, workers, lambda what: what["target"] == self._owner))
 
-    def _do(self, what: dict[str, Any]) -> dict[str, Any]:
+    def _do(self, what: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
         from headstart.data.conversations.part_writer import PART, help_writing
         from headstart.data.states.shards import Capture, compute_shard
 
         target, shards = self._run.target, referred(self._run.folder, "states")
         if what["kind"] == PART:
-            return help_writing(target, what, lambda *how: Capture(_known(shards), target, *how), self._check)
-        return compute_shard(target, what, _known(shards), self._check)
+            return help_writing(target, what, lambda *how: Capture(_known(shards), target, *how), check)
+        return compute_shard(target, what, _known(shards), check)
 
 
 def _known(shards: Path | None) -> Path:
-    """Where hidden states lie."""
     assert shards is not None, "the run refers to them before it has jobs"
     return shards
 

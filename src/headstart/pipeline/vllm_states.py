@@ -11,7 +11,7 @@ from headstart.support.artifacts import held
 from headstart.support.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from headstart.data.states.vllm_files import Imported
+    from headstart.data.states.vllm_files import Import
 
 FILES = "vllm-states"
 """Suggested folder of vLLM's files, in the folder of the run."""
@@ -27,7 +27,7 @@ def serve_command(run: Run) -> str:
     return of_target(model, target, aux_layers(run), (run.folder / FILES).resolve())
 
 
-def import_states(run: Run, source: str) -> Imported:
+def import_states(run: Run, source: str) -> Import:
     """Take over the states of the run's conversations from a folder of vLLM's files, or from servers, whose addresses
     have commas between them.
 
@@ -49,11 +49,11 @@ def import_states(run: Run, source: str) -> Imported:
     with held(shared, run.console) as shards:
         run.refer("states", shared)
         work = Import(shards, target, wanted, layers, states_dtype=states_dtype)
-        if not work.waiting:
-            return work.found
-        if "://" in source:
+        if work.waiting and "://" in source:
             urls = [url.strip() for url in source.split(",") if url.strip()]
             with progress_bar(run.console, "hidden states by vLLM", unit="tokens") as bar:
-                return take_from_servers(urls, work, run.recipe.data.server_requests, bar.update)
-        with progress_bar(run.console, "files of vLLM", unit="files") as bar:
-            return work.take_folder(Path(source).expanduser(), bar.update)
+                take_from_servers(urls, work, run.recipe.data.server_requests, bar.update)
+        elif work.waiting:
+            with progress_bar(run.console, "files of vLLM", unit="files") as bar:
+                work.take_folder(Path(source).expanduser(), bar.update)
+        return work

@@ -121,16 +121,20 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise UserError(f"{path} is not UTF-8 text ({error.reason}).", "Convert it to UTF-8.") from None
 
 
+def free_disk(folder: Path) -> int:
+    """Bytes that are free at a folder or its nearest existing parent."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
 def need_disk(folder: Path, needed_bytes: int, what: str) -> None:
     """Refuse to start work that the disk cannot hold.
 
     Raises:
-        UserError: when fewer than `needed_bytes` (plus 5 %) are free at `folder` or its nearest existing parent.
+        UserError: when fewer than `needed_bytes` (plus 5 %) are free.
     """
-    path = folder
-    while not path.exists():
-        path = path.parent
-    free = shutil.disk_usage(path).free
+    free = free_disk(folder)
     if free < needed_bytes * 1.05:
         raise UserError(
             f"{what} needs {format_bytes(needed_bytes)} at {folder}, and {format_bytes(free)} are free.",

@@ -21,7 +21,7 @@ from headstart.data.conversations.answers import KeepsStates
 from headstart.data.conversations.jobs import JOBS, Board, share
 from headstart.data.conversations.part_writer import SPLITS, PartWriter
 from headstart.data.conversations.parts import CLOCKS, Part, TimeBudget
-from headstart.data.conversations.planning import GivenPrompts, PartPlan, Wanted
+from headstart.data.conversations.planning import GivenPrompts, PartPlan, Wanted, answered_until
 from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.data.conversations.workers import Workers
 from headstart.data.prompts.overlap import normalise
@@ -68,10 +68,9 @@ def build_conversations(
     Raises:
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
-    board = None if shared is None else Board(shared / JOBS)
+    board = Board((shared or folder) / JOBS)
     writer = PartWriter(target, settings, None if console is None else console.print, capture)
-    # The one process that sends requests to servers bounds them.
-    writing = _Writing(writer, (shared or folder) / "parts", None if settings.server else board)
+    writing = _Writing(writer, (shared or folder) / "parts", board)
     counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
     kept: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
     with progress_bar(console, "conversations", total=sum(counts.values())) as bar:
@@ -94,8 +93,7 @@ def build_conversations(
     if console is not None:
         for notice in filter(None, _notices(writing, settings, len(kept["train"]))):
             console.print(f"    {notice}", highlight=False, markup=False, soft_wrap=True)
-    if board is not None:
-        board.clear()
+    board.clear()
     for split, conversations in kept.items():
         write_conversations(folder / f"{split}.jsonl", conversations)
     return Splits(kept["train"], kept["calibration"], kept["heldout"])
@@ -120,7 +118,7 @@ class _Writing:
         time_is_up: whether a budget of time is what ended the writing.
     """
 
-    def __init__(self, writer: PartWriter, folder: Path, board: Board | None) -> None:
+    def __init__(self, writer: PartWriter, folder: Path, board: Board) -> None:
         settings = writer.settings
         self._writer, self._folder, self._board = writer, folder, board
         self._seen: set[str] = set()
@@ -129,12 +127,7 @@ class _Writing:
         for file in sorted(self._folder.glob("[0-9]*-*.jsonl")):
             self._add(Part.read(file))
         wanted = sum(int(getattr(settings, name)) for name in SPLITS.values())
-        self.prompts = GivenPrompts(writer, self._stop + wanted + settings.batch_size)
-
-    @property
-    def _stop(self) -> int:
-        """Where the prompts begin that no part has answered."""
-        return max((part.prompts[1] for part in self._parts), default=0)
+        self.prompts = GivenPrompts(writer, answered_until(self._parts) + wanted + settings.batch_size)
 
     def _add(self, part: Part) -> None:
         for item in part.conversations:
@@ -164,15 +157,13 @@ class _Writing:
 
     def _new(self, wanted: Wanted) -> Iterator[Part]:
         """Further parts; while one is waited for, the next ones are being written, here and by those who help."""
-        writer, number = self._writer, 1 + max((part.number for part in self._parts), default=-1)
-        begun = any(part.split == wanted.split for part in self._parts)
-        plan = PartPlan(writer, self.prompts, wanted, number=number, start=self._stop, begun=begun)
-        jobs = -(-wanted.count // self._writer.settings.batch_size) if writer.shareable else 1
-        with Workers(writer.target.device, jobs, beside=self._board is not None) as workers:
+        writer = self._writer
+        plan = PartPlan(writer, self.prompts, wanted, self._parts)
+        jobs = -(-wanted.count // writer.settings.batch_size) if writer.shareable else 1
+        with Workers(writer.target.device, jobs) as workers:
             for job, written in share(plan, lambda what: writer.write(what, workers.check), workers, self._board):
                 self.prompts.answering.add_all(LeftOut(written["left_out"], written["examples"]))
-                conversations = [Conversation.from_json(row) for row in written["conversations"]]
-                part = Part(job.number, job.split, job.prompts, seconds=plan.lap(), conversations=conversations)
+                part = Part.of(job.what, written, plan.lap())
                 part.write(self._folder)
                 is_wanted = wanted.missing() > 0
                 self._add(part)

@@ -1,7 +1,7 @@
-"""Jobs that one process plans and others help with, over nothing but a folder that all of them see.
+"""Jobs that one process plans, and that its workers and other processes take, over nothing but a folder that all see.
 
-The process that plans posts what is to be done next, does it itself, and posts one job more than anybody works on: who
-comes to help finds it. A job belongs to whoever holds its lock. The system lets go of the locks of a process that dies
+The process that plans posts one job more than anybody works on: a worker that is free, here or in a process that comes
+to help, finds it. A job belongs to whoever holds its lock. The system lets go of the locks of a process that dies
 (see `headstart.support.lock`), and its job is free again. Results are written whole and stay until the planner has used
 them, so that they outlive whoever made them, and the planner too.
 
@@ -17,13 +17,13 @@ import json
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from headstart.data.conversations.workers import Workers
 from headstart.support.files import read_json, write_json
@@ -34,7 +34,7 @@ JOBS = "jobs"
 """Folder of jobs, beside what they make."""
 JOB, RESULT = "job.json", "result.json"
 LOOK = 0.2
-"""Seconds after which one looks again what the others have done."""
+"""Seconds after which a process looks again what the others have done."""
 
 
 def owner_of(target: Target) -> str:
@@ -56,7 +56,6 @@ class Job:
         return f"{self.order}-{digest[:16]}"
 
 
-J = TypeVar("J", bound=Job)
 Do = Callable[[dict[str, Any]], dict[str, Any]]
 """Does a job; what comes back survives JSON."""
 
@@ -104,13 +103,12 @@ class Board:
             shutil.rmtree(folder, ignore_errors=True)
         return None
 
-    def held(self, name: str) -> bool:
-        """Whether somebody is doing a job."""
+    def is_free(self, name: str) -> bool:
+        """Whether a job is to be done, and nobody is doing it."""
         claim = self.claim(name)
-        if claim is None:
-            return not (self.folder / name / RESULT).is_file()
-        claim.close()
-        return False
+        if claim is not None:
+            claim.close()
+        return claim is not None
 
     def withdraw(self, name: str) -> bool:
         """Take a job back; False when somebody is doing it or has done it."""
@@ -140,168 +138,118 @@ class Board:
         return (folder / JOB).is_file() and not (folder / RESULT).is_file()
 
 
-class Plan(Protocol[J]):
+class Plan(Protocol):
     """Says which jobs there are."""
 
-    def next(self, waiting: Sequence[J], writers: int) -> J | None:
+    def next(self, waiting: Sequence[Job], writers: int) -> Job | None:
         """The next job; None when there is none now.
 
         `waiting` are the jobs before it whose results have not been used; so many `writers` work now.
         """
 
-    def still(self, job: J, writers: int) -> bool:
+    def still(self, job: Job, writers: int) -> bool:
         """Whether the last job, which nobody has begun, is still to be done."""
 
 
-class InOrder(Generic[J]):
+class InOrder:
     """A plan of these jobs, one after the other."""
 
-    def __init__(self, jobs: Iterable[J]) -> None:
+    def __init__(self, jobs: Iterable[Job]) -> None:
         self._jobs = iter(jobs)
 
-    def next(self, waiting: Sequence[J], writers: int) -> J | None:
+    def next(self, waiting: Sequence[Job], writers: int) -> Job | None:
         return next(self._jobs, None)
 
-    def still(self, job: J, writers: int) -> bool:
+    def still(self, job: Job, writers: int) -> bool:
         return True
 
 
-@dataclass
-class _Posted(Generic[J]):
-    """A job whose result has not been used; it is done here (`future`), elsewhere, or by nobody yet."""
+class Taker:
+    """Takes jobs for the workers of this process, as far as they can be done here (`mine`)."""
 
-    job: J
-    result: dict[str, Any] | None = None
-    future: Future[dict[str, Any]] | None = None
-    elsewhere: bool = False
+    def __init__(self, do: Do, workers: Workers, mine: Callable[[dict[str, Any]], bool] = lambda _: True) -> None:
+        self._do, self._workers, self._mine = do, workers, mine
+        self._refused: set[str] = set()
+        self.running: dict[str, Future[None]] = {}
 
-    def look(self, board: Board | None) -> None:
-        """See how far it is; raises what was raised by it in this process."""
-        if self.result is not None:
-            return
-        if self.future is not None:
-            self.result = self.future.result() if self.future.done() else None
-        elif board is not None:
-            self.result = board.result(self.job.name)
-            self.elsewhere = self.result is None and board.held(self.job.name)
+    def take(self, board: Board, names: Iterable[str]) -> int:
+        """Begin what is free of these jobs and a worker has time for; how many have ended meanwhile.
 
-    @property
-    def here(self) -> bool:
-        return self.result is None and self.future is not None
+        What doing one raised is raised here; the job is free for others then.
+        """
+        ended = [name for name, future in self.running.items() if future.done()]
+        for name in ended:
+            self.running.pop(name).result()
+        for name in names:
+            if len(self.running) < self._workers.count and name not in self.running and name not in self._refused:
+                self._begin(board, name)
+        return len(ended)
 
-    @property
-    def free(self) -> bool:
-        return self.result is None and self.future is None and not self.elsewhere
-
-
-def share(plan: Plan[J], do: Do, workers: Workers, board: Board | None = None) -> Iterator[tuple[J, dict[str, Any]]]:
-    """Do the jobs of a plan, with whoever helps; yields each with its result, in the order of the plan.
-
-    What `do` raises here is raised; what others cannot do is done here. Without a board nobody helps.
-    """
-    if board is None and not workers.beside:
-        while (job := plan.next((), 1)) is not None:
-            yield job, do(job.what)
-        return
-    posted: deque[_Posted[J]] = deque()
-    try:
-        yield from _share(plan, do, workers, board, posted=posted)
-    finally:
-        if board is not None:
-            for item in posted:
-                if item.free:
-                    board.withdraw(item.job.name)
-
-
-def _share(
-    plan: Plan[J], do: Do, workers: Workers, board: Board | None, posted: deque[_Posted[J]]
-) -> Iterator[tuple[J, dict[str, Any]]]:
-    ended = False
-    while True:
-        for item in posted:
-            item.look(board)
-        while posted and posted[-1].free and not plan.still(posted[-1].job, _writers(workers, posted)):
-            if board is not None and not board.withdraw(posted[-1].job.name):
-                break  # somebody has just taken it
-            posted.pop()
-            ended = True
-        running = sum(item.here for item in posted)
-        for item in posted:
-            running += item.free and running < workers.count and _begin(item, do, workers, board)
-        room = workers.count + sum(item.elsewhere for item in posted) + (board is not None)
-        if not ended and sum(item.result is None for item in posted) < room:
-            job = plan.next([item.job for item in posted], _writers(workers, posted))
-            if job is not None:
-                posted.append(_Posted(job))
-                if board is not None:
-                    board.post(job.name, job.what)
-                continue
-        if not posted:
-            return
-        if (result := posted[0].result) is not None:
-            job = posted.popleft().job
-            yield job, result
-            if board is not None:
-                board.remove(job.name)
-        elif futures := [item.future for item in posted if item.future is not None and item.result is None]:
-            wait(futures, None if board is None else LOOK, FIRST_COMPLETED)
+    def wait(self) -> None:
+        """Until a job has ended here, or it is time to look what others have done."""
+        if self.running:
+            wait(self.running.values(), LOOK, FIRST_COMPLETED)
         else:
             time.sleep(LOOK)
 
-
-def _writers(workers: Workers, posted: Iterable[_Posted[J]]) -> int:
-    """How many jobs are being done, here or elsewhere."""
-    return max(workers.count, sum(item.here or item.elsewhere for item in posted))
-
-
-def _begin(item: _Posted[J], do: Do, workers: Workers, board: Board | None) -> bool:
-    """Begin a job here, if nobody has it."""
-    claim = ExitStack() if board is None else board.claim(item.job.name)
-    if claim is not None:
-        item.future = workers.begin(partial(_done, do, item.job.what, item.job.name, board, claim))
-    return claim is not None
-
-
-def _done(do: Do, what: dict[str, Any], name: str, board: Board | None, claim: ExitStack) -> dict[str, Any]:
-    """Do a job that is held, post what came of it, and let go."""
-    with claim:
-        result = do(what)
-        if board is not None:
-            board.finish(name, result)
-        return result
-
-
-@dataclass
-class Helper:
-    """Does jobs that another process has planned, as far as they can be done here (`mine`)."""
-
-    do: Do
-    mine: Callable[[dict[str, Any]], bool]
-    refused: set[str] = field(default_factory=set)
-
-    def help(self, boards: Collection[Board], workers: Workers) -> int:
-        """Take jobs until there is none left to take; how many were done. What `do` raises frees the job for others."""
-        running: list[Future[dict[str, Any]]] = []
-        finished = 0
-        while True:
-            for future in [future for future in running if future.done()]:
-                future.result()
-                running.remove(future)
-                finished += 1
-            for board in boards:
-                for name in board.names():
-                    if len(running) < workers.count and (begun := self._take(board, name, workers)) is not None:
-                        running.append(begun)
-            if not running:
-                return finished
-            wait(running, LOOK, FIRST_COMPLETED)
-
-    def _take(self, board: Board, name: str, workers: Workers) -> Future[dict[str, Any]] | None:
-        if name in self.refused or (claim := board.claim(name)) is None:
-            return None
+    def _begin(self, board: Board, name: str) -> None:
+        claim = board.claim(name)
+        if claim is None:
+            return
         what = board.job(name)
-        if not self.mine(what):
-            self.refused.add(name)
+        if not self._mine(what):
+            self._refused.add(name)
             claim.close()
-            return None
-        return workers.begin(partial(_done, self.do, what, name, board, claim))
+            return
+
+        def work() -> None:
+            with claim:
+                board.finish(name, self._do(what))
+
+        self.running[name] = self._workers.begin(work)
+
+
+def share(plan: Plan, do: Do, workers: Workers, board: Board) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Do the jobs of a plan, with whoever helps; yields each with its result, in the order of the plan.
+
+    What `do` raises here is raised; what others cannot do is done here.
+    """
+    taker, posted, ended = Taker(do, workers), deque[Job](), False
+
+    def free_jobs() -> list[Job]:
+        return [job for job in posted if job.name not in taker.running and board.is_free(job.name)]
+
+    try:
+        while True:
+            taker.take(board, [job.name for job in posted])
+            free = free_jobs()
+            undone = sum(board.result(job.name) is None for job in posted)
+            writers = max(workers.count, undone - len(free))
+            if free and free[-1] is posted[-1] and not plan.still(free[-1], writers):
+                if board.withdraw(free[-1].name):  # else somebody has just taken it
+                    posted.pop()
+                    ended = True
+            elif not (free or ended) and (job := plan.next(list(posted), writers)) is not None:
+                board.post(job.name, job.what)
+                posted.append(job)
+            elif not posted:
+                return
+            elif (result := board.result(posted[0].name)) is not None:
+                job = posted.popleft()
+                yield job, result
+                board.remove(job.name)
+            else:
+                taker.wait()
+    finally:
+        for job in free_jobs():
+            board.withdraw(job.name)
+
+
+def help_others(boards: Sequence[Board], taker: Taker) -> int:
+    """Take jobs that another process has planned until there is none left to take; how many were done."""
+    done = 0
+    while True:
+        done += sum(taker.take(board, board.names()) for board in boards)
+        if not taker.running:
+            return done
+        taker.wait()

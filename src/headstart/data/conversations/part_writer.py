@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from headstart.data.conversations.answers import Answers, KeepsStates
-from headstart.data.conversations.jobs import Job, owner_of
+from headstart.data.conversations.jobs import owner_of
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.overlap import Excluded
 from headstart.data.prompts.reading import LeftOut, deduplicate
@@ -25,20 +25,6 @@ PART = "part"
 """Kind of these jobs."""
 _OF_PLANNING = {"conversations", "heldout", "validation", "minutes", "cache_gigabytes"}
 """Settings that say how many parts there are, and nothing of what is in them."""
-
-
-@dataclass(frozen=True)
-class PartJob(Job):
-    """A part that is still to be written: of `size` conversations at most, the `first` of its split or not.
-
-    See `headstart.data.conversations.parts.Part` for its other fields.
-    """
-
-    number: int
-    split: str
-    prompts: tuple[int, int]
-    size: int
-    first: bool
 
 
 class PartWriter:
@@ -69,16 +55,19 @@ class PartWriter:
         """Whether several parts may be written at once."""
         return self._writer.shareable
 
-    def job(self, split: str, number: int, given: Sequence[Prompt] | None, size: int) -> dict[str, Any]:
-        """A part to write, that answers these prompts; None where the target writes them."""
+    def job(self, part: dict[str, Any], given: Sequence[Prompt] | None) -> dict[str, Any]:
+        """A part to write, that answers these prompts; None where the target writes them.
+
+        `part` has its split and number, where its prompts start among those given, and how many conversations it has at
+        most (size).
+        """
         return {
+            **part,
             "kind": PART,
-            "target": owner_of(self.target),
+            # The one process that sends requests to servers bounds them: nobody helps.
+            "target": "" if self.settings.server else owner_of(self.target),
             "settings": self.settings.model_dump(mode="json", exclude=_OF_PLANNING),
-            "split": split,
-            "number": number,
             "prompts": None if given is None else [asdict(prompt) for prompt in given],
-            "size": size,
             "states": None if self._capture is None else list(self._capture.aux_layers),
         }
 

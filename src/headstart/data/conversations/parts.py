@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headstart.data.conversations.records import Conversation
 from headstart.errors import UserError
@@ -31,6 +32,13 @@ class Part:
     conversations: list[Conversation]
     fresh: list[Conversation] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, job: dict[str, Any], result: dict[str, Any], seconds: float) -> Part:
+        """What came of a job of `headstart.data.conversations.part_writer.PartWriter`."""
+        prompts = (job["start"], job["start"] + len(job["prompts"])) if job["prompts"] is not None else (0, 0)
+        conversations = [Conversation.from_json(row) for row in result["conversations"]]
+        return cls(job["number"], job["split"], prompts, seconds, conversations)
+
     @property
     def file(self) -> str:
         """Its name in the folder of the parts."""
@@ -54,8 +62,8 @@ class Part:
             _, about = next(rows, (0, {}))
             start, stop = about["prompts"]
             conversations = [Conversation.from_json(row) for _, row in rows]
-            seconds, prompts = float(about["seconds"]), (int(start), int(stop))
-            return cls(int(about["part"]), str(about["split"]), prompts, seconds=seconds, conversations=conversations)
+            number, seconds = int(about["part"]), float(about["seconds"])
+            return cls(number, str(about["split"]), (int(start), int(stop)), seconds, conversations)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, UserError):
                 raise

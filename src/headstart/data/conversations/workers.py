@@ -22,43 +22,35 @@ _MAX = 2
 
 
 class Workers:
-    """A few threads that work on jobs of a CPU, each with its share of torch's threads; on a GPU there is one worker.
+    """A few threads that work on jobs of a CPU, each with its share of torch's threads; on a GPU there is one.
 
     Use as a context: leaving it stops the jobs under way, as soon as they call `check`.
 
     Args:
         device: where the jobs compute.
         jobs: how many there will be at most.
-        beside: a single worker has a thread too, so that whoever gives it work has time for other things.
 
     Attributes:
         count: jobs that run at once.
-        beside: whether they run beside the thread that began them, with `begin`.
     """
 
-    def __init__(self, device: torch.device, jobs: int, beside: bool = False) -> None:
+    def __init__(self, device: torch.device, jobs: int) -> None:
         self._threads = torch.get_num_threads()
         self.count = max(1, min(_MAX, self._threads, jobs)) if device.type == "cpu" else 1
-        self.beside = beside or self.count > 1
-        self._pool: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
 
     def __enter__(self) -> Workers:
-        if self.count > 1:
-            torch.set_num_threads(self._threads // self.count)
-        if self.beside:
-            self._pool = ThreadPoolExecutor(self.count, "worker")
+        torch.set_num_threads(max(1, self._threads // self.count))
+        self._pool = ThreadPoolExecutor(self.count, "worker")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(self._threads)
+        self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads)
 
     def begin(self, job: Callable[[], R]) -> Future[R]:
         """Begin a job beside this thread."""
-        assert self._pool is not None, "entered, with threads"
         return self._pool.submit(job)
 
     def check(self) -> None:

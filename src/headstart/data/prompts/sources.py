@@ -10,7 +10,6 @@ import hashlib
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,6 @@ def find_origin(source: str, revision: str | None = None) -> Origin:
 
     Asks the hub unless `revision` is a commit; without a network, the newest commit that was downloaded before counts.
 
-    `revision` is a branch, tag or commit of a dataset on the hub; None is its main branch.
-
     Raises:
         UserError: no such file or dataset, or a revision of something that is not on the hub.
     """
@@ -70,13 +67,9 @@ def find_origin(source: str, revision: str | None = None) -> Origin:
 
 
 def read_records(origin: Origin, split: str, seed: int | None = None, *, whole: bool = True) -> Iterator[Record]:
-    """Every record of a source once.
+    """Every record of a source once, in the order of a seed; None reads them as they stand.
 
-    Args:
-        origin: of the source.
-        split: of a dataset.
-        seed: of the order; None reads them as they stand.
-        whole: a dataset of the hub may be downloaded as a whole; records come as they are read otherwise.
+    A dataset of the hub may be downloaded as a `whole`; records come as they are read otherwise.
 
     Raises:
         UserError: missing file, malformed line (file and line are named), unknown dataset or split.
@@ -103,7 +96,6 @@ def drawn(items: Sequence[Any], seed: int) -> list[Any]:
 
 
 def _local(source: str) -> Path | None:
-    """The file or folder that a source names; None for a dataset of the hub."""
     path = Path(source).expanduser()
     if path.suffix in (".jsonl", ".json") or path.exists():
         return path
@@ -137,9 +129,8 @@ def _file_records(path: Path) -> Iterator[Record]:
         raise UserError(f"{path} holds a {type(rows).__name__}, not a list.", "Write a list of records, or JSONL.")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise UserError(
-                f"{path}, record {number}: a {type(row).__name__}, not an object.", "Write a list of objects."
-            )
+            problem = f"{path}, record {number}: a {type(row).__name__}, not an object."
+            raise UserError(problem, "Write a list of objects.")
         yield Record(f"record {number}", f"{path.stem}-{number}", row)
 
 
@@ -151,41 +142,25 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
 
     name, _, config = origin.source.partition(":")
     try:
-        size = None if origin.commit is None else _bytes_of(name, config, origin.commit)
-        streaming = size is not None and not (whole and size <= _WHOLE_BYTES)
-        with _offline() if size is None else nullcontext():
-            rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming, revision=origin.commit)
+        size = 0 if origin.commit is None else _bytes_of(name, config, origin.commit)
+        streaming = size > 0 and not (whole and size <= _WHOLE_BYTES)
+        rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming, revision=origin.commit)
         numbered: Iterable[tuple[int, Mapping[str, Any]]]
         if streaming:
             numbered = enumerate(rows if seed is None else rows.shuffle(seed=seed, buffer_size=_BUFFER))
-        elif seed is None:
-            numbered = enumerate(rows)
         else:
-            numbered = ((number, rows[number]) for number in drawn(range(len(rows)), seed))
+            order = range(len(rows)) if seed is None else drawn(range(len(rows)), seed)
+            numbered = ((number, rows[number]) for number in order)
         for number, row in numbered:
             yield Record(f"row {number}", f"{split}-{number}", row)
     except UserError:
         raise
     except Exception as error:  # datasets raises many kinds; all mean the same to the user
-        raise _unreadable(origin.source, split, error) from error
+        raise _unreadable(f"{origin.source!r}, split {split!r}", error) from error
 
 
-@contextmanager
-def _offline() -> Iterator[None]:
-    """`datasets` takes what it finds on this machine, instead of asking the hub six times in half a minute."""
-    import datasets
-
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before
-
-
-def _unreadable(source: str, split: str | None, error: Exception) -> UserError:
+def _unreadable(where: str, error: Exception) -> UserError:
     reason = (str(error).splitlines() or [""])[0].rstrip(".")
-    where = f"{source!r}, split {split!r}" if split else repr(source)
     return UserError(
         f"Cannot read prompts from {where}: {type(error).__name__}: {reason}.",
         "Give 'self', a .jsonl or .json file, or the name of a dataset that datasets.load_dataset can reach.",
@@ -197,21 +172,20 @@ def _commit_of(source: str, revision: str | None) -> str:
     name, _, config = source.partition(":")
     try:
         info = _hub_info(name, revision)
-        commit = None if info is None else str(info.sha)
-        if commit is None and revision is None:
-            commit = _downloaded(name, config)
+        if info is not None:
+            return str(info.sha)
+        if revision is None:
+            return _downloaded(name, config)
     except Exception as error:
-        raise _unreadable(source, None, error) from error
-    if commit is None:
-        raise UserError(
-            f"The hub does not answer, so that revision {revision!r} of {name!r} is not known.",
-            "Connect to the network, or set data.revision to the commit that was downloaded before.",
-        )
-    return commit
+        raise _unreadable(repr(source), error) from error
+    raise UserError(
+        f"The hub does not answer, so that revision {revision!r} of {name!r} is not known.",
+        "Connect to the network, or set data.revision to the commit that was downloaded before.",
+    )
 
 
-def _bytes_of(name: str, config: str, commit: str) -> int | None:
-    """Bytes of a dataset's files; None where the hub does not answer and this very commit was downloaded before."""
+def _bytes_of(name: str, config: str, commit: str) -> int:
+    """Bytes of a dataset's files; 0 where the hub does not answer and this very commit was downloaded before."""
     info = _hub_info(name, commit)
     if info is not None:
         return sum(file.size or 0 for file in info.siblings or [])
@@ -222,19 +196,18 @@ def _bytes_of(name: str, config: str, commit: str) -> int | None:
             f"{downloaded}.",
             "Connect to the network, or set data.revision to that one.",
         )
-    return None
+    return 0
 
 
 def _downloaded(name: str, config: str) -> str:
     """The commit of a dataset that was downloaded last."""
     import datasets
 
-    with _offline():
-        return str(datasets.load_dataset_builder(name, config or None).hash)
+    return str(datasets.load_dataset_builder(name, config or None).hash)
 
 
 def _hub_info(name: str, revision: str | None) -> Any:
-    """What the hub says of a dataset, asked once; None when it does not answer."""
+    """What the hub says of a dataset; None when it does not answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

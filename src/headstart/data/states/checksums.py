@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from headstart.support.files import DAMAGED
 
 KEY = "checksums"
 """In the metadata of a shard."""
-
+REBUILD = "Build the states again (headstart data build RECIPE): only that shard is computed anew."
 _BROKEN = (ValueError, KeyError, AttributeError, TypeError, RuntimeError)
 """What reading damaged metadata raises."""
 
@@ -69,7 +70,7 @@ class Checks:
         """See that a conversation's part of a tensor, from this token on, is as it was written; once.
 
         Raises:
-            UserError: it is not. The shard is put aside, so that building the states computes it anew.
+            UserError: it is not. The shard is put aside.
         """
         wanted = self._wanted.pop((name, start), None)
         if wanted is not None and checksum(part) != wanted:
@@ -90,25 +91,19 @@ def whole(file: Path) -> bool:
 
 def damaged(file: Path) -> UserError:
     """A shard whose content is not what was written."""
-    return UserError(f"{file} is damaged: its checksums do not match.", f"Delete it. {rebuild()}")
+    return UserError(f"{file} is damaged: its checksums do not match.", f"Delete it. {REBUILD}")
 
 
 def put_aside(file: Path) -> UserError:
     """The same, for a shard that is given another name, so that building the states computes it anew."""
     aside = file.with_name(file.name + DAMAGED)
-    try:
+    with suppress(OSError):  # another process was first, or it lies where nobody may write
         file.rename(aside)
-    except OSError:  # another process was first, or it lies where nobody may write
-        if file.exists():
-            return damaged(file)
-    return UserError(f"{damaged(file).problem} It is kept as {aside.name}.", rebuild())
+    if file.exists():
+        return damaged(file)
+    return UserError(f"{damaged(file).problem} It is kept as {aside.name}.", REBUILD)
 
 
 def is_missing(file: Path) -> UserError:
     """A shard that another process has put aside, or somebody deleted."""
-    return UserError(f"{file} is missing.", rebuild())
-
-
-def rebuild() -> str:
-    """What to do about a shard that cannot be used."""
-    return "Build the states again (headstart data build RECIPE): only that shard is computed anew."
+    return UserError(f"{file} is missing.", REBUILD)

@@ -28,9 +28,6 @@ class States(Protocol):
         stored: whether reading them computes nothing.
         folder: for messages: where they lie, or where the conversations were read.
         fingerprint: of the conversations and of whose states these are.
-        target_fingerprint: of the target.
-        aux_layers: layers whose states there are.
-        hidden_size: of a state.
         lengths: tokens of each conversation.
     """
 
@@ -48,8 +45,7 @@ class States(Protocol):
         """One conversation with its states."""
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
-        """Several conversations with their states: those of a batch. Where several processes train, each asks as often
-        as the others, if need be for none."""
+        """Those of a batch. Where several processes train, each asks as often as the others, if need be for none."""
 
     def supervised(self) -> Iterable[Tensor]:
         """The mask of each conversation in turn, bool [T]; no states are read."""
@@ -59,12 +55,10 @@ class States(Protocol):
 
 
 class OnlineStates:
-    """Conversations whose states are computed whenever they are read.
+    """Conversations whose states are computed, on the target's device, whenever they are read.
 
     They are what `build_store` keeps but for the order of sums: there the rows of a forward are as long as each other,
     here those of a training batch.
-
-    They come out on the target's device.
 
     Raises:
         UserError: nothing to learn from, or a conversation that the target cannot read.

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.data.conversations.jobs import Board, InOrder, Job, owner_of, share
+from headstart.data.conversations.jobs import JOBS, Board, InOrder, Job, owner_of, share
 from headstart.data.conversations.records import Conversation
 from headstart.data.conversations.workers import Workers
 from headstart.data.states.checksums import KEY, checksums
@@ -53,16 +53,11 @@ class StateKind:
         return owner if self.states_dtype == AUTO else f"{owner} {self.states_dtype}"
 
     def bytes(self, tokens: int) -> int:
-        """Bytes on disk of so many tokens."""
         size = self.target.hidden_size, self.target.dtype
         return estimate_bytes(tokens, len(self.aux_layers), *size, states_dtype=self.states_dtype)
 
     def fitting(self, conversations: Sequence[Conversation], budget_bytes: int) -> int:
-        """How many conversations, from the first one on, a byte budget holds the states of.
-
-        Raises:
-            UserError: not even the first.
-        """
+        """How many conversations, from the first one on, a byte budget holds the states of: one at least."""
         used = 0
         for kept, conversation in enumerate(conversations):
             used += self.bytes(len(conversation.tokens))
@@ -82,18 +77,16 @@ class Work:
     """How states are computed and stored.
 
     Attributes:
-        states_dtype: how they are stored, see `headstart.data.states.codes`.
+        states_dtype: see `headstart.data.states.codes`.
         batch_tokens: tokens of a forward at most, padding included (one longer conversation goes alone).
         shard_bytes: size at which a shard is closed; None chooses by what there is to compute.
-        advance: called with (tokens done, tokens in all) after every forward here, and after every shard of others.
-        board: where other processes find shards to compute; None to compute all of them here.
+        advance: called with (tokens done, tokens in all) after every shard.
     """
 
     states_dtype: str = AUTO
     batch_tokens: int = 2048
     shard_bytes: int | None = None
     advance: Callable[[int, int], None] = lambda done, total: None
-    board: Board | None = None
 
 
 def build_store(
@@ -108,14 +101,8 @@ def build_store(
 ) -> StateStore:
     """Compute and keep the aux hidden states of conversations, but for those that a whole shard holds already.
 
-    Args:
-        folder: of the store; a manifest that is there is replaced.
-        conversations: their order is the order of the store.
-        target: the frozen model.
-        aux_layers: which hidden states to keep.
-        budget_bytes: conversations from the first one on are kept while they fit; see `StateStore.notice`.
-        shards: folder of the shards, which other stores of the same target may share; by default `folder` itself.
-        work: how states are computed and stored.
+    A manifest that is there is replaced. Conversations are kept in their order, while they fit `budget_bytes`. Other
+    stores of the same target may share the folder of the `shards`, by default the store's own.
 
     Raises:
         UserError: nothing to store, a conversation that the target cannot read, a budget too small for the first
@@ -125,24 +112,20 @@ def build_store(
     shards, work = shards or folder, work or Work()
     kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), work.states_dtype)
     kept = conversations[: kind.fitting(conversations, budget_bytes)]
-    if work.board is not None:  # what a process which was killed had planned: its helpers may be computing it still
-        posted = [Job(name.rpartition("-")[0], work.board.job(name)) for name in work.board.names()]
-        for _ in _computed(target, shards, posted, work.board):
-            pass
+    board = Board(shards / JOBS)
+    # What a process which was killed had planned: its helpers may be computing it still.
+    posted = [Job(name.rpartition("-")[0], board.job(name)) for name in board.names()]
+    for _ in _computed(target, shards, posted, board):
+        pass
     index = ShardIndex(shards, kind.owner)
     jobs = _planned(kind, kept, index, work)
     total = sum(len(conversation.tokens) for conversation in kept)
-    done = total - sum(_tokens(job) for job in jobs)
-
-    def advance(tokens: int) -> None:
-        work.advance(done + tokens, total)
-
-    for job, file in _computed(target, shards, jobs, work.board, advance=advance):
+    done = total - sum(sum(map(len, job.what["rows"])) for job in jobs)
+    for job, file in _computed(target, shards, jobs, board):
         index.add(file)
-        done += _tokens(job)
-        advance(0)
-    if work.board is not None:
-        work.board.clear()
+        done += sum(map(len, job.what["rows"]))
+        work.advance(done, total)
+    board.clear()
     manifest = _manifest(folder, index, kind, kept)
     write_json(folder / MANIFEST, {**manifest, "dropped": len(conversations) - len(kept)}, indent=None)
     return StateStore(folder)
@@ -170,11 +153,7 @@ class Capture:
         self._shards, self._kind = shards, StateKind(target, self.aux_layers, states_dtype)
 
     def keep(self, written: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
-        """Write a shard of conversations and the states [T, E] of their tokens, by layer.
-
-        Raises:
-            UserError: too little free disk.
-        """
+        """Write a shard of conversations and the states [T, E] of their tokens, by layer; needs free disk."""
         if not written:
             return
         once = {_key(conversation.tokens): (conversation.tokens, states) for conversation, states in written}
@@ -187,7 +166,6 @@ class Capture:
 
 
 def _planned(kind: StateKind, kept: Sequence[Conversation], index: ShardIndex, work: Work) -> list[Job]:
-    """A job for each shard to compute; conversations are told by their tokens."""
     lengths = [len(conversation.tokens) for conversation in kept]
     lacking = index.lacking(kept, kind.aux_layers)
     per_token = {layers: replace(kind, aux_layers=layers).bytes(1) for layers in lacking}
@@ -208,52 +186,31 @@ def _planned(kind: StateKind, kept: Sequence[Conversation], index: ShardIndex, w
     return jobs
 
 
-def _tokens(job: Job) -> int:
-    return sum(map(len, job.what["rows"]))
-
-
 def compute_shard(
-    target: Target,
-    what: dict[str, Any],
-    shards: Path,
-    check: Callable[[], None] = lambda: None,
-    advance: Callable[[int], None] = lambda _: None,
+    target: Target, what: dict[str, Any], shards: Path, check: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Compute and write the shard of a job.
-
-    `check` is called before every forward, `advance` after it, with the tokens of this shard that are done.
-    """
-    rows, layers, done = what["rows"], tuple(what["layers"]), 0
+    """Compute and write the shard of a job; `check` is called before every forward."""
+    rows, layers = what["rows"], tuple(what["layers"])
     states: dict[int, dict[int, Tensor]] = {}
     for batch in _batches(range(len(rows)), list(map(len, rows)), what["batch_tokens"]):
         check()
         computed = target.hidden_states([rows[i] for i in batch], layers)
         states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in computed), strict=True))
-        done += sum(len(rows[i]) for i in batch)
-        advance(done)
     kind, in_order = StateKind(target, layers, what["states_dtype"]), [states[i] for i in range(len(rows))]
     return {"file": _write_shard(shards, kind, rows, in_order).name}
 
 
-def _computed(
-    target: Target,
-    shards: Path,
-    jobs: Iterable[Job],
-    board: Board | None,
-    advance: Callable[[int], None] = lambda _: None,
-) -> Iterator[tuple[Job, Path]]:
-    """The files of jobs, computed here or by those who help."""
-    with Workers(target.device, 1, beside=board is not None) as workers:
+def _computed(target: Target, shards: Path, jobs: Iterable[Job], board: Board) -> Iterator[tuple[Job, Path]]:
+    with Workers(target.device, 1) as workers:
 
         def compute(what: dict[str, Any]) -> dict[str, Any]:
-            return compute_shard(target, what, shards, check=workers.check, advance=advance)
+            return compute_shard(target, what, shards, workers.check)
 
         for job, result in share(InOrder(jobs), compute, workers, board):
             yield job, shards / result["file"]
 
 
 def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[Conversation]) -> dict[str, Any]:
-    """What a store says of itself; see `StateStore` for what is read of it."""
     target = kind.target
     places = [[index.places[layer, _key(item.tokens)] for item in kept] for layer in kind.aux_layers]
     files = sorted({file for of_layer in places for file, _ in of_layer})
@@ -281,8 +238,7 @@ def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[C
 class ShardIndex:
     """What the whole shards of a folder hold for an `owner`.
 
-    Attributes:
-        places: (name of the shard's file, first token in it) by layer and key of a conversation.
+    `places` has the name of the shard's file and the first token in it, by layer and key of a conversation.
     """
 
     def __init__(self, folder: Path, owner: str) -> None:
@@ -324,11 +280,7 @@ class ShardIndex:
 
 
 def check_conversations(conversations: Sequence[Conversation], target: Target) -> None:
-    """Refuse conversations whose states cannot be computed, or have nothing to teach.
-
-    Raises:
-        UserError: there are none, nothing is supervised in one, or one that the target cannot read.
-    """
+    """Refuse conversations whose states cannot be computed, or that have nothing to teach."""
     if not conversations:
         raise UserError("There are no conversations to store.", "Check data.prompts and data.conversations.")
     for conversation in conversations:
@@ -351,13 +303,11 @@ def check_conversations(conversations: Sequence[Conversation], target: Target) -
 
 
 def _key(tokens: Sequence[int]) -> str:
-    """What a conversation's states depend on, besides the target."""
     return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:24]
 
 
 def _split(numbers: Sequence[int], lengths: Sequence[int], per_token: int, shard_bytes: int) -> list[list[int]]:
-    """Conversations by shard, longest first: rows of a batch have about one length, and memory runs out at once or
-    never."""
+    # Longest first: rows of a batch have about one length, and memory runs out at once or never.
     shards: list[list[int]] = [[]]
     filled = 0
     for i in sorted(numbers, key=lambda i: (-lengths[i], i)):
@@ -387,7 +337,6 @@ def _batches(shard: Sequence[int], lengths: Sequence[int], batch_tokens: int) ->
 def _write_shard(
     folder: Path, kind: StateKind, rows: Sequence[Sequence[int]], states: Sequence[Mapping[int, Tensor]]
 ) -> Path:
-    """Write one shard: tokens of conversations, and their states; returns its file."""
     tensors = {"tokens": torch.tensor([token for row in rows for token in row], dtype=torch.int32)}
     for layer in kind.aux_layers:
         tensors |= encode(layer, torch.cat([of_row[layer] for of_row in states]), kind.states_dtype)

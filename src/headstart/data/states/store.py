@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.data.states.checksums import Checks, is_missing, put_aside, rebuild, whole
+from headstart.data.states.checksums import REBUILD, Checks, is_missing, put_aside, whole
 from headstart.data.states.codes import AUTO, bytes_per_state, decode
 from headstart.errors import UserError
 from headstart.support.files import format_bytes, read_json
@@ -38,8 +38,7 @@ CACHE_BYTES = 2_000_000_000
 
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
-FORMAT, _READ = 2, (2, 3)
-"""A 3 says what `states_dtype` says, too."""
+FORMAT = 2
 
 Location = tuple[int, int]
 """Where the states of a conversation lie: number of the shard among the manifest's, first token in it."""
@@ -47,12 +46,9 @@ Location = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation with its hidden states. The tensors may share memory with the store: do not write to them.
+    """One conversation: its tokens (int64), whether the assistant wrote them, and hidden states by layer, [T, E].
 
-    Attributes:
-        tokens_T: int64 [T].
-        supervised_T: bool [T], true where the assistant wrote the token.
-        states: by layer, [T, E] in the target's dtype.
+    The tensors may share memory with the store: do not write to them.
     """
 
     tokens_T: Tensor
@@ -68,9 +64,7 @@ def estimate_bytes(tokens: int, aux_layers: int, hidden: int, dtype: torch.dtype
 class StateStore:
     """A finished store; samples are numbered like the conversations it was built from.
 
-    Args:
-        folder: what `build_store` wrote.
-        cache_bytes: keep shards in memory when the whole store is at most this large; read from disk otherwise.
+    Shards are kept in memory when the whole store has at most `cache_bytes`, and read from disk otherwise.
 
     Raises:
         UserError: not a store, unfinished, or a shard is missing or cut short.
@@ -83,14 +77,14 @@ class StateStore:
         if not (folder / MANIFEST).is_file():
             raise UserError(f"{folder} holds no finished store of hidden states.", "Run: headstart data build RECIPE")
         manifest = read_json(folder / MANIFEST)
-        if not isinstance(manifest, dict) or manifest.get("format") not in _READ:
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise UserError(f"{folder} is a store of another format.", "Build it again: headstart data build RECIPE")
         self.fingerprint: str = manifest["fingerprint"]
         self.target_fingerprint: str = manifest["target_fingerprint"]
         self.dtype: str = manifest["dtype"]
         self.aux_layers: tuple[int, ...] = tuple(manifest["taps"])
         self.hidden_size: int = manifest["hidden_size"]
-        self.states_dtype: str = manifest.get("states_dtype", AUTO)
+        self.states_dtype: str = manifest["states_dtype"]
         self._dtype: torch.dtype = getattr(torch, manifest["dtype"])
         self.lengths: list[int] = manifest["lengths"]
         self.dropped: int = manifest["dropped"]
@@ -106,7 +100,7 @@ class StateStore:
             size = path.stat().st_size if path.is_file() else 0
             if size != file["bytes"]:
                 state = "cut short" if size else "missing"
-                raise UserError(f"{path} is {state} ({size} of {file['bytes']} bytes).", rebuild())
+                raise UserError(f"{path} is {state} ({size} of {file['bytes']} bytes).", REBUILD)
         self._cached = self.bytes <= cache_bytes
         self._loaded: dict[int, dict[str, Tensor]] = {}
         self._open: dict[int, Any] = {}
@@ -117,7 +111,6 @@ class StateStore:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all conversations."""
         return sum(self.lengths)
 
     @property
@@ -134,7 +127,6 @@ class StateStore:
         """One conversation with its states.
 
         Raises:
-            IndexError: beyond the last conversation.
             UserError: a shard is damaged; it is put aside then.
         """
         if not 0 <= index < len(self):
@@ -143,7 +135,6 @@ class StateStore:
         return Sample(self._tokens(index), self._supervised(index), states)
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
-        """Several conversations with their states."""
         return [self.get(index) for index in indices]
 
     def _states(self, layer: int, index: int) -> Tensor:
@@ -166,7 +157,8 @@ class StateStore:
         shard, start = position
         if shard not in self._checks:
             self._checks[shard] = Checks(self.files[shard])
-            _note_reading(self.files[shard])
+            with suppress(OSError):  # for `headstart gc`: many disks keep no time of reading
+                os.utime(self.files[shard], ns=(time.time_ns(), self.files[shard].stat().st_mtime_ns))
         try:
             part = self._part(name, shard, slice(start, start + self.lengths[index]))
         except SafetensorError:
@@ -201,9 +193,3 @@ class StateStore:
             supervised_S = self._tokens(index)[self._supervised(index)]
             counts_V += torch.bincount(supervised_S, minlength=vocab_size)
         return counts_V
-
-
-def _note_reading(file: Path) -> None:
-    """For `headstart gc`, which knows from the time of access what was not read for long; many disks keep none."""
-    with suppress(OSError):
-        os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))

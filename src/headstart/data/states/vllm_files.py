@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import json
 import shlex
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.codes import AUTO
@@ -36,23 +34,6 @@ from headstart.target.model import Target
 
 _COMPARED = 128
 """Tokens of a conversation that are compared: a causal model's first states do not depend on the rest."""
-
-
-@dataclass
-class Imported:
-    """What came of an import.
-
-    Attributes:
-        taken: conversations whose states were taken over.
-        known: those whose states were in the shards before.
-        lacking: those that have none yet.
-        left_out: reasons, each with the files left out for it.
-    """
-
-    taken: int = 0
-    known: int = 0
-    lacking: int = 0
-    left_out: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Unusable(Exception):
@@ -86,7 +67,9 @@ class Import:
     """Takes states over into the shards of a folder; what lies there already is not taken again.
 
     Attributes:
-        found: what has come of it so far.
+        taken: conversations whose states were taken over.
+        known: those whose states were in the shards before.
+        left_out: reasons, each with the files left out for it.
 
     Raises:
         UserError: too little free disk.
@@ -102,7 +85,7 @@ class Import:
         shard_bytes: int | None = None,
         states_dtype: str = AUTO,
     ) -> None:
-        self._folder, self._target = shards, target
+        self._folder, self.target = shards, target
         self._kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), states_dtype)
         self._engine_layers = engine_layers(aux_layers, target)
         unlike = list({tuple(item.tokens): item for item in conversations}.values())
@@ -111,8 +94,9 @@ class Import:
             tuple(unlike[i].tokens): (unlike[i], layers) for layers, numbers in lacking.items() for i in numbers
         }
         self._gathered: dict[tuple[int, ...], list[tuple[Conversation, Mapping[int, Tensor]]]] = {}
-        self._bytes = 0
-        self.found = Imported(known=len(unlike) - len(self._wanted), lacking=len(self._wanted))
+        self._bytes = self.taken = 0
+        self.known = len(unlike) - len(self._wanted)
+        self.left_out: dict[str, list[str]] = {}
         needed = sum(
             replace(self._kind, aux_layers=layers).bytes(len(tokens)) for tokens, (_, layers) in self._wanted.items()
         )
@@ -120,16 +104,11 @@ class Import:
         self._shard_bytes = shard_bytes or shard_size(needed)
 
     @property
-    def spec(self) -> str:
-        """Hub id or path of the target."""
-        return self._target.spec
-
-    @property
     def waiting(self) -> list[Conversation]:
         """Conversations without states, longest first."""
         return sorted((item for item, _ in self._wanted.values()), key=lambda item: -len(item.tokens))
 
-    def take_folder(self, folder: Path, advance: Callable[[int, int], None] | None = None) -> Imported:
+    def take_folder(self, folder: Path, advance: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Take the files of a folder, which stay as they are; those that cannot be used are named with the reason.
 
         `advance` is called with (files looked at, files in all) after each.
@@ -147,11 +126,9 @@ class Import:
             try:
                 self.take(file)
             except Unusable as problem:
-                self.found.left_out.setdefault(str(problem), []).append(file.name)
-            if advance is not None:
-                advance(number, len(files))
+                self.left_out.setdefault(str(problem), []).append(file.name)
+            advance(number, len(files))
         self.close()
-        return self.found
 
     def take(self, file: Path, asked: Sequence[int] | None = None) -> None:
         """Take one file, which should hold the states of these tokens; None for any conversation that is waiting.
@@ -168,7 +145,7 @@ class Import:
         conversation, layers = self._wanted.pop(tokens)
         states = {layer: self._state(states_TLE, layer) for layer in layers}
         self._gathered.setdefault(layers, []).append((conversation, states))
-        self._bytes += sum(state.numel() * state.element_size() for state in states.values())
+        self._bytes += sum(state.nbytes for state in states.values())
         if self._bytes >= self._shard_bytes:
             self.close()
 
@@ -181,9 +158,8 @@ class Import:
         gathered, self._gathered, self._bytes = self._gathered, {}, 0
         for layers, written in gathered.items():
             self._compare(*written[0])
-            Capture(self._folder, self._target, layers, self._kind.states_dtype).keep(written)
-            self.found.taken += len(written)
-            self.found.lacking -= len(written)
+            Capture(self._folder, self.target, layers, self._kind.states_dtype).keep(written)
+            self.taken += len(written)
 
     def _read(self, file: Path) -> tuple[tuple[int, ...], Tensor]:
         try:
@@ -195,81 +171,61 @@ class Import:
         if not {"hidden_states", "token_ids"} <= tensors.keys():
             raise Unusable("it has no hidden_states and token_ids, so vLLM's connector did not write it")
         tokens, states_TLE = tuple(tensors["token_ids"].tolist()), tensors["hidden_states"]
-        shape = (len(tokens), len(self._engine_layers), self._target.hidden_size)
+        shape = (len(tokens), len(self._engine_layers), self.target.hidden_size)
         if tuple(states_TLE.shape) != shape:
             raise Unusable(
                 f"its states are {list(states_TLE.shape)} and not {list(shape)} (tokens, layers, size): vLLM was not "
                 f"started with the layers {', '.join(map(str, self._engine_layers))}, or serves another model"
             )
-        if states_TLE.dtype != self._target.dtype:
+        if states_TLE.dtype != self.target.dtype:
             raise Unusable(
-                f"its states are {_name(states_TLE.dtype)} and those of the run {_name(self._target.dtype)}: start "
-                f"vLLM with --dtype {_name(self._target.dtype)}"
+                f"its states are {_name(states_TLE.dtype)} and those of the run {_name(self.target.dtype)}: start "
+                f"vLLM with --dtype {_name(self.target.dtype)}"
             )
         if not (states_TLE.isfinite().all() and states_TLE.any(dim=-1).all()):
             raise Unusable("it has states that are not finite or that were never written")
         return tokens, states_TLE
 
     def _state(self, states_TLE: Tensor, layer: int) -> Tensor:
-        engine_layer = self._target.num_layers if layer == FINAL else layer
-        state_TE = states_TLE[:, self._engine_layers.index(engine_layer)]
+        engine_layer = self.target.num_layers if layer == FINAL else layer
+        state_TE = states_TLE[:, self._engine_layers.index(engine_layer)].clone()
         if layer != FINAL:
-            return state_TE.clone()
+            return state_TE
         with torch.inference_mode():
-            placed_TE = state_TE[None].to(self._target.device)
-            normed_TE: Tensor = self._norm(placed_TE)[0].to(self._target.dtype).cpu()
+            normed_TE: Tensor = self._norm(state_TE[None].to(self.target.device))[0].to(self.target.dtype).cpu()
         return normed_TE.clone()
 
     @cached_property
-    def _norm(self) -> Callable[[Tensor], Tensor]:
-        return final_norm(self._target)
+    def _norm(self) -> nn.Module:
+        return final_norm(self.target)
 
     def _compare(self, conversation: Conversation, states: Mapping[int, Tensor]) -> None:
-        fresh = self._target.hidden_states([conversation.tokens[:_COMPARED]], every_layer(self._target))[0]
+        fresh = self.target.hidden_states([conversation.tokens[:_COMPARED]], every_layer(self.target))[0]
         for layer, state_TE in states.items():
-            _, difference = identify(layer, state_TE[:_COMPARED], fresh, self._target)
+            _, difference = identify(layer, state_TE[:_COMPARED], fresh, self.target)
             if difference:
                 raise UserError(
                     f"vLLM's states are not what they should be: {difference} (conversation {conversation.id!r}).",
-                    f"Serve {self._target.name} with the layers {', '.join(map(str, self._engine_layers))}, as "
+                    f"Serve {self.target.name} with the layers {', '.join(map(str, self._engine_layers))}, as "
                     "headstart data import-states RECIPE shows.",
                 )
 
 
-def final_norm(target: Target) -> Callable[[Tensor], Tensor]:
-    """The module that turns the last layer's output into the final state.
-
-    Found by what it does: of the decoder's own modules, the one whose output the decoder returns.
+def final_norm(target: Target) -> nn.Module:
+    """The module that turns the last layer's output into the final state: of the decoder's own norms, that which does.
 
     Raises:
         UserError: there is none, so that an engine's states before the norm are of no use.
     """
-    last, thread = target.num_layers, threading.get_ident()
-    outputs: dict[str, Any] = {}
-
-    def note(name: str) -> Callable[[Any, Any, Any], None]:
-        def hook(_: Any, __: Any, output: Any) -> None:
-            if threading.get_ident() == thread:  # others may read with the same target meanwhile
-                outputs[name] = output
-
-        return hook
-
-    modules = {name: module for name, module in target.decoder.named_children() if module is not target.layers}
-    hooks = [module.register_forward_hook(note(name)) for name, module in modules.items()]
-    try:
-        states = target.hidden_states([[0, 1]], [last, FINAL])[0]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for name, output in outputs.items():
-        if not isinstance(output, Tensor) or output.shape[1:] != states[FINAL].shape:
+    (states,) = target.hidden_states([[0, 1]], [target.num_layers, FINAL])
+    module: nn.Module
+    for module in target.decoder.children():
+        if "norm" not in type(module).__name__.lower():
             continue
-        if torch.equal(output[0], states[FINAL]):
-            norm: Callable[[Tensor], Tensor] = modules[name]
-            with torch.inference_mode():
-                again = norm(states[last][None])
-            if torch.equal(again[0], states[FINAL]):
-                return norm
+        with torch.inference_mode():
+            normed_TE = module(states[target.num_layers][None])[0]
+        if torch.equal(normed_TE, states[FINAL]):
+            return module
     raise UserError(
         f"{target.name} has no norm of its own after the last layer.",
         "Compute the states here: headstart data build RECIPE.",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from headstart.data.states.vllm_files import Import, Imported, Unusable
+from headstart.data.states.vllm_files import Import, Unusable
 from headstart.errors import UserError
 from headstart.servers.client import Endpoint, Later, Pool
 from headstart.servers.completions import Ask, served_by
@@ -19,25 +19,24 @@ def take_from_servers(
     urls: Sequence[str],
     work: Import,
     requests: int,
-    advance: Callable[[int, int], None] | None = None,
-) -> Imported:
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
     """Let servers read every conversation that is waiting and take what they write; their files are removed.
 
-    Args:
-        urls: of the servers, used in turns.
-        work: what takes the files.
-        requests: most that are under way, over all servers.
-        advance: called with (tokens done, tokens in all) after each conversation.
+    The servers are used in turns, with so many `requests` under way over all of them. `advance` is called with (tokens
+    done, tokens in all) after each conversation.
 
     Raises:
         UserError: a server refuses, does not answer for long, writes no states or other ones than asked for.
     """
     waiting = work.waiting
     total, done = sum(len(item.tokens) for item in waiting), 0
-    pool = Pool(urls, requests, _RESTART)
-    files = pool.answers(len(waiting), lambda number, endpoint: _written(endpoint, work.spec, waiting[number].tokens))
+
+    def ask(number: int, endpoint: Endpoint) -> Path:
+        return _written(endpoint, work.target.spec, waiting[number].tokens)
+
     try:
-        with closing(files):
+        with closing(Pool(urls, requests, _RESTART).answers(len(waiting), ask)) as files:
             for number, file in files:
                 try:
                     work.take(file, waiting[number].tokens)
@@ -47,11 +46,9 @@ def take_from_servers(
                     with suppress(OSError):
                         path.unlink()
                 done += len(waiting[number].tokens)
-                if advance is not None:
-                    advance(done, total)
+                advance(done, total)
     finally:
         work.close()  # what was taken before a failure as well: its files are gone
-    return work.found
 
 
 def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
