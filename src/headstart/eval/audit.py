@@ -26,7 +26,7 @@ from rich.console import Console
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Generation, check
-from headstart.decode.options import DecodeOptions, SamplingOptions
+from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import RULES
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
@@ -190,13 +190,11 @@ def _greedy(
         return decode_in_batches(engine, prompts, options.max_new_tokens, batch_size, advance)
 
     alone = [output.tokens for output in decode(None, "plain", 1)]
-    answers = dict.fromkeys(options.batch_sizes, alone)
-    if target.dtype not in (torch.float32, torch.float64):
-        answers |= {
-            batch: [output.tokens for output in decode(None, "plain", batch)]
-            for batch in options.batch_sizes
-            if batch > 1
-        }
+    one_for_all = target.dtype in (torch.float32, torch.float64)
+    answers = {
+        batch: alone if one_for_all or batch == 1 else [output.tokens for output in decode(None, "plain", batch)]
+        for batch in options.batch_sizes
+    }
     if WRONG in options.drafters:
         shape = _narrow(source.heads)
         unused = unused_tokens(
@@ -268,7 +266,8 @@ def tokens_that_differ(plain: Sequence[Sequence[int]], outputs: Sequence[Generat
 def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar) -> list[dict[str, Any]]:
     """A row for every verifier at every temperature, on the prompts that test it most sharply."""
     bar.update(title="sampling, choosing prompts")
-    hottest = SamplingOptions(temperature=max(options.temperature), top_p=options.top_p)
+    common = DecodeOptions(options.depth, seed=options.seed, ignore_end=True, top_p=options.top_p, draft="on")
+    hottest = replace(common, temperature=max(options.temperature))
     sharpness = [
         _sharpness(enumerate_texts(source.target, prompt, hottest, options.depth), options.samples)
         for prompt in prompts[:_CANDIDATES]
@@ -280,36 +279,22 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
         RememberingTarget(source.target, options.depth - 1), _drafter(source, "heads"), costs_of_one_row(source.costs)
     )
     rows = []
-    for number in chosen:
-        for temperature in options.temperature:
-            sampling = SamplingOptions(temperature=temperature, top_p=options.top_p)
-            exact = enumerate_texts(source.target, prompts[number], sampling, options.depth)
-            for verifier in options.verifier:
-                bar.update(title=f"sampling, {verifier} at {temperature:g}")
-                asked = DecodeOptions(
-                    max_new_tokens=options.depth,
-                    temperature=temperature,
-                    seed=options.seed,
-                    ignore_end=True,
-                    top_p=options.top_p,
-                    verifier=verifier,
-                    draft="on",
-                )
-                outputs = _draw(engine, prompts[number], asked, options.samples, bar)
-                row = _tested(outputs, exact, verifier, level)
-                where = f"{verifier} at temperature {temperature:g}, prompt {number}"
-                row["problem"] = row["problem"] and f"{where}: {row['problem']}"
-                rows.append({**row, "temperature": temperature, "prompt": number})
+    for number, temperature in product(chosen, options.temperature):
+        asked = replace(common, temperature=temperature)
+        exact = enumerate_texts(source.target, prompts[number], asked, options.depth)
+        for verifier in options.verifier:
+            bar.update(title=f"sampling, {verifier} at {temperature:g}")
+            outputs: list[Generation] = []
+            while len(outputs) < options.samples:
+                prompt_B = [prompts[number]] * min(_ROWS, options.samples - len(outputs))
+                seed = options.seed + len(outputs)
+                outputs += engine.generate(prompt_B, replace(asked, seed=seed, verifier=verifier))
+                bar.advance(len(prompt_B))
+            row = _tested(outputs, exact, verifier, level)
+            where = f"{verifier} at temperature {temperature:g}, prompt {number}"
+            row["problem"] = row["problem"] and f"{where}: {row['problem']}"
+            rows.append({**row, "temperature": temperature, "prompt": number})
     return rows
-
-
-def _draw(engine: Engine, prompt: Sequence[int], options: DecodeOptions, samples: int, bar: Bar) -> list[Generation]:
-    outputs: list[Generation] = []
-    while len(outputs) < samples:
-        rows = min(_ROWS, samples - len(outputs))
-        outputs += engine.generate([prompt] * rows, replace(options, seed=options.seed + len(outputs)))
-        bar.advance(rows)
-    return outputs
 
 
 def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, level: float) -> dict[str, Any]:
