@@ -93,7 +93,7 @@ def methods_of(target: Target, decoders: Mapping[str, Decoder], chain: int, temp
     methods: dict[str, Method] = {
         PLAIN: Ours(target, None, decoding),
         STOCK: Transformers(target, decoding),
-        LOOKUP: Transformers(target, decoding, 4),
+        LOOKUP: Transformers(target, decoding, lookup=True),
     }
     for name, decoder in decoders.items():
         fixed = HeadDrafter(decoder.heads, TreeShape.chain(min(chain, decoder.heads.draft_steps)))

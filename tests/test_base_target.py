@@ -18,7 +18,8 @@ from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.questions import Question, read_questions
 from headstart.data.prompts.reading import CHAT
 from headstart.errors import UserError
-from headstart.eval.evaluate import EvalOptions, evaluate
+from headstart.eval.evaluate import evaluate
+from headstart.eval.options import EvalOptions
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES
@@ -27,6 +28,7 @@ from headstart.recipes.sections import DataSection
 from headstart.support.files import read_json
 from headstart.target.model import Target
 from tests.data.loading import load
+from tests.eval.sources import Drafts
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SIZES = {"conversations": 8, "heldout": 4, "validation": 4, "max_new_tokens": 12, "batch_size": 4, "prefix_tokens": 16}
@@ -135,9 +137,9 @@ def test_questions_are_texts_to_go_on_with_and_several_turns_are_refused(base: T
     questions = [Question(1, "", ["the user is", "and then"])]
     console = Console(file=io.StringIO(), width=200)
     options = EvalOptions(max_new_tokens=4, baselines=False)
-    results = evaluate(base, None, questions, options, console)
+    results = evaluate(Drafts(base), questions, options, console)
     assert results["per_prompt"][0]["prompt_tokens"] == len(base.tokenizer.encode("the user is"))
     assert isinstance(console.file, io.StringIO)
     assert "base has no chat template: it goes on with each question as it is" in console.file.getvalue()
     with pytest.raises(UserError, match="no chat template"):
-        evaluate(base, None, questions, EvalOptions(max_new_tokens=4, multi_turn=True))
+        evaluate(Drafts(base), questions, EvalOptions(max_new_tokens=4, multi_turn=True))

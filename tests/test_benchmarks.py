@@ -17,9 +17,7 @@ import pytest
 import torch
 
 from headstart.data.conversations.records import Conversation, write_conversations
-from headstart.data.prompts.questions import read_questions
 from headstart.errors import UserError
-from headstart.pipeline.run import CONVERSATIONS
 from headstart.recipes.recipe import load_recipe
 from headstart.target.loading import load_target
 from headstart.target.model import Target
@@ -159,30 +157,6 @@ def test_arrangements(path: Path, tiny_target_folder: Path, monkeypatch: pytest.
     assert "| layer 2, plain residual |" in (path / "out" / "arrangements.md").read_text()
 
 
-def test_prompt_breadth(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.data.prompts.self_prompts.acceptable", lambda text, special: True)
-    # A random model seldom writes the token that ends a turn.
-    monkeypatch.setattr(Target, "end_tokens", frozenset(range(0, 300, 9)))
-    arguments = [str(path / "asked.jsonl"), "--recipe", str(path / "eagle3.yaml"), "--steps", "2", "--limit", "2"]
-    arguments += ["--max-new-tokens", "12", "--chain", "2", "--out", str(path / "out"), "--dtype", "float32"]
-    arguments += ["--target", str(tiny_target_folder), "--data-minutes", "5", "--set"]
-    arguments += ["data.conversations=6", "data.validation=4", "data.batch_size=8", "data.max_new_tokens=16"]
-    script("prompt_breadth", monkeypatch).main(arguments)
-    arms = written_by("prompt_breadth", path / "out")["rows"]
-    assert [found["seed_prompts"] for found in arms] == ["none", "broad"]
-    for found in arms:
-        assert found["conversations"] == 6 and 6 <= found["answer_tokens"] <= 6 * 16 and found["steps"] == 2
-        assert 1 <= found["chain"]["tau"] <= 3
-        assert 1 <= found["tree_tau"] <= 3
-    asked = {
-        arm: (path / "out" / arm / CONVERSATIONS / "train.jsonl").read_text().splitlines() for arm in ("none", "broad")
-    }
-    assert asked["none"] != asked["broad"]
-    monkeypatch.setattr(sys.modules["arms"], "train", None)  # whoever trains again fails
-    sys.modules["prompt_breadth"].main(arguments)
-    assert written_by("prompt_breadth", path / "out")["rows"] == arms
-
-
 def test_never_slower(path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     never_slower = script("never_slower", monkeypatch)
     export(path / "heads", Target(tiny_target.model, tiny_target.tokenizer, "tiny"))
@@ -194,38 +168,6 @@ def test_never_slower(path: Path, tiny_target: Target, monkeypatch: pytest.Monke
     known = [dict(row, over_plain={"heads": 0.9, "heads+ngram": 1.2, "plain again": 1.01}) for row in rows[:1]]
     assert "1 of 2 cells are at 0.97 or above" in never_slower.report(known)
     assert "Below: as tuned, batch 1, heads: 0.900." in never_slower.report(known)
-
-
-def test_audit_fp32(path: Path, tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    audit_fp32 = script("audit_fp32", monkeypatch)
-    export(path / "heads", Target(tiny_target.model, tiny_target.tokenizer, "tiny"))
-    arguments = [str(path / "heads"), str(path / "asked.jsonl"), "--target", str(tiny_target_folder)]
-    arguments += ["--max-new-tokens", "6", "--batch-size", "2", "--out", str(path / "audit_fp32.json")]
-    with pytest.raises(SystemExit) as ended:
-        audit_fp32.main(arguments)
-    assert not ended.value.code
-    rows = written_by("audit_fp32", path)["rows"]
-    assert [row["drafter"] for row in rows] == ["trained heads", "random heads", "always wrong"]
-    assert all(row["different_tokens"] == 0 and row["tokens"] > 3 for row in rows)
-    assert rows[2]["accepted_drafts"] == 0
-
-    counts = {"tokens": 18, "different_tokens": 1, "drafts_accepted": 0, "rounds": 18}
-    monkeypatch.setattr(audit_fp32, "tokens_that_differ", lambda *_: dict(counts))
-    with pytest.raises(SystemExit) as ended:
-        audit_fp32.main(arguments)
-    assert ended.value.code == 1
-
-
-def test_make_questions(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = path / "asked"
-    (run / "target").mkdir(parents=True)
-    (run / "target" / "tokenizer").symlink_to(tiny_target_folder)
-    said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "A long answer. " * 30}]
-    write_conversations(run / CONVERSATIONS / "calibration.jsonl", [Conversation("c", [3, 4], [False, True], said)])
-    script("make_questions", monkeypatch).main([str(run), str(path / "out"), "--count", "3"])
-    counts = {name: len(read_questions(path / "out" / f"{name}.jsonl")) for name in ("random", "languages", "quotes")}
-    assert counts == {"random": 3, "languages": 16, "quotes": 1}
-    assert "A long answer." in read_questions(path / "out" / "quotes.jsonl")[0].turns[0]
 
 
 RUN_OF_KILLS = """

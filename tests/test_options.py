@@ -14,7 +14,7 @@ from headstart.cli.options import with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, SamplingOptions, meaning
 from headstart.decode.verify import RULES
 from headstart.drafters.catalog import DRAFTERS
-from headstart.eval.evaluate import EvalOptions
+from headstart.eval.options import EvalOptions
 from headstart.hf_generate.call import CustomGenerate
 from headstart.hf_generate.request import _WARPERS
 from headstart.recipes.sections import EvalSection

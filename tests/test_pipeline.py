@@ -296,7 +296,7 @@ def test_longer_training_goes_on_and_the_shorter_one_is_kept(
     assert kept(before)
     # Back to the shorter one: everything is still there, its report and its heads too.
     monkeypatch.setattr("headstart.train.trainer.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("headstart.eval.evaluate.evaluate_decoder", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("headstart.eval.evaluate.evaluate", lambda *_: pytest.fail("measured again"))
     execute(quiet(folder, recipe), STAGES)
     assert (folder / "train").resolve() == first
     rows = [json.loads(row)["step"] for row in (folder / "train" / "metrics.jsonl").read_text().splitlines()]

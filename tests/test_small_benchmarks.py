@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from safetensors.numpy import save_file
 
 from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.decode.options import SamplingOptions
@@ -64,37 +60,6 @@ def test_writing(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.M
     writing.main(["--target", str(tiny_target_folder), *sizes, "--out", str(out)])
     rows = read_json(out)["rows"]
     assert [(row["writer"], row["same_answers"]) for row in rows] == [("ours", 1.0), ("transformers", 1.0)]
-
-
-MAKES = """
-import pathlib, sys
-(parts := pathlib.Path("runs/artifacts/conversations/a/parts")).mkdir(parents=True, exist_ok=True)
-for number in range(3):
-    (part := parts / f"0000{number}-train.jsonl").exists() or part.write_text('{}\\n{"id": "%d"}\\n' % number)
-"""
-"""What a command leaves behind, in no time."""
-
-
-def test_kills_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kills = script("kills_together", monkeypatch)
-    monkeypatch.setattr(kills, "COMMANDS", kills.COMMANDS[:1])
-
-    def start(folder: Path, recipe: Path, command: tuple[str, ...], code: str) -> Any:
-        folder.mkdir(parents=True, exist_ok=True)
-        return subprocess.Popen([sys.executable, "-c", MAKES], cwd=folder)
-
-    monkeypatch.setattr(kills, "start", start)
-    out = tmp_path / "out"
-    kills.main(["--out", str(out), "--kills", "0", "--conversations", "6"])
-    assert read_json(out / "kills_together.json")["details"] == {"twice": 0, "things": 3, "different": 0}
-
-    states = out / "together" / "runs" / "artifacts" / "states" / "a"
-    states.mkdir(parents=True)
-    about = {"taps": "[1]", "keys": '["x", "y"]', "lengths": "[1, 2]"}
-    save_file({"states.1": numpy.ones((3, 2))}, states / "shard-0.safetensors", metadata=about)
-    assert kills.compare(out / "alone", out / "together") == {"twice": 0, "things": 3, "different": 2}
-    save_file({"states.1": numpy.ones((3, 2))}, states / "shard-1.safetensors", metadata=about)
-    assert kills.compare(out / "alone", out / "together")["twice"] == 2
 
 
 def test_plan_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

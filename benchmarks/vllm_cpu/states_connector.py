@@ -1,6 +1,6 @@
 """vLLM's connector that writes hidden states, for its CPU build: the stock one copies by way of CUDA streams.
 
-vLLM imports this module itself; nothing of headstart is imported here. `states_from_vllm.py` starts it so:
+vLLM imports this module itself; nothing of headstart is imported here. Start it so:
 
     PYTHONPATH=benchmarks/vllm_cpu vllm serve TARGET ... --kv-transfer-config '{"kv_connector": "CpuHiddenStates",
         "kv_connector_module_path": "states_connector", ...}'

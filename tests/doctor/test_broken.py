@@ -87,7 +87,7 @@ def test_a_recipe_without_a_run(tmp_path: Path, tiny_target_folder: Path, monkey
     recipe = parse_recipe({**MEDUSA, "target": str(tiny_target_folder)})
     (tmp_path / "mine.yaml").write_text(recipe_text(recipe))
     found = {finding.check: finding for finding in examine(find_subject("mine.yaml"))}
-    assert {name for name, finding in found.items() if finding.ok} == {"overfit"}
+    assert {name for name, finding in found.items() if finding.ok} == {"equality"}
     assert all(finding.ok is not False for finding in found.values())
 
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headstart.data.conversations.records import Conversation
+from headstart.data.states.shards import build_store
+from headstart.data.writing.in_process import common_beginning
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
 from headstart.doctor.examination import examine
 from headstart.doctor.findings import Finding
-from headstart.doctor.overfit_check import overfit
 from headstart.doctor.subject import Subject
-from headstart.heads.base import DraftHead
+from headstart.drafters.heads import HeadDrafter
+from headstart.heads.base import DraftHead, family, make_config
+from headstart.heads.io import load_heads
 from headstart.recipes.recipe import parse_recipe
+from headstart.target.fitting import FINAL
 from headstart.target.model import Target
+from headstart.train.trainer import train
+from headstart.tree.tree import TreeShape
+from headstart.tuning.measure import measure_ranks
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 
@@ -50,15 +62,84 @@ def test_drafting_that_forgets_what_was_accepted_is_named(name: str, coarse: Tar
     assert "traceback" in finding.figures or finding.figures["observed_rounds"] >= 1
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_conversation_is_learned_by_heart(name: str, tiny_target: Target) -> None:
-    finding = overfit(Subject(tiny_target, parse_recipe({"name": "tiny", "heads": CASES[name]})))
-    assert finding.ok is True, finding.sentence
-    assert min(finding.figures["accuracy"]) >= 0.98
-    assert finding.figures["accepted_in_decoding"] >= 0.98 * len(finding.figures["accuracy"])
+# -- one text, learned by heart --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["medusa-root", next(reversed(CASES))])
-def test_one_conversation_is_learned_by_heart_on_a_target_in_bfloat16(name: str, coarse: Target) -> None:
-    finding = overfit(Subject(coarse, parse_recipe({"name": "tiny", "heads": CASES[name]})))
-    assert finding.ok is True, finding.sentence
+STEPS = (150, 450, 1200)
+"""Optimiser steps after which the heads are asked; training goes on only while they do not know the text."""
+PERFECT = 0.98
+TRAINING = {
+    "lr": 2e-3,
+    "loss": "hard_ce",  # a soft label says little of the argmax where the target itself is undecided
+    "step_weight": 1.0,
+    "batch_tokens": 64,  # one text is one batch, however long
+    "mixed_precision": "no",
+}
+
+
+def learn(name: str, target: Target, item: Conversation, folder: Path, steps: int) -> DraftHead:
+    """Heads after so many steps on one text, in float32; goes on where the last call ended."""
+    section = {**TRAINING, "steps": steps, "epochs": steps, "eval_every": steps, "save_every": steps}
+    recipe = parse_recipe({"name": "tiny", "heads": {**CASES[name], "draft_vocab_size": 0}, "train": section})
+    config = make_config(recipe.heads, target)
+    aux_layers = sorted({*family(config.family)(config).aux_layers, FINAL})
+    store = build_store(folder / "states", [item], target, aux_layers, budget_bytes=10**12)
+    result = train(recipe, target, store, store, folder / "train")
+    return load_heads(result.last_folder, target).to(target.dtype).eval()
+
+
+def varied_text(target: Target) -> Conversation:
+    """An answer of the target without repetitions, in which shifts would not show.
+
+    It ends where the target, reading it at once, would have gone on otherwise: heads learn the choices of that reading,
+    and in bfloat16 it rounds near-ties the other way than writing did.
+    """
+    texts = []
+    for item in Subject(target).heldout:
+        start = item.supervised.index(True)
+        final_TE = target.hidden_states([item.tokens], [FINAL])[0][FINAL]
+        choices = target.lm_head(final_TE[start - 1 : -1]).argmax(-1).tolist()
+        end = start + max(1, common_beginning([choices, item.tokens[start:]]))
+        texts.append(replace(item, tokens=item.tokens[:end], supervised=item.supervised[:end]))
+    return max(texts, key=lambda item: len(set(zip(item.tokens, item.tokens[1:], item.supervised, strict=False))))
+
+
+def accepted(target: Target, heads: DraftHead, item: Conversation) -> list[int]:
+    """Drafts accepted in each round, while decoding writes what was learned and a whole round of it remains."""
+    start = item.supervised.index(True)
+    answer = item.tokens[start:]
+    engine = Engine(target, HeadDrafter(heads, TreeShape.chain(heads.draft_steps), "chain"))
+    options = DecodeOptions(max_new_tokens=len(answer), draft="on")
+    (output,) = engine.generate([item.tokens[:start]], options)
+    learned = common_beginning([output.tokens, answer])
+    counts, position = [], 1  # the first token comes from the prompt
+    for done in output.rounds:
+        if position + heads.draft_steps + 1 > learned:
+            break
+        counts.append(done.emitted - 1)
+        position += done.emitted
+    return counts
+
+
+def learns_by_heart(name: str, target: Target, folder: Path) -> None:
+    item = varied_text(target)
+    for steps in STEPS:
+        heads = learn(name, target, item, folder, steps)
+        right_OK = measure_ranks(target, heads, [item], max_rank=1) == 0
+        counts = accepted(target, heads, item)
+        shares = [*right_OK.double().mean(0).tolist(), sum(counts) / (len(counts) * heads.draft_steps)]
+        if min(shares) >= PERFECT:
+            break
+    assert min(shares) >= PERFECT, shares
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("draft-vocabulary")])
+def test_one_conversation_is_learned_by_heart(name: str, tiny_target: Target, tmp_path: Path) -> None:
+    learns_by_heart(name, tiny_target, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["medusa-root", "mtp"])
+def test_one_conversation_is_learned_by_heart_on_a_target_in_bfloat16(
+    name: str, coarse: Target, tmp_path: Path
+) -> None:
+    learns_by_heart(name, coarse, tmp_path)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headstart.data.conversations.records import Conversation
-from headstart.doctor import drafting_checks, overfit_check
+from headstart.doctor import drafting_checks
 from headstart.doctor.examination import CHECKS, examine
 from headstart.doctor.subject import Subject, find_subject
 from headstart.heads import base
@@ -77,19 +77,17 @@ def test_nothing_supervised(run: Path, tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "words"),
+    "tokenizer",
     [
-        (tiny_tokenizer(CHATML.replace("'\n' + message['content']", "': ' + message['content']")), "chat template"),
-        (tiny_tokenizer(special=(SPECIAL[1], SPECIAL[0], SPECIAL[2])), "tokenizer"),
+        tiny_tokenizer(CHATML.replace("'\n' + message['content']", "': ' + message['content']")),
+        tiny_tokenizer(special=(SPECIAL[1], SPECIAL[0], SPECIAL[2])),
     ],
+    ids=["template", "tokenizer"],
 )
-def test_another_template(run: Path, tiny_target: Target, tokenizer: Any, words: str) -> None:
+def test_another_template(run: Path, tiny_target: Target, tokenizer: Any) -> None:
     subject = find_subject(str(run), quick=True)
     subject.target = Target(tiny_target.model, tokenizer, "tiny")
-    planted(subject, "template", f"The {words} is another one", "parts at token")
-    del subject.__dict__["kept_tokenizer"]
-    (run / "target" / "tokenizer").rename(run / "target" / "gone")  # what was kept is not needed to see it
-    assert problems(subject)[0].check == "template"
+    planted(subject, "template", "template or the tokenizer is another one", "parts at token")
 
 
 def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None:
@@ -277,6 +275,14 @@ class StateBefore(MedusaHead):
         return super().prefill([prompt[:-1] for prompt in prompts], states)
 
 
+class ReadsNothing(MedusaHead):
+    """Trains every position on the first state."""
+
+    def unroll(self, batch: Any) -> Any:
+        first_BTE = batch.states[FINAL][:, :1].expand_as(batch.states[FINAL])
+        return super().unroll(replace(batch, states={FINAL: first_BTE}))
+
+
 class Raises(MedusaHead):
     """Has a bug that stops it."""
 
@@ -294,8 +300,9 @@ def examined_as(run: Path, cls: type[DraftHead]) -> dict[str, Any]:
     ("cls", "words", "figures"),
     [
         (WrongHead, "draft 2 of 2 has other logits", {"step": 1, "observed_rounds": 0}),
-        (Forgetful, "after 1 committed round, draft 1", {"step": 0, "observed_rounds": 1}),
-        (StateBefore, "right after the prefill, draft 1", {"step": 0, "observed_rounds": 0}),
+        (Forgetful, "1 committed rounds, draft 1", {"step": 0, "observed_rounds": 1}),
+        (StateBefore, "0 committed rounds, draft 1", {"step": 0, "observed_rounds": 0}),
+        (ReadsNothing, "0 committed rounds, draft 1", {"step": 0, "observed_rounds": 0}),
     ],
 )
 def test_drafting_that_is_not_what_was_trained(run: Path, cls: Any, words: str, figures: dict[str, int]) -> None:
@@ -344,28 +351,14 @@ def test_questions_that_the_data_do_not_cover(run: Path, tmp_path: Path, monkeyp
     assert "too narrow for these questions" in only.sentence
 
 
-# -- training --------------------------------------------------------------------------------------------------------
-
-
-class ReadsNothing(MedusaHead):
-    """Trains every position on the first state."""
-
-    def unroll(self, batch: Any) -> Any:
-        first_BTE = batch.states[FINAL][:, :1].expand_as(batch.states[FINAL])
-        return super().unroll(replace(batch, states={FINAL: first_BTE}))
-
-
-@pytest.mark.parametrize(
-    ("cls", "words"),
-    [(ReadsNothing, "cannot even learn one text"), (Forgetful, "drafting is not what was trained")],
-)
-def test_a_family_that_cannot_learn_one_text(
-    healthy: Path, cls: type[DraftHead], words: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cls", [WrongHead, Forgetful, ReadsNothing])
+def test_a_family_is_examined_before_anything_is_trained(
+    healthy: Path, cls: type[DraftHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overfit_check, "STEPS", (150, 450))
-    subject = find_subject(str(healthy))
-    assert subject.heads.family == "medusa"
+    trained = find_subject(str(healthy), quick=True)
+    subject = Subject(trained.target, trained.recipe, trained.run, None, quick=True)
+    assert drafting_checks.equality(subject).ok is True
     monkeypatch.setitem(base._FAMILIES, "medusa", cls)
-    finding = overfit_check.overfit(subject)
+    finding = drafting_checks.equality(subject)
     assert finding.ok is False
-    assert words in finding.sentence
+    assert "other logits than the training unroll" in finding.sentence

@@ -17,8 +17,9 @@ from headstart.decode.budget import Costs
 from headstart.decode.verify import RULES, SamplingVerifier, next_tokens
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.eval.audit import _ROWS, RANDOM, WRONG, AuditOptions, costs_of_one_row, run_audit
+from headstart.eval.audit import _ROWS, RANDOM, WRONG, costs_of_one_row, run_audit
 from headstart.eval.audit_report import sentence, show_audit, write_audit
+from headstart.eval.options import AuditOptions
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeShape
 from tests.decode.drafters import broken_trees
@@ -28,7 +29,7 @@ from tests.tiny import tiny_model
 PROMPTS = [[5, 9, 7, 3], [1, 2, 3, 4, 5, 6], [8, 8]]
 QUICK = AuditOptions(
     drafters=("static", RANDOM, WRONG), batch_sizes=(1, 3), max_new_tokens=8, samples=1000, texts=1, depth=3,
-    verifiers=("top_k", "greedy_draft"), temperatures=(0.0, 1.0),
+    verifier=("top_k", "greedy_draft"), temperature=(0.0, 1.0),
 )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def results(decoder: Decoder) -> dict[str, Any]:
         max_new_tokens=10,
         samples=1000,
         texts=1,
-        verifiers=tuple(RULES),
+        verifier=tuple(RULES),
     )
     return run_audit(decoder, PROMPTS, options, Console(quiet=True))
 
@@ -139,7 +140,7 @@ def test_a_broken_rule_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatc
 
 def test_a_wrong_greedy_token_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Target, "forward_tree", broken_trees(Target.forward_tree))
-    found = run_audit(decoder, PROMPTS, AuditOptions(("static",), (1,), 6, temperatures=()))
+    found = run_audit(decoder, PROMPTS, AuditOptions(("static",), (1,), 6, temperature=(0.0,)))
     assert not found["clean"] and found["sampling"] == []
     (row,) = found["greedy"]
     assert row["different_prompts"] == 3
@@ -176,7 +177,7 @@ def test_heads_without_a_tree_are_audited_with_a_small_one(decoder: Decoder, mon
 
     monkeypatch.setattr(HeadDrafter, "propose", noted)
     bare = Decoder(decoder.target, decoder.heads, TreeShape.chain(0), {**TUNING, "paths": ()})
-    found = run_audit(bare, PROMPTS[:1], AuditOptions(("heads",), (1,), 6, temperatures=(0.0,)))
+    found = run_audit(bare, PROMPTS[:1], AuditOptions(("heads",), (1,), 6, temperature=(0.0,)))
     assert found["clean"]
     assert sizes == [4] * found["greedy"][0]["rounds"] != [], "every round drafts two levels and a second child"
 
@@ -185,8 +186,8 @@ def test_heads_without_a_tree_are_audited_with_a_small_one(decoder: Decoder, mon
     ("options", "message"),
     [
         (AuditOptions(drafters=("ngrm",)), "ngram"),
-        (AuditOptions(verifiers=("topk",)), "Did you mean 'top_k'"),
-        (AuditOptions(temperatures=(-1.0,)), "temperature is -1"),
+        (AuditOptions(verifier=("topk",)), "Did you mean 'top_k'"),
+        (AuditOptions(temperature=(-1.0,)), "temperature is -1"),
         (AuditOptions(top_p=2.0), "top_p is 2"),
         (AuditOptions(samples=0), "samples is 0"),
         (AuditOptions(depth=1), "depth is 1"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +15,16 @@ from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import process, warp
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge
-from headstart.eval.evaluate import EvalOptions, evaluate, evaluate_decoder
+from headstart.eval.evaluate import evaluate
 from headstart.eval.labels import METHODS
 from headstart.eval.methods import ALL, Ours, Transformers, wanted
+from headstart.eval.options import EvalOptions
 from headstart.target.model import Target
 from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
 from tests.decode.drafters import IdleDrafter
+from tests.eval.sources import Drafts
 from tests.hub.helpers import TUNING, make_heads
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model
 
 QUESTIONS = [Question(1, "", ["one two one two one two"]), Question(2, "", ["Hello"])]
 
@@ -42,7 +43,7 @@ def test_names() -> None:
 
 def test_every_drafter_in_one_table(decoder: Decoder) -> None:
     options = EvalOptions(max_new_tokens=10, compare=("static,chain", "ngram", "heads+ngram"))
-    results = evaluate_decoder(decoder, QUESTIONS, options)
+    results = evaluate(decoder, QUESTIONS, options)
     rows = {row["name"]: row for row in results["compare"]}
     assert list(rows) == [*METHODS, "static", "chain", "ngram", "heads+ngram"]
     assert results["settings"]["compare"] == ("static", "chain", "ngram", "heads+ngram")
@@ -64,29 +65,12 @@ def test_every_drafter_in_one_table(decoder: Decoder) -> None:
 
 def test_another_drafter_can_stand_for_the_heads(decoder: Decoder) -> None:
     options = EvalOptions(max_new_tokens=6, baselines=False, drafter="ngram", compare=("heads",))
-    results = evaluate_decoder(decoder, QUESTIONS[:1], options)
+    results = evaluate(decoder, QUESTIONS[:1], options)
     assert [row["name"] for row in results["compare"]] == ["ngram", "plain", "heads"]
     assert results["summary"]["drafter"] == "ngram"
     assert results["summary"]["predicted_speedup"] is None, "tuning predicts heads"
-    chained = evaluate_decoder(decoder, QUESTIONS[:1], EvalOptions(max_new_tokens=4, baselines=False, tree="chain"))
+    chained = evaluate(decoder, QUESTIONS[:1], EvalOptions(max_new_tokens=4, baselines=False, tree="chain"))
     assert chained["summary"]["drafter"] == "chain"
-
-
-def test_transformers_own_draft_model(tiny_target: Target, tiny_target_folder: Path, decoder: Decoder) -> None:
-    name = f"transformers_assistant:{tiny_target_folder}"
-    options = EvalOptions(max_new_tokens=8, compare=(name,))
-    results = evaluate(tiny_target, decoder.drafter(), QUESTIONS, options)
-    row = results["compare"][-1]
-    assert row["name"] == name
-    heads = results["compare"][0]
-    assert row["tested_over_it"]["mean"] == pytest.approx(heads["tokens_per_second"] / row["tokens_per_second"])
-    assert row["tokens_per_round"] is None, "transformers does not tell its rounds"
-    assert row["divergences"]["count"] == 0
-    with pytest.raises(UserError, match=r"one prompt at a time"):
-        evaluate(tiny_target, None, QUESTIONS, EvalOptions(batch_size=2, compare=(name,)))
-    other = Target(tiny_model("llama"), tiny_tokenizer(special=("<a>", "<b>", "<c>")), "other")
-    with pytest.raises(UserError, match=r"other has another tokenizer than tiny.*same family"):
-        Transformers(tiny_target, assistant=other)
 
 
 class Failing(IdleDrafter):
@@ -102,7 +86,7 @@ class Failing(IdleDrafter):
 @pytest.mark.drafter_fails
 def test_a_drafter_that_fails_is_reported(tiny_target: Target) -> None:
     options = EvalOptions(max_new_tokens=6, baselines=False, compare=("good",))
-    results = evaluate(tiny_target, Failing(), QUESTIONS, options, others={"good": None})
+    results = evaluate(Drafts(tiny_target, Failing(), {"good": None}), QUESTIONS, options)
     assert results["summary"]["drafter_error"] == "ValueError: nothing to say"
     assert [row["drafter_error"] for row in results["compare"]] == ["ValueError: nothing to say", None, None]
     assert results["summary"]["divergences"]["count"] == 0, "the words go on"
@@ -152,13 +136,8 @@ def test_margins_are_measured_after_the_repetition_penalty(tiny_target: Target) 
     judge = Judge(tiny_target, options)
     for index, token in enumerate(answer):
         assert judge.margin([*prompt, *answer[:index]], [token]) < 1e-4, "what was chosen is the best"
-    results = evaluate(
-        tiny_target,
-        None,
-        QUESTIONS,
-        EvalOptions(max_new_tokens=12, repetition_penalty=1.5, compare=("same",)),
-        others={"same": None},
-    )
+    asked = EvalOptions(max_new_tokens=12, repetition_penalty=1.5, compare=("same",))
+    results = evaluate(Drafts(tiny_target), QUESTIONS, asked)
     assert all(row["divergences"]["count"] == 0 for row in results["compare"]), "transformers penalises alike"
 
 
@@ -176,4 +155,4 @@ def test_margins_are_measured_after_the_repetition_penalty(tiny_target: Target) 
 )
 def test_bad_names_and_settings_are_refused(decoder: Decoder, options: EvalOptions, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        evaluate_decoder(decoder, QUESTIONS, options)
+        evaluate(decoder, QUESTIONS, options)

@@ -14,12 +14,14 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.eval.evaluate import EvalOptions, evaluate, make_methods
+from headstart.eval.evaluate import evaluate, make_methods
 from headstart.eval.labels import METHODS
 from headstart.eval.methods import _TokenTimes
+from headstart.eval.options import EvalOptions
 from headstart.heads.base import family, make_config
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
+from tests.eval.sources import Drafts
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SPEEDUPS = ("speedup_vs_plain", "speedup_vs_transformers", "speedup_vs_prompt_lookup")
@@ -39,8 +41,9 @@ def drafter(tiny_target: Target) -> HeadDrafter:
 
 @pytest.fixture(scope="module")
 def results(tiny_target: Target, drafter: HeadDrafter) -> dict[str, Any]:
-    options = EvalOptions(max_new_tokens=12, predicted_speedup=1.25, heads_name="tiny heads")
-    return evaluate(tiny_target, drafter, QUESTIONS, options)
+    options = EvalOptions(max_new_tokens=12, heads_name="tiny heads")
+    calibration = {"predicted": {"speedup": 1.25}, "settings": {"dtype": "float32"}}
+    return evaluate(Drafts(tiny_target, drafter, calibration=calibration), QUESTIONS, options)
 
 
 def test_schema(results: dict[str, Any]) -> None:
@@ -109,7 +112,7 @@ def test_float32_words_are_the_same(results: dict[str, Any]) -> None:
 
 
 def test_batches_leave_prompt_lookup_out(tiny_target: Target, drafter: HeadDrafter) -> None:
-    results = evaluate(tiny_target, drafter, QUESTIONS, EvalOptions(max_new_tokens=8, batch_size=2))
+    results = evaluate(Drafts(tiny_target, drafter), QUESTIONS, EvalOptions(max_new_tokens=8, batch_size=2))
     summary = results["summary"]
     assert summary["speedup_vs_prompt_lookup"] is None
     assert summary["tokens_per_second"]["transformers_prompt_lookup"] is None
@@ -120,7 +123,7 @@ def test_batches_leave_prompt_lookup_out(tiny_target: Target, drafter: HeadDraft
 
 
 def test_sampling_compares_no_tokens(tiny_target: Target, drafter: HeadDrafter) -> None:
-    results = evaluate(tiny_target, drafter, QUESTIONS, EvalOptions(max_new_tokens=6, temperature=1.0, limit=2))
+    results = evaluate(Drafts(tiny_target, drafter), QUESTIONS, EvalOptions(max_new_tokens=6, temperature=1.0, limit=2))
     assert results["summary"]["divergences"] == {
         "prompts": 0,
         "tokens_compared": 0,
@@ -142,7 +145,7 @@ def test_sampling_compares_no_tokens(tiny_target: Target, drafter: HeadDrafter) 
 
 
 def test_without_baselines(tiny_target: Target, drafter: HeadDrafter) -> None:
-    results = evaluate(tiny_target, drafter, QUESTIONS, EvalOptions(max_new_tokens=4, limit=1, baselines=False))
+    results = evaluate(Drafts(tiny_target, drafter), QUESTIONS, EvalOptions(max_new_tokens=4, limit=1, baselines=False))
     assert results["summary"]["speedup_vs_transformers"] is None
     assert results["summary"]["speedup_vs_plain"]["low"] is None, "one prompt has no interval"
     assert results["summary"]["transformers_divergences"] is None
@@ -151,7 +154,7 @@ def test_without_baselines(tiny_target: Target, drafter: HeadDrafter) -> None:
 def test_later_turns_read_the_plain_answers(tiny_target: Target, drafter: HeadDrafter) -> None:
     options = EvalOptions(max_new_tokens=6, multi_turn=True, baselines=False, batch_size=2)
     console = Console(quiet=True)
-    results = evaluate(tiny_target, drafter, QUESTIONS, options, console)
+    results = evaluate(Drafts(tiny_target, drafter), QUESTIONS, options, console)
     assert [row["id"] for row in results["per_prompt"]] == ["81", "b", "81/2", "83"]
     tokenizer = tiny_target.tokenizer
     asked = [{"role": "user", "content": QUESTIONS[0].turns[0]}]
@@ -175,7 +178,7 @@ def test_every_method_stops_at_the_end_of_the_turn(batch: int, drafter: HeadDraf
     # The model's own defaults would change the output, were they not set aside.
     target.model.generation_config.repetition_penalty = 5.0
     expected = free[: free.index(end) + 1]
-    for name, method in make_methods(target, drafter, EvalOptions(batch_size=batch)).items():
+    for name, method in make_methods(Drafts(target), drafter, {}, EvalOptions(batch_size=batch)).items():
         prompts = [text, [4, *text], [8, 8]][:batch]
         run = method.run(prompts, 20, seed=0)
         assert run.tokens[0] == expected, name
@@ -210,14 +213,14 @@ def test_clock_counts_tokens_per_row() -> None:
 )
 def test_bad_options_are_refused(tiny_target: Target, drafter: HeadDrafter, options: EvalOptions, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        evaluate(tiny_target, drafter, QUESTIONS, options)
+        evaluate(Drafts(tiny_target, drafter), QUESTIONS, options)
 
 
 def test_bad_questions_and_targets_are_refused(tiny_target: Target, drafter: HeadDrafter) -> None:
     with pytest.raises(UserError, match="no questions"):
-        evaluate(tiny_target, drafter, [])
+        evaluate(Drafts(tiny_target, drafter), [])
     with pytest.raises(UserError, match="no turns"):
-        evaluate(tiny_target, drafter, [Question(1, "", [])])
+        evaluate(Drafts(tiny_target, drafter), [Question(1, "", [])])
     mute = Target(tiny_model("llama"), None, "mute")
     with pytest.raises(UserError, match="no chat template"):
-        evaluate(mute, drafter, QUESTIONS)
+        evaluate(Drafts(mute, drafter), QUESTIONS)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
 
-from headstart.cli.options import Heads, Limit, LoadOptions, Overwrite, listed, with_options
-from headstart.decode.options import DecodeKeywords, DecodeOptions, meaning
+from headstart.cli.options import Heads, LoadOptions, Overwrite, listed, with_options
+from headstart.decode.options import DecodeKeywords, DecodeOptions
 from headstart.errors import UserError
+from headstart.eval.options import AuditOptions, EvalOptions
 from headstart.support.files import check_writable
 from headstart.support.terminal import ask, complain, say
 
@@ -24,24 +26,13 @@ AUDIT_FILES = ("audit.json", "audit.md")
 _OF_ONE_ANSWER = ("stop", "raw")
 
 
-@with_options(without=_OF_ONE_ANSWER, drafter="heads")
+@with_options(without=_OF_ONE_ANSWER)
 def evaluate(
     heads: Heads,
     questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
     out: Annotated[Path, typer.Option(help="Folder for results.json, report.md and report.html.")],
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME,NAME...",
-            help="Measure other drafters in the same turns: those of --drafter, dynamic, static, chain, "
-            "transformers_assistant:SPEC, or all (every one that needs no second model).",
-        ),
-    ] = None,
     overwrite: Overwrite = False,
-    limit: Limit = None,
-    options: DecodeOptions = DecodeOptions(),
-    batch_size: Annotated[int, typer.Option(min=1, help="Decode so many prompts together.")] = 1,
-    multi_turn: Annotated[bool, typer.Option(help="Ask every turn; without it the first only.")] = False,
+    options: EvalOptions = EvalOptions(),
     loading: LoadOptions = LoadOptions(),
 ) -> None:
     """Measure heads on a question file against plain decoding, transformers, and other drafters.
@@ -52,20 +43,12 @@ def evaluate(
 
     _check_out(out, REPORT_FILES, overwrite)
     asked = read_questions(questions)
-    from headstart.eval.evaluate import EvalOptions
     from headstart.eval.report import show_compare
     from headstart.pipeline.actions import report
     from headstart.pipeline.results_table import show_summary
 
     console = Console()
-    measuring = EvalOptions(
-        **vars(options),
-        limit=limit,
-        batch_size=batch_size,
-        multi_turn=multi_turn,
-        heads_name=heads,
-        compare=tuple(compare or ()),
-    )
+    measuring = replace(options, heads_name=heads)
     results = report(load_decoder(heads, loading, options.drafter), asked, measuring, out=out, console=console)
     show_summary(results, f"{heads} on {questions.name}", console)
     show_compare(results, console)
@@ -80,32 +63,7 @@ def audit(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for audit.json and audit.md.")] = None,
     overwrite: Overwrite = False,
-    limit: Limit = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest greedy answer, in tokens.")] = 32,
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option(min=0.0, help="Sample at this temperature; may be repeated.", show_default="0.7 and 1"),
-    ] = None,
-    top_p: Annotated[float, typer.Option(help=meaning(DecodeOptions, "top_p").text)] = 0.9,
-    samples: Annotated[int, typer.Option(min=1, help="Draw so many for each prompt, verifier and temperature.")] = 2000,
-    drafters: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME,NAME...",
-            help="Prove greedy decoding for these drafters: those of --compare, 'random heads', 'always wrong'.",
-            show_default="one of each kind",
-        ),
-    ] = None,
-    verifier: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--verifier",
-            metavar="NAME,NAME...",
-            help="Prove sampling for these verifiers.",
-            show_default="both",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help=meaning(DecodeOptions, "seed").text)] = 0,
+    options: AuditOptions = AuditOptions(),
     loading: LoadOptions = LoadOptions(),
 ) -> None:
     """Prove that drafts change nothing, on your own target and heads; exits with 1 if they do.
@@ -122,22 +80,12 @@ def audit(
     if out is not None:
         _check_out(out, AUDIT_FILES, overwrite)
     asked = [question.turns[0] for file in questions or () for question in read_questions(file)]
-    from headstart.eval.audit import PROMPTS, AuditOptions, run_audit
+    from headstart.eval.audit import PROMPTS, run_audit
     from headstart.eval.audit_report import show_audit, write_audit
 
-    standard, console = AuditOptions(), Console()
-    options = AuditOptions(
-        drafters=listed(drafters) or standard.drafters,
-        max_new_tokens=max_new_tokens,
-        verifiers=listed(verifier) or standard.verifiers,
-        temperatures=standard.temperatures if temperature is None else tuple(temperature),
-        top_p=top_p,
-        samples=samples,
-        seed=seed,
-        heads_name=heads,
-    )
-    decoder = load_decoder(heads, loading)
-    prompts = [decoder.tokens(text) for text in (asked or PROMPTS)[:limit]]
+    console, decoder = Console(), load_decoder(heads, loading)
+    prompts = [decoder.tokens(text) for text in (asked or PROMPTS)[: options.limit]]
+    options = replace(options, drafters=listed(options.drafters), verifier=listed(options.verifier), heads_name=heads)
     results = run_audit(decoder, prompts, options, console)
     if out is not None:
         write_audit(results, out)

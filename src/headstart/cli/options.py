@@ -32,7 +32,6 @@ RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_def
 Heads = Annotated[
     str, typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Questions at most.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a report that is there already.")]
 JsonFile = Annotated[Path | None, typer.Option(help="Write the same to this file, for programs.")]
 
@@ -120,7 +119,7 @@ def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
         typed = choice(item.name, {word: word for word in ([known.unset, *words] if known.unset else words)})
         default = typed(default or known.unset) if default or known.unset else None
     elif default == ():
-        typed, default = list[str] | None, None
+        typed, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]  # known when it runs
     shown = typer.Option(
         f"--{item.name.replace('_', '-')}",
         help=known.text,

@@ -5,9 +5,6 @@ Shape suffixes: T tokens, S supervised tokens, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 
 from headstart.data.conversations.masks import encode
@@ -18,16 +15,14 @@ from headstart.doctor.findings import Finding, bad, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject, spread
 from headstart.target.fitting import FINAL
 
-RENDERED = 64
-"""Conversations of a split that are rendered again."""
 _AGREE = 0.95
 """Greedy answers are the target's own choice, but for near-ties that another batch rounds the other way (1-2 % in
 bfloat16)."""
 _EXCESS = 0.5
 """Nats a token. The target's own draws surprise it by the entropy; a few thousand of them stay within a tenth of a nat
 of that."""
-_ROWS = 512
-"""Logits rows that exist at once."""
+_TOKENS = 512
+"""Of an answer that are judged: so many rows of logits exist at once."""
 
 
 # -- the template ----------------------------------------------------------------------------------------------------
@@ -35,49 +30,34 @@ _ROWS = 512
 
 def template(subject: Subject) -> Finding:
     """Whether the target's chat template and tokenizer still give the tokens that are stored."""
-    tokenizer, count = subject.target.tokenizer, 0
-    differing: list[tuple[str, Conversation, int, list[int]]] = []
-    for split, _, item in subject.sampled(RENDERED):
+    tokenizer = subject.target.tokenizer
+    count = 0
+    differing: list[str] = []
+    for split, _, item in subject.sampled():
         if not has_answer(item):
             continue
         count += 1
         tokens, _ = rendered(item, subject)
         stored = item.tokens[: len(tokens)]  # what stands after the last turn is the mask's concern
         if stored != tokens:
-            differing.append((split, item, common_beginning([stored, tokens]), tokens))
+            index = common_beginning([stored, tokens])
+            was, now = (tokenizer.decode(text[index : index + 1]) for text in (stored, tokens))
+            differing.append(f"{item.id!r} ({split}) parts at token {index}: stored {was!r}, now {now!r}")
     if not count:
         raise Absent("the conversations keep no messages to render")
     if not differing:
         return good(f"{count} conversations rendered again give the tokens that are stored.", conversations=count)
-    split, item, index, tokens = differing[0]
-    where = (
-        f"{len(differing)} of {count} conversations are rendered otherwise now than they are stored; conversation "
-        f"{item.id!r} ({split}) parts at token {index}: stored {_word(item.tokens, index, tokenizer)}, now "
-        f"{_word(tokens, index, tokenizer)}."
-    )
-    figures = {"conversations": count, "parted": len(differing), "id": item.id, "token": index}
+    where = f"{len(differing)} of {count} conversations are rendered otherwise now; conversation {differing[0]}."
+    figures = {"conversations": count, "parted": len(differing)}
     if "strftime_now" in str(tokenizer.chat_template):
         return unknown(f"The chat template writes the date. {where}", **figures)
     return bad(
-        f"{_cause(subject)} {where} In decoding the heads read other prompts than those they learned from.",
+        f"The chat template or the tokenizer is another one than when the data were written. {where} In decoding the "
+        "heads read other prompts than those they learned from.",
         "Decode with the tokenizer and template that wrote the data (those in target/tokenizer of the run), or write "
         "the data again in another --run-dir.",
         **figures,
     )
-
-
-def _cause(subject: Subject) -> str:
-    now, kept = subject.target.tokenizer, subject.kept_tokenizer
-    if kept is not None and kept.chat_template != now.chat_template:
-        return "The chat template is another one than when the data were written."
-    if kept is not None and kept.get_vocab() != now.get_vocab():
-        return "The tokenizer is another one than when the data were written."
-    return "Another chat template or tokenizer wrote the data."
-
-
-def _word(tokens: Sequence[int], index: int, tokenizer: Any) -> str:
-    """A token for people: its text and its number."""
-    return f"{tokenizer.decode([tokens[index]])!r} ({tokens[index]})" if index < len(tokens) else "the end"
 
 
 def has_answer(item: Conversation) -> bool:
@@ -92,7 +72,7 @@ def rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[bool
     answers are rendered with everything else.
     """
     tokenizer, ends = subject.target.tokenizer, subject.target.end_tokens
-    if answers_kind(item) == "given":
+    if _written(item) == "given":
         return encode(item.messages, tokenizer, strict=False, max_tokens=len(item.tokens))
     tokens: list[int] = []
     mask: list[bool] = []
@@ -120,26 +100,17 @@ def rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[bool
 def teacher(subject: Subject) -> Finding:
     """Whether the target itself would write the answers that the heads learn from."""
     kind, items = _most_telling(subject)
-    tokens = chosen = 0
-    excess = 0.0
-    for item in items:
-        judged = _judged(subject, item)
-        tokens, chosen, excess = tokens + judged[0], chosen + judged[1], excess + judged[2]
+    judged = [_judged(subject, item) for item in items]
+    tokens, chosen, excess = (sum(column) for column in zip(*judged, strict=True))
     if not tokens:
         return unknown("No answer is longer than a token.")
     agreement, excess = chosen / tokens, excess / tokens
-    figures = {
-        "answers": kind,
-        "tokens": tokens,
-        "agreement_recomputed": round(agreement, 4),
-        "excess_nats": round(excess, 4),
-    }
-    share = f"{agreement:.0%} of the answers' tokens ({tokens} looked at)"
+    figures = {"answers": kind, "tokens": tokens, "agreement": round(agreement, 4), "excess_nats": round(excess, 4)}
+    choice = f"the target itself chooses {agreement:.0%} of their tokens ({tokens} looked at)"
     if excess > _EXCESS if kind == "sampled" else agreement < _AGREE:
         reason = {
-            "greedy": f"they are said to be greedy, and the target itself chooses {share}",
-            "given": f"they were given, and the target itself would choose {share}; heads learn to draft texts that it "
-            "does not write",
+            "greedy": f"they are said to be greedy, and {choice}",
+            "given": f"they were given, and {choice}; heads learn to draft texts that it does not write",
             "sampled": f"they are said to be drawn from the target, and surprise it by {excess:.2f} nats a token more "
             f"than its own draws would ({tokens} tokens looked at)",
         }[kind]
@@ -149,10 +120,10 @@ def teacher(subject: Subject) -> Finding:
             "Then train again.",
             **figures,
         )
-    return good(f"The target itself chooses {share}, which are {kind}.", **figures)
+    return good(f"The answers are {kind}, and {choice}.", **figures)
 
 
-def answers_kind(item: Conversation) -> str:
+def _written(item: Conversation) -> str:
     """How the answers came to be, as the conversation says: greedy, sampled, or given with the prompts."""
     if "temperature" not in item.sampling:
         return "given"
@@ -161,9 +132,9 @@ def answers_kind(item: Conversation) -> str:
 
 def _most_telling(subject: Subject) -> tuple[str, list[Conversation]]:
     """Some conversations of the kind that says most, greedy ones first."""
-    every = [item for split in SPLITS for item in subject.conversations[split] if any(item.supervised)]
+    answered = [item for split in SPLITS for item in subject.conversations[split] if any(item.supervised)]
     for kind in ("greedy", "given", "sampled"):
-        if items := [item for item in every if answers_kind(item) == kind]:
+        if items := [item for item in answered if _written(item) == kind]:
             return kind, [items[index] for index in spread(len(items), 4 if subject.quick else 16)]
     raise Absent("there are no conversations")
 
@@ -172,21 +143,10 @@ def _most_telling(subject: Subject) -> tuple[str, list[Conversation]]:
 def _judged(subject: Subject, item: Conversation) -> tuple[int, int, float]:
     """Supervised tokens; how many of them the target would choose; and by how many nats they surprise it more than its
     own draws would on average (negative log-probability less entropy, summed)."""
-    target = subject.target
-    final_TE = target.hidden_states([item.tokens], [FINAL])[0][FINAL]
-    tokens = chosen = 0
-    excess = 0.0
-    for first, last in _blocks(item):
-        log_SV = target.lm_head(final_TE[first - 1 : last - 1]).float().log_softmax(-1)
-        tokens_S = torch.tensor(item.tokens[first:last], device=log_SV.device)
-        tokens += len(tokens_S)
-        chosen += int((log_SV.argmax(-1) == tokens_S).sum())
-        excess += float((log_SV.exp() * log_SV).sum() - log_SV.gather(1, tokens_S[:, None]).sum())
-    return tokens, chosen, excess
-
-
-def _blocks(item: Conversation) -> Iterator[tuple[int, int]]:
-    """Runs of supervised tokens, in blocks, without their first token: a shifted mask takes it from the template."""
-    for start, stop in item.supervised_spans:
-        for first in range(start + 1, stop, _ROWS):
-            yield first, min(first + _ROWS, stop)
+    final_TE = subject.target.hidden_states([item.tokens], [FINAL])[0][FINAL]
+    # The first token of an answer is left out: a shifted mask takes it from the template.
+    later = [index for start, stop in item.supervised_spans for index in range(start + 1, stop)][:_TOKENS]
+    log_SV = subject.target.lm_head(final_TE[[index - 1 for index in later]]).float().log_softmax(-1)
+    tokens_S = torch.tensor([item.tokens[index] for index in later], dtype=torch.long, device=log_SV.device)
+    excess = (log_SV.exp() * log_SV).sum() - log_SV.gather(1, tokens_S[:, None]).sum()
+    return len(later), int((log_SV.argmax(-1) == tokens_S).sum()), float(excess)

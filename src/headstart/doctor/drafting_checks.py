@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from headstart.data.conversations.records import Conversation
-from headstart.decode.loop import Engine, Generation
+from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
-from headstart.doctor.findings import Finding, bad, good, unknown
-from headstart.doctor.subject import Subject, prompt_of
+from headstart.doctor.findings import Finding, bad, good
+from headstart.doctor.heads_checks import untrained
+from headstart.doctor.subject import Absent, Subject
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, HeadBatch
-from headstart.pipeline.run import TRAIN
-from headstart.support.files import read_jsonl
+from headstart.eval.audit_drafters import random_weights
+from headstart.heads.base import DraftHead, HeadBatch, make_config
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeShape
 from headstart.tuning.acceptance import Text, measure_ranks
@@ -38,20 +38,21 @@ _ROUNDS = (1, 2, 3, 1, 4)
 _LOW = 0.2
 """Acceptance of the first draft below which drafting is hardly worth its cost."""
 
+Steps = dict[int, list[Tensor]]
+"""Logits [D] of each draft step, by origin: the position of the last token read."""
+
 
 # -- equality --------------------------------------------------------------------------------------------------------
 
 
 def equality(subject: Subject) -> Finding:
     """Whether drafting gives the logits that training unrolled, at the same positions, at every step."""
-    target, heads = subject.target, subject.finite_heads
+    target, heads = subject.target, _compared_heads(subject)
     compared, largest = 0, 0.0
     for item in subject.heldout:
         with _in_float32(heads, target):
-            states = {
-                layer: state_TE[None].float()
-                for layer, state_TE in target.hidden_states([item.tokens], heads.aux_layers)[0].items()
-            }
+            hidden = target.hidden_states([item.tokens], heads.aux_layers)[0]
+            states = {layer: state_TE[None].float() for layer, state_TE in hidden.items()}
             trained = _unrolled(target, heads, item, states)
             drafted = _drafted(target, heads, item, states)
         for rounds, (origin, steps) in enumerate(drafted.items()):
@@ -63,21 +64,20 @@ def equality(subject: Subject) -> Finding:
                 difference = float((drafted_D - trained_D).abs().max()) / scale
                 largest = max(largest, difference)
                 if difference > _TOLERANCE:
-                    after = (
-                        f"after {rounds} committed round{'s' * (rounds > 1)}" if rounds else "right after the prefill"
-                    )
                     return bad(
-                        f"Decoding does not draft what training taught: {after}, draft {step + 1} of "
-                        f"{heads.draft_steps} has other logits than the training unroll at the same position "
-                        f"({difference:.1%} of the largest; token {origin} of {item.id!r}).",
-                        f"{_cause(rounds, step)} Fix the family in heads/; its test compares drafting with `unroll`.",
+                        f"Decoding does not draft what training taught: after the prefill and {rounds} committed "
+                        f"rounds, draft {step + 1} of {heads.draft_steps} has other logits than the training unroll at "
+                        f"the same position ({difference:.1%} of the largest; token {origin} of {item.id!r}).",
+                        "Fix the family in heads/. A first draft that is wrong right after the prefill lies in "
+                        "`prefill` or `unroll`, one that is wrong after a committed round in `commit`, a later draft "
+                        "in `draft_step` (tokens, positions, norms, what is fed back).",
                         step=step,
                         origin=origin,
                         observed_rounds=rounds,
                         difference=difference,
                     )
     if not compared:
-        return unknown(f"No answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead.")
+        raise Absent(f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead")
     return good(
         f"Drafting equals the training unroll at {compared} positions, all {heads.draft_steps} steps.",
         positions=compared,
@@ -85,15 +85,13 @@ def equality(subject: Subject) -> Finding:
     )
 
 
-def _cause(rounds: int, step: int) -> str:
-    if step:
-        return (
-            f"`draft_step` goes on from draft {step} otherwise than `unroll` does (tokens, positions, norms, what is "
-            "fed back)."
-        )
-    if rounds:
-        return "`commit` leaves the state of the draft otherwise than reading the text does."
-    return "`prefill` and `unroll` read other states, positions or norms."
+def _compared_heads(subject: Subject) -> DraftHead:
+    """The trained heads; of a recipe that has none yet, noise with its settings, in which a misalignment shows too."""
+    if subject.heads_folder is not None or subject.recipe is None:
+        return subject.finite_heads
+    config = make_config(subject.recipe.heads, subject.target)
+    vocabulary_D = torch.arange(config.draft_vocab_size or subject.target.vocab_size)
+    return random_weights(untrained(config, vocabulary_D, subject.target))
 
 
 @contextmanager
@@ -107,15 +105,13 @@ def _in_float32(heads: DraftHead, target: Target) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _unrolled(
-    target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]
-) -> dict[int, list[Tensor]]:
-    """Logits of every step, by origin, where each step has them."""
+def _unrolled(target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]) -> Steps:
+    """Logits as training computes them, where each step has them."""
     batch = HeadBatch(
         torch.tensor([item.tokens], device=target.device), torch.tensor([item.supervised], device=target.device), states
     )
     wanted = set(_origins(item))
-    steps: dict[int, list[Tensor]] = {}
+    steps: Steps = {}
     for prediction in heads.unroll(batch):
         rows = [row for row, origin in enumerate(prediction.origin_M.tolist()) if origin in wanted]
         compared = replace(prediction, hidden_MH=prediction.hidden_MH[rows])
@@ -134,11 +130,9 @@ def _origins(item: Conversation) -> list[int]:
 
 
 @torch.no_grad()
-def _drafted(
-    target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]
-) -> dict[int, list[Tensor]]:
-    """Logits of every step, by origin, as decoding would draft along this text: a prefill, then round after round."""
-    tokens, steps = item.tokens, dict[int, list[Tensor]]()
+def _drafted(target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]) -> Steps:
+    """Logits as decoding would draft them along this text: a prefill, then round after round."""
+    tokens, steps = item.tokens, Steps()
     origins = [origin for origin in _origins(item) if origin + heads.draft_steps < len(tokens)]
     if not origins:
         return steps
@@ -163,7 +157,7 @@ def _drafted(
 def acceptance(subject: Subject) -> Finding:
     """Whether decoding accepts what training reached; and which of the two is low."""
     heads = subject.finite_heads
-    real = decoded(subject, [prompt_of(item) for item in subject.heldout])
+    real = decoded(subject, [item.tokens[: item.supervised.index(True)] for item in subject.heldout])
     figures = {"first_draft": real.first, "accepted": real.accepted, "accepted_as_predicted": real.predicted}
     drafts = f"{heads.draft_steps} drafts a round"
     if real.error:
@@ -172,8 +166,6 @@ def acceptance(subject: Subject) -> Finding:
             "Fix the family's prefill, draft_step (depth_logits) or commit.",
             **figures,
         )
-    if real.predicted is None or real.first is None:
-        return unknown(f"No answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead.")
     if real.accepted < 0.75 * real.predicted - 0.05:
         return bad(
             f"Only decoding is low: on the same texts the training forward predicts {real.predicted:.2f} accepted of "
@@ -186,7 +178,8 @@ def acceptance(subject: Subject) -> Finding:
             f"Training accuracy itself is low: on answers to held-out prompts the first draft is right in "
             f"{real.first:.0%} of cases, {real.predicted:.2f} of {drafts} would be accepted; decoding accepts "
             f"{real.accepted:.2f}, so it does what training taught.",
-            _train_more(subject),
+            "Train longer (train.minutes, train.steps) while validation improves (train/metrics.jsonl), then on more "
+            "conversations (data.conversations), or another family or depth.",
             **figures,
         )
     if subject.question_prompts:
@@ -211,53 +204,31 @@ class Decoded:
 
     Attributes:
         accepted: drafts accepted a round.
-        predicted: the same as the training unroll predicts it; None where all texts are too short.
-        first: share of positions where the training unroll's first draft is right; None with `predicted`.
+        predicted: the same as the training unroll predicts it.
+        first: share of positions where the training unroll's first draft is right.
         error: what the drafter raised.
     """
 
     accepted: float
-    predicted: float | None
-    first: float | None
+    predicted: float
+    first: float
     error: str | None
 
 
 def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
-    """What decoding accepts after these prompts."""
-    max_new_tokens = 32 if subject.quick else 96
-    prompts = [prompt for prompt in prompts if len(prompt) + max_new_tokens <= subject.target.max_length]
-    rows = decode_chain(subject.target, subject.heads, prompts, max_new_tokens)
+    """What decoding accepts after these prompts, with a chain as deep as the heads go in every round."""
+    target, heads = subject.target, subject.heads
+    chain = TreeShape.chain(heads.draft_steps)
+    engine = Engine(target, HeadDrafter(heads, chain, "chain"))
+    options = DecodeOptions(max_new_tokens=32 if subject.quick else 96, draft="on")
+    prompts = [prompt for prompt in prompts if len(prompt) + options.max_new_tokens <= target.max_length]
+    rows = [engine.generate([prompt], options)[0] for prompt in prompts]
     accepted = [done.emitted - 1 for row in rows for done in row.rounds]
-    texts = [Text.of(prompt, row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
-    error = next((row.drafter_error for row in rows if row.drafter_error), None)
     mean = sum(accepted) / max(1, len(accepted))
+    error = next((row.drafter_error for row in rows if row.drafter_error), None)
+    texts = [Text.of(prompt, row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
     try:
-        ranks_OK = measure_ranks(subject.target, subject.heads, texts, max_rank=1)
-    except UserError:  # every answer is shorter than the heads look ahead
-        return Decoded(mean, None, None, error)
-    predicted = replay(ranks_OK, _chain(subject.heads).paths) - 1
-    return Decoded(mean, predicted, float((ranks_OK[:, 0] == 0).float().mean()), error)
-
-
-def decode_chain(
-    target: Target, heads: DraftHead, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> list[Generation]:
-    """Greedy decoding that drafts a chain as deep as the heads go in every round."""
-    engine = Engine(target, HeadDrafter(heads, _chain(heads), "chain"))
-    options = DecodeOptions(max_new_tokens=max_new_tokens, draft="on")
-    return [engine.generate([prompt], options)[0] for prompt in prompts]
-
-
-def _chain(heads: DraftHead) -> TreeShape:
-    return TreeShape.chain(heads.draft_steps)
-
-
-def _train_more(subject: Subject) -> str:
-    """Longer or on more data, as the validations say."""
-    file = subject.run / TRAIN / "metrics.jsonl" if subject.run else None
-    taus = [float(row["tau"]) for _, row in read_jsonl(file)] if file is not None and file.is_file() else []
-    if len(taus) < 3:
-        return "Train longer (train.minutes, train.steps), then on more conversations (data.conversations)."
-    if taus[-1] >= max(taus) and taus[-1] - taus[len(taus) // 2] > 0.02:
-        return "Validation was still rising when training ended: train longer (train.minutes, train.steps)."
-    return "Validation has stopped rising: more conversations (data.conversations), or another family or depth."
+        ranks_OK = measure_ranks(target, heads, texts, max_rank=1)
+    except UserError:
+        raise Absent(f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead") from None
+    return Decoded(mean, replay(ranks_OK, chain.paths) - 1, float((ranks_OK[:, 0] == 0).float().mean()), error)

@@ -5,7 +5,7 @@ at is not there, and may break: whatever it raises becomes a finding, because br
 
 The checks answer four questions. Is the data what I think: `template`, `teacher`. Is the mask right: `mask`.
 Do the states belong to this target: `states`. Does drafting equal training: `vocabulary`, `weights`, `equality`,
-`acceptance`, `overfit`.
+`acceptance`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from headstart.doctor.drafting_checks import acceptance, equality
 from headstart.doctor.findings import Finding, bad, unknown
 from headstart.doctor.heads_checks import vocabulary, weights
 from headstart.doctor.mask_check import mask
-from headstart.doctor.overfit_check import overfit
 from headstart.doctor.states_check import states
 from headstart.doctor.subject import Absent, Subject
 from headstart.errors import UserError
@@ -36,7 +35,6 @@ CHECKS: list[tuple[str, Check]] = [
     ("heads", weights),
     ("decoding", equality),
     ("decoding", acceptance),
-    ("training", overfit),
 ]
 """(the stage that it looks at, the check); a check is called what its function is called."""
 
@@ -48,10 +46,7 @@ def examine(
 ) -> Iterator[Finding]:
     """Run the checks; each finding comes as soon as it is there. No check ends the examination.
 
-    Args:
-        subject: what is examined.
-        begin: told the stage and the name of each check before it runs.
-        checks: which ones, in their order.
+    `begin` is told the stage and the name of each check before it runs.
     """
     reported: list[str] = []
     for stage, check in checks:

@@ -18,15 +18,13 @@ _MARKS = {True: Text("✓", "green"), False: Text("✗", "bold red"), None: Text
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check reports.
+    """What one check reports. The examination fills in the check's name and its stage.
 
     Attributes:
         ok: true when all is well, false when something is wrong, None when there was nothing to look at.
         sentence: what is so and where, in words.
         remedy: what to do about it; empty unless something is wrong.
         figures: the numbers that the sentence is about, for JSON.
-        check: name of the check; the examination fills it in.
-        stage: that the check looks at; the examination fills it in.
     """
 
     ok: bool | None
@@ -54,27 +52,25 @@ def unknown(sentence: str, **figures: Any) -> Finding:
 
 def show(findings: Sequence[Finding], console: Console) -> None:
     """A table of all checks, then a paragraph for each problem: what, where, and how to fix it."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("", "check", "stage", "finding"):
-        table.add_column(title)
+    table = Table("", "check", "stage", "finding", box=None, pad_edge=False)
     for finding in findings:
         short = finding.sentence if finding.ok is not False else "see below"
         table.add_row(_MARKS[finding.ok], Text(finding.check, "bold"), finding.stage, Text(short))
     console.print(table)
     problems = [finding for finding in findings if finding.ok is False]
     for finding in problems:
-        console.print()
-        console.print(Text(f"{finding.stage}: {finding.check}", "bold red"))
+        console.print(Text(f"\n{finding.stage}: {finding.check}", "bold red"))
         console.print(Text(finding.sentence))
         console.print(Text.assemble(("Fix: ", "bold"), finding.remedy))
-    console.print()
     checked = sum(finding.ok is not None for finding in findings)
+    verdict = f"Nothing wrong in {checked} checks."
     if problems:
         first = problems[0]
-        advice = f"Begin with {first.check} ({first.stage}): what an early stage does wrong explains later findings."
-        console.print(Text(f"{len(problems)} of {checked} checks found something. {advice}"))
-    else:
-        console.print(Text(f"Nothing wrong in {checked} checks."))
+        verdict = (
+            f"{len(problems)} of {checked} checks found something. Begin with {first.check} ({first.stage}): what an "
+            "early stage does wrong explains later findings."
+        )
+    console.print(Text(f"\n{verdict}"))
 
 
 def write(findings: Sequence[Finding], path: str, file: Path) -> None:

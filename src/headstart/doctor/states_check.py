@@ -19,7 +19,7 @@ def states(subject: Subject) -> Finding:
     """Whether the stored states are those of the target at the aux layers they are filed under, and finite."""
     target = subject.target
     problems: dict[int, str] = {}
-    largest_distance = 0.0
+    distances: list[float] = []
     for store in subject.stores.values():
         if store.target_fingerprint not in (None, target.identity().fingerprint):
             return bad(
@@ -36,17 +36,17 @@ def states(subject: Subject) -> Finding:
             fresh = target.hidden_states([sample.tokens_T[:_READ].tolist()], every_layer(target))[0]
             for aux_layer in store.aux_layers:
                 distance, problem = identify(aux_layer, sample.states[aux_layer][:_READ], fresh, target, rounded)
-                largest_distance = max(largest_distance, distance)
+                distances.append(distance)
                 if problem:
                     problems.setdefault(aux_layer, f"The store's {problem} (conversation {index} of {store.folder})")
     stored = set.intersection(*(set(store.aux_layers) for store in subject.stores.values()))
-    if missing := [aux_layer for aux_layer in _read_by_heads(subject) if aux_layer not in stored]:
-        problems[missing[0]] = f"The heads read {called(missing[0])}, and the store does not hold it"
-    figures = {
-        "aux_layers": sorted(stored),
-        "distance": largest_distance,
-        "wrong": {str(aux_layer): problem for aux_layer, problem in problems.items()},
-    }
+    try:
+        missing = sorted(set(subject.heads.aux_layers) - stored)
+    except (Absent, UserError):  # none yet, or `vocabulary` reports it
+        missing = []
+    for aux_layer in missing:
+        problems[aux_layer] = f"The heads read {called(aux_layer)}, and the store does not hold it"
+    figures = {"aux_layers": sorted(stored), "distance": max(distances, default=0.0), "wrong": problems}
     if problems:
         return bad(
             f"{'; '.join(problems.values())}.",
@@ -54,11 +54,4 @@ def states(subject: Subject) -> Finding:
             "target.dtype=float32 if numbers stay infinite; then train again.",
             **figures,
         )
-    return good(f"The stored states are the target's own at {len(stored)} layer{'s' * (len(stored) > 1)}.", **figures)
-
-
-def _read_by_heads(subject: Subject) -> tuple[int, ...]:
-    try:
-        return subject.heads.aux_layers
-    except (Absent, UserError):  # none yet, or `vocabulary` reports it
-        return ()
+    return good(f"The stored states are the target's own at layers {sorted(stored)}.", **figures)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
@@ -16,11 +15,12 @@ from headstart.data.states.store import StateStore
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
+from headstart.eval.audit import PROMPTS
 from headstart.heads.base import DraftHead
-from headstart.heads.io import CONFIG, load_heads
+from headstart.heads.io import CONFIG, RUN_RECIPE, load_heads
 from headstart.hub.format import adapter_spec, read_heads, target_spec
 from headstart.hub.pull import locate
-from headstart.pipeline.run import ADAPTER, CONVERSATIONS, HEADS, STATES, TARGET, TRAIN
+from headstart.pipeline.run import ADAPTER, CONVERSATIONS, HEADS, STATES, TRAIN
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
 from headstart.support.files import read_json
 from headstart.target.loading import load_target
@@ -28,14 +28,7 @@ from headstart.target.model import Target
 
 SPLITS = ("train", "calibration")
 
-_QUESTIONS = (
-    "Explain how a bicycle stays upright.",
-    "Write a short story about a lighthouse keeper.",
-    "How do I cook rice? Give me the steps.",
-    "What are the differences between a lake and a pond?",
-    "Write a Python function that counts the words of a text.",
-    "Plan a day in a small town for a family of four.",
-)
+_QUESTIONS = PROMPTS[8:]
 """Asked when there is neither a run nor a file of questions."""
 
 
@@ -47,8 +40,7 @@ class Absent(Exception):
 class Subject:
     """What is examined. Its properties raise `Absent` for what is not there, and UserError for what cannot be read.
 
-    Without a run, its folder and its recipe are None; without heads, theirs. To be quick is to look at less of
-    everything, and to train nothing.
+    To be quick is to look at less of everything.
     """
 
     target: Target
@@ -63,7 +55,7 @@ class Subject:
         """The heads as they decode: bound to the target, in its dtype, frozen."""
         if self.heads_folder is None:
             raise Absent("there are no trained heads yet")
-        if is_exported(self.heads_folder):
+        if _is_exported(self.heads_folder):
             heads = read_heads(self.heads_folder, self.target)[0]
         else:
             heads = load_heads(self.heads_folder, self.target)
@@ -77,13 +69,6 @@ class Subject:
         return self.heads
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
-        """Family and settings of the heads, as a recipe gives them."""
-        if self.recipe is not None:
-            return self.recipe.heads.to_recipe()
-        return self.heads.config.model_dump(mode="json", exclude={"hidden_size", "vocab_size"})
-
-    @cached_property
     def conversations(self) -> dict[str, list[Conversation]]:
         """The run's conversations by split."""
         return {split: read_conversations(self.conversation_file(split)) for split in SPLITS}
@@ -95,12 +80,12 @@ class Subject:
             raise Absent("there are no conversations of a run here")
         return file
 
-    def sampled(self, most: int) -> list[tuple[str, int, Conversation]]:
-        """Some conversations of each split, as (split, index in it, conversation); fewer when it is to be quick."""
+    def sampled(self) -> list[tuple[str, int, Conversation]]:
+        """Some conversations of each split, as (split, index in it, conversation)."""
         return [
             (split, index, items[index])
             for split, items in self.conversations.items()
-            for index in spread(len(items), most // 8 if self.quick else most)
+            for index in spread(len(items), 8 if self.quick else 64)
         ]
 
     @cached_property
@@ -109,21 +94,10 @@ class Subject:
         if self.run is None or not (self.run / STATES / "train").is_dir():
             raise Absent("there are no stored hidden states here")
         stores = {split: StateStore(self.run / STATES / split) for split in SPLITS}
-        if not self.quick:
-            for store in stores.values():
-                if broken := store.damaged_files():
-                    raise damaged(broken[0])
+        for store in stores.values():
+            if not self.quick and (broken := store.damaged_files()):
+                raise damaged(broken[0])
         return stores
-
-    @cached_property
-    def kept_tokenizer(self) -> Any:
-        """The tokenizer that the run kept when it began; None when it kept none."""
-        folder = self.run / TARGET / "tokenizer" if self.run else None
-        if folder is None or not folder.is_dir():
-            return None
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder)
 
     @cached_property
     def heldout(self) -> list[Conversation]:
@@ -133,7 +107,7 @@ class Subject:
             return [item for item in self.conversations["calibration"] if any(item.supervised)][:most]
         except Absent:
             prompts = self.question_prompts or [self._prompt(text) for text in _QUESTIONS]
-            return self.answered(prompts[:most], 48 if self.quick else 96)
+            return self._answered(prompts[:most])
 
     @cached_property
     def question_prompts(self) -> list[list[int]]:
@@ -143,32 +117,19 @@ class Subject:
     def _prompt(self, text: str) -> list[int]:
         return prompt_tokens([{"role": "user", "content": text}], self.target.tokenizer)
 
-    def answered(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Conversation]:
+    def _answered(self, prompts: Sequence[Sequence[int]]) -> list[Conversation]:
         """These prompts with the target's own greedy answers."""
-        room = self.target.max_length - max_new_tokens - 1
-        prompts = [prompt for prompt in prompts if len(prompt) <= room]
-        if not prompts:
-            raise UserError(
-                f"No prompt leaves room for an answer in the {self.target.max_length} tokens that "
-                f"{self.target.name} reads.",
-                "Give shorter questions.",
-            )
-        rows = Engine(self.target).generate(prompts, DecodeOptions(max_new_tokens=max_new_tokens))
+        answers = Engine(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))
         return [
             Conversation(
                 f"written now {number}",
-                [*prompt, *row.tokens],
-                [False] * len(prompt) + [True] * len(row.tokens),
+                [*prompt, *answer.tokens],
+                [False] * len(prompt) + [True] * len(answer.tokens),
                 [],
                 sampling={"temperature": 0.0},
             )
-            for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+            for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]
-
-
-def prompt_of(item: Conversation) -> list[int]:
-    """What stands before the first answer."""
-    return item.tokens[: item.supervised.index(True)]
 
 
 def spread(count: int, maximum: int) -> list[int]:
@@ -209,50 +170,52 @@ def find_subject(
     if recipe is None:
         assert heads_folder is not None, "what is no recipe and no run is heads"
         return Subject(_target_of_heads(heads_folder, target), None, run, heads_folder, asked, quick)
-    paths = [run / HEADS, run / TRAIN / "best"] if run else []
-    trained = next((folder for folder in paths if folder.is_dir()), None)
+    trained = [run / HEADS, run / TRAIN / "best"] if run else []
+    heads_folder = heads_folder or next((folder for folder in trained if folder.is_dir()), None)
     section = recipe.target
     revision, adapter = (None, None) if target else (section.revision, section.adapter)
-    if recipe.train.joint.rank and trained is not None:
+    if recipe.train.joint.rank and heads_folder is not None:
         # Conversations and states are those of the target before training has changed it, which is not looked at.
-        run, adapter = None, str(trained / ADAPTER)
+        run, adapter = None, str(heads_folder / ADAPTER)
     loaded = load_target(
-        *(target or section.spec, section.dtype, section.device, revision),
+        target or section.spec,
+        section.dtype,
+        section.device,
+        revision,
         adapter=adapter,
         quantization=section.quantization,
     )
     loaded = loaded.with_tokenizer(with_template_kwargs(loaded.tokenizer, recipe.data.chat_template_kwargs))
-    return Subject(loaded, recipe, run, heads_folder or trained, asked, quick)
+    return Subject(loaded, recipe, run, heads_folder, asked, quick)
 
 
 def _located(path: str, run_dir: Path | None) -> tuple[Recipe | None, Path | None, Path | None]:
     """The recipe, the run and the folder of heads that a name or a path stands for."""
     folder = Path(path).expanduser()
-    if (folder / "recipe.yaml").is_file():
-        return load_recipe(str(folder / "recipe.yaml")), folder, None
+    if (folder / RUN_RECIPE).is_file():
+        return load_recipe(str(folder / RUN_RECIPE)), folder, None
     if path in packaged_recipes() or folder.is_file() or folder.suffix in (".yaml", ".yml"):
         recipe = load_recipe(path)
         run = run_dir or Path("runs") / recipe.name
         return recipe, run if run.is_dir() else None, None
     if "/" not in path and not folder.is_dir():
-        load_recipe(path)  # says what is known
+        load_recipe(path)  # names the recipe that was meant
     folder = locate(path)
-    parents = list(folder.absolute().parents)[:2]
-    home = run_dir or next((parent for parent in parents if (parent / "recipe.yaml").is_file()), None)
-    if home is not None and (home / "recipe.yaml").is_file():
-        return load_recipe(str(home / "recipe.yaml")), home, folder
-    return None, home, folder
+    candidates = [run_dir] if run_dir else list(folder.absolute().parents)[:2]
+    run_of_heads = next((parent for parent in candidates if (parent / RUN_RECIPE).is_file()), None)
+    recipe_of_run = load_recipe(str(run_of_heads / RUN_RECIPE)) if run_of_heads else None
+    return recipe_of_run, run_of_heads or run_dir, folder
 
 
 def _target_of_heads(folder: Path, target: str | None) -> Target:
-    if not is_exported(folder):
+    if not _is_exported(folder):
         if target is None:
             raise UserError(f"The heads in {folder} do not name their target.", "Name it with --target.")
         return load_target(target)
     return load_target(target or target_spec(folder)[0], adapter=adapter_spec(folder))
 
 
-def is_exported(folder: Path) -> bool:
+def _is_exported(folder: Path) -> bool:
     """Whether heads were exported (and name their target), rather than left by training."""
     config = read_json(folder / CONFIG)
     return isinstance(config, dict) and "format" in config

@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,7 +26,7 @@ from rich.console import Console
 from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import Engine, Generation, check
-from headstart.decode.options import DecodeOptions, SamplingOptions
+from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import RULES
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
@@ -34,7 +35,8 @@ from headstart.eval.bits import count_bits
 from headstart.eval.divergence import Judge
 from headstart.eval.enumeration import MIN_EXPECTED, Distribution, enumerate_texts, fit
 from headstart.eval.environment import environment
-from headstart.eval.methods import Drafters, named
+from headstart.eval.methods import Source, named
+from headstart.eval.options import AuditOptions
 from headstart.eval.remembering import RememberingTarget
 from headstart.heads.base import DraftHead
 from headstart.support.terminal import Bar, progress_bar
@@ -48,6 +50,8 @@ LEVEL = 0.01
 RANDOM, WRONG = "random heads", "always wrong"
 DRAFTERS = ("dynamic", "static", RANDOM, WRONG, "ngram", "heads+ngram", "lookahead")
 """Drafters of the greedy proof."""
+TEMPERATURES = (0.7, 1.0)
+"""Of the sampling proof."""
 PROMPTS = (
     "What is the capital of France?",
     "Say yes or no: is water wet?",
@@ -76,62 +80,10 @@ _ROWS = 32
 Prompts = Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True)
-class AuditOptions:
-    """What to audit.
-
-    Attributes:
-        drafters: of the greedy proof, by name: `DRAFTERS`, or what the catalog knows.
-        batch_sizes: of the greedy proof.
-        max_new_tokens: longest output of the greedy proof.
-        verifiers: of the sampling proof; by default all.
-        temperatures: of the sampling proof; 0 is the greedy proof and always there.
-        top_p: of the sampling proof.
-        samples: drawn for each prompt, verifier and temperature.
-        texts: prompts of the sampling proof: of the first few, the ones whose distribution is tested most sharply.
-        depth: tokens of a sample; all but the first are decided by verifying drafts.
-        seed: of sampling.
-        heads_name: what the report calls the heads.
-    """
-
-    drafters: tuple[str, ...] = DRAFTERS
-    batch_sizes: tuple[int, ...] = (1, 16)
-    max_new_tokens: int = 32
-    verifiers: tuple[str, ...] = tuple(RULES)
-    temperatures: tuple[float, ...] = (0.7, 1.0)
-    top_p: float = 0.9
-    samples: int = 2000
-    texts: int = 2
-    depth: int = 3
-    seed: int = 0
-    heads_name: str = "heads"
-
-    @property
-    def warm(self) -> list[float]:
-        """Temperatures of the sampling proof."""
-        return [temperature for temperature in self.temperatures if temperature != 0]
-
-
-class Source(Drafters, Protocol):
-    """What is audited: `headstart.decoder.Decoder`."""
-
-    @property
-    def target(self) -> Target: ...
-
-    @property
-    def heads(self) -> DraftHead: ...
-
-
 def run_audit(
-    source: Source, prompts: Prompts, options: AuditOptions | None = None, progress: Console | None = None
+    source: Source, prompts: Prompts, options: AuditOptions | None = None, console: Console | None = None
 ) -> dict[str, Any]:
-    """Run all proofs.
-
-    Args:
-        source: target and heads, in float32 or with exact="bits".
-        prompts: token ids of what is asked, at least two tokens each.
-        options: what to audit.
-        progress: where to draw progress bars; None for none.
+    """Run all proofs on these prompts, in token ids, at least two each; the target is in float32 or exact="bits".
 
     Returns:
         The content of audit.json: schema_version, clean, problems (a sentence each), prompts (as read by the target),
@@ -140,25 +92,26 @@ def run_audit(
     Raises:
         UserError: no prompts, an option out of range, or an unknown drafter or verifier; all before anything runs.
     """
-    options = options or AuditOptions()
+    options = _filled(options or AuditOptions())
     started = perf_counter()
     target = source.target
     _check(target, prompts, options)
     drafters = {name: _drafter(source, name) for name in options.drafters if name != WRONG}
     total = len(prompts) * (1 + len(options.drafters) * len(options.batch_sizes))
-    with progress_bar(progress, "greedy", total) as bar:
+    with progress_bar(console, "greedy", total) as bar:
         greedy, answers = _greedy(source, drafters, prompts, options, bar)
     bits = count_bits(target, list(zip(prompts, answers, strict=True)))
-    drawn = options.texts * options.samples * len(options.warm) * len(options.verifiers)
-    with progress_bar(progress, "sampling", drawn) as bar:
-        sampling = _sampling(source, prompts, options, bar) if options.warm else []
+    drawn = options.texts * options.samples * len(options.temperature) * len(options.verifier)
+    with progress_bar(console, "sampling", drawn) as bar:
+        sampling = _sampling(source, prompts, options, bar) if options.temperature else []
     problems = [problem for row in [*greedy, *sampling] if (problem := row["problem"])]
     if target.exact == "bits" and bits.differ:
         problems.append(f"{bits.differ} of {bits.rows} rows of logits differ from single steps in some bit.")
+    tokenizer = target.tokenizer
     return {
         "schema_version": SCHEMA_VERSION,
         "clean": not problems,
-        "prompts": [_readable(target, prompt) for prompt in prompts],
+        "prompts": [tokenizer.decode(prompt) if tokenizer else str(prompt) for prompt in prompts],
         "problems": problems,
         "greedy": greedy,
         "sampling": sampling,
@@ -176,9 +129,14 @@ def run_audit(
     }
 
 
-def _readable(target: Target, tokens: Sequence[int]) -> str:
-    """Token ids as people read them, special tokens included."""
-    return str(target.tokenizer.decode(tokens)) if target.tokenizer is not None else " ".join(map(str, tokens))
+def _filled(options: AuditOptions) -> AuditOptions:
+    """The options with what they stand for when nothing was said; temperatures are those of the sampling proof."""
+    return replace(
+        options,
+        drafters=options.drafters or DRAFTERS,
+        verifier=options.verifier or tuple(RULES),
+        temperature=[temperature for temperature in options.temperature or TEMPERATURES if temperature != 0],
+    )
 
 
 def _check(target: Target, prompts: Prompts, options: AuditOptions) -> None:
@@ -193,11 +151,9 @@ def _check(target: Target, prompts: Prompts, options: AuditOptions) -> None:
             'Load it in float32, or with exact="bits".',
         )
     longest = max(options.max_new_tokens, options.depth)
-    for temperature in options.temperatures or (0.0,):
-        for verifier in options.verifiers or ("auto",):
-            check(
-                target, prompts, DecodeOptions(longest, temperature=temperature, top_p=options.top_p, verifier=verifier)
-            )
+    for temperature, verifier in product(options.temperature or [0.0], options.verifier):
+        sampling = DecodeOptions(longest, temperature=temperature, top_p=options.top_p, verifier=verifier)
+        check(target, prompts, sampling)
     if min(map(len, prompts)) < 2:
         raise UserError("A prompt has a single token.", "Give each prompt at least two tokens.")
 
@@ -234,13 +190,11 @@ def _greedy(
         return decode_in_batches(engine, prompts, options.max_new_tokens, batch_size, advance)
 
     alone = [output.tokens for output in decode(None, "plain", 1)]
-    answers = dict.fromkeys(options.batch_sizes, alone)
-    if target.dtype not in (torch.float32, torch.float64):
-        answers |= {
-            batch: [output.tokens for output in decode(None, "plain", batch)]
-            for batch in options.batch_sizes
-            if batch > 1
-        }
+    one_for_all = target.dtype in (torch.float32, torch.float64)
+    answers = {
+        batch: alone if one_for_all or batch == 1 else [output.tokens for output in decode(None, "plain", batch)]
+        for batch in options.batch_sizes
+    }
     if WRONG in options.drafters:
         shape = _narrow(source.heads)
         unused = unused_tokens(
@@ -279,15 +233,8 @@ def decode_in_batches(
     batch_size: int,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Generation]:
-    """Greedy outputs in the order of `prompts`; prompts of like length share a batch, the same one for every engine.
-
-    Args:
-        engine: decodes, and drafts in every round.
-        prompts: token ids.
-        max_new_tokens: longest output.
-        batch_size: prompts decoded together.
-        advance: told how many prompts are done after each batch.
-    """
+    """Greedy outputs in the order of `prompts`, drafting in every round. Prompts of like length share a batch, the same
+    one for every engine; `advance` is told how many prompts are done after each."""
     options = DecodeOptions(max_new_tokens=max_new_tokens, draft="on")
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     outputs: dict[int, Generation] = {}
@@ -319,48 +266,35 @@ def tokens_that_differ(plain: Sequence[Sequence[int]], outputs: Sequence[Generat
 def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar) -> list[dict[str, Any]]:
     """A row for every verifier at every temperature, on the prompts that test it most sharply."""
     bar.update(title="sampling, choosing prompts")
-    hottest = SamplingOptions(temperature=max(options.warm), top_p=options.top_p)
+    common = DecodeOptions(options.depth, seed=options.seed, ignore_end=True, top_p=options.top_p, draft="on")
+    hottest = replace(common, temperature=max(options.temperature))
     sharpness = [
         _sharpness(enumerate_texts(source.target, prompt, hottest, options.depth), options.samples)
         for prompt in prompts[:_CANDIDATES]
     ]
     chosen = sorted(range(len(sharpness)), key=lambda number: (-sharpness[number], number))[: options.texts]
-    level = LEVEL / max(1, len(options.verifiers) * len(options.warm) * len(chosen))
+    level = LEVEL / (len(options.verifier) * len(options.temperature) * len(chosen))
     # A whole batch drafts as a single row would: large batches leave little to draft.
     engine = Engine(
         RememberingTarget(source.target, options.depth - 1), _drafter(source, "heads"), costs_of_one_row(source.costs)
     )
     rows = []
-    for number in chosen:
-        for temperature in options.warm:
-            sampling = SamplingOptions(temperature=temperature, top_p=options.top_p)
-            exact = enumerate_texts(source.target, prompts[number], sampling, options.depth)
-            for verifier in options.verifiers:
-                bar.update(title=f"sampling, {verifier} at {temperature:g}")
-                asked = DecodeOptions(
-                    max_new_tokens=options.depth,
-                    temperature=temperature,
-                    seed=options.seed,
-                    ignore_end=True,
-                    top_p=options.top_p,
-                    verifier=verifier,
-                    draft="on",
-                )
-                outputs = _draw(engine, prompts[number], asked, options.samples, bar)
-                row = _tested(outputs, exact, verifier, level)
-                where = f"{verifier} at temperature {temperature:g}, prompt {number}"
-                row["problem"] = row["problem"] and f"{where}: {row['problem']}"
-                rows.append({**row, "temperature": temperature, "prompt": number})
+    for number, temperature in product(chosen, options.temperature):
+        asked = replace(common, temperature=temperature)
+        exact = enumerate_texts(source.target, prompts[number], asked, options.depth)
+        for verifier in options.verifier:
+            bar.update(title=f"sampling, {verifier} at {temperature:g}")
+            outputs: list[Generation] = []
+            while len(outputs) < options.samples:
+                prompt_B = [prompts[number]] * min(_ROWS, options.samples - len(outputs))
+                seed = options.seed + len(outputs)
+                outputs += engine.generate(prompt_B, replace(asked, seed=seed, verifier=verifier))
+                bar.advance(len(prompt_B))
+            row = _tested(outputs, exact, verifier, level)
+            where = f"{verifier} at temperature {temperature:g}, prompt {number}"
+            row["problem"] = row["problem"] and f"{where}: {row['problem']}"
+            rows.append({**row, "temperature": temperature, "prompt": number})
     return rows
-
-
-def _draw(engine: Engine, prompt: Sequence[int], options: DecodeOptions, samples: int, bar: Bar) -> list[Generation]:
-    outputs: list[Generation] = []
-    while len(outputs) < samples:
-        rows = min(_ROWS, samples - len(outputs))
-        outputs += engine.generate([prompt] * rows, replace(options, seed=options.seed + len(outputs)))
-        bar.advance(rows)
-    return outputs
 
 
 def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, level: float) -> dict[str, Any]:

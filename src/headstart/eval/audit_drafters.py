@@ -12,12 +12,7 @@ from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
 
 class AlwaysWrongDrafter:
-    """Drafts fixed tokens, none of which the target ever chooses.
-
-    Args:
-        shape: the tree to fill.
-        tokens: one per rank of the tree, all different; see `unused_tokens`.
-    """
+    """Fills a tree with fixed tokens, one per rank, none of which the target ever chooses; see `unused_tokens`."""
 
     name = "always wrong"
     aux_layers: tuple[int, ...] = ()

@@ -29,12 +29,8 @@ class BitCount:
 
 @torch.inference_mode()
 def count_bits(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> BitCount:
-    """Read the first answers token by token, and again in trees with wrong siblings, and compare the logits.
-
-    Args:
-        target: the frozen model; `Target.exact` says what to expect.
-        texts: (prompt, answer) in token ids.
-    """
+    """Read the first answers, of (prompt, answer) in token ids, one token at a time, and again in trees with wrong
+    siblings, and compare the logits. `Target.exact` says what to expect."""
     rows = differ = 0
     for prompt, answer in list(texts)[:_TEXTS]:
         answer = answer[: min(_TOKENS, target.max_length - len(prompt)) // DEPTH * DEPTH]

@@ -40,7 +40,6 @@ class Difference:
 
     Attributes:
         prompt: index among the compared prompts.
-        position: of the first differing token, from 0.
         tokens: (plain's token, the other's); None where one output had ended.
         margin: how far, in float32 logits, the worse of both tokens lies below the best; None where an output ended.
         explained: whether the margin is within the limit.
@@ -61,13 +60,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """All differences between the plain loop's outputs and another method's.
+    """All differences between the plain loop's outputs and another method's: one per prompt that differs.
 
     Attributes:
-        prompts: prompts compared.
         tokens_compared: positions compared, the first difference included; later ones follow from it.
         margin_limit: the margin within which a difference is explained; None when there was none to judge.
-        differences: one per prompt that differs.
     """
 
     prompts: int = 0
@@ -91,10 +88,8 @@ class Judgement:
 class Judge:
     """Decides which differences rounding explains, in float32: the target's own weights, cast a layer at a time.
 
-    Args:
-        target: what decoded.
-        sampling: how; a repetition penalty moves logits, so margins are measured after it.
-        say: takes a sentence for the user before the first difference is looked at.
+    A repetition penalty moves logits, so margins are measured after it. `say` takes a sentence for the user before the
+    first difference is looked at.
     """
 
     def __init__(
@@ -108,13 +103,11 @@ class Judge:
 
     def judge(self, prompts: Texts, plain: Texts, other: Texts) -> Judgement:
         """Compare greedy outputs to the plain loop's, prompt by prompt, up to the first difference."""
-        differences: list[Difference] = []
-        compared = 0
-        for number, (expected, output) in enumerate(zip(plain, other, strict=True)):
-            difference = first_difference(number, expected, output)
-            compared += len(expected) if difference is None else min(difference.position + 1, len(expected))
-            if difference is not None:
-                differences.append(difference)
+        pairs = enumerate(zip(plain, other, strict=True))
+        firsts = [first_difference(number, expected, output) for number, (expected, output) in pairs]
+        differences = [difference for difference in firsts if difference is not None]
+        compared = sum(map(len, plain))
+        compared -= sum(max(0, len(plain[item.prompt]) - item.position - 1) for item in differences)
         if not differences:
             return Judgement(len(prompts), compared)
         if self._say is not None:
@@ -188,14 +181,9 @@ def first_difference(prompt: int, plain: Sequence[int], other: Sequence[int]) ->
 
 
 def gap_error(rounded_TV: Tensor, exact_TV: Tensor, dtype: torch.dtype) -> float:
-    """The largest error of the gap between two of the leading tokens of a position.
+    """The largest error that a dtype makes in the gap between two of the leading tokens of a position.
 
     Never less than one step of the dtype at the size of the leading logits: two logits, each off by half a step.
-
-    Args:
-        rounded_TV: logits computed in the target's dtype.
-        exact_TV: the same in float32.
-        dtype: the target's.
 
     >>> exact = torch.tensor([[20.0, 19.9, 3.0, 2.0]])
     >>> round(gap_error(exact + torch.tensor([[0.0, 0.3, 0.1, 0.0]]), exact, torch.bfloat16), 4)
@@ -227,12 +215,8 @@ def in_float32(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     """Let the model's forward compute in float32 with its own weights; the weights are as before when it ends.
 
     The results are those of `copy.deepcopy(model).float()`, bit for bit; the memory is that of the largest part (a
-    layer, or the LM head) instead of the whole model's, because each part is cast while its own forward runs.
-
-    Args:
-        model: of any dtype.
-        layers: its decoder layers. Each is cast as a whole, since what is in it may read its neighbours' weights;
-            outside of them each module is cast on its own.
+    layer, or the LM head) instead of the whole model's, because each part is cast while its own forward runs. Decoder
+    layers are cast as a whole, since what is in one may read its neighbours' weights.
     """
     layers = list(layers)
     inside = {id(part) for layer in layers for part in layer.modules()}

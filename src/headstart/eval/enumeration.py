@@ -43,7 +43,6 @@ class Distribution:
 
     Attributes:
         depth: tokens of a text.
-        probs: probability of each text that was enumerated.
         rest: probability of all other texts together; they begin with a text that was not read on.
         following: possible next tokens of each shorter text that was read on.
     """
@@ -69,8 +68,7 @@ class Fit:
     """How well samples fit a distribution.
 
     Attributes:
-        samples: drawn.
-        cells: compared: texts expected often enough, and all others pooled.
+        cells: texts expected often enough, and all others pooled.
         chi_square: Pearson's statistic; it has `cells` - 1 degrees of freedom.
         p_value: how often honest samples would fit at least as badly; 1 where there is only one cell.
         total_variation: half the sum of |share - probability| over the cells.
@@ -95,14 +93,9 @@ class Fit:
 def enumerate_texts(
     target: Target, prompt: Sequence[int], sampling: SamplingOptions, depth: int, maximum: int = 64
 ) -> Distribution:
-    """The exact distribution of the first `depth` tokens after a prompt.
+    """The exact distribution of the first `depth` tokens after a prompt; run the target in float32.
 
-    Args:
-        target: the model; run it in float32.
-        prompt: token ids.
-        sampling: settings, temperature above 0, without processors of the user's own.
-        depth: tokens.
-        maximum: texts of one length that are read on: the most probable ones.
+    Of the texts of one length the most probable `maximum` are read on.
     """
     assert not sampling.greedy and not sampling.processors, "sampling with settings that transformers has warpers for"
     warpers = _warpers(sampling)

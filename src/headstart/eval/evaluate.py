@@ -10,28 +10,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from rich.console import Console
 
 from headstart.data.prompts.chat import check_template, has_template, prompt_tokens
 from headstart.data.prompts.questions import Question
-from headstart.decode.budget import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import check
-from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.eval.bits import count_bits
 from headstart.eval.divergence import Judge, Judgement
 from headstart.eval.environment import dtype_name, environment
-from headstart.eval.figures import RESAMPLES, Prompt, Unit, categories, compare_rows, per_prompt, summarise
+from headstart.eval.figures import Prompt, Unit, categories, compare_rows, per_prompt, summarise
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
-from headstart.eval.methods import ASSISTANT, Drafters, Method, Ours, Transformers, named, wanted
+from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted
+from headstart.eval.options import EvalOptions
 from headstart.support.terminal import progress_bar
-from headstart.target.loading import load_target
 from headstart.target.model import Target
 
 SCHEMA_VERSION = 1
@@ -42,88 +39,32 @@ WARM_UP_TOKENS = 32
 """Most tokens of the unmeasured generation that each method starts with."""
 
 
-@dataclass(frozen=True)
-class EvalOptions(DecodeOptions):
-    """How to measure: `DecodeOptions` for every method as far as they apply to it, and what else there is to say.
-
-    Attributes:
-        drafter: the one under test.
-        limit: questions at most; None for all.
-        batch_size: prompts decoded together. transformers' prompt lookup takes one only and is left out above 1.
-        multi_turn: ask every turn, after the plain loop's answers to the earlier ones; without it the first only.
-        prompt_lookup_tokens: drafts per round of transformers' prompt lookup.
-        baselines: measure transformers too; without it those entries are null.
-        predicted_speedup: what tuning promised over the plain loop, to stand beside what was measured.
-        heads_name: what the report calls the heads.
-        compare: other drafters to measure in the same turns, by name; `transformers_assistant:SPEC` is transformers'
-            own assisted generation with the model SPEC.
-    """
-
-    drafter: str = "heads"
-    limit: int | None = None
-    batch_size: int = 1
-    multi_turn: bool = False
-    prompt_lookup_tokens: int = 4
-    baselines: bool = True
-    predicted_speedup: float | None = None
-    heads_name: str = "heads"
-    compare: tuple[str, ...] = ()
-
-
-class Source(Drafters, Protocol):
-    """What is measured: `headstart.decoder.Decoder`."""
-
-    @property
-    def target(self) -> Target: ...
-
-    @property
-    def calibration(self) -> dict[str, Any]: ...
-
-
 def evaluate(
-    target: Target,
-    drafter: Drafter | None,
-    questions: Sequence[Question],
-    options: EvalOptions | None = None,
-    progress: Console | None = None,
-    costs: Costs | None = None,
-    others: Mapping[str, Drafter | None] | None = None,
+    source: Source, questions: Sequence[Question], options: EvalOptions | None = None, console: Console | None = None
 ) -> dict[str, Any]:
-    """Measure a drafter on questions against the plain loop and transformers.
+    """Measure the drafter that the options name on questions, against the plain loop and transformers.
 
-    Args:
-        target: the frozen model, with a tokenizer; without a chat template the text of a question is read as it is.
-        drafter: the one under test; None measures plain decoding against itself.
-        questions: what to ask.
-        options: how to measure.
-        progress: where to draw a progress bar; None for none.
-        costs: of verifying on this machine, for drafters that budget.
-        others: for each name of `options.compare` that is ours, what drafts.
+    A target without a chat template goes on with the text of each question as it is.
 
     Returns:
         The content of results.json: schema_version, summary, compare, categories, settings, environment, per_prompt.
 
     Raises:
-        UserError: no questions, an option out of range, a target without a tokenizer, several turns for one without a
-            chat template, or a question that does not fit the context; all before anything runs.
+        UserError: no questions, an option out of range, an unknown drafter, a target without a tokenizer, several turns
+            for one without a chat template, or a question that does not fit the context; all before anything runs.
     """
     options = options or EvalOptions()
-    _check_options(target, options)
-    questions = list(questions)[: options.limit]
-    if not options.multi_turn:
-        questions = [replace(question, turns=question.turns[:1]) for question in questions]
-    if not questions:
-        raise UserError("There are no questions.", "Give a question file with at least one line, or raise --limit.")
-    if target.tokenizer is None or options.multi_turn:  # a target without a template can go on with a text, once
-        check_template(target.tokenizer)
-    elif progress is not None and not has_template(target.tokenizer):
-        progress.print(f"{target.name} has no chat template: it goes on with each question as it is.", style="dim")
-    for question in questions:
-        _check_fits(target, question, options)
-
-    methods = make_methods(target, drafter, options, costs, others or {})
-    units = _measure(target, questions, options, methods, progress)
-    judged = _judge(target, units, options, list(methods), progress)
+    target = source.target
+    questions = _checked(target, questions, options, console)
+    drafter = source.drafter(options.drafter, options.tree)
+    tested = options.drafter
+    if options.tree is not None and "heads" in tested.split("+"):
+        tested = options.tree if tested == "heads" else f"{tested} ({options.tree})"
+    options = replace(options, drafter=tested, compare=wanted(options.compare, tested))
+    others = {name: named(source, name) for name in options.compare}
+    methods = make_methods(source, drafter, others, options)
+    units = _measure(target, questions, options, methods, console)
+    judged = _judge(target, units, options, list(methods), console)
     summary, rows = summarise(units, options.seed), per_prompt(units)
     for difference in judged[HEADS].differences:
         rows[difference.prompt]["divergence"] = difference.to_json()
@@ -134,74 +75,56 @@ def evaluate(
         "transformers_divergences": compared.get(STOCK),
         "prompt_lookup_divergences": compared.get(LOOKUP),
         "bits": asdict(count_bits(target, answers)),
-        "predicted_speedup": options.predicted_speedup,
-        "drafter": options.drafter,
+        "predicted_speedup": _predicted(source, options),
+        "drafter": tested,
+    }
+    settings = {
+        **{name: value for name, value in asdict(options).items() if name not in _NOT_OF_RESULTS},
+        "target": target.name,
+        "target_fingerprint": target.identity().fingerprint,
+        **({} if target.quantization == "none" else {"quantization": target.quantization}),
+        **({} if target.adapter is None else {"adapter": {"hash": target.adapter.hash, **target.adapter.note}}),
+        "prompt_lookup_tokens": LOOKUP_TOKENS,
+        "tree_nodes": drafter.max_nodes if drafter is not None else 1,
+        "questions": len(questions),
+        "methods": [name.removeprefix(OTHER) for name in methods],
     }
     return {
         "schema_version": SCHEMA_VERSION,
         "summary": summary,
-        "compare": compare_rows(units, judged, options.seed, options.drafter),
+        "compare": compare_rows(units, judged, options.seed, tested),
         "categories": categories(units, options.seed),
-        "settings": _settings(target, drafter, len(questions), options, methods),
+        "settings": settings,
         "environment": environment(target),
         "per_prompt": rows,
     }
 
 
-def evaluate_decoder(
-    source: Source,
-    questions: Sequence[Question],
-    options: EvalOptions | None = None,
-    progress: Console | None = None,
-) -> dict[str, Any]:
-    """`evaluate`, with drafters found by the names in the options.
-
-    Names to compare may be comma-separated, and "all" stands for several, see `headstart.eval.methods.wanted`.
-
-    Raises:
-        UserError: as `evaluate`, or an unknown drafter.
-    """
-    options = options or EvalOptions()
-    name, tree = options.drafter, options.tree
-    drafter = source.drafter(name, tree)
-    if tree is not None and "heads" in name.split("+"):
-        name = tree if name == "heads" else f"{name} ({tree})"
-    compare = wanted(options.compare, name)
-    predicted = source.calibration.get("predicted", {}).get("speedup") if name == "heads" else None
+def _predicted(source: Source, options: EvalOptions) -> float | None:
+    """The speed-up over the plain loop that tuning promised: of its own trees, greedy, one prompt at a time, in the
+    dtype it ran in."""
     tuned_dtype = source.calibration.get("settings", {}).get("dtype")
-    if options.temperature > 0 or options.batch_size > 1 or tuned_dtype != dtype_name(source.target):
-        predicted = None  # tuning spoke of greedy decoding, one prompt at a time, in the dtype it ran in
-    others = {other: named(source, other) for other in compare if not other.startswith(ASSISTANT)}
-    options = replace(options, drafter=name, compare=compare, predicted_speedup=predicted)
-    return evaluate(source.target, drafter, questions, options, progress, source.costs, others)
+    comparable = options.drafter == "heads" and options.temperature == 0 and options.batch_size == 1
+    if not comparable or tuned_dtype != dtype_name(source.target):
+        return None
+    speedup: float | None = source.calibration.get("predicted", {}).get("speedup")
+    return speedup
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
 
 
 def make_methods(
-    target: Target,
-    drafter: Drafter | None,
-    options: EvalOptions,
-    costs: Costs | None = None,
-    others: Mapping[str, Drafter | None] | None = None,
+    source: Source, drafter: Drafter | None, others: Mapping[str, Drafter | None], options: EvalOptions
 ) -> dict[str, Method]:
-    """Every way of decoding that the options ask for, by its name among the runs; see `evaluate`."""
-    methods: dict[str, Method] = {
-        HEADS: Ours(target, drafter, options, costs),
-        PLAIN: Ours(target, None, options),
-    }
+    """Every way of decoding that is measured, by its name among the runs."""
+    target, costs = source.target, source.costs
+    methods: dict[str, Method] = {HEADS: Ours(target, drafter, options, costs), PLAIN: Ours(target, None, options)}
     if options.baselines:
         methods[STOCK] = Transformers(target, options)
         if options.batch_size == 1:
-            methods[LOOKUP] = Transformers(target, options, options.prompt_lookup_tokens)
-    for name in options.compare:
-        if name.startswith(ASSISTANT):
-            assistant = load_target(name.removeprefix(ASSISTANT), dtype_name(target), str(target.device))
-            methods[OTHER + name] = Transformers(target, options, assistant=assistant)
-        else:
-            methods[OTHER + name] = Ours(target, (others or {})[name], options, costs)
-    return methods
+            methods[LOOKUP] = Transformers(target, options, lookup=True)
+    return methods | {OTHER + name: Ours(target, other, options, costs) for name, other in others.items()}
 
 
 def _measure(
@@ -278,47 +201,30 @@ def _tokens(unit: Unit) -> list[list[int]]:
     return [prompt.tokens for prompt in unit.prompts]
 
 
-# -- settings and checks ---------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _settings(
-    target: Target,
-    drafter: Drafter | None,
-    questions: int,
-    options: EvalOptions,
-    methods: dict[str, Method],
-) -> dict[str, Any]:
-    return {
-        **{name: value for name, value in asdict(options).items() if name not in _NOT_OF_RESULTS},
-        "target": target.name,
-        "target_fingerprint": target.identity().fingerprint,
-        **({} if target.quantization == "none" else {"quantization": target.quantization}),
-        **({} if target.adapter is None else {"adapter": {"hash": target.adapter.hash, **target.adapter.note}}),
-        "tree_nodes": drafter.max_nodes if drafter is not None else 1,
-        "questions": questions,
-        "methods": [name.removeprefix(OTHER) for name in methods],
-        "order": "rotated from prompt to prompt",
-        "warm_up_tokens": min(WARM_UP_TOKENS, options.max_new_tokens),
-        "bootstrap_resamples": RESAMPLES,
-        "margin_rule": (
-            "both tokens within 0.001 of the best float32 logit"
-            if target.dtype in (torch.float32, torch.float64)
-            else "both tokens within the margin of the best float32 logit; the margin is the largest error, measured "
-            "on these texts, that this dtype makes in the gap between two leading logits"
-        ),
-    }
-
-
-def _check_options(target: Target, options: EvalOptions) -> None:
-    for name in ("limit", "max_new_tokens", "batch_size", "prompt_lookup_tokens"):
+def _checked(
+    target: Target, questions: Sequence[Question], options: EvalOptions, console: Console | None
+) -> list[Question]:
+    """The questions that are asked, with the turns that are asked; refuses what cannot be measured."""
+    for name in ("limit", "max_new_tokens", "batch_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}.", "Give a number of at least 1.")
     check(target, [[0]], replace(options, max_new_tokens=1))
-    if options.batch_size > 1 and any(name.startswith(ASSISTANT) for name in options.compare):
-        raise UserError(
-            "transformers' assisted generation takes one prompt at a time.", "Use --batch-size 1, or leave it out."
-        )
+    asked = list(questions)[: options.limit]
+    if not options.multi_turn:
+        asked = [replace(question, turns=question.turns[:1]) for question in asked]
+    if not asked:
+        raise UserError("There are no questions.", "Give a question file with at least one line, or raise --limit.")
+    if target.tokenizer is None or options.multi_turn:  # a target without a template can go on with a text, once
+        check_template(target.tokenizer)
+    elif console is not None and not has_template(target.tokenizer):
+        console.print(f"{target.name} has no chat template: it goes on with each question as it is.", style="dim")
+    for question in asked:
+        _check_fits(target, question, options)
+    return asked
 
 
 def _check_fits(target: Target, question: Question, options: EvalOptions) -> None:

@@ -32,13 +32,7 @@ class Interval(TypedDict):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One measured prompt.
-
-    Attributes:
-        id: of its question; the second turn of question 81 is "81/2".
-        category: of its question.
-        tokens: token ids of the whole conversation up to the answer.
-    """
+    """One measured prompt: the tokens of a conversation up to the answer. The second turn of question 81 is "81/2"."""
 
     id: str
     category: str
@@ -51,8 +45,6 @@ class Unit:
 
     Attributes:
         group: what the bootstrap draws: turns of the same questions are not independent, so they share a group.
-        prompts: as many as the batch size.
-        runs: by method.
     """
 
     group: int
@@ -96,16 +88,12 @@ def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
 
 def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None:
     """Mean milliseconds of a round, by part. The rows of a batch share its rounds: the longest row has them all."""
-    rounds: list[Round] = [
-        done for unit in units if method in unit.runs for done in max(unit.runs[method].rounds, key=len, default=[])
-    ]
+    runs = [unit.runs[method] for unit in units if method in unit.runs]
+    rounds = [done for run in runs for done in max(run.rounds, key=len, default=[])]
     if not rounds:
         return None
-    return {
-        "draft": float(np.mean([done.draft_ms for done in rounds])),
-        "verify": float(np.mean([done.verify_ms for done in rounds])),
-        "host": float(np.mean([done.host_ms for done in rounds])),
-    }
+    parts = ("draft", "verify", "host")
+    return {part: float(np.mean([getattr(done, f"{part}_ms") for done in rounds])) for part in parts}
 
 
 # -- speed -----------------------------------------------------------------------------------------------------------
@@ -151,15 +139,14 @@ def _interval(point: float, resampled_R: NDArray[np.float64], units: int) -> Int
 
 def _totals(units: Sequence[Unit], method: str) -> Totals | None:
     """Tokens and seconds of a method, per group; None when it did not run."""
-    tokens: dict[int, float] = {}
-    seconds: dict[int, float] = {}
-    for unit in units:
-        if method not in unit.runs:
-            return None
-        run = unit.runs[method]
-        tokens[unit.group] = tokens.get(unit.group, 0.0) + run.count
-        seconds[unit.group] = seconds.get(unit.group, 0.0) + run.seconds
-    return Totals(list(tokens.values()), list(seconds.values()))
+    if any(method not in unit.runs for unit in units):
+        return None
+    groups = dict.fromkeys(unit.group for unit in units)
+    runs = [[unit.runs[method] for unit in units if unit.group == group] for group in groups]
+    return Totals(
+        [sum(run.count for run in of_group) for of_group in runs],
+        [sum(run.seconds for run in of_group) for of_group in runs],
+    )
 
 
 def rate(units: Sequence[Unit], method: str, seed: int) -> Interval | None:
@@ -203,26 +190,17 @@ def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, A
 def compare_rows(
     units: Sequence[Unit], judged: Mapping[str, Judgement], seed: int, drafter: str
 ) -> list[dict[str, Any]]:
-    """One row per method that ran, the drafter under test first: the `compare` of results.json.
-
-    Args:
-        units: what ran.
-        judged: for each method, how its words compare with the plain loop's.
-        seed: of the bootstrap.
-        drafter: name of the one under test.
-    """
-    rows = []
-    for method, judgement in judged.items():
-        figures = method_figures(units, method, seed)
-        rows.append(
-            {
-                "name": drafter if method == HEADS else method.removeprefix(OTHER),
-                **figures,
-                "tested_over_it": speedup(units, method, seed, HEADS),
-                "divergences": judgement.to_json(),
-            }
-        )
-    return rows
+    """One row per method that ran, the drafter under test first: the `compare` of results.json. `judged` says how the
+    words of each method compare with the plain loop's."""
+    return [
+        {
+            "name": drafter if method == HEADS else method.removeprefix(OTHER),
+            **method_figures(units, method, seed),
+            "tested_over_it": speedup(units, method, seed, HEADS),
+            "divergences": judgement.to_json(),
+        }
+        for method, judgement in judged.items()
+    ]
 
 
 def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
@@ -256,12 +234,8 @@ def categories(units: Sequence[Unit], seed: int) -> list[dict[str, Any]]:
     rows = []
     for name in dict.fromkeys(prompt.category for unit in units for prompt in unit.prompts):
         within = [unit for unit in units if any(prompt.category == name for prompt in unit.prompts)]
-        of_prompts = [
-            row
-            for unit in within
-            for prompt, row in zip(unit.prompts, unit.runs[HEADS].rounds, strict=True)
-            if prompt.category == name
-        ]
+        pairs = [pair for unit in within for pair in zip(unit.prompts, unit.runs[HEADS].rounds, strict=True)]
+        of_prompts = [row for prompt, row in pairs if prompt.category == name]
         rounds = [done for row in of_prompts for done in row]
         speeds = {method: rate(within, method, seed) if alone else None for method in METHODS}
         speedups = _speedups(within, HEADS, seed)

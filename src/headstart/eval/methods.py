@@ -25,14 +25,33 @@ from headstart.decode.loop import Engine, Round
 from headstart.decode.options import DecodeOptions, SamplingOptions, TreeKind
 from headstart.errors import UserError
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK
+from headstart.heads.base import DraftHead
 from headstart.target.model import Target
 
-ASSISTANT = "transformers_assistant:"
-"""Before the name of a model that drafts in transformers' own assisted generation."""
 TREES: dict[str, TreeKind] = {"dynamic": "dynamic", "static": "static", "chain": "chain"}
 """Names of the heads with each kind of tree; "heads" has the one that tuning found best."""
 ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")
 """Every drafter that needs no second model."""
+LOOKUP_TOKENS = 4
+"""Drafts a round of transformers' prompt lookup."""
+
+
+class Source(Protocol):
+    """What is measured or audited: `headstart.decoder.Decoder`."""
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def heads(self) -> DraftHead: ...
+
+    @property
+    def costs(self) -> Costs | None: ...
+
+    @property
+    def calibration(self) -> dict[str, Any]: ...
+
+    def drafter(self, name: str = "heads", tree: TreeKind | None = None) -> Drafter | None: ...
 
 
 @dataclass
@@ -59,16 +78,7 @@ class Run:
         return sum(map(len, self.tokens))
 
 
-class Drafters(Protocol):
-    """Where drafters come from: `headstart.decoder.Decoder`."""
-
-    @property
-    def costs(self) -> Costs | None: ...
-
-    def drafter(self, name: str = "heads", tree: TreeKind | None = None) -> Drafter | None: ...
-
-
-def named(source: Drafters, name: str) -> Drafter | None:
+def named(source: Source, name: str) -> Drafter | None:
     """A drafter by its name in a table: one of `TREES`, or what the catalog knows.
 
     Raises:
@@ -79,11 +89,9 @@ def named(source: Drafters, name: str) -> Drafter | None:
 
 
 def wanted(names: Sequence[str], drafter: str) -> tuple[str, ...]:
-    """The names to compare, each once, without those that every report has anyway; "all" stands for `ALL`.
+    """The names to compare beside the drafter under test, each once, without those that every report has anyway.
 
-    Args:
-        names: as asked for; a name may be a comma-separated list.
-        drafter: the one under test.
+    A name may be a comma-separated list, and "all" stands for `ALL`.
 
     >>> wanted(["ngram,none", "chain", "ngram"], "heads")
     ('ngram', 'chain')
@@ -102,14 +110,7 @@ class Method(Protocol):
 
 
 class Ours:
-    """Our loop, with a drafter or without.
-
-    Args:
-        target: the frozen model.
-        drafter: what drafts; None decodes plainly.
-        options: sampling, verifier and whether to draft; length and seed come with each run.
-        costs: of verifying on this machine.
-    """
+    """Our loop, with a drafter or without; length and seed come with each run, all else is in the options."""
 
     def __init__(
         self,
@@ -136,81 +137,47 @@ class Ours:
 
 
 class Transformers:
-    """`generate` of transformers on the untouched model: plain, with its own prompt lookup, or with a draft model.
+    """`generate` of transformers on the untouched model, plain or (one prompt at a time only) with its prompt lookup.
 
     The model's own generation defaults (repetition penalty, top-p, ...) are set aside, so that both loops draw from the
     same distribution.
 
-    Args:
-        target: whose model runs.
-        sampling: the distribution to draw from.
-        lookup_tokens: drafts per round of its prompt lookup (one prompt at a time only); None for no lookup.
-        assistant: a smaller model that drafts (one prompt at a time only), with transformers' own settings.
-
     Raises:
-        UserError: logits processors, or a draft model with another tokenizer.
+        UserError: logits processors.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        sampling: SamplingOptions | None = None,
-        lookup_tokens: int | None = None,
-        assistant: Target | None = None,
-    ) -> None:
+    def __init__(self, target: Target, sampling: SamplingOptions | None = None, lookup: bool = False) -> None:
         sampling = sampling or SamplingOptions()
         if sampling.processors:
             raise UserError("Logits processors cannot be measured beside transformers.", "Leave them out.")
-        if assistant is not None:
-            _check_same_words(target, assistant)
         self._target = target
-        self._assistant = assistant
         self._ends = target.end_tokens
+        pad = getattr(target.tokenizer, "pad_token_id", None)
         self._settings: dict[str, Any] = {
             "eos_token_id": sorted(self._ends) or None,
-            "pad_token_id": _pad_token(target, self._ends),
+            "pad_token_id": min(self._ends, default=0) if pad is None else int(pad),
             **sampling.for_transformers(),
-            **({"prompt_lookup_num_tokens": lookup_tokens} if lookup_tokens else {}),
+            **({"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}),
         }
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
         device = self._target.device
         clock = _TokenTimes(len(prompts))
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), _quiet(), self._target.stock() as model, self._helper() as helper:
+        with torch.random.fork_rng(devices=devices), _quiet(), self._target.stock() as model:
             torch.manual_seed(seed)
             defaults = model.generation_config
             model.generation_config = GenerationConfig(max_new_tokens=max_new_tokens, **self._settings)
             try:
                 start = clock.start = perf_counter()
                 tokens_BT, mask_BT = _left_padded(prompts, self._settings["pad_token_id"], device)
-                out_BT = model.generate(input_ids=tokens_BT, attention_mask=mask_BT, streamer=clock, **helper)
+                out_BT = model.generate(input_ids=tokens_BT, attention_mask=mask_BT, streamer=clock)
                 rows = out_BT[:, tokens_BT.shape[1] :].tolist()
                 seconds = perf_counter() - start
             finally:
                 model.generation_config = defaults
         tokens = [_cut(row[:max_new_tokens], self._ends) for row in rows]
         return Run(tokens, seconds, [clock.token_ms[: len(row)] for row in tokens])
-
-    @contextmanager
-    def _helper(self) -> Iterator[dict[str, Any]]:
-        """What `generate` is given to draft with, beside the settings."""
-        if self._assistant is None:
-            yield {}
-        else:
-            with self._assistant.stock() as model:
-                yield {"assistant_model": model}
-
-
-def _check_same_words(target: Target, assistant: Target) -> None:
-    """Drafts are token ids: they mean the same in both models only when the tokenizers do."""
-    ours, theirs = target.tokenizer, assistant.tokenizer
-    same = ours is not None and theirs is not None and ours.get_vocab() == theirs.get_vocab()
-    if not same:
-        raise UserError(
-            f"The draft model {assistant.name} has another tokenizer than {target.name}.",
-            "Choose a smaller model of the same family.",
-        )
 
 
 class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers has no types
@@ -248,11 +215,6 @@ def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.devic
     tokens = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
-
-
-def _pad_token(target: Target, ends: frozenset[int]) -> int:
-    pad = getattr(target.tokenizer, "pad_token_id", None)
-    return int(pad) if pad is not None else min(ends, default=0)
 
 
 @contextmanager

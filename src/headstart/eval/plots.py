@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN
+from headstart.eval.labels import BASELINES, HEADS, HEADS_NGRAM, LABELS, PLAIN
 
 PARTS = {"draft": "#0b6e4f", "verify": "#5b8def", "host": "#c98a2b"}
 _STYLE = {
@@ -27,67 +27,40 @@ _STYLE = {
 
 def plots(results: Mapping[str, Any]) -> list[dict[str, str]]:
     """Every plot whose numbers are there, as {"title", "note", "svg"}."""
-    summary, rows = results["summary"], results.get("compare") or []
-    tested = summary.get("drafter") or HEADS
+    summary, rows = results["summary"], results["compare"]
     plotted = [
-        _speeds("Every drafter", _every_drafter(rows)) if len(rows) > len(METHODS) else None,
-        _speeds("Speed of each method", _every_method(summary.get("tokens_per_second_interval") or {}, tested)),
-        _acceptance(summary.get("acceptance_by_position") or []),
-        _histogram(summary.get("tokens_per_round_histogram") or [], summary.get("tokens_per_round")),
-        _round_time({tested: summary.get("round_ms"), LABELS[PLAIN].short: summary.get("plain_round_ms")}),
-        _categories(results.get("categories") or []),
+        _speeds(rows),
+        _acceptance(summary["acceptance_by_position"]),
+        _histogram(summary["tokens_per_round_histogram"], summary["tokens_per_round"]),
+        _round_time({summary["drafter"]: summary["round_ms"], LABELS[PLAIN].short: summary["plain_round_ms"]}),
+        _categories(results["categories"]),
     ]
     return [plot for plot in plotted if plot is not None]
 
 
-class _Bar(NamedTuple):
-    """The tokens per second of a method, with their interval."""
-
-    name: str
-    speed: Mapping[str, Any]
-    colour: str
-
-
-def _every_drafter(rows: Sequence[Mapping[str, Any]]) -> list[_Bar]:
-    """All compared methods, the fastest first. The drafter under test stands out; baselines keep their colours."""
-    bars = []
-    for row in rows:
-        name = str(row["name"])
-        label = LABELS[HEADS] if name == rows[0]["name"] else LABELS.get(name)
-        if speed := row.get("tokens_per_second_interval"):
-            bars.append(_Bar(name, speed, label.colour if label else PARTS["verify"]))
-    return sorted(bars, key=lambda bar: -bar.speed["mean"])
-
-
-def _every_method(speeds: Mapping[str, Mapping[str, Any] | None], tested: str) -> list[_Bar]:
-    """The methods of every report."""
-    return [
-        _Bar(tested if name == HEADS else LABELS[name].short, speed, LABELS[name].colour)
-        for name, speed in speeds.items()
-        if speed
-    ]
-
-
-def _speeds(title: str, bars: Sequence[_Bar]) -> dict[str, str] | None:
-    if not bars:
-        return None
-    figure, axes = _figure(1.0 + 0.3 * len(bars))
-    means = [bar.speed["mean"] for bar in bars]
+def _speeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Every method, the fastest first. The drafter under test stands out; baselines keep their colours."""
+    tested = rows[0]["name"]
+    rows = sorted(rows, key=lambda row: -row["tokens_per_second_interval"]["mean"])
+    speeds = [row["tokens_per_second_interval"] for row in rows]
+    colours = [LABELS.get(HEADS if row["name"] == tested else row["name"], LABELS[HEADS_NGRAM]).colour for row in rows]
+    figure, axes = _figure(1.0 + 0.3 * len(rows))
+    means = [speed["mean"] for speed in speeds]
     whiskers, note = None, "Bars: all tokens over all seconds, same prompts in turn."
-    if all(bar.speed["low"] is not None for bar in bars):
+    if all(speed["low"] is not None for speed in speeds):
         note += " Whiskers: 95 % interval over prompts."
         whiskers = [
-            [max(0.0, bar.speed["mean"] - bar.speed["low"]) for bar in bars],
-            [max(0.0, bar.speed["high"] - bar.speed["mean"]) for bar in bars],
+            [max(0.0, speed["mean"] - speed["low"]) for speed in speeds],
+            [max(0.0, speed["high"] - speed["mean"]) for speed in speeds],
         ]
-    names, colours = [bar.name for bar in bars], [bar.colour for bar in bars]
+    names = [LABELS[row["name"]].short if row["name"] in LABELS else row["name"] for row in rows]
     drawn = axes.barh(names, means, height=0.62, xerr=whiskers, capsize=3, color=colours)
     axes.bar_label(drawn, fmt="%.1f", padding=3)
     axes.invert_yaxis()
     axes.set_xlabel("tokens per second")
     axes.margins(x=0.15)
     axes.grid(axis="y", visible=False)
-    return _plot(figure, title, note)
+    return _plot(figure, "Speed of each method", note)
 
 
 def _acceptance(shares: Sequence[float]) -> dict[str, str] | None:
@@ -107,7 +80,7 @@ def _acceptance(shares: Sequence[float]) -> dict[str, str] | None:
     return _plot(figure, "Acceptance by position", note)
 
 
-def _histogram(counts: Sequence[int], mean: float | None) -> dict[str, str] | None:
+def _histogram(counts: Sequence[int], mean: float) -> dict[str, str] | None:
     total = sum(counts)
     if not total:
         return None
@@ -115,9 +88,8 @@ def _histogram(counts: Sequence[int], mean: float | None) -> dict[str, str] | No
     shares = [100 * count / total for count in counts[1:]]
     bars = axes.bar(range(1, len(counts)), shares, width=0.8, color=LABELS[HEADS].colour)
     axes.bar_label(bars, fmt="%.0f", padding=3)
-    if mean is not None:
-        axes.axvline(mean, color="#c98a2b", linestyle="--", label=f"mean τ = {mean:.2f}")
-        axes.legend(frameon=False)
+    axes.axvline(mean, color="#c98a2b", linestyle="--", label=f"mean τ = {mean:.2f}")
+    axes.legend(frameon=False)
     axes.set_xlabel("tokens emitted in a round")
     axes.set_ylabel("share of rounds, %")
     axes.margins(y=0.15)

@@ -34,10 +34,8 @@ class RememberingTarget(Target):
     have a proof of their own, the greedy one). All rows must have the same prompt, of at least two tokens. Logits are
     good until the next forward.
 
-    Args:
-        target: what is asked; every other attribute is the original's.
-        horizon: longer texts are answered as their first `horizon` tokens are. This is another model, with the same
-            distribution of the first `horizon` + 1 tokens; trees reach far beyond them, and need not be read there.
+    Texts longer than `horizon` are answered as their first `horizon` tokens are. This is another model, with the same
+    distribution of the first `horizon` + 1 tokens; trees reach far beyond them, and need not be read there.
     """
 
     def __init__(self, target: Target, horizon: int | None = None) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ DEFINITIONS = {
 def write_report(results: Mapping[str, Any], out: Path) -> None:
     """Write results.json, report.md and report.html into the folder `out`, each in one step.
 
-    Entries of `results["summary"]` may be null or missing; the report then says that they were not measured.
+    Entries of `results["summary"]` may be null; the report then says that they were not measured.
     """
     write_json(out / "results.json", results)
     write_text(out / "report.md", render(results, "report.md.j2"))
@@ -43,38 +42,18 @@ def write_report(results: Mapping[str, Any], out: Path) -> None:
 
 
 def show_compare(results: Mapping[str, Any], console: Console) -> None:
-    """Print what the summary table leaves out: compared drafters.
-
-    Where the window is too narrow for the table, it has fewer columns; the report has them all.
-    """
-    rows = results["compare"]
-    if len(rows) > len(METHODS):
-        table = _compared(results, narrow=False)
-        if console.measure(table, options=console.options.update(max_width=10_000)).maximum > console.width:
-            table = _compared(results, narrow=True)
-        console.print(table)
-
-
-def _compared(results: Mapping[str, Any], narrow: bool) -> Table:
-    """The table of every drafter; a narrow one has the columns that fit into 80 with their figures whole."""
-    table = Table(title="Every drafter", title_justify="left", pad_edge=not narrow)
+    """Print what the summary table leaves out: compared drafters, in columns that fit into 80; the report has more."""
+    if len(results["compare"]) <= len(METHODS):
+        return
+    table = Table(title="Every drafter", title_justify="left", box=None, pad_edge=False)
     table.add_column("drafter", overflow="fold")
-    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "tokens/s": lambda row: number(row["tokens_per_second"], 1),
-        f"over {LABELS[PLAIN].short}": lambda row: times(row["speedup_vs_plain"]),
-        "τ": lambda row: number(row["tokens_per_round"]),
-    }
-    if narrow:
-        table.box = None
-    else:
-        columns[f"{tested(results)} over it"] = lambda row: times(row["tested_over_it"])
-        columns["host share"] = lambda row: percent(row["host_share"], 1)
-    for title in columns:
+    for title in ("tokens/s", f"over {LABELS[PLAIN].short}", "τ"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("words", max_width=14 if narrow else None)  # "5 of 6 differ," and "by rounding" below it
+    table.add_column("words", max_width=14)  # "5 of 6 differ," and "by rounding" below it
     for row in results["compare"]:
-        table.add_row(row["name"], *(figure(row) for figure in columns.values()), words(row))
-    return table
+        speed, speedup = number(row["tokens_per_second"], 1), times(row["speedup_vs_plain"])
+        table.add_row(row["name"], speed, speedup, number(row["tokens_per_round"]), words(row))
+    console.print(table)
 
 
 def template(name: str) -> Template:
@@ -93,23 +72,22 @@ def template(name: str) -> Template:
 
 def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str, str]] = ()) -> str:
     """A report by the name of its template."""
-    summary = defaultdict(lambda: None, results["summary"])  # what was not measured is None
-    compare = results.get("compare") or []
+    compare = results["compare"]
     return template(name).render(
-        summary=summary,
-        settings=results.get("settings") or {},
-        machine=results.get("environment") or {},
-        categories=results.get("categories") or [],
-        prompts=len(results.get("per_prompt") or []),
+        summary=results["summary"],
+        settings=results["settings"],
+        machine=results["environment"],
+        categories=results["categories"],
+        prompts=len(results["per_prompt"]),
         verdicts=verdicts(results),
         divergence=divergence_sentence(results),
-        diverged=[row for row in results.get("per_prompt") or [] if row.get("divergence")],
+        diverged=[row for row in results["per_prompt"] if row["divergence"]],
         methods=METHODS,
         names={name: tested(results) if name == HEADS else LABELS[name].name for name in METHODS},
         tested=tested(results),
         compare=compare if len(compare) > len(METHODS) else [],
-        target_remarks=target_remarks(results.get("settings") or {}),
-        failed=[(row["name"], row["drafter_error"]) for row in compare if row.get("drafter_error")],
+        target_remarks=target_remarks(results["settings"]),
+        failed=[(row["name"], row["drafter_error"]) for row in compare if row["drafter_error"]],
         baselines=BASELINES,
         definitions=DEFINITIONS,
         plots=[{**plot, "svg": Markup(plot["svg"])} for plot in figures],
@@ -122,22 +100,21 @@ def tested(results: Mapping[str, Any]) -> str:
     >>> tested({"summary": {"drafter": "ngram"}})
     'ngram'
     """
-    drafter = results["summary"].get("drafter") or HEADS
-    return LABELS[HEADS].name if drafter == HEADS else str(drafter)
+    drafter: str = results["summary"]["drafter"]
+    return LABELS[HEADS].name if drafter == HEADS else drafter
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
     """One sentence per baseline: faster, slower, or not to be told apart."""
     sentences = []
     for key, label in BASELINES.items():
-        ratio, name = results["summary"].get(key), label.name
+        ratio, name = results["summary"][key], label.name
         if not ratio:
             continue
+        interval = f"{ratio['mean']:.2f}x (95 % interval {ratio['low'] or 0:.2f} to {ratio['high'] or 0:.2f})"
         if ratio["low"] is None:
             sentences.append(f"{ratio['mean']:.2f}x the speed of {name} on one prompt, which is too few to tell more.")
-            continue
-        interval = f"{ratio['mean']:.2f}x (95 % interval {ratio['low']:.2f} to {ratio['high']:.2f})"
-        if ratio["low"] > 1:
+        elif ratio["low"] > 1:
             sentences.append(f"Faster than {name}: {interval}.")
         elif ratio["high"] < 1:
             sentences.append(f"Slower than {name}: {interval}.")
@@ -160,12 +137,12 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
             f"The target's linear layers are in {bits}: the speed-ups are against its own plain loop, and the words "
             "are its own."
         )
-    if (adapter := settings.get("adapter")) is None:
-        return remarks
-    remarks.append(
-        f"The target is the adapted model, {settings.get('target', 'the target')}: the speed-ups are against its own "
-        "plain loop, and the words are its own, which are not always those of the model without the adapter."
-    )
+    adapter = settings.get("adapter") or {}
+    if adapter:
+        remarks.append(
+            f"The target is the adapted model, {settings['target']}: the speed-ups are against its own plain loop, and "
+            "the words are its own, which are not always those of the model without the adapter."
+        )
     if adapter.get("tokens"):
         before, after = adapter["perplexity_before"], adapter["perplexity_after"]
         remarks.append(
@@ -178,23 +155,26 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
 
 def divergence_sentence(results: Mapping[str, Any]) -> str:
     """Whether the words stayed the same, in one or two sentences."""
-    summary = results["summary"]
-    judged = summary.get("divergences") or {"prompts": 0}
+    summary, exact = results["summary"], results["environment"].get("exact") == "bits"
+    judged = summary["divergences"]
     if not judged["prompts"]:
         return "Outputs were not compared token by token: sampled outputs differ from run to run."
-    exact, of_bits = (results.get("environment") or {}).get("exact") == "bits", ""
-    if exact and (bits := summary.get("bits")):
-        of_bits = f" In {bits['differ']} of {bits['rows']} rows of logits a tree differs from single steps in any bit."
+    bits = summary["bits"]
+    of_bits = (
+        f" In {bits['differ']} of {bits['rows']} rows of logits a tree differs from single steps in any bit."
+        if exact
+        else ""
+    )
     if not judged["count"]:
         compared = f"{judged['tokens_compared']} tokens of {judged['prompts']} prompts compared"
         return f"The words are the same: {compared} with {LABELS[PLAIN].name}, none differs.{of_bits}"
     differ = f"{judged['count']} of {judged['prompts']} prompts leave the plain loop's output at some token"
     if exact:
         return f"{differ}, although all bits should be the same: look for a fault.{of_bits}"
-    limit, largest = judged.get("margin_limit"), judged.get("largest_margin")
+    limit, largest = judged["margin_limit"], judged["largest_margin"]
     margins = "" if limit is None or largest is None else f" (largest margin {largest:.3g}, limit {limit:.3g})"
     if not judged["unexplained"]:
-        stock = summary.get("transformers_divergences")
+        stock = summary["transformers_divergences"]
         scale = f" For scale, {LABELS[STOCK].name} leaves it on {stock['count']}." if stock else ""
         return f"{differ}. Rounding explains every one of them{margins}.{scale}"
     return f"{differ}. Rounding does not explain {judged['unexplained']} of them{margins}: look for a fault."
@@ -239,8 +219,8 @@ def words(row: Mapping[str, Any]) -> str:
     >>> words({"divergences": {"prompts": 8, "count": 2, "unexplained": 0}})
     '2 of 8 differ, by rounding'
     """
-    judged = row.get("divergences") or {}
-    if not judged.get("prompts"):
+    judged = row["divergences"]
+    if not judged["prompts"]:
         return "sampled"
     if not judged["count"]:
         return "the same"

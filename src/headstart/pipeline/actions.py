@@ -17,7 +17,7 @@ from headstart.support.files import write_atomic
 if TYPE_CHECKING:
     from headstart.api import Decoder
     from headstart.data.prompts.questions import Question
-    from headstart.eval.evaluate import EvalOptions
+    from headstart.eval.options import EvalOptions
     from headstart.tuning.tune import Tuning
 
 
@@ -30,10 +30,10 @@ def report(
     Raises:
         UserError: as `headstart.eval.evaluate.evaluate`.
     """
-    from headstart.eval.evaluate import evaluate_decoder
+    from headstart.eval.evaluate import evaluate
     from headstart.eval.report import write_report
 
-    results = evaluate_decoder(decoder, questions, options, console)
+    results = evaluate(decoder, questions, options, console)
     write_report(results, out)
     return results
 

@@ -111,7 +111,7 @@ def _eval_settings(run: Run) -> dict[str, Any]:
 def _eval(run: Run) -> Outcome:
     from headstart.api import load
     from headstart.data.prompts.questions import read_questions
-    from headstart.eval.evaluate import EvalOptions
+    from headstart.eval.options import EvalOptions
     from headstart.hub.card import write_card
     from headstart.train.tracking import link_report
 

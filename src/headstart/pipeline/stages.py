@@ -35,7 +35,7 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     """
     from headstart.data.prompts.questions import read_questions
     from headstart.drafters.catalog import check_drafter
-    from headstart.eval.methods import ASSISTANT, TREES, wanted
+    from headstart.eval.methods import TREES, wanted
     from headstart.train.checks import check_training
 
     names = {stage.name for stage in stages}
@@ -52,7 +52,7 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     if "eval" not in names:
         return
     for name in wanted(recipe.eval.compare, "heads"):
-        if name not in TREES and not name.startswith(ASSISTANT):
+        if name not in TREES:
             check_drafter(name)
     if recipe.eval.questions != "heldout":
         read_questions(Path(recipe.eval.questions).expanduser())

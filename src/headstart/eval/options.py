@@ -1,0 +1,60 @@
+"""What can be asked of `headstart eval` and `headstart audit`, defined once for Python and the command line.
+
+As in `headstart.decode.options`, nothing heavy is loaded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headstart.decode.options import DecodeOptions, explained, meaning, option
+
+
+@explained
+@dataclass(frozen=True)
+class EvalOptions(DecodeOptions):
+    """How to measure: `DecodeOptions` for every method as far as they apply to it, and what else there is to say."""
+
+    drafter: str = option("heads", meaning(DecodeOptions, "drafter").text, metavar="NAME")
+    compare: Sequence[str] = option(
+        (),
+        "Measure other drafters in the same turns: those of --drafter, dynamic, static, chain, or all (every one that "
+        "needs no second model).",
+        metavar="NAME,NAME...",
+    )
+    limit: int | None = option(None, "Questions at most.", minimum=1)
+    batch_size: int = option(
+        1, "Decode so many prompts together. transformers' prompt lookup takes one only.", minimum=1
+    )
+    multi_turn: bool = option(
+        False, "Ask every turn, after the plain loop's answers to the earlier ones; without it the first only."
+    )
+    baselines: bool = option(True, "Measure transformers, too.", typed=False)
+    heads_name: str = option("heads", "What the report calls the heads.", typed=False)
+
+
+@explained
+@dataclass(frozen=True)
+class AuditOptions:
+    """What to audit."""
+
+    drafters: Sequence[str] = option(
+        (),
+        "Prove greedy decoding for these drafters: those of --compare, 'random heads', 'always wrong'.",
+        metavar="NAME,NAME...",
+        shown="one of each kind",
+    )
+    batch_sizes: Sequence[int] = option((1, 16), "Of the greedy proof.", typed=False)
+    max_new_tokens: int = option(32, "Longest greedy answer, in tokens.", minimum=1)
+    verifier: Sequence[str] = option((), "Prove sampling for these verifiers.", metavar="NAME,NAME...", shown="both")
+    temperature: Sequence[float] = option(
+        (), "Sample at this temperature; may be repeated. 0 is the greedy proof alone.", shown="0.7 and 1"
+    )
+    top_p: float = option(0.9, meaning(DecodeOptions, "top_p").text)
+    samples: int = option(2000, "Draw so many for each prompt, verifier and temperature.", minimum=1)
+    texts: int = option(2, "Sample after so many prompts, those that test it most sharply.", typed=False)
+    depth: int = option(3, "Tokens of a sample; all but the first are decided by verifying drafts.", typed=False)
+    seed: int = option(0, meaning(DecodeOptions, "seed").text)
+    limit: int | None = option(None, "Questions at most.", minimum=1)
+    heads_name: str = option("heads", "What the report calls the heads.", typed=False)

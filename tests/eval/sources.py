@@ -1,0 +1,23 @@
+"""A target and what drafts for it, in place of a decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.decode.drafting import Drafter
+from headstart.target.model import Target
+
+
+@dataclass
+class Drafts:
+    """`tested` drafts under every name but those of `others`."""
+
+    target: Target
+    tested: Drafter | None = None
+    others: dict[str, Drafter | None] = field(default_factory=dict)
+    calibration: dict[str, Any] = field(default_factory=dict)
+    costs: None = None
+
+    def drafter(self, name: str = "heads", tree: str | None = None) -> Drafter | None:
+        return self.others.get(name, self.tested)
