@@ -1,9 +1,10 @@
-"""The model card: what the heads are, how to use them, and what was measured; no figure that nobody measured."""
+"""Model cards: what the heads are, how to use them, and what was measured; no figure that nobody measured."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headstart.errors import nearest
 from headstart.eval.labels import BASELINES, LABELS
-from headstart.hub.measured import engine_rows, read_engine_tunings, setting_of
+from headstart.heads.exchange.published import Published
+from headstart.hub.engine_tuning import EngineTuning, engine_rows, read_engine_tunings, setting_of
+from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.support.files import format_bytes, read_json, write_text
 from headstart.target.loading import PACKAGED
 from headstart.tree.tree import TreeShape
@@ -20,7 +23,10 @@ from headstart.tree.tree import TreeShape
 FACTS = ("measurements", "training", "license", "limits")
 LICENSES = {"smollm2-135m": "apache-2.0"}
 """Licences of the packaged targets. Heads that start from a target's LM head are derived from it."""
-_OF_THE_TARGET = "license-of-the-target-model"
+ENGINE_FILES = ("README.md", "config.json", "heads.gguf", "model.safetensors")
+"""All that a folder of formats of engines holds."""
+ENGINE_MARK = "<!-- written by headstart export -->"
+"""By which a folder is known as one that may be written anew."""
 _ENGINES_SECTION = re.compile(r"^## In serving engines\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -62,23 +68,75 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
             ],
             training=facts.get("training", {}),
             limits=facts.get("limits", ()),
-            **engine_figures(folder),
+            **_engine_figures(read_engine_tunings(folder)),
         ),
     )
 
 
-def engine_figures(folder: Path) -> dict[str, Any]:
-    """What the cards' templates take of what was measured in serving engines."""
-    measured = read_engine_tunings(folder)
-    return {"engine_rows": engine_rows(measured), "engine_setting": setting_of(measured)}
-
-
 def add_engine_figures(folder: Path) -> None:
     """Write what was measured in serving engines into a folder's card, in place of what it said of them before."""
-    section = environment().get_template("engines.md.j2").render(**engine_figures(folder))
+    section = environment().get_template("engines.md.j2").render(**_engine_figures(read_engine_tunings(folder)))
     text = _ENGINES_SECTION.sub("", (folder / "README.md").read_text(encoding="utf-8"))
     before, heading, after = text.partition("## Training\n")
     write_text(folder / "README.md", f"{before}{section}{heading}{after}" if heading else f"{text}\n{section}")
+
+
+def is_engine_folder(folder: Path) -> bool:
+    """Whether `export` wrote a folder for engines."""
+    card = folder / "README.md"
+    return card.is_file() and ENGINE_MARK in card.read_text(encoding="utf-8", errors="replace")
+
+
+def write_engine_card(
+    folder: Path,
+    published: Published,
+    facts: TargetFacts,
+    commands: Mapping[str, Sequence[str]],
+    measured: Mapping[str, EngineTuning],
+) -> None:
+    """Write README.md beside files for engines.
+
+    Args:
+        folder: of the files.
+        published: the heads in them.
+        facts: of the target.
+        commands: words of the command of each engine that serves them, of a folder "HEADS".
+        measured: what was measured in engines.
+    """
+    hub_id = facts.spec if is_hub_id(facts.spec) else None
+    metadata = {
+        **license_and_base(facts.spec),
+        "pipeline_tag": "text-generation",
+        "tags": ["headstart", "speculative-decoding", "draft-heads", str(published.layout), *sorted(commands)],
+    }
+    rows = {
+        "target": f"{facts.name}, fingerprint {facts.fingerprint}",
+        "arrangement": kind_of(published),
+        "trained to draft": f"{published.steps} tokens in a row",
+        "draft vocabulary": f"{published.draft_width} of {published.vocab_size} tokens",
+    }
+    if published.block_size:
+        rows["block"] = f"{published.block_size} inputs, the mask token is {published.mask_token_id}"
+    if published.aux_layers:
+        rows["reads the layers"] = ", ".join(map(str, published.aux_layers)) + " (transformers' hidden_states)"
+    card = environment().get_template("engine.md.j2")
+    text = card.render(
+        metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
+        mark=ENGINE_MARK,
+        name=facts.name,
+        kind=kind_of(published),
+        hub_id=hub_id,
+        commands={engine: shlex.join(words) for engine, words in commands.items()},
+        plain_is_faster=[name for name, tuning in measured.items() if name in commands and not tuning.drafts],
+        rows=rows,
+        **_engine_figures(measured),
+    )
+    write_text(folder / "README.md", text)
+
+
+def _engine_figures(measured: Mapping[str, EngineTuning]) -> dict[str, Any]:
+    """What the templates take of what was measured in serving engines."""
+    return {"engine_rows": engine_rows(measured), "engine_setting": setting_of(measured)}
 
 
 def metadata(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,7 +153,9 @@ def metadata(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, A
 def license_and_base(spec: str, license_id: str | None = None) -> dict[str, str]:
     """What the Hub reads of a card about the target: the heads' licence, by default a packaged target's, and its id."""
     license_id = license_id or LICENSES.get(spec)
-    licence = {"license": license_id} if license_id else {"license": "other", "license_name": _OF_THE_TARGET}
+    licence = (
+        {"license": license_id} if license_id else {"license": "other", "license_name": "license-of-the-target-model"}
+    )
     return {**licence, **({"base_model": spec, "base_model_relation": "adapter"} if is_hub_id(spec) else {})}
 
 

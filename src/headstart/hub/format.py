@@ -27,7 +27,7 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, WEIGHTS, build_heads, settings_of, write_weights
 from headstart.hub.card import write_card
-from headstart.hub.measured import FILE as ENGINES
+from headstart.hub.engine_tuning import FILE as ENGINES
 from headstart.support.files import read_json, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT

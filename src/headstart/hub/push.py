@@ -12,7 +12,7 @@ import huggingface_hub
 
 from headstart.errors import UserError
 from headstart.heads.io import CONFIG, heads_folder
-from headstart.hub.engines.card import ENGINE_FILES, is_engine_folder
+from headstart.hub.card import ENGINE_FILES, is_engine_folder
 from headstart.hub.engines.export import check_export
 from headstart.hub.format import CARD, FILES, check_folder
 from headstart.hub.pull import HUB_ID

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.hub.engines.base import TargetFacts
 from headstart.hub.format import adapter_spec, named, read_config
+from headstart.hub.target_facts import TargetFacts
 from headstart.target.frozen import FrozenModel
 from headstart.target.loading import gguf_file, load_config, loadable_folder
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, Layout, Published
-from headstart.hub.engines.base import Finding, Format, TargetFacts, drafts_of, kind_of, refuse_activation
+from headstart.hub.engines.base import Faults, Format
 from headstart.hub.engines.gguf_file import (
     AGAIN,
     ARCHITECTURES,
@@ -30,6 +29,7 @@ from headstart.hub.engines.gguf_file import (
 )
 from headstart.hub.engines.gguf_writing import write_gguf
 from headstart.hub.engines.rules import unchanged
+from headstart.hub.target_facts import TargetFacts, kind_of
 
 HOOKS = frozenset(
     {
@@ -48,16 +48,13 @@ class Gguf(Format):
     engines = ("llama.cpp",)
     dtypes = ("bfloat16", "float16", "float32", "q8_0")
 
-    def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
+    def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
         if published.layout not in ARCHITECTURES:
             raise UserError(
                 f"llama.cpp drafts with EAGLE-3, DFlash and DSpark heads, and these are {kind_of(published)} heads.",
                 "Train eagle3, dflash or dspark heads for it.",
             )
-        refuse_activation(published, "llama.cpp")
-        for limit in _limits(published, facts.model_type, facts.num_layers):
-            raise UserError(*limit)
-        return []
+        return _limits(published, facts.model_type, facts.num_layers)
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
         write_gguf(folder / FILE, published, facts, dtype)
@@ -68,25 +65,20 @@ class Gguf(Format):
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
         return read_heads(opened(folder))
 
-    def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
-        try:
-            return [Finding(engine, *fault) for fault in _faults(opened(folder), facts)]
-        except UserError as error:
-            return [Finding(engine, error.problem, error.remedy)]
-
-    def commands(
-        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
-    ) -> dict[str, list[str]]:
-        count = drafts_of(published, drafts.get("llama.cpp", 0))
-        heads = ["-md", f"{folder}/{FILE}", "--spec-type", f"draft-{published.layout}", "--spec-draft-n-max"]
-        return {"llama.cpp": ["llama-server", "-m", str(facts.gguf or "TARGET.gguf"), *heads, str(count)]}
+    def faults(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> Faults:
+        return _faults(opened(folder), facts)
 
 
-def _limits(published: Published, model_type: str, layers: int) -> Iterator[tuple[str, str]]:
-    """(what llama.cpp cannot do with these heads, what to do); `layers` of the target, 0 where that is not known."""
+def _limits(published: Published, model_type: str, layers: int) -> Faults:
+    """What llama.cpp cannot do with these heads; `layers` of the target, 0 where that is not known."""
     yield from _limits_of_blocks(published) if published.layout in BLOCKS else _limits_of_eagle3(published)
-    rope = {} if published.layer is None else published.layer.rope_parameters
-    kind = rope.get("rope_type", "default")
+    assert published.layer is not None, "these heads have decoder layers"
+    if published.layer.hidden_act != "silu":
+        yield (
+            f"The heads' MLP uses {published.layer.hidden_act}, and llama.cpp computes silu alone.",
+            "Train them with heads.hidden_act=silu.",
+        )
+    kind = published.layer.rope_parameters.get("rope_type", "default")
     if kind not in ("default", "linear", "llama3"):
         yield f"headstart writes no {kind} positions for llama.cpp.", _OTHER
     if model_type and model_type not in HOOKS:
@@ -102,7 +94,7 @@ def _limits(published: Published, model_type: str, layers: int) -> Iterator[tupl
         )
 
 
-def _limits_of_eagle3(published: Published) -> Iterator[tuple[str, str]]:
+def _limits_of_eagle3(published: Published) -> Faults:
     if published.num_layers != 1:
         yield f"llama.cpp runs one layer, and the heads have {published.num_layers}.", _OTHER
     if (count := len(published.aux_layers)) != 3:
@@ -116,7 +108,7 @@ def _limits_of_eagle3(published: Published) -> Iterator[tuple[str, str]]:
         )
 
 
-def _limits_of_blocks(published: Published) -> Iterator[tuple[str, str]]:
+def _limits_of_blocks(published: Published) -> Faults:
     aux_layers = list(published.aux_layers)
     if sorted(set(aux_layers)) != aux_layers:
         yield (
@@ -136,10 +128,9 @@ def _limits_of_blocks(published: Published) -> Iterator[tuple[str, str]]:
         )
 
 
-def _faults(reader: Any, facts: TargetFacts | None) -> Iterator[tuple[str, str]]:
-    """(what is wrong with a file, what to do)."""
+def _faults(reader: Any, facts: TargetFacts | None) -> Faults:
     settings, note = read_settings(reader), written(reader)
-    theirs: Mapping[str, Any] = {} if note is None else note.target
+    theirs = {} if note is None else note.target
     model_type = facts.model_type if facts is not None else str(theirs.get("model_type", ""))
     layers = facts.num_layers if facts is not None else int(theirs.get("num_layers", 0))
     faults = list(_limits(settings, model_type, layers))
@@ -156,7 +147,7 @@ def _faults(reader: Any, facts: TargetFacts | None) -> Iterator[tuple[str, str]]
         yield from unchanged(read_heads(reader), note, facts)
 
 
-def _wrong_keys(reader: Any, settings: Published) -> Iterator[tuple[str, str]]:
+def _wrong_keys(reader: Any, settings: Published) -> Faults:
     if settings.layout in BLOCKS:
         if value(reader, f"{BLOCK}.block_size") is None:
             then = "stops" if settings.layout is Layout.DSPARK else f"takes {DEFAULT_BLOCK}"

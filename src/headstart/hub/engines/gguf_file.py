@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from headstart.heads.exchange.published import (
     Layout,
     Published,
 )
-from headstart.hub.engines.base import NOTE, Written
+from headstart.hub.engines.base import NOTE, Faults, Written
 
 FILE = "heads.gguf"
 EAGLE3, BLOCK = "eagle3", "dflash"
@@ -284,7 +284,7 @@ def read_heads(reader: Any) -> Published:
     return settings.with_tensors(weights)
 
 
-def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str]]:
+def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) -> Faults:
     """What is wrong with a file's tensors of these shapes."""
     if settings.num_layers != 1 and settings.layout not in BLOCKS:
         yield f"llama.cpp runs one layer, and the heads have {settings.num_layers}.", AGAIN

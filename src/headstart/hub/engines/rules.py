@@ -9,13 +9,12 @@ What headstart itself cannot read is refused by `headstart.hub.engines.reading`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, Layout, Published, digest
-from headstart.hub.engines.base import Finding, TargetFacts, Written
+from headstart.hub.engines.base import Faults, Written
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint
 from headstart.hub.engines.reading import (
     DFLASH,
@@ -31,10 +30,10 @@ from headstart.hub.engines.reading import (
     samples_from_anchor,
     settings_of,
 )
+from headstart.hub.target_facts import TargetFacts
 
-Faults = Iterator[tuple[str, str]]
-"""(what is wrong, what to do)"""
 _AGAIN = "Export the heads again, or take another checkpoint."
+_WITHOUT = "Serve it with vLLM (--format vllm), or train without that."
 _ROTARY = ("default", "linear", "llama3", "yarn", "dynamic")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _ARCHITECTURES = {
@@ -48,20 +47,22 @@ _ARCHITECTURES = {
 }
 
 
-def check_checkpoint(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> list[Finding]:
-    """Everything that an engine would get wrong with a folder of heads."""
+def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Faults:
+    """Everything that an engine would get wrong with a folder of heads.
+
+    Raises:
+        UserError: what leaves nothing else to check.
+    """
     layout = layout_of(checkpoint)
     if layout is None:
-        return [Finding(engine, f"{checkpoint.folder} holds no draft heads.", "Give the folder of draft heads.")]
-    findings: list[Finding] = []
-    try:
-        for fault in _faults(checkpoint, layout, engine, facts):
-            findings.append(Finding(engine, *fault))  # one by one: what comes later may raise
-        if not findings and (written := checkpoint.written) is not None:
-            findings += [Finding(engine, *fault) for fault in unchanged(read_published(checkpoint), written, facts)]
-    except UserError as error:
-        findings.append(Finding(engine, error.problem, error.remedy))
-    return findings
+        yield f"{checkpoint.folder} holds no draft heads.", "Give the folder of draft heads."
+        return
+    sound = True
+    for fault in _faults(checkpoint, layout, engine, facts):
+        sound = False
+        yield fault
+    if sound and (written := checkpoint.written) is not None:
+        yield from unchanged(read_published(checkpoint), written, facts)
 
 
 def _faults(checkpoint: Checkpoint, layout: Layout, engine: str, facts: TargetFacts | None) -> Faults:
@@ -71,7 +72,8 @@ def _faults(checkpoint: Checkpoint, layout: Layout, engine: str, facts: TargetFa
     yield from _architecture(checkpoint, layout, engine)
     yield from _rotary(checkpoint.settings, layout)
     if checkpoint.settings.get("hidden_act", "silu") != "silu" and engine != "speculators":
-        yield f"{engine} computes silu alone, and the MLP uses {checkpoint.settings['hidden_act']}.", _AGAIN
+        used = checkpoint.settings["hidden_act"]
+        yield f"{engine} computes silu alone, and the MLP uses {used}.", "Train with heads.hidden_act=silu."
     written = checkpoint.written
     layers = facts.num_layers if facts is not None else (written.target if written else {}).get("num_layers")
     rules = {Layout.EAGLE3: _eagle3, Layout.EAGLE: _eagle}.get(layout, _block)
@@ -93,8 +95,8 @@ def _eagle3(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, laye
             yield "SGLang leaves out the biases of the attention.", "Serve it with vLLM."
     settings = settings_of(checkpoint, Layout.EAGLE3, facts)
     if engine == "sglang":
-        for reason in sglang_lacks(settings):
-            yield f"SGLang would draft with other numbers than were trained: {reason}.", "Serve it with vLLM."
+        for reason in _sglang_lacks(settings):
+            yield f"SGLang {reason}, and would draft with other numbers than were trained.", _WITHOUT
     yield from _vocabulary_map(checkpoint, settings)
     settings = replace(settings, draft_ids_D=draft_ids(checkpoint, settings.vocab_size))
     wanted, shapes = settings.expected(), checkpoint.shapes
@@ -114,15 +116,16 @@ def _eagle3(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, laye
     yield from _tensors(wanted, beside, shapes, engine)
 
 
-def sglang_lacks(published: Published) -> Iterator[str]:
-    """What SGLang does not do of EAGLE-3 heads, to end a sentence with."""
-    for name in ("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"):
-        if getattr(published, name):
-            yield f"it does not know {'fc_norm' if name == 'aux_norms' else name}"
+def _sglang_lacks(published: Published) -> list[str]:
+    """What SGLang does not do of EAGLE-3 heads."""
+    names = {"aux_norms": "fc_norm"}
+    settings = ("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc")
+    lacks = [f"does not know {names.get(name, name)}" for name in settings if getattr(published, name)]
     if published.num_layers != 1:
-        yield f"its layers after the first differ from vLLM's, and there are {published.num_layers}"
+        lacks.append(f"has other layers after the first than vLLM, and there are {published.num_layers}")
     if len(published.aux_layers) != 3:
-        yield f"it fuses 3 layers of the target, and these heads {len(published.aux_layers)}"
+        lacks.append(f"fuses 3 layers of the target, not {len(published.aux_layers)}")
+    return lacks
 
 
 def _eagle(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, layers: int | None) -> Faults:
@@ -144,7 +147,7 @@ def _eagle(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, layer
 def _medusa(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Faults:
     config = checkpoint.config
     if engine != "vllm":
-        yield f"{engine} has no Medusa heads.", "Serve them with vLLM up to 0.32, or with headstart."
+        yield f"{engine} has no Medusa heads.", "Serve them with vLLM up to 0.32 (--format vllm), or with headstart."
         return
     if config.get("model_type") != "medusa":
         yield f"vLLM knows Medusa heads by model_type medusa, and it is {config.get('model_type')!r}.", _AGAIN
@@ -162,7 +165,7 @@ def _medusa(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> F
     if config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
         yield (
             "vLLM 0.32 stops at Medusa heads with a reduced vocabulary: it reads token_map and then misses it.",
-            "Train with the whole vocabulary.",
+            "Train with heads.draft_vocab_size=0 heads.shared_lm_head=true.",
         )
     if facts is not None and settings.vocab_size != facts.vocab_size:
         yield f"The heads draft from {settings.vocab_size} tokens, and {facts.name} has {facts.vocab_size}.", _AGAIN
@@ -178,6 +181,11 @@ def _block(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, layer
     yield from _block_ids(config, engine, layers)
     yield from _block_attention(checkpoint, engine)
     settings = settings_of(checkpoint, layout, facts)
+    if engine == "vllm" and layout is Layout.DSPARK and not settings.markov_rank:
+        yield (
+            "vLLM knows DSpark heads by their Markov head, and these have none (heads.markov_rank=0).",
+            "Train dflash heads, or with a heads.markov_rank.",
+        )
     anchor = samples_from_anchor(config, layout)
     drafts = settings.block_size - (0 if anchor else 1)
     if checkpoint.is_speculators and (asked := proposed_steps(config)) > drafts:
@@ -276,11 +284,17 @@ def _architecture(checkpoint: Checkpoint, layout: Layout, engine: str) -> Faults
             yield f"{CONFIG} has no speculators_model_type.", "Export with --format speculators."
         return
     if (engine, layout) not in _ARCHITECTURES:
-        yield "headstart knows of no SGLang that serves DSpark heads as it writes them.", "Serve them with llama.cpp."
+        yield (
+            "headstart knows of no SGLang that serves DSpark heads as it writes them.",
+            "Serve them with llama.cpp (--format gguf) or vLLM, or train dflash heads.",
+        )
         return
     known, given = _ARCHITECTURES[engine, layout], checkpoint.config.get("architectures")
     if not set(map(str, given if isinstance(given, list) else [])) & set(known):
-        yield f"{engine} knows such heads as {known[0]}, and architectures is {given!r}.", f"Correct it in {CONFIG}."
+        yield (
+            f"{engine} knows such heads as {known[0]}, and architectures is {given!r}.",
+            f"Correct it in {CONFIG}, or export with --format {engine}.",
+        )
     model_type = checkpoint.config.get("model_type")
     if layout in BLOCKS and model_type != "qwen3":
         yield (
