@@ -15,7 +15,7 @@ import torch
 import headstart
 from headstart.errors import UserError
 from headstart.hub.engines.facts import facts_of_heads
-from headstart.hub.format import adapter_spec, check_folder
+from headstart.hub.format import check_folder, heads_target
 from headstart.hub.push import push
 from headstart.target.loading import load_target
 from headstart.target.model import Target
@@ -54,7 +54,7 @@ def test_loading_finds_the_adapter_beside_the_heads(made: Any) -> None:
 def test_heads_written_again_keep_it(made: Any, tmp_path: Path) -> None:
     decoder = headstart.load(made.heads, dtype="float32", device="cpu")
     export(tmp_path / "again", decoder.target)
-    assert adapter_spec(tmp_path / "again") == str(tmp_path / "again" / "adapter")
+    assert heads_target(tmp_path / "again").adapter_spec(tmp_path / "again") == str(tmp_path / "again" / "adapter")
     check_folder(tmp_path / "again")
 
 

@@ -18,7 +18,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, load_heads
-from headstart.hub.format import adapter_spec, read_heads, target_spec
+from headstart.hub.format import heads_target, read_heads
 from headstart.hub.pull import locate
 from headstart.pipeline.run import ADAPTER, CONVERSATIONS, HEADS, STATES, TARGET, TRAIN
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
@@ -249,7 +249,8 @@ def _target_of_heads(folder: Path, target: str | None) -> Target:
         if target is None:
             raise UserError(f"The heads in {folder} do not name their target.", "Name it with --target.")
         return load_target(target)
-    return load_target(target or target_spec(folder)[0], adapter=adapter_spec(folder))
+    trained_on = heads_target(folder)
+    return load_target(target or trained_on.spec, adapter=trained_on.adapter_spec(folder))
 
 
 def is_exported(folder: Path) -> bool:
