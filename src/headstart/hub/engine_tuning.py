@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from operator import mul
+from operator import eq, mul
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from headstart.errors import UserError
 from headstart.servers.process import Counters, EngineAnswer, Server
-from headstart.support.files import read_json, write_json
+from headstart.support.files import write_json
 
 FILE = "engines.json"
 """In a folder of heads."""
@@ -64,7 +66,7 @@ class EngineTuning:
         version: as the engine says itself.
         target: that it served.
         same_texts: answers that were the same with heads as without, of all that were asked.
-        rows: one for each number of drafts.
+        rows: for each number of drafts.
         environment: the machine.
     """
 
@@ -95,18 +97,15 @@ class EngineTuning:
         return self.best.drafts if self.best.expected > 1 else 0
 
 
+_TUNINGS = TypeAdapter(dict[str, EngineTuning])
+
+
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What engines are asked, and what is known of the heads.
-
-    Attributes:
-        prompts: token ids.
-        max_new_tokens: of each answer.
-        acceptance: of the heads by depth and rank, as in `Tuning`.
-    """
+    """What engines are asked, and the heads' acceptance by depth and rank, as in `Tuning`."""
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
@@ -115,16 +114,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Compared:
-    """A number of drafts beside plain decoding: its figures, and the answers' tokens without heads and with them."""
+    """A number of drafts beside plain decoding.
+
+    Attributes:
+        drafted: the answers' tokens with heads.
+        same: answers that are the same without.
+    """
 
     row: DraftsRow
-    plain: Sequence[tuple[int, ...]]
     drafted: Sequence[tuple[int, ...]]
-
-    @property
-    def same(self) -> int:
-        """Answers that are the same."""
-        return sum(plain == drafted for plain, drafted in zip(self.plain, self.drafted, strict=True))
+    same: int
 
 
 def tune_engine(
@@ -139,18 +138,18 @@ def tune_engine(
     Args:
         start: makes its servers.
         drafting: arguments that add heads which draft so many tokens.
-        drafts: numbers to try.
-        asked: of all of them.
+        drafts: numbers of tokens to try.
+        asked: of all servers.
         progress: told what is being done.
 
     Returns:
         The engine's version, and a comparison for each number of drafts.
 
     Raises:
-        UserError: nothing to ask, or an engine that does not start, answer or draft.
+        UserError: no prompts, or an engine that does not start, answer or draft.
     """
-    if not asked.prompts or not drafts:
-        raise UserError("There is nothing to ask the engine.", "Give prompts, and numbers of drafts from 1 on.")
+    if not asked.prompts:
+        raise UserError("There are no prompts to ask the engine.", "Give conversations with questions.")
     compared = []
     progress("starting the engine")
     with start((), "plain") as plain:
@@ -202,7 +201,8 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked) ->
         plain_tokens_per_second=plain_tokens / plain_seconds,
         expected=(1 + sum(accumulate(first_ranks, mul))) * plain_ms / round_ms,
     )
-    return Compared(row, [answer.tokens for answer in answers[0]], [answer.tokens for answer in answers[1]])
+    texts = [[answer.tokens for answer in given] for given in answers]
+    return Compared(row, texts[1], same=sum(map(eq, *texts)))
 
 
 # -- beside the heads --------------------------------------------------------------------------------------------------
@@ -210,7 +210,24 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked) ->
 
 def write_engine_tuning(folder: Path, tuning: EngineTuning) -> None:
     """Keep it with the heads, in place of what was measured in that engine before."""
-    write_json(folder / FILE, {**_kept(folder), tuning.engine: asdict(tuning)})
+    measured = {**read_engine_tunings(folder), tuning.engine: tuning}
+    write_json(folder / FILE, {engine: asdict(known) for engine, known in measured.items()})
+
+
+def read_engine_tunings(folder: Path) -> dict[str, EngineTuning]:
+    """What was measured with these heads, by engine; nothing where nothing was.
+
+    Raises:
+        UserError: the file is not one of ours.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return {}
+    try:
+        return _TUNINGS.validate_json(file.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise UserError(f"{file} cannot be read ({problem}).", "Delete it and tune for the engines again.") from None
 
 
 def tuned_drafts(measured: Mapping[str, EngineTuning]) -> dict[str, int]:
@@ -246,27 +263,3 @@ def setting_of(measured: Mapping[str, EngineTuning]) -> str:
         for name, tuning in measured.items()
     ]
     return " ".join(parts)
-
-
-def read_engine_tunings(folder: Path) -> dict[str, EngineTuning]:
-    """What was measured with these heads, by engine; nothing where nothing was.
-
-    Raises:
-        UserError: the file is not one of ours.
-    """
-    try:
-        return {name: _tuning(**values) for name, values in _kept(folder).items()}
-    except (TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"{folder / FILE} cannot be read ({error!r}).", "Delete it and tune for the engines again."
-        ) from None
-
-
-def _tuning(rows: Sequence[dict[str, Any]], same_texts: Sequence[int], **others: Any) -> EngineTuning:
-    same, asked = same_texts
-    drafts = tuple(DraftsRow(**{**row, "by_position": tuple(row["by_position"])}) for row in rows)
-    return EngineTuning(rows=drafts, same_texts=(same, asked), **others)
-
-
-def _kept(folder: Path) -> dict[str, Any]:
-    return dict(read_json(folder / FILE)) if (folder / FILE).is_file() else {}

@@ -80,6 +80,11 @@ class Format(ABC):
     also: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
 
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Engines that read its files, those included that may not know the heads in them."""
+        return (*self.engines, *self.also)
+
     def holds_embeddings(self, published: Published) -> bool:
         """Whether its files have the target's embeddings beside the heads."""
         return False

@@ -39,7 +39,7 @@ class Exported:
         published: the heads, as engines know them.
         facts: of their target.
         drafts: tokens of the chain by engine, where they were measured.
-        remarks: what the user should know.
+        remarks: sentences that the user should read.
     """
 
     folder: Path
@@ -51,24 +51,15 @@ class Exported:
 
     @property
     def commands(self) -> dict[str, str]:
-        """That serve target and heads, by engine, as one types them."""
+        """What to type to serve target and heads, by engine."""
         return {engine: shlex.join(words) for engine, words in self.words(self.drafts).items()}
 
     def words(self, drafts: Mapping[str, int]) -> dict[str, list[str]]:
-        """The same with other numbers of drafts, and in words."""
+        """The same commands in words, with other numbers of drafts."""
         return serve_commands(self.engines, self.folder, self.published, self.facts, drafts)
 
 
-def _readers(format: Format) -> tuple[str, ...]:
-    return (*format.engines, *format.also)
-
-
-def format_named(name: str) -> Format:
-    """The format called `name`.
-
-    Raises:
-        UserError: there is none.
-    """
+def _format_named(name: str) -> Format:
     if name not in FORMATS:
         raise UserError(f"Unknown format {name!r}.", nearest(name, ["headstart", *FORMATS]))
     return FORMATS[name]
@@ -87,7 +78,7 @@ def export_for(
         UserError: no such heads or format, formats whose files would be in each other's way, heads that a format
             cannot hold, or a folder in use.
     """
-    asked = [format_named(name) for name in dict.fromkeys([formats] if isinstance(formats, str) else formats)]
+    asked = [_format_named(name) for name in dict.fromkeys([formats] if isinstance(formats, str) else formats)]
     of_folders = [format.name for format in asked if isinstance(format, FolderFormat)]
     if len(of_folders) > 1:
         raise UserError(
@@ -130,7 +121,7 @@ def check_heads(name: str, published: Published, facts: TargetFacts) -> list[str
     Raises:
         UserError: naming the reason and what to do instead.
     """
-    return _served([format_named(name)], published, facts)[1]
+    return _served([_format_named(name)], published, facts)[1]
 
 
 def _served(formats: Sequence[Format], published: Published, facts: TargetFacts) -> tuple[list[str], list[str]]:
@@ -138,7 +129,7 @@ def _served(formats: Sequence[Format], published: Published, facts: TargetFacts)
     engines: dict[str, None] = {}
     remarks = []
     for format in formats:
-        for engine in _readers(format):
+        for engine in format.readers:
             limit = next(iter(format.limits(published, facts, engine)), None)
             if limit is None:
                 engines[engine] = None
@@ -162,7 +153,7 @@ def _uncorrected(published: Published) -> Iterator[str]:
 
 def _not_paying(formats: Sequence[Format], measured: Mapping[str, EngineTuning]) -> Iterator[str]:
     """What to say of engines in which plain decoding was found to be faster."""
-    read_by = {engine for format in formats for engine in _readers(format)}
+    read_by = {engine for format in formats for engine in format.readers}
     for engine, tuning in measured.items():
         if engine in read_by and not tuning.drafts:
             yield (
@@ -180,8 +171,6 @@ def publish(heads: Path, target: Target | str | None = None) -> tuple[Published,
     folder = heads_folder(heads)
     check_folder(folder)
     built = build_heads(read_config(folder)["heads"], folder / WEIGHTS)
-    if built.publishes is None:
-        built.publish()  # says why not
     facts = facts_of_heads(folder, None if isinstance(target, Target) else target)
     if built.publishing_reads_target:
         built.bind(target if isinstance(target, Target) else load_target(_spec(facts), "float32", "cpu"))
@@ -251,8 +240,8 @@ def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
         UserError: no such folder or engine.
     """
     formats = formats_of(folder)
-    readers = {engine: name for name, format in reversed(FORMATS.items()) for engine in _readers(format)}
-    read_by = {engine: format for format in reversed(formats) for engine in _readers(format)}
+    readers = {engine: name for name, format in reversed(FORMATS.items()) for engine in format.readers}
+    read_by = {engine: format for format in reversed(formats) for engine in format.readers}
     for engine in engines:
         if engine not in readers:
             raise UserError(f"Unknown engine {engine!r}.", nearest(engine, readers))
@@ -268,10 +257,10 @@ def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
 def check_export(
     folder: Path, engines: Sequence[str] = (), against: Path | None = None, target: Target | str | None = None
 ) -> list[Finding]:
-    """What engines would get wrong with a folder of heads, whoever wrote it.
+    """What engines would get wrong with a folder of heads or a GGUF file, whoever wrote it.
 
     Args:
-        folder: to check, or a GGUF file.
+        folder: to check.
         engines: that it is for; those that its formats are mainly for by default.
         against: heads of ours that it should hold: settings and numbers are compared.
         target: of these heads, where it is not where they say.
@@ -296,14 +285,10 @@ def export_remarks(folder: Path, engines: Sequence[str] = ()) -> list[str]:
 
 def _differences(format: Format, folder: Path, ours: Published) -> list[Finding]:
     """In what a folder's heads are not those given, but for rounding."""
-    engine = format.engines[0]
-    try:
-        theirs = format.read(folder)
-    except UserError as error:
-        return [Finding(engine, error.problem, error.remedy)]
+    theirs = format.read(folder)
     if digest(theirs) == digest(rounded(ours, "float32")):
         return []
-    return [Finding(engine, problem, "Export these heads again.") for problem in _problems(theirs, ours)]
+    return [Finding(format.engines[0], problem, "Export these heads again.") for problem in _problems(theirs, ours)]
 
 
 def _problems(theirs: Published, ours: Published) -> Iterator[str]:
@@ -322,13 +307,4 @@ def _problems(theirs: Published, ours: Published) -> Iterator[str]:
         if other is None or other.shape != tensor.shape:
             continue
         if (other.float() - tensor.float()).norm() > _SAME * tensor.float().norm():
-            yield f"{name} holds other numbers than the heads{_reordered(other, tensor)}."
-
-
-def _reordered(theirs: torch.Tensor, ours: torch.Tensor) -> str:
-    """Says so where the rows are the heads' own in another order: queries and keys that were not permuted."""
-    if ours.dim() == 2:
-        sums, our_sums = (tensor.float().double().sum(1).sort().values for tensor in (theirs, ours))
-        if (sums - our_sums).norm() <= _SAME * our_sums.norm():
-            return " in the order of its rows; GGUF files permute queries and keys"
-    return ""
+            yield f"{name} holds other numbers than the heads."
