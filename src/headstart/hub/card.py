@@ -20,9 +20,10 @@ from headstart.support.files import format_bytes, read_json, write_text
 from headstart.target.loading import PACKAGED
 from headstart.tree.tree import TreeShape
 
-FACTS = ("measurements", "training", "license", "limits")
+FACTS = ("measurements", "training")
 LICENSES = {"smollm2-135m": "apache-2.0"}
 """Licences of the packaged targets. Heads that start from a target's LM head are derived from it."""
+_OF_THE_TARGET = "license-of-the-target-model"
 ENGINE_FILES = ("README.md", "config.json", "heads.gguf", "model.safetensors")
 """All that a folder of formats of engines holds."""
 ENGINE_MARK = "<!-- written by headstart export -->"
@@ -38,8 +39,6 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
         facts: all optional.
             measurements: list of {"name": what was asked, "results": content of an eval's results.json}.
             training: {label: value} rows about the training data and the training.
-            license: a licence by its Hub identifier; by default the packaged target's.
-            limits: list of further sentences about what the heads are not good for.
 
     Raises:
         ValueError: a fact with an unknown name.
@@ -54,7 +53,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
         environment()
         .get_template("README.md.j2")
         .render(
-            metadata=yaml.safe_dump(metadata(config, facts), sort_keys=False, allow_unicode=True),
+            metadata=yaml.safe_dump(_metadata(config), sort_keys=False, allow_unicode=True),
             target=config["target"],
             hub_id=spec if is_hub_id(spec) else None,
             loadable=spec in PACKAGED or is_hub_id(spec),
@@ -67,7 +66,6 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
                 for entry in facts.get("measurements", ())
             ],
             training=facts.get("training", {}),
-            limits=facts.get("limits", ()),
             **_engine_figures(read_engine_tunings(folder)),
         ),
     )
@@ -94,18 +92,10 @@ def write_engine_card(
     commands: Mapping[str, Sequence[str]],
     measured: Mapping[str, EngineTuning],
 ) -> None:
-    """Write README.md beside files for engines.
-
-    Args:
-        folder: of the files.
-        published: the heads in them.
-        facts: of the target.
-        commands: words of the command of each engine that serves them, of a folder "HEADS".
-        measured: what was measured in engines.
-    """
+    """Write README.md beside files for engines; `commands` are the words that serve them from a folder "HEADS"."""
     hub_id = facts.spec if is_hub_id(facts.spec) else None
     metadata = {
-        **license_and_base(facts.spec),
+        **_license_and_base(facts.spec),
         "pipeline_tag": "text-generation",
         "tags": ["headstart", "speculative-decoding", "draft-heads", str(published.layout), *sorted(commands)],
     }
@@ -139,23 +129,20 @@ def _engine_figures(measured: Mapping[str, EngineTuning]) -> dict[str, Any]:
     return {"engine_rows": engine_rows(measured), "engine_setting": setting_of(measured)}
 
 
-def metadata(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     """The YAML block that the Hub reads."""
     family = str(config["heads"]["family"])
     return {
-        **license_and_base(config["target"]["spec"], facts.get("license")),
+        **_license_and_base(config["target"]["spec"]),
         "library_name": "headstart",
         "pipeline_tag": "text-generation",
         "tags": ["headstart", "speculative-decoding", "draft-heads", "custom_generate", family],
     }
 
 
-def license_and_base(spec: str, license_id: str | None = None) -> dict[str, str]:
-    """What the Hub reads of a card about the target: the heads' licence, by default a packaged target's, and its id."""
-    license_id = license_id or LICENSES.get(spec)
-    licence = (
-        {"license": license_id} if license_id else {"license": "other", "license_name": "license-of-the-target-model"}
-    )
+def _license_and_base(spec: str) -> dict[str, str]:
+    """The heads' licence, which is a packaged target's, and the target's Hub id."""
+    licence = {"license": LICENSES[spec]} if spec in LICENSES else {"license": "other", "license_name": _OF_THE_TARGET}
     return {**licence, **({"base_model": spec, "base_model_relation": "adapter"} if is_hub_id(spec) else {})}
 
 

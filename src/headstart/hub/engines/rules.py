@@ -33,6 +33,11 @@ from headstart.hub.engines.reading import (
 from headstart.hub.target_facts import TargetFacts
 
 _AGAIN = "Export the heads again, or take another checkpoint."
+_WRITE = f"Write it into {CONFIG}."
+_CORRECT = f"Correct it in {CONFIG}."
+_WHICH = f"Correct the wrong one in {CONFIG}."
+_TRAINED = f"Write the base that the heads were trained with into {CONFIG}."
+_NO_MAPS = "Leave out d2t and t2d."
 _WITHOUT = "Serve it with vLLM (--format vllm), or train without that."
 _ROTARY = ("default", "linear", "llama3", "yarn", "dynamic")
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -71,8 +76,7 @@ def _faults(checkpoint: Checkpoint, layout: Layout, engine: str, facts: TargetFa
         return
     yield from _architecture(checkpoint, layout, engine)
     yield from _rotary(checkpoint.settings, layout)
-    if checkpoint.settings.get("hidden_act", "silu") != "silu" and engine != "speculators":
-        used = checkpoint.settings["hidden_act"]
+    if (used := checkpoint.settings.get("hidden_act", "silu")) != "silu" and engine != "speculators":
         yield f"{engine} computes silu alone, and the MLP uses {used}.", "Train with heads.hidden_act=silu."
     written = checkpoint.written
     layers = facts.num_layers if facts is not None else (written.target if written else {}).get("num_layers")
@@ -85,12 +89,9 @@ def _eagle3(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, laye
     yield from _layer_ids(checkpoint, engine, layers)
     if engine == "sglang":
         if config.get("tie_word_embeddings", True) is not False:
-            yield (
-                "SGLang takes the embeddings for the LM head unless tie_word_embeddings is false.",
-                f"Write it into {CONFIG}.",
-            )
+            yield "SGLang takes the embeddings for the LM head unless tie_word_embeddings is false.", _WRITE
         if "draft_vocab_size" not in top:
-            yield "SGLang needs draft_vocab_size, also for the whole vocabulary.", f"Write it into {CONFIG}."
+            yield "SGLang needs draft_vocab_size, also for the whole vocabulary.", _WRITE
         if config.get("attention_bias"):
             yield "SGLang leaves out the biases of the attention.", "Serve it with vLLM."
     settings = settings_of(checkpoint, Layout.EAGLE3, facts)
@@ -161,7 +162,7 @@ def _medusa(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> F
     if isinstance(asked, int) and asked > settings.steps:
         yield f"The config has {asked} heads and the file {settings.steps}: vLLM leaves the others random.", _AGAIN
     if any(name.endswith(".bias") for name in checkpoint.names) and config.get("medusa_fc_bias") is not True:
-        yield "vLLM drops the blocks' biases unless medusa_fc_bias is true.", f"Write it into {CONFIG}."
+        yield "vLLM drops the blocks' biases unless medusa_fc_bias is true.", _WRITE
     if config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
         yield (
             "vLLM 0.32 stops at Medusa heads with a reduced vocabulary: it reads token_map and then misses it.",
@@ -199,7 +200,7 @@ def _block(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, layer
         if shapes.pop(name, None) is not None:
             yield (
                 f"There is a {name}, and the whole vocabulary is drafted: {reader} stops at it.",
-                "Leave both maps out.",
+                _NO_MAPS,
             )
     whole = (settings.vocab_size, settings.hidden_size)
     beside: dict[str, tuple[int, ...]] = {EMBEDDINGS: whole, LM_HEAD: whole}
@@ -231,12 +232,13 @@ def _block_ids(config: Mapping[str, Any], engine: str, layers: int | None) -> Fa
         return
     noted = config.get("num_target_layers")
     if layers is not None and isinstance(noted, int) and noted != layers:
-        yield f"num_target_layers is {noted}, and the target has {layers} layers.", f"Correct it in {CONFIG}."
+        yield f"num_target_layers is {noted}, and the target has {layers} layers.", _CORRECT
     layers = layers or (noted if isinstance(noted, int) else None)
     if layers and (max(aux_layers) > layers or min(aux_layers) < 1):
+        outputs = [layer - 1 for layer in aux_layers]
         yield (
-            f"target_layer_ids would be {[layer - 1 for layer in aux_layers]}, and a target with {layers} layers has "
-            f"the outputs 0 to {layers - 1}: they look counted as EAGLE's ids, which are one more.",
+            f"target_layer_ids are {outputs}, and the target's outputs 0 to {layers - 1}: they look counted as EAGLE's "
+            "ids, which are one more.",
             f"Subtract one from each in {CONFIG}.",
         )
     if sorted(set(aux_layers)) != aux_layers:
@@ -252,25 +254,20 @@ def _block_attention(checkpoint: Checkpoint, engine: str) -> Faults:
     kinds = kinds if isinstance(kinds, list) else []
     sliding = [kind for kind in kinds if kind == "sliding_attention"]
     if kinds and isinstance(layers, int) and len(kinds) != layers:
-        yield f"layer_types has {len(kinds)} entries for {layers} layers.", f"Correct it in {CONFIG}."
+        yield f"layer_types has {len(kinds)} entries for {layers} layers.", _CORRECT
     if sliding and engine == "vllm" and not checkpoint.is_speculators:
         if len(sliding) < len(kinds):
-            yield (
-                "vLLM mixes sliding and full layers on GPUs alone (V2 model runner).",
-                "Serve it there, or take heads with full attention.",
-            )
+            yield "vLLM mixes sliding and full layers on GPUs alone (V2 model runner).", "Serve it on a GPU."
         if block_setting(config, "causal") is None and config.get("is_causal") is None:
             yield (
-                "Sliding layers are causal in vLLM unless the config says otherwise: slots do not see those after "
-                "them.",
+                "Sliding layers are causal in vLLM unless dflash_config.causal is false: slots do not see later ones.",
                 f"Write dflash_config.causal into {CONFIG} as the heads were trained.",
             )
         if block_setting(config, "swa_window_size") is None and config.get("sliding_window") is None:
-            yield "There are sliding layers and no window, and vLLM stops.", f"Write sliding_window into {CONFIG}."
+            yield "There are sliding layers and no sliding_window, and vLLM stops.", _WRITE
     if engine == "vllm" and checkpoint.is_speculators and config.get("sliding_window_non_causal") is False:
         yield (
-            "sliding_window_non_causal is false, and vLLM 0.32 takes that for all layers: slots of a block do not see "
-            "those after them.",
+            "sliding_window_non_causal is false, and vLLM 0.32 takes that for all layers: slots do not see later ones.",
             f"Write sliding_window_non_causal = true into {CONFIG}; without sliding layers it says nothing else.",
         )
 
@@ -297,10 +294,7 @@ def _architecture(checkpoint: Checkpoint, layout: Layout, engine: str) -> Faults
         )
     model_type = checkpoint.config.get("model_type")
     if layout in BLOCKS and model_type != "qwen3":
-        yield (
-            f"The layers of a block drafter are Qwen3's, whatever the target is, and model_type is {model_type!r}.",
-            f"Correct it in {CONFIG}.",
-        )
+        yield f"The layers of block drafters are Qwen3's for all targets, and model_type is {model_type!r}.", _CORRECT
 
 
 def _rotary(config: Mapping[str, Any], layout: Layout) -> Faults:
@@ -308,22 +302,13 @@ def _rotary(config: Mapping[str, Any], layout: Layout) -> Faults:
     base = new.get("rope_theta") if isinstance(new, Mapping) else None
     if base is None and old is None:
         usual = "one of their own (vLLM 1000000)" if layout in BLOCKS else "10000"
-        yield (
-            f"The config says no rope_theta, and engines then take {usual}.",
-            f"Write the base that the heads were trained with into {CONFIG}.",
-        )
+        yield f"The config says no rope_theta, and engines then take {usual}.", _TRAINED
     elif base is not None and old is not None and base != old:
-        yield (
-            f"rope_theta is {old} at the top and {base} in rope_parameters: engines read the one or the other.",
-            f"Correct the wrong one in {CONFIG}.",
-        )
+        yield f"rope_theta is {old} at the top and {base} in rope_parameters: engines read one of them.", _WHICH
     older = config.get("rope_scaling")
     kind = (new if isinstance(new, Mapping) else older or {}).get("rope_type", "default")
     if isinstance(new, Mapping) and (kind != "default") != bool(older):
-        yield (
-            f"rope_parameters are of the kind {kind}, and rope_scaling says otherwise.",
-            f"Write the same into both in {CONFIG}; engines read the one or the other.",
-        )
+        yield f"rope_parameters are of the kind {kind}, and rope_scaling is not: engines read one of them.", _WHICH
     if kind not in _ROTARY:
         yield f"No engine is known to turn heads by {kind} positions.", _AGAIN
 
@@ -382,15 +367,12 @@ def _vocabulary_map(checkpoint: Checkpoint, settings: Published) -> Faults:
         return
     given_D = checkpoint.read("d2t")
     if len(given_D) == settings.vocab_size:
-        yield (
-            "There is a d2t and the whole vocabulary is drafted; vLLM has no place for it and stops.",
-            "Leave d2t and t2d out.",
-        )
+        yield "There is a d2t, and the whole vocabulary is drafted: vLLM stops at it.", _NO_MAPS
     kind = kind_of_map(given_D, checkpoint.read("t2d") if "t2d" in shapes else None, settings.vocab_size)
     if kind != "offsets":
         held = "token ids" if kind == "ids" else "no tokens of the target"
         yield (
-            f"d2t holds {held}, and engines read it as offsets (token = i + d2t[i]).",
+            f"d2t holds {held}, and engines read offsets (token = i + d2t[i]).",
             "Subtract each entry's place from it.",
         )
     if len(given_D) != width:
