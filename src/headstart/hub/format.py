@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from shutil import copyfile, copytree, ignore_patterns
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 import headstart
@@ -56,6 +56,7 @@ FILES = (
     *(f"{BUNDLED}/{file}" for file in ADAPTER_KEPT),
 )
 """Everything that an exported folder holds; what else lies there is somebody's own."""
+_PATHS = TypeAdapter(list[Annotated[list[NonNegativeInt], Field(min_length=1)]])
 
 
 class HeadsAdapter(BaseModel):
@@ -94,13 +95,13 @@ def export_heads(
 
     Args:
         folder: where to.
-        heads: are kept in the dtype they have.
+        heads: keep the dtype they have.
         target: the model they were trained on; no other one is accepted at loading.
         tuning: `Tuning.to_json()`; `paths` go to tree.json, the rest to calibration.json.
         facts: for the model card, see `headstart.hub.card.write_card`.
 
     Raises:
-        UserError: when the tree is deeper or wider than the heads.
+        UserError: the tree is deeper or wider than the heads.
     """
     paths = [list(path) for path in tuning["paths"]]
     _shape({"paths": paths}, heads, folder)
@@ -180,11 +181,7 @@ def _check_target(folder: Path, target: Target) -> None:
 
 
 def heads_target(folder: Path) -> HeadsTarget:
-    """The target that heads belong to.
-
-    Raises:
-        UserError: as `read_config`.
-    """
+    """The target that heads belong to; errors are those of `read_config`."""
     return HeadsTarget.model_validate(read_config(folder)["target"])
 
 
@@ -242,12 +239,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
     """The tree, if the heads can draft it."""
-    paths = tree.get("paths") if isinstance(tree, dict) else None
-    if not isinstance(paths, list) or not all(
-        isinstance(path, list) and path and all(isinstance(rank, int) and rank >= 0 for rank in path) for path in paths
-    ):
-        raise UserError(f"{folder / TREE} holds no rank paths.", "Export or fetch the heads again.")
-    shape = TreeShape.from_paths(paths)
+    try:
+        shape = TreeShape.from_paths(_PATHS.validate_python(tree["paths"]))
+    except (ValidationError, TypeError, KeyError):
+        raise UserError(f"{folder / TREE} holds no rank paths.", "Export or fetch the heads again.") from None
     heads.check_tree(shape)
     return shape
 

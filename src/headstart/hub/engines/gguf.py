@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,13 +17,10 @@ from headstart.hub.engines.gguf_file import (
     DEFAULT_BLOCK,
     FILE,
     MASK,
+    GgufFile,
     file_of,
-    opened,
     read_heads,
     read_settings,
-    shape_of,
-    value,
-    written,
     wrong_tensors,
 )
 from headstart.hub.engines.gguf_writing import write_gguf
@@ -63,10 +59,10 @@ class Gguf(Format):
         return file_of(folder) is not None
 
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
-        return read_heads(opened(folder))
+        return read_heads(GgufFile(folder))
 
     def faults(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> Faults:
-        return _faults(opened(folder), facts)
+        return _faults(GgufFile(folder), facts)
 
 
 def _limits(published: Published, model_type: str, layers: int) -> Faults:
@@ -128,33 +124,33 @@ def _limits_of_blocks(published: Published) -> Faults:
         )
 
 
-def _faults(reader: Any, facts: TargetFacts | None) -> Faults:
-    settings, note = read_settings(reader), written(reader)
+def _faults(file: GgufFile, facts: TargetFacts | None) -> Faults:
+    settings, note = read_settings(file), file.written
     theirs = {} if note is None else note.target
     model_type = facts.model_type if facts is not None else str(theirs.get("model_type", ""))
     layers = facts.num_layers if facts is not None else int(theirs.get("num_layers", 0))
     faults = list(_limits(settings, model_type, layers))
-    faults += wrong_tensors(settings, {tensor.name: shape_of(tensor) for tensor in reader.tensors})
-    faults += _wrong_keys(reader, settings)
+    faults += wrong_tensors(settings, file.shapes)
+    faults += _wrong_keys(file, settings)
     if facts is not None and settings.vocab_size != facts.vocab_size:
         faults.append(
             (f"The file has {settings.vocab_size} tokens, and {facts.name} {facts.vocab_size}.", "Export it again.")
         )
-    if "tokenizer.ggml.tokens" not in reader.fields:
+    if "tokenizer.ggml.tokens" not in file.fields:
         faults.append(("The file has no tokenizer, and llama.cpp needs the target's.", "Export it again."))
     yield from faults
     if not faults and note is not None:
-        yield from unchanged(read_heads(reader), note, facts)
+        yield from unchanged(read_heads(file), note, facts)
 
 
-def _wrong_keys(reader: Any, settings: Published) -> Faults:
+def _wrong_keys(file: GgufFile, settings: Published) -> Faults:
     if settings.layout in BLOCKS:
-        if value(reader, f"{BLOCK}.block_size") is None:
+        if file.value(f"{BLOCK}.block_size") is None:
             then = "stops" if settings.layout is Layout.DSPARK else f"takes {DEFAULT_BLOCK}"
             yield f"The file does not say {BLOCK}.block_size, and llama.cpp then {then}.", AGAIN
-        if value(reader, MASK) is None:
+        if file.value(MASK) is None:
             yield f"The file does not say {MASK}, and llama.cpp fills blocks with no token at all.", AGAIN
-        if any(tensor.name == D2T for tensor in reader.tensors):
+        if D2T in file.tensors:
             yield "There is a d2t, and the whole vocabulary is drafted.", _OTHER
     elif (ids_D := settings.draft_ids_D) is not None:
         outside = bool(((ids_D < 0) | (ids_D >= settings.vocab_size)).any())
